@@ -1,0 +1,76 @@
+# Set-up and checks. `make demo` and `make test` need only Python >= 3.11 and make.
+# Another Python: make PYTHON=python3.13 ...
+
+PYTHON ?= python3
+VENV := .venv
+VENV_MIN := .venv-min
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+PYTEST_FLAGS ?=
+BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-min lint bench docs clean
+
+help:
+	@echo "make demo      write a sample checkpoint, open it, print its summary and statistics"
+	@echo "make test      run the tests; says what it skips and why"
+	@echo "make test-min  run the tests with the lowest versions of all dependencies"
+	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make bench     run the benchmarks"
+	@echo "make docs      build the documentation"
+	@echo "make clean     remove all that these commands made"
+
+# Every file .venv/.<extras> is touched when the extras are installed; a change of pyproject.toml
+# installs anew.
+venv: $(VENV)/.user
+
+demo: $(VENV)/.user
+	@$(BIN)/python -m xckpt.demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-min: $(VENV_MIN)/.test
+	$(VENV_MIN)/bin/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+
+bench: $(VENV)/.bench
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean:
+	rm -rf $(VENV) $(VENV_MIN) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+
+$(VENV)/.user: pyproject.toml | $(BIN)/python
+	@echo "Installing xckpt in $(VENV)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "Installing xckpt in $(VENV), with what $* needs"
+	$(PIP) --editable '.[$*]'
+	@touch $@ $(VENV)/.user
+
+$(VENV_MIN)/.test: pyproject.toml | $(VENV_MIN)/bin/python
+	@echo "Installing xckpt in $(VENV_MIN), with the lowest versions"
+	$(VENV_MIN)/bin/python -m pip --disable-pip-version-check --quiet install uv
+	$(VENV_MIN)/bin/uv pip install --quiet --python $(VENV_MIN)/bin/python \
+		--resolution lowest-direct --editable '.[test]'
+	@touch $@
+
+%/bin/python:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "$(PYTHON) is not there: xckpt needs Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("xckpt needs Python 3.11 or \
+	newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.13")'
+	$(PYTHON) -m venv $*
