@@ -1,0 +1,151 @@
+"""Errors and warnings: each names the file, the byte offset, the tensor and the rule.
+
+::
+
+    CheckpointError
+    ├── FormatError (ValueError)               the file breaks a rule of its format
+    ├── IntegrityError (ValueError)            a digest disagrees with the bytes
+    ├── UnsupportedError (NotImplementedError) the file is fine, but uses a feature that is not read
+    └── FileChangedError (OSError)             the file changed after it was opened
+
+    CheckpointWarning (UserWarning)            what a specification lets pass with a warning
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "FileChangedError",
+    "FormatError",
+    "IntegrityError",
+    "UnsupportedError",
+]
+
+_LONGEST_SHOWN_NAME = 200
+
+
+def shown(name: str) -> str:
+    """Quote a name that came from a file, so that it is safe and short to print.
+
+    Parameters
+    ----------
+    name : str
+        Any text, also with control or bidirectional characters.
+
+    Returns
+    -------
+    str
+        Quoted, with everything unprintable escaped, at most about 200 characters.
+
+    Examples
+    --------
+    >>> print(shown("a\\nb"))
+    'a\\nb'
+    """
+    if len(name) > _LONGEST_SHOWN_NAME:
+        name = name[:_LONGEST_SHOWN_NAME] + "…"
+    return repr(name)
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read as asked.
+
+    Parameters
+    ----------
+    reason : str
+        What is wrong, with the value found and the value expected.
+    path : str, optional
+        The file or URL. The reader fills it in where a format module does not know it.
+    offset : int, optional
+        Byte offset in the file of what is wrong.
+    tensor : str, optional
+        Name of the tensor.
+    rule : str, optional
+        Short name of the broken rule, as the specification or its reference reader calls it.
+    hint : str, optional
+        What the user can do about it.
+
+    Examples
+    --------
+    >>> print(FormatError("length 60 != 64", path="m.zt", offset=64, tensor="t1", rule="DenseSize"))
+    m.zt: tensor 't1': byte 64: length 60 != 64 [DenseSize]
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        path: str | None = None,
+        offset: int | None = None,
+        tensor: str | None = None,
+        rule: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path = path
+        self.offset = offset
+        self.tensor = tensor
+        self.rule = rule
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [self.path] if self.path is not None else []
+        if self.tensor is not None:
+            where.append(f"tensor {shown(self.tensor)}")
+        if self.offset is not None:
+            where.append(f"byte {self.offset}")
+        text = ": ".join([*where, self.reason])
+        if self.rule is not None:
+            text += f" [{self.rule}]"
+        return text if self.hint is None else f"{text}. {self.hint}"
+
+    # Dask ships errors between processes; the default reduction loses keyword arguments.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.__dict__.copy()))
+
+    def located(self, *, path: str | None = None, tensor: str | None = None) -> CheckpointError:
+        """Fill in the file and the tensor where they are not known yet.
+
+        Parameters
+        ----------
+        path : str, optional
+            The file or URL.
+        tensor : str, optional
+            Name of the tensor.
+
+        Returns
+        -------
+        CheckpointError
+            The same error, to be raised again.
+        """
+        self.path = self.path if self.path is not None else path
+        self.tensor = self.tensor if self.tensor is not None else tensor
+        return self
+
+
+def _rebuild(kind: type[CheckpointError], fields: dict[str, Any]) -> CheckpointError:
+    return kind(**fields)
+
+
+class FormatError(CheckpointError, ValueError):
+    """The file breaks a rule of its format."""
+
+
+class IntegrityError(CheckpointError, ValueError):
+    """A digest stored in the file disagrees with the bytes it covers."""
+
+
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """The file uses a feature that this reader does not have."""
+
+
+class FileChangedError(CheckpointError, OSError):
+    """The file is not the one that was opened: its size, time or identity differs."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something a specification lets pass, that a user should know of."""

@@ -1,0 +1,226 @@
+"""What a file holds, whatever its format: `Index`, `Tensor`, `Part`.
+
+A format module turns bytes into an `Index`; everything else in the package knows the Index and
+no format. All three are immutable and pickle to about the size of their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.errors import CheckpointError
+
+__all__ = ["Index", "Part", "Quantization", "Shard", "Tensor"]
+
+Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "structural"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a tensor: a contiguous byte range of a file.
+
+    Parameters
+    ----------
+    dtype : str
+        Element type, a key of `xckpt.dtypes.ELEMENT_TYPES`.
+    shape : tuple of int or None
+        None where only decoding tells the length (a compressed list of unknown length).
+    offset : int
+        First byte, absolute in the file.
+    nbytes : int
+        Stored size in bytes (the compressed size of a compressed part).
+    encoding : {None, "zstd", "zstd-seekable"} or str
+        How the bytes are stored; None is raw.
+    decoded_nbytes : int or None
+        Size after decoding, where the file states it.
+    digest : str or None
+        ``algorithm:value`` as the file has it.
+    digest_of : {"stored", "decoded"}
+        Whether the digest covers the bytes before or after decoding.
+    byteorder : {"little", "big"}
+        Of the elements.
+    shard : str or None
+        Name of the file of a sharded checkpoint that holds the bytes; None is the file itself.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] | None
+    offset: int
+    nbytes: int
+    encoding: str | None = None
+    decoded_nbytes: int | None = None
+    digest: str | None = None
+    digest_of: Literal["stored", "decoded"] = "stored"
+    byteorder: Literal["little", "big"] = "little"
+    shard: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the codes of a quantised tensor become numbers: ``(code - zero) * scale``.
+
+    The parts are ``data`` (codes), ``scales``, and ``zeros`` where the zero points are stored.
+    Scales and zero points form a grid with one entry for each block of the tensor.
+
+    Parameters
+    ----------
+    block : tuple of int
+        Extent of a block along each axis of the tensor, one scale each.
+    code : str
+        Element type of a code. Packed codes are ``"uint8"``, or ``"int8"`` if they have a sign.
+    bits : int
+        Bits of one code.
+    word_bits : int
+        Size of the words that several codes share. Equal to `bits` where they share none; then
+        the part ``data`` is a dense array of the tensor's shape.
+    axis : int
+        The axis along which codes share words, rounded up to whole words for each line.
+    msb_first : bool
+        Whether the first code of a word is in its highest bits.
+    zero : int or None
+        Zero point of every code, where it is not stored; None where it is in the part ``zeros``.
+    packed_zeros : bool
+        Whether stored zero points are packed as the codes are.
+    scale_axes : tuple of int
+        Order of the axes of the stored scale grid, slowest first.
+    """
+
+    block: tuple[int, ...]
+    code: str
+    bits: int
+    word_bits: int
+    axis: int
+    msb_first: bool = False
+    zero: int | None = 0
+    packed_zeros: bool = False
+    scale_axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One logical tensor.
+
+    Parameters
+    ----------
+    name : str
+        Exactly as in the file.
+    dtype : str
+        Element type of the stored values, a key of `xckpt.dtypes.ELEMENT_TYPES`; another text
+        only where the file names a type that is not known (then `problem` is set).
+    shape : tuple of int
+        Logical shape.
+    parts : mapping of str to Part
+        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR, ``values,
+        coords`` for COO, ``data, scales, zeros`` for quantised ones, the file's own otherwise.
+    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+        How the parts make the tensor. A structural tensor is shown as its parts only.
+    order : {"C", "F"}
+        Memory order of dense data: whether the last or the first axis is contiguous.
+    attrs : mapping
+        What the file says of the tensor.
+    dims : tuple of (str or None), or None
+        Names of axes that the file or its model kind gives; None where it gives none.
+    quantization : Quantization or None
+        Set where `layout` is ``"quantized"``.
+    strict : bool
+        Whether the format forbids what others tolerate in the values: booleans other than 0
+        and 1, unsorted or repeated sparse indices, bits set in padding.
+    problem : CheckpointError or None
+        Why the values cannot be read, where the rest of the file can; raised on computing.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, Part]
+    layout: Layout = "dense"
+    order: Literal["C", "F"] = "C"
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    dims: tuple[str | None, ...] | None = None
+    quantization: Quantization | None = None
+    strict: bool = False
+    problem: CheckpointError | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, implied zeros of a sparse tensor included."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size of all parts, in bytes."""
+        return sum([part.nbytes for part in self.parts.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file that holds parts of another file's tensors.
+
+    Parameters
+    ----------
+    size : int
+        Exact size in bytes.
+    digest : str or None
+        ``algorithm:value`` of the whole file.
+    candidates : tuple of str
+        Where it may lie, relative to the folder of the referring file, best first.
+    """
+
+    size: int
+    digest: str | None
+    candidates: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Index:
+    """What a file holds: tensors, attributes, and where every byte is; no data.
+
+    Parameters
+    ----------
+    format : str
+        Name of the format, also the name of the xarray engine.
+    version : str
+        Version of the format that the file has.
+    tensors : mapping of str to Tensor
+        In file order.
+    attrs : mapping
+        What the file says of itself.
+    source : str
+        Path or URL it was read from.
+    nbytes : int
+        Size of the file.
+    shards : mapping of str to Shard
+        Other files that hold parts, by the name that `Part.shard` uses.
+    warnings : tuple of str
+        What the specification lets pass with a warning.
+
+    Examples
+    --------
+    >>> index = xckpt.read_index("m.zt")  # doctest: +SKIP
+    >>> index.tensors["lm_head"].shape  # doctest: +SKIP
+    (32000, 4096)
+    """
+
+    format: str
+    version: str
+    tensors: Mapping[str, Tensor]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    nbytes: int = 0
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        from xckpt.notebook.summary import summarize_index
+
+        return summarize_index(self)
