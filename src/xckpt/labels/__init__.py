@@ -1,0 +1,9 @@
+"""Labels: names for axes, tensors chosen by name, and dotted names as paths of a tree."""
+
+from __future__ import annotations
+
+from xckpt.labels.axes import AxisNames
+from xckpt.labels.paths import flat_name, tree_paths
+from xckpt.labels.selection import TensorFilter, select
+
+__all__ = ["AxisNames", "TensorFilter", "flat_name", "select", "tree_paths"]

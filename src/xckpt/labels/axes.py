@@ -1,0 +1,158 @@
+"""Names of axes: the caller's, else the file's, else the size's.
+
+Equal names mean equal extents throughout a Dataset, no tensor has one name twice, and no name is
+that of a variable: xarray would compute silently wrong on the second and read a variable at open
+on the third.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import translate
+from typing import TYPE_CHECKING
+
+from xckpt.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+__all__ = ["AxisNames"]
+
+
+class AxisNames:
+    """Gives the axes of one Dataset's variables their names, variable by variable.
+
+    Parameters
+    ----------
+    dims : mapping of str to sequence of (str or None), optional
+        The caller's names: a glob of variable names to one name for each axis, None where an
+        axis is to be named otherwise. The last matching entry wins.
+    reserved : collection of str
+        Names that no axis may have: those of the variables.
+
+    Raises
+    ------
+    TypeError
+        If `dims` is not a mapping to sequences of names.
+    ValueError
+        If `dims` gives a tensor a name twice.
+
+    Examples
+    --------
+    >>> names = AxisNames({"*.w": ("in", "out")})
+    >>> names.of("a.w", (3, 4)), names.of("b", (4, 4))
+    (('in', 'out'), ('d4', 'd4_1'))
+    """
+
+    def __init__(
+        self,
+        dims: Mapping[str, Sequence[str | None]] | None = None,
+        reserved: Collection[str] = (),
+    ) -> None:
+        self._chosen = [_compiled(glob, names) for glob, names in (dims or {}).items()]
+        self._reserved = reserved
+        self._sizes: dict[str, int] = {}
+        self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
+
+    def of(
+        self,
+        variable: str,
+        shape: tuple[int, ...],
+        suggested: Sequence[str | None] | None = None,
+    ) -> tuple[str, ...]:
+        """Name the axes of a variable.
+
+        Parameters
+        ----------
+        variable : str
+            Name of the variable.
+        shape : tuple of int
+            Its shape.
+        suggested : sequence of (str or None), optional
+            Names that the file gives, None where it gives none.
+
+        Returns
+        -------
+        tuple of str
+            A name for each axis. A wanted name that is already another size's, a variable's or
+            this tensor's own falls back to the size name.
+
+        Raises
+        ------
+        ValueError
+            If the caller's names are not as many as the axes, or name a variable.
+        """
+        chosen = self._callers(variable, shape)
+        if chosen is None and suggested is None:
+            return self._size_names(shape)
+        wanted = [
+            (chosen[axis] if chosen is not None else None)
+            or (suggested[axis] if suggested is not None else None)
+            for axis in range(len(shape))
+        ]
+        return self._fitted(wanted, shape)
+
+    def _callers(self, variable: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
+        for glob, matches, names in reversed(self._chosen):
+            if not matches(variable):
+                continue
+            if len(names) != len(shape):
+                raise ValueError(
+                    f"dims[{glob!r}] has {len(names)} names, but tensor {shown(variable)} has "
+                    f"{len(shape)} axes (shape {shape})"
+                )
+            for name in names:
+                if name is not None and name in self._reserved:
+                    raise ValueError(
+                        f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
+                        "choose another"
+                    )
+            return names
+        return None
+
+    def _fitted(self, wanted: list[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Keep the wanted names that fit, and give the other axes the names of their sizes."""
+        fitted: list[str | None] = []
+        for name, size in zip(wanted, shape, strict=True):
+            free = name is not None and name not in fitted and name not in self._reserved
+            fits = free and self._sizes.setdefault(str(name), size) == size
+            fitted.append(name if fits else None)
+        result: list[str] = []
+        for name, size in zip(fitted, shape, strict=True):
+            taken = {*result, *(other for other in fitted if other is not None)}
+            result.append(name if name is not None else self._size_name(size, taken))
+        return tuple(result)
+
+    def _size_names(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        known = self._by_shape.get(shape)
+        if known is None:
+            names: list[str] = []
+            for size in shape:
+                names.append(self._size_name(size, names))
+            known = self._by_shape[shape] = tuple(names)
+        return known
+
+    def _size_name(self, size: int, taken: Collection[str]) -> str:
+        """Give ``d768``, or ``d768_1``, ``d768_2``, ... where that is taken."""
+        repeat = 0
+        while True:
+            name = f"d{size}_{repeat}" if repeat else f"d{size}"
+            free = name not in taken and name not in self._reserved
+            if free and self._sizes.setdefault(name, size) == size:
+                return name
+            repeat += 1
+
+
+def _compiled(
+    glob: str, names: Sequence[str | None]
+) -> tuple[str, Callable[[str], object], tuple[str | None, ...]]:
+    if not isinstance(glob, str) or isinstance(names, str):
+        raise TypeError(
+            f"dims maps globs of tensor names to sequences of axis names, not {glob!r}: {names!r}"
+        )
+    given = [name for name in names if name is not None]
+    if not all(isinstance(name, str) and name for name in given):
+        raise TypeError(f"dims[{glob!r}] has an axis name that is not a text: {tuple(names)!r}")
+    if len(set(given)) != len(given):
+        raise ValueError(f"dims[{glob!r}] gives one name to two axes: {tuple(names)!r}")
+    return glob, re.compile(translate(glob)).match, tuple(names)

@@ -1,0 +1,96 @@
+"""Dotted names as paths of a tree: one function that splits them, and its inverse.
+
+Tensor ``a.b.c`` is variable ``c`` of node ``/a/b``. Names are free text, so some need an escape
+that neither the path syntax nor DataTree trips over:
+
+===================  ==========================================================
+in a name            in the tree
+===================  ==========================================================
+``%``                ``%25``
+``/``, NUL           ``%2F``, ``%00``
+an empty component   ``%``
+a tensor that is     variable ``%self`` of the module's node: DataTree has no
+also a module        room for a variable and a child of one name
+===================  ==========================================================
+
+Components beyond the 64th stay joined by dots in the variable's name, so that no name makes a
+tree too deep to walk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["flat_name", "tree_paths"]
+
+_DEEPEST = 64
+_SELF = "%self"
+_ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"})
+
+
+def tree_paths(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Place flat names in a tree.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Names of all tensors, each once: whether a tensor is also a module shows only among all.
+
+    Returns
+    -------
+    dict of str to (str, str)
+        By name: the path of the node (``"/a/b"``) and the name of the variable in it (``"c"``).
+
+    Examples
+    --------
+    >>> tree_paths(["a.b.c", "a.b"])
+    {'a.b.c': ('/a/b', 'c'), 'a.b': ('/a/b', '%self')}
+    """
+    split = {name: _components(name) for name in names}
+    modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
+    placed = {}
+    for name, (node, leaf) in split.items():
+        if (*node, leaf) in modules:
+            node, leaf = (*node, leaf), _SELF
+        placed[name] = ("/" + "/".join(node), leaf)
+    return placed
+
+
+def flat_name(path: str, variable: str) -> str:
+    """Give the flat name of a variable in the tree, the inverse of `tree_paths`.
+
+    Parameters
+    ----------
+    path : str
+        Path of the node, as ``DataTree.path`` has it.
+    variable : str
+        Name of the variable in that node.
+
+    Returns
+    -------
+    str
+        The name of the tensor.
+
+    Examples
+    --------
+    >>> flat_name("/a/b", "c")
+    'a.b.c'
+    """
+    components = [part for part in path.split("/") if part]
+    if variable != _SELF:
+        components.append(variable)
+    return ".".join(_unescaped(component) for component in components)
+
+
+def _components(name: str) -> tuple[tuple[str, ...], str]:
+    *node, leaf = (part.translate(_ESCAPES) or "%" for part in name.split(".", _DEEPEST))
+    return tuple(node), leaf
+
+
+def _unescaped(component: str) -> str:
+    if component == "%":
+        return ""
+    return component.replace("%2F", "/").replace("%00", "\0").replace("%25", "%")

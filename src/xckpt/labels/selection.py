@@ -1,0 +1,86 @@
+"""Which tensors are meant: ``tensors=`` as a glob, globs, a regular expression or a callable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from fnmatch import translate
+
+__all__ = ["TensorFilter", "select"]
+
+TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
+
+
+def select(names: Iterable[str], wanted: TensorFilter | None) -> list[str]:
+    """Choose names.
+
+    Parameters
+    ----------
+    names : iterable of str
+        To choose from.
+    wanted : str, iterable of str, re.Pattern, callable, or None
+        A glob that matches whole names, several of them, a regular expression that is searched
+        for, a function from a name to a bool, or None for all.
+
+    Returns
+    -------
+    list of str
+        The chosen names in their order.
+
+    Raises
+    ------
+    TypeError
+        If `wanted` is none of these.
+
+    Examples
+    --------
+    >>> select(["a.w", "a.b", "c.w"], "*.w")
+    ['a.w', 'c.w']
+    """
+    if wanted is None:
+        return list(names)
+    matches = _predicate(wanted)
+    return [name for name in names if matches(name)]
+
+
+def _predicate(wanted: TensorFilter) -> Callable[[str], object]:
+    if isinstance(wanted, str):
+        return re.compile(translate(wanted)).match
+    if isinstance(wanted, re.Pattern):
+        return wanted.search
+    if callable(wanted):
+        return wanted
+    globs = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(
+            "tensors takes a glob, a list of globs, a compiled regular expression or a function "
+            f"of the name, not {wanted!r}"
+        )
+    if not globs:
+        return lambda _: False
+    return re.compile("|".join(translate(glob) for glob in globs)).match
+
+
+def closest(names: Iterable[str], wanted: TensorFilter) -> list[str]:
+    """Find names that resemble a filter that matched nothing, for a message.
+
+    Parameters
+    ----------
+    names : iterable of str
+        What there is.
+    wanted : TensorFilter
+        What was asked for.
+
+    Returns
+    -------
+    list of str
+        At most three names; none where the filter is not made of texts.
+    """
+    globs = [wanted] if isinstance(wanted, str) else wanted
+    if isinstance(globs, re.Pattern) or callable(globs):
+        return []
+    # Closeness is quadratic in the length of names: a sample of a huge file is enough for a hint.
+    sample = [name for name, _ in zip(names, range(5000), strict=False)]
+    found = [get_close_matches(glob, sample, n=3, cutoff=0.5) for glob in globs]
+    return [name for close in found for name in close][:3]

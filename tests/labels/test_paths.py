@@ -1,0 +1,59 @@
+"""Every name has one place in the tree, and comes back from it."""
+
+from __future__ import annotations
+
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xckpt.labels import flat_name, tree_paths
+
+HOSTILE = st.text(alphabet="ab./%\0 é2F5self:", max_size=8)
+
+
+@given(st.sets(st.one_of(st.text(max_size=12), HOSTILE), max_size=20))
+def test_places_are_unique_and_invertible(names: set[str]) -> None:
+    placed = tree_paths(names)
+    assert set(placed) == names
+    assert len(set(placed.values())) == len(names)
+    for name, (path, leaf) in placed.items():
+        assert flat_name(path, leaf) == name
+
+
+@given(st.sets(HOSTILE, max_size=12))
+def test_a_datatree_takes_every_name(names: set[str]) -> None:
+    groups: dict[str, dict[str, xr.Variable]] = {"/": {}}
+    for number, (path, leaf) in enumerate(tree_paths(sorted(names)).values()):
+        groups.setdefault(path, {})[leaf] = xr.Variable((), number)
+    tree = xr.DataTree.from_dict({path: xr.Dataset(group) for path, group in groups.items()})
+    back = {
+        flat_name(node.path, str(leaf)): int(value)
+        for node in tree.subtree
+        for leaf, value in node.variables.items()
+    }
+    assert back == {name: number for number, name in enumerate(sorted(names))}
+
+
+@pytest.mark.parametrize(
+    ("names", "place"),
+    [
+        (["a.b.c"], ("/a/b", "c")),
+        (["a"], ("/", "a")),
+        (["a", "a.b"], ("/a", "%self")),
+        (["a.b", "a.b.c"], ("/a/b", "%self")),
+        (["a..b"], ("/a/%", "b")),
+        ([""], ("/", "%")),
+        (["x/y.z"], ("/x%2Fy", "z")),
+        (["a.%self"], ("/a", "%25self")),
+    ],
+)
+def test_examples(names: list[str], place: tuple[str, str]) -> None:
+    assert tree_paths(names)[names[0]] == place
+
+
+def test_a_name_of_ten_thousand_components_makes_no_deep_tree() -> None:
+    name = ".".join(["a"] * 10_000)
+    path, leaf = tree_paths([name])[name]
+    assert path.count("/") <= 64
+    assert flat_name(path, leaf) == name

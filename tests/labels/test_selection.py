@@ -1,0 +1,40 @@
+"""Tensors are chosen by glob, globs, regular expression or function."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from xckpt.labels import select
+from xckpt.labels.selection import closest
+
+NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        (None, NAMES),
+        ("*.w", ["blocks.0.w", "blocks.10.w"]),
+        ("w", []),
+        (["head", "*.b"], ["blocks.0.b", "head"]),
+        ([], []),
+        (re.compile(r"\d{2}"), ["blocks.10.w"]),
+        (lambda name: name.startswith("e"), ["emb"]),
+        (["head", "emb"], ["emb", "head"]),
+    ],
+)
+def test_select(wanted: object, chosen: list[str]) -> None:
+    assert select(NAMES, wanted) == chosen
+
+
+@pytest.mark.parametrize("wanted", [3, [3], {"a": 1}.values()])
+def test_what_cannot_choose_is_a_type_error(wanted: object) -> None:
+    with pytest.raises(TypeError, match="tensors takes a glob"):
+        select(NAMES, wanted)
+
+
+def test_closest() -> None:
+    assert closest(NAMES, "heed") == ["head"]
+    assert closest(NAMES, re.compile("x")) == []
