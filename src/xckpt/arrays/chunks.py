@@ -1,0 +1,65 @@
+"""How arrays are cut into chunks: along the slowest axis, so that each is one run of bytes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+__all__ = ["Chunks", "chunks_along_slowest", "target_nbytes"]
+
+Chunks = tuple[tuple[int, ...], ...]
+
+
+def target_nbytes() -> int:
+    """Return the wanted size of a chunk in bytes: dask's ``array.chunk-size``."""
+    import dask
+    from dask.utils import parse_bytes
+
+    return max(1, int(parse_bytes(dask.config.get("array.chunk-size", "128MiB"))))
+
+
+@lru_cache(maxsize=4096)
+def chunks_along_slowest(
+    shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
+) -> Chunks:
+    """Cut a shape into chunks of at most `target` bytes, each contiguous in memory order.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the array.
+    itemsize : int
+        Bytes of an element in memory.
+    target : int
+        Wanted size of a chunk in bytes; a chunk is larger only if one element is.
+    order : {"C", "F"}
+        Memory order: the slowest axis is the first of "C", the last of "F".
+
+    Returns
+    -------
+    tuple of tuple of int
+        In dask's form.
+
+    Examples
+    --------
+    >>> chunks_along_slowest((10, 100), 4, 1600)
+    ((4, 4, 2), (100,))
+    >>> chunks_along_slowest((2, 10), 4, 20)
+    ((1, 1), (5, 5))
+    """
+    if order == "F":
+        return chunks_along_slowest(shape[::-1], itemsize, target)[::-1]
+    chunks: list[tuple[int, ...]] = []
+    rest = itemsize
+    for length in shape:
+        rest *= length
+    if rest <= target:
+        return tuple((length,) for length in shape)
+    for length in shape:
+        rest //= length
+        step = min(length, max(1, target // rest)) if rest else length
+        whole, left = divmod(length, step)
+        chunks.append((step,) * whole + ((left,) if left else ()))
+        # Once a chunk holds several positions of an axis, the faster axes must stay whole.
+        if step > 1:
+            target = rest
+    return tuple(chunks)

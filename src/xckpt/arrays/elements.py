@@ -1,0 +1,117 @@
+"""Bytes to elements: byte order, booleans, 4-bit codes, and types that numpy cannot compute with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.errors import FormatError
+
+__all__ = ["elements", "unpack_codes"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def elements(
+    data: memoryview, dtype: str, *, decode: bool, byteorder: str = "little", strict: bool = False
+) -> Array:
+    """Give the elements that bytes hold, as a flat array.
+
+    Parameters
+    ----------
+    data : memoryview
+        The bytes of whole elements.
+    dtype : str
+        Element type, a key of `xckpt.dtypes.ELEMENT_TYPES`, of 8 bits or more.
+    decode : bool
+        Whether to convert to a type that numpy computes well with.
+    byteorder : {"little", "big"}
+        Of the stored elements.
+    strict : bool
+        Whether booleans other than 0 and 1 are errors instead of true.
+
+    Returns
+    -------
+    numpy.ndarray
+        A view of `data` where nothing has to be converted, in native byte order.
+
+    Raises
+    ------
+    FormatError
+        If `strict` is broken.
+    """
+    if dtype == "bool":
+        return _booleans(np.frombuffer(data, np.uint8), strict=strict)
+    stored = stored_dtype(dtype)
+    if byteorder == "big":
+        # The cast to native order copies, as it must.
+        array = np.frombuffer(data, stored.newbyteorder(">")).astype(stored)
+    else:
+        array = np.frombuffer(data, stored)
+    if decode and ELEMENT_TYPES[dtype].decoded != dtype:
+        return _decoded(array, dtype)
+    # Unaligned arrays are legal in numpy but slow everywhere and refused by compiled kernels.
+    return array if array.flags.aligned else array.copy()
+
+
+def _booleans(codes: Array, *, strict: bool) -> Array:
+    if strict and codes.size and codes.max() > 1:
+        where = int(np.argmax(codes > 1))
+        raise FormatError(
+            f"element {where} is {codes[where]}, but a boolean is 0 or 1", rule="LayoutData"
+        )
+    return codes != 0
+
+
+def _decoded(array: Array, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
+        # is several times faster than ml_dtypes' element-wise cast.
+        return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+    return _float_table(dtype)[array.view(np.uint8)]
+
+
+@cache
+def _float_table(dtype: str) -> Array:
+    """All values of an 8-bit (or unpacked 4-bit) float type, indexed by bit pattern."""
+    count = 1 << ELEMENT_TYPES[dtype].bits
+    codes = np.arange(count, dtype=np.uint8)
+    return codes.view(stored_dtype(dtype)).astype(decoded_dtype(dtype))
+
+
+def unpack_codes(
+    data: memoryview | Array, bits: int, *, word_bits: int = 8, msb_first: bool = False
+) -> Array:
+    """Unpack small codes that share little-endian words.
+
+    Parameters
+    ----------
+    data : memoryview or array of uint8
+        Whole words; for an array the last axis holds bytes.
+    bits : int
+        Size of a code, at most 8.
+    word_bits : {8, 16, 32, 64}
+        Size of a word; ``word_bits // bits`` codes lie in each.
+    msb_first : bool
+        Whether the first code of a word is in its highest bits.
+
+    Returns
+    -------
+    numpy.ndarray of uint8
+        One code per element; the last axis is longer by the codes in a byte.
+
+    Examples
+    --------
+    >>> unpack_codes(memoryview(b"\\x21\\x43"), 4)
+    array([1, 2, 3, 4], dtype=uint8)
+    """
+    raw = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data
+    words = raw.view(f"<u{word_bits // 8}")
+    shifts = np.arange(word_bits // bits, dtype=words.dtype) * bits
+    if msb_first:
+        shifts = shifts[::-1]
+    codes = (words[..., None] >> shifts) & words.dtype.type((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(*raw.shape[:-1], -1)

@@ -1,0 +1,122 @@
+"""What all lazy arrays share: shape, dtype, indexing, and errors that name file and tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.arrays.chunks import Chunks, chunks_along_slowest
+from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take
+from xckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from xckpt.storage import Source
+
+__all__ = ["LazyArray", "RowBlockArray", "UnreadableArray"]
+
+
+class LazyArray(ABC):
+    """An array in a file: indexing it reads what is asked for, and nothing else does.
+
+    It has what `dask.array.from_array` wants, is safe to use from several threads, and pickles by
+    reference.
+
+    Attributes
+    ----------
+    name : str
+        Name of the tensor, for messages.
+    source : Source
+        The file it is in.
+    shape : tuple of int
+        Logical shape.
+    dtype : numpy.dtype
+        Of what indexing gives.
+    """
+
+    __slots__ = ("dtype", "name", "shape", "source")
+
+    def __init__(
+        self, name: str, source: Source, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self.name = name
+        self.source = source
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def __getitem__(self, key: Any) -> Any:
+        chosen = normalize(key, self.shape)
+        try:
+            return self._select(chosen)
+        except CheckpointError as error:
+            error.located(path=self.source.name, tensor=self.name)
+            raise
+
+    @abstractmethod
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        """Give the selection of a normalised index."""
+
+    def chunks(self, target: int) -> Chunks:
+        """Give the chunks that reading it is cheapest in.
+
+        Parameters
+        ----------
+        target : int
+            Wanted size of a chunk in memory, in bytes.
+
+        Returns
+        -------
+        tuple of tuple of int
+            In dask's form.
+        """
+        return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """Give an array without elements, of the kind and dtype that indexing gives."""
+        return np.empty(shape, self.dtype)
+
+
+class RowBlockArray(LazyArray):
+    """An array that is made block of rows by block of rows, a row being one step of axis 0."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> Any:
+        """Make the rows from `start` to `stop`, whole along all other axes."""
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        run = contiguous_run(self.shape[:1], key[:1])
+        shape = result_shape(self.shape, key)
+        if 0 in shape or run.shape[0] == 0:
+            return self.empty(shape)
+        first = run.start
+        return take(self.rows(first, first + run.shape[0]), run.key + key[1:])
+
+
+class UnreadableArray(LazyArray):
+    """A tensor that can be described but not read: indexing it raises."""
+
+    __slots__ = ("problem",)
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        problem: CheckpointError,
+    ) -> None:
+        super().__init__(name, source, shape, dtype)
+        self.problem = problem
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        # A copy: one error object raised in several threads would mix their tracebacks.
+        raise copy(self.problem)

@@ -1,0 +1,143 @@
+"""Bytes of a part: raw, decompressed, or some frames of it; digests checked as asked."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from xckpt.errors import UnsupportedError
+from xckpt.storage import digests, encodings
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from xckpt.index import Part
+    from xckpt.storage import Source
+
+__all__ = ["PartReader"]
+
+# Parts whose digests this process has checked; a part is hashed once however many tasks read it.
+_verified: set[Hashable] = set()
+_verifying = tuple(threading.Lock() for _ in range(64))
+
+
+@dataclass(frozen=True, slots=True)
+class PartReader:
+    """The decoded bytes of one part of a tensor; pickles by reference.
+
+    Parameters
+    ----------
+    source : Source
+        The file that holds the part.
+    part : Part
+        Where and how it is stored.
+    verify : bool or None
+        True checks the digest once per process before the first use; None checks that of a
+        compressed part whenever all of it is decoded; False never.
+    """
+
+    source: Source
+    part: Part
+    verify: bool | None = None
+
+    def read(self, start: int, stop: int, nbytes: int) -> memoryview:
+        """Give the decoded bytes from `start` to `stop`.
+
+        Parameters
+        ----------
+        start, stop : int
+            Half-open range in the decoded bytes.
+        nbytes : int
+            Size of all decoded bytes; a part that decodes to another size is an error.
+
+        Returns
+        -------
+        memoryview
+            A view of the memory map for a raw part of a mapped file; writable or not, it must
+            not be written to.
+
+        Raises
+        ------
+        FormatError
+            If the bytes are not there, do not decode, or the digest is malformed.
+        IntegrityError
+            If the digest disagrees.
+        UnsupportedError
+            If the encoding is not known.
+        """
+        part = self.part
+        if part.digest is not None and self.verify is not False:
+            digests.parse(part.digest)
+            if self.verify:
+                self._verify_once(nbytes)
+        if part.encoding is None:
+            return self.source.view(part.offset + start, stop - start)
+        if part.encoding == "zstd":
+            return self._read_zstd(start, stop, nbytes)
+        if part.encoding == "zstd-seekable":
+            return self._read_seekable(start, stop, nbytes)
+        raise UnsupportedError(f"encoding {part.encoding!r} is not known", offset=part.offset)
+
+    def stored(self) -> memoryview:
+        """Give all bytes as they are stored."""
+        return self.source.view(self.part.offset, self.part.nbytes)
+
+    def count_nbytes(self, limit: int) -> int:
+        """Find the decoded size of a compressed part by decoding it.
+
+        Parameters
+        ----------
+        limit : int
+            The largest size that makes sense, in bytes.
+
+        Returns
+        -------
+        int
+            Size in bytes; memory use does not depend on it.
+
+        Raises
+        ------
+        FormatError
+            If it does not decode, or to more than `limit`.
+        """
+        return encodings.decompressed_nbytes(self.stored(), limit)
+
+    def _read_zstd(self, start: int, stop: int, nbytes: int) -> memoryview:
+        stored = self.stored()
+        if (start, stop) != (0, nbytes):
+            return encodings.decompress_prefix(stored, stop)[start:]
+        decoded = encodings.decompress(stored, nbytes)
+        self._check_decoded(stored, decoded)
+        return decoded
+
+    def _read_seekable(self, start: int, stop: int, nbytes: int) -> memoryview:
+        part = self.part
+        decoded = encodings.read_seekable(
+            self.source.view, part.offset, part.nbytes, nbytes, start, stop
+        )
+        if (start, stop) == (0, nbytes):
+            self._check_decoded(None, decoded)
+        return decoded
+
+    def _check_decoded(self, stored: memoryview | None, decoded: memoryview) -> None:
+        """Check the digest of what was just decoded, unless asked not to or done before."""
+        if self.part.digest is None or self.verify is not None:
+            return
+        if self.part.digest_of == "decoded":
+            digests.check(self.part.digest, decoded)
+        else:
+            digests.check(self.part.digest, self.stored() if stored is None else stored)
+
+    def _verify_once(self, nbytes: int) -> None:
+        part = self.part
+        key = (self.source.name, self.source.identity, part)
+        with _verifying[hash(key) % len(_verifying)]:
+            if key in _verified:
+                return
+            if part.digest_of == "stored" or part.encoding is None:
+                covered = self.stored()
+            else:
+                covered = PartReader(self.source, part, verify=False).read(0, nbytes, nbytes)
+            digests.check(cast("str", part.digest), covered)
+            _verified.add(key)

@@ -1,0 +1,202 @@
+"""Which bytes a basic index needs: the smallest contiguous run, and what to take of it."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import index as as_integer
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Run", "contiguous_run", "normalize", "result_shape", "take"]
+
+AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Run(NamedTuple):
+    """A contiguous run of the elements of a C-ordered array.
+
+    Parameters
+    ----------
+    start : int
+        Position of the first element in the flat array.
+    shape : tuple of int
+        Shape of the block that the run makes; it has the axes of the whole array.
+    key : tuple
+        What to take of that block, one entry for each axis.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    key: tuple[AxisKey, ...]
+
+
+def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
+    """Spell an index out: one in-range entry for each axis.
+
+    Parameters
+    ----------
+    key : int, slice, ellipsis, 1-d array of int or bool, list, or tuple of these
+        As given to ``__getitem__``. Several arrays select orthogonally.
+    shape : sequence of int
+        Of the array.
+
+    Returns
+    -------
+    tuple of int, slice or array
+        Integers are not negative, slices have explicit bounds inside the axis.
+
+    Raises
+    ------
+    IndexError
+        If an entry is out of range, not one of these, or there are too many.
+    """
+    entries = list(key) if isinstance(key, tuple) else [key]
+    where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
+    if where:
+        fill = len(shape) - len(entries) + 1
+        entries[where[0] : where[0] + 1] = [slice(None)] * fill
+    entries += [slice(None)] * (len(shape) - len(entries))
+    if len(entries) != len(shape):
+        raise IndexError(f"{len(entries)} indices for an array of {len(shape)} dimensions")
+    return tuple(_normalize_axis(e, n) for e, n in zip(entries, shape, strict=True))
+
+
+def _normalize_axis(entry: Any, length: int) -> AxisKey:
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(length)
+        count = len(range(start, stop, step))
+        if count == 0:
+            return slice(0, 0, 1)
+        # A negative stop would count from the end; None means "to the start".
+        return slice(start, None if stop < 0 else stop, step)
+    if isinstance(entry, list | np.ndarray):
+        return _normalize_array(np.asarray(entry), length)
+    try:
+        position = as_integer(entry)
+    except TypeError:
+        raise IndexError(f"cannot index with {entry!r}") from None
+    if not -length <= position < length:
+        raise IndexError(f"index {position} is out of bounds for an axis of size {length}")
+    return position % length
+
+
+def _normalize_array(entry: np.ndarray[Any, Any], length: int) -> AxisKey:
+    if entry.ndim != 1:
+        raise IndexError(f"only 1-d arrays can index an axis, not {entry.ndim}-d ones")
+    if entry.dtype == bool:
+        if len(entry) != length:
+            raise IndexError(f"boolean index of length {len(entry)} for an axis of size {length}")
+        return np.flatnonzero(entry)
+    positions = entry.astype(np.int64)
+    if positions.size and not (-length <= positions.min() and positions.max() < length):
+        raise IndexError(f"index array is out of bounds for an axis of size {length}")
+    return np.where(positions < 0, positions + length, positions)
+
+
+def _bounds(entry: AxisKey) -> tuple[int, int]:
+    """Return the half-open hull of what an entry selects; ``(0, 0)`` for nothing."""
+    if isinstance(entry, slice):
+        chosen = range(entry.start, -1 if entry.stop is None else entry.stop, entry.step)
+        if not chosen:
+            return 0, 0
+        first, last = chosen[0], chosen[-1]
+        return min(first, last), max(first, last) + 1
+    if isinstance(entry, int):
+        return entry, entry + 1
+    if entry.size == 0:
+        return 0, 0
+    return int(entry.min()), int(entry.max()) + 1
+
+
+def _shifted(entry: AxisKey, low: int) -> AxisKey:
+    if isinstance(entry, slice):
+        if entry.stop is None or entry.stop < low:
+            return slice(entry.start - low, None, entry.step)
+        return slice(entry.start - low, entry.stop - low, entry.step)
+    return entry - low
+
+
+def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> Run:
+    """Find the smallest contiguous run of a C-ordered array that holds a selection.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the array.
+    key : sequence
+        As `normalize` gives it.
+
+    Returns
+    -------
+    Run
+        Leading axes with one selected position are fixed, the next one is cut to the hull of its
+        entry, the rest are whole.
+
+    Examples
+    --------
+    >>> contiguous_run((10, 4, 8), (5, slice(1, 3, 1), 0))
+    Run(start=168, shape=(1, 2, 8), key=(0, slice(0, 2, 1), 0))
+    """
+    start, narrowed = 0, True
+    block: list[int] = []
+    inner: list[AxisKey] = []
+    for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
+        if not narrowed:
+            block.append(length)
+            inner.append(entry)
+            continue
+        low, high = _bounds(entry)
+        start += low * prod(shape[axis + 1 :])
+        block.append(high - low)
+        inner.append(_shifted(entry, low))
+        narrowed = high - low == 1
+    return Run(start, tuple(block), tuple(inner))
+
+
+def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...]:
+    """Return the shape of a selection.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the array.
+    key : sequence
+        As `normalize` gives it.
+
+    Returns
+    -------
+    tuple of int
+        Without the axes that an integer selects.
+    """
+    sizes = []
+    for length, entry in zip(shape, key, strict=True):
+        if isinstance(entry, slice):
+            sizes.append(len(range(*entry.indices(length))))
+        elif not isinstance(entry, int):
+            sizes.append(len(entry))
+    return tuple(sizes)
+
+
+def take(block: Any, key: Sequence[AxisKey]) -> Any:
+    """Apply an index to a block, orthogonally: each array acts on its own axis.
+
+    Parameters
+    ----------
+    block : array
+        numpy or sparse.
+    key : sequence
+        As `normalize` gives it for the shape of the block.
+
+    Returns
+    -------
+    array
+        A view where the index has no arrays and the block is a numpy array.
+    """
+    arrays = [axis for axis, entry in enumerate(key) if isinstance(entry, np.ndarray)]
+    for axis in arrays:
+        block = block[(slice(None),) * axis + (key[axis],)]
+    return block[tuple(slice(None) if isinstance(e, np.ndarray) else e for e in key)]

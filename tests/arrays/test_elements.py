@@ -1,0 +1,89 @@
+"""Bytes become the elements that ml_dtypes and numpy see, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xckpt.arrays.elements import elements, unpack_codes
+from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.errors import FormatError
+
+EIGHT_BIT_FLOATS = [n for n, e in ELEMENT_TYPES.items() if e.bits == 8 and n.startswith("float")]
+
+
+def test_bfloat16_keeps_every_bit_of_every_pattern() -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    got = elements(memoryview(patterns).cast("B"), "bfloat16", decode=True)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got.view(np.uint32), patterns.astype(np.uint32) << 16)
+    number = ~np.isnan(got)
+    expected = patterns.view(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(got[number], expected[number])
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT_FLOATS)
+def test_eight_bit_floats_decode_as_ml_dtypes(name: str) -> None:
+    patterns = np.arange(256, dtype=np.uint8)
+    got = elements(memoryview(patterns), name, decode=True)
+    expected = patterns.view(getattr(ml_dtypes, name)).astype(np.float32)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", [n for n, e in ELEMENT_TYPES.items() if e.bits >= 8])
+def test_stored_types_are_views(name: str) -> None:
+    data = memoryview(bytes(64))
+    got = elements(data, name, decode=False)
+    assert got.dtype == stored_dtype(name)
+    assert got.size * ELEMENT_TYPES[name].bits == 8 * 64
+    if name != "bool":
+        assert np.shares_memory(got, np.frombuffer(data, np.uint8))
+    assert elements(data, name, decode=True).dtype == decoded_dtype(name)
+
+
+def test_big_endian_becomes_native() -> None:
+    data = np.array([1.5, -2.0], ">f4").tobytes()
+    got = elements(memoryview(data), "float32", decode=True, byteorder="big")
+    np.testing.assert_array_equal(got, [1.5, -2.0])
+    assert got.dtype.isnative
+
+
+def test_unaligned_bytes_become_aligned() -> None:
+    data = memoryview(b"\0" + np.array([1, 2], "<i8").tobytes())[1:]
+    got = elements(data, "int64", decode=True)
+    np.testing.assert_array_equal(got, [1, 2])
+    assert got.flags.aligned
+
+
+def test_booleans() -> None:
+    data = memoryview(bytes([0, 1, 2, 255]))
+    np.testing.assert_array_equal(
+        elements(data, "bool", decode=True), [False, True, True, True]
+    )
+    with pytest.raises(FormatError, match="element 2 is 2"):
+        elements(data, "bool", decode=True, strict=True)
+
+
+@given(
+    st.sampled_from([(2, 8), (4, 8), (4, 32), (8, 32), (2, 16), (8, 64)]),
+    st.booleans(),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+)
+def test_unpacking_inverts_packing(
+    layout: tuple[int, int], msb_first: bool, words: int, random: object
+) -> None:
+    bits, word_bits = layout
+    per_word = word_bits // bits
+    codes = [random.randrange(1 << bits) for _ in range(words * per_word)]
+    packed = b""
+    for start in range(0, len(codes), per_word):
+        group = codes[start : start + per_word]
+        group = group[::-1] if msb_first else group
+        word = sum(code << (bits * place) for place, code in enumerate(group))
+        packed += word.to_bytes(word_bits // 8, "little")
+    got = unpack_codes(memoryview(packed), bits, word_bits=word_bits, msb_first=msb_first)
+    assert got.tolist() == codes
