@@ -1,0 +1,1 @@
+"""What people see: the folded summary of a checkpoint, from metadata alone."""
