@@ -46,6 +46,9 @@ class Part:
         Of the elements.
     shard : str or None
         Name of the file of a sharded checkpoint that holds the bytes; None is the file itself.
+    inline : bytes or None
+        The bytes themselves, where they are not a range of the file: a number that a header
+        spells out.
     """
 
     dtype: str
@@ -58,6 +61,7 @@ class Part:
     digest_of: Literal["stored", "decoded"] = "stored"
     byteorder: Literal["little", "big"] = "little"
     shard: str | None = None
+    inline: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,9 @@ class Tensor:
         and 1, unsorted or repeated sparse indices, bits set in padding.
     problem : CheckpointError or None
         Why the values cannot be read, where the rest of the file can; raised on computing.
+    path : tuple of str or None
+        Where it is in the tree of modules, its own name last; None where the dots of its name
+        say so.
     """
 
     name: str
@@ -145,6 +152,7 @@ class Tensor:
     quantization: Quantization | None = None
     strict: bool = False
     problem: CheckpointError | None = None
+    path: tuple[str, ...] | None = None
 
     @property
     def ndim(self) -> int:

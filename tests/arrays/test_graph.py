@@ -10,13 +10,14 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import TensorArray
+from xckpt.arrays.graph import tensor_array
 from xckpt.arrays.parts import PartReader
 from xckpt.index import Part
 from xckpt.storage import Source, open_source
@@ -24,35 +25,39 @@ from xckpt.storage import Source, open_source
 VALUES = np.arange(6000, dtype="<f4").reshape(20, 3, 100)
 
 
-def tensor_array(source: Source | None = None, target: int = 2400, order: str = "C") -> TensorArray:
+def array_of(source: Source | None = None, target: int = 2400, order: str = "C") -> da.Array:
     """Make an array of several chunks."""
     source = source or CountingSource(VALUES.tobytes(order))
     part = Part("float32", VALUES.shape, 0, VALUES.nbytes)
     lazy = DenseArray("t", PartReader(source, part), VALUES.shape, order=order)
-    return TensorArray(lazy, "t-token", lazy.chunks(target), lazy.empty((0, 0, 0)))
+    return tensor_array(lazy, "t-token", lazy.chunks(target), lazy.empty((0, 0, 0)))
 
 
 def test_it_has_all_that_dask_gives_an_array() -> None:
-    ours = tensor_array()
+    ours = array_of()
     theirs = da.Array(ours.dask, ours.name, ours.chunks, meta=ours._meta)
     assert ours.chunks == theirs.chunks == ((2,) * 10, (3,), (100,))
     for name in ("dtype", "shape", "ndim", "npartitions", "numblocks", "nbytes", "chunksize"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert repr(ours).replace("TensorArray", "Array") == repr(theirs)
+    assert type(ours) is da.Array
+    assert repr(ours) == repr(theirs)
     # What da.Array.__new__ sets must all be set by ours, whatever dask adds to it one day.
-    assert set(vars(theirs)) <= {*vars(ours), "_key_array"}
+    assert set(vars(theirs)) <= set(vars(ours))
+    for slot in da.Array.__slots__:
+        if not slot.startswith("__"):
+            assert hasattr(ours, slot), slot
     assert theirs.__dask_keys__() == ours.__dask_keys__()
     assert dask.base.tokenize(ours) == dask.base.tokenize(theirs)
 
 
 @given(basic_indices(VALUES.shape, allow_newaxis=False))
 def test_indexing_equals_numpy(key: object) -> None:
-    np.testing.assert_array_equal(tensor_array()[key].compute(), VALUES[key])
+    np.testing.assert_array_equal(array_of()[key].compute(), VALUES[key])
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_computing(order: str) -> None:
-    array = tensor_array(order=order)
+    array = array_of(order=order)
     np.testing.assert_array_equal(array.compute(), VALUES)
     np.testing.assert_array_equal(array.T.compute(), VALUES.T)
     np.testing.assert_array_equal(array[[3, 1]].compute(), VALUES[[3, 1]])
@@ -67,22 +72,32 @@ def test_computing(order: str) -> None:
 )
 def test_a_slice_reads_only_its_own_bytes(key: object, nbytes: int) -> None:
     source = CountingSource(VALUES.tobytes())
-    tensor_array(source)[key].compute(scheduler="sync")
+    array_of(source)[key].compute(scheduler="sync")
     assert source.nbytes_read == nbytes
 
 
-def test_nothing_is_made_before_it_is_needed() -> None:
-    array = tensor_array()
-    assert array._graph is None
-    array.dtype, array.shape, array.chunks, repr(array)
-    assert array._graph is None
-    assert len(array.dask) == 11
+def test_tasks_are_made_when_they_are_needed() -> None:
+    array = array_of()
+    layer = array.dask.layers["t-token"]
+    assert not layer.is_materialized()
+    assert len(layer) == 11 == len(dict(layer)) == len(set(layer))
+    assert layer.get_output_keys() == set(dask.core.flatten(array.__dask_keys__()))
+    culled = array.dask.cull({("t-token", 3, 0, 0)})
+    assert set(culled.to_dict()) == {("t-token", 3, 0, 0), "original-t-token"}
+    for key in ("t-token", ("t-token", 0), ("t-token", 10, 0, 0), ("x", 0, 0, 0), ("t-token", 0, 0, "a")):
+        assert key not in layer
+
+
+def test_it_mixes_with_other_dask_arrays() -> None:
+    mixed = xr.Dataset({"a": ("x", array_of()[0, 0]), "b": ("x", da.ones(100))})
+    np.testing.assert_array_equal((mixed["a"] + mixed["b"]).compute(), VALUES[0, 0] + 1)
+    assert mixed.compute()["a"].shape == (100,)
 
 
 def test_it_pickles_as_the_lazy_array(tmp_path: Path) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes())
-    array = tensor_array(open_source(path), target=8)
+    array = array_of(open_source(path), target=8)
     array.dask  # noqa: B018  a graph of 3,000 tasks is made, and not pickled
     pickled = pickle.dumps(array)
     assert len(pickled) < 2000
@@ -90,7 +105,7 @@ def test_it_pickles_as_the_lazy_array(tmp_path: Path) -> None:
 
 
 def test_assigning_replaces_the_graph() -> None:
-    array = tensor_array()
+    array = array_of()
     array[0] = -1
     expected = VALUES.copy()
     expected[0] = -1
@@ -103,7 +118,7 @@ def test_assigning_replaces_the_graph() -> None:
 def test_what_is_computed_is_memory_of_its_own(tmp_path: Path, target: int, order: str) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes(order))
-    array = tensor_array(open_source(path), target, order)
+    array = array_of(open_source(path), target, order)
     for result in (array.compute(), array[3].compute(), array[:2].compute()):
         assert result.flags.writeable
         base = result
@@ -115,7 +130,7 @@ def test_what_is_computed_is_memory_of_its_own(tmp_path: Path, target: int, orde
 def test_chunks_are_views_of_the_map(tmp_path: Path) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes())
-    array = tensor_array(open_source(path))
+    array = array_of(open_source(path))
     shared = array.map_blocks(lambda block: np.array([[[block.flags.owndata]]]), dtype=bool)
     assert not shared.compute().any()
 
@@ -123,9 +138,9 @@ def test_chunks_are_views_of_the_map(tmp_path: Path) -> None:
 def test_an_error_in_a_chunk_names_file_and_tensor() -> None:
     source = CountingSource(VALUES.tobytes()[:-4])
     with pytest.raises(ValueError, match="memory: tensor 't'"):
-        tensor_array(source).compute()
+        array_of(source).compute()
 
 
 @given(st.integers(1, 30000))
 def test_any_chunk_size(target: int) -> None:
-    np.testing.assert_array_equal(tensor_array(target=target).compute(), VALUES)
+    np.testing.assert_array_equal(array_of(target=target).compute(), VALUES)

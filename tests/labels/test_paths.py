@@ -57,3 +57,15 @@ def test_a_name_of_ten_thousand_components_makes_no_deep_tree() -> None:
     path, leaf = tree_paths([name])[name]
     assert path.count("/") <= 64
     assert flat_name(path, leaf) == name
+
+
+def test_a_stated_path_is_not_split_at_dots() -> None:
+    stated = {"a.b": None, "a.b.": ("a.b", ""), "..": (".", ""), "x": ("rank_0", "x")}
+    placed = tree_paths(stated)
+    assert placed == {
+        "a.b": ("/a", "b"),
+        "a.b.": ("/a.b", "%"),
+        "..": ("/%2E", "%"),
+        "x": ("/rank_0", "x"),
+    }
+    assert flat_name(*placed["a.b."]) == "a.b."

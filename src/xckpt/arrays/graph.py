@@ -1,17 +1,18 @@
-"""Lazy arrays as dask arrays: one task per chunk, and a graph that is made when it is needed."""
+"""Lazy arrays as dask arrays: one task per chunk, and tasks that are made when they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping, Set
+from functools import lru_cache, partial
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, Task, TaskRef
+from dask._task_spec import DataNode, GraphNode, Task, TaskRef
 from dask.array.core import finalize, getter
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
 from xckpt.storage import is_mapped, release
 
@@ -19,17 +20,15 @@ if TYPE_CHECKING:
     from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.lazy import LazyArray
 
-__all__ = ["TensorArray"]
+__all__ = ["TensorLayer", "tensor_array"]
 
 
-class TensorArray(da.Array):  # type: ignore[misc]
-    """A dask array over a `LazyArray`.
+def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
+    """Make a dask array over a lazy array.
 
-    It differs from ``dask.array.from_array(lazy, ...)`` in three ways. Its graph is made on first
-    use: 90,000 arrays that are only listed cost nothing. It pickles as the lazy array, not as a
-    graph. And when it is computed whole, the result is memory of its own: the chunks themselves
-    are views of the file's memory map, which copies nothing in a reduction but would leave a
-    computed array read-only and at the mercy of whoever writes to the file.
+    It is what ``dask.array.from_array(lazy, ...)`` makes, at a twentieth of the cost: 90,000
+    arrays that are only listed have no tasks and no validated copies of their chunks. It pickles
+    as the lazy array, not as tasks.
 
     Parameters
     ----------
@@ -42,95 +41,134 @@ class TensorArray(da.Array):  # type: ignore[misc]
     meta : array
         An empty array of the kind of the chunks.
 
-    Examples
-    --------
-    >>> ds["lm_head"].data  # doctest: +SKIP
-    dask.array<lm_head-1f0c, shape=(4096, 32000), dtype=float32, chunksize=(1024, 32000), ...>
+    Returns
+    -------
+    dask.array.Array
+        When it is computed whole, the result is memory of its own.
+    """
+    # Array.__new__ would normalise chunks and meta that are right by construction, which takes 40
+    # microseconds, most of an open. A subclass with a constructor of its own is no way out:
+    # xarray refuses to mix it with other dask arrays (namedarray.parallelcompat).
+    array = object.__new__(da.Array)
+    array.dask = HighLevelGraph({name: TensorLayer(lazy, name, chunks)}, {name: set()})
+    array._name = name
+    array._chunks = chunks
+    array._meta = meta
+    # Cached properties of Array, which xarray asks for a dozen times while it builds a Dataset.
+    array.__dict__["shape"] = lazy.shape
+    array.__dict__["ndim"] = len(lazy.shape)
+    # On the instance, because it is for whole tensors only; a slice of the array is another array.
+    array.__dask_postcompute__ = partial(_postcompute, chunks)
+    return array
+
+
+class TensorLayer(Layer):  # type: ignore[misc]
+    """The tasks of an array: getters of chunks on a node that holds the lazy array.
+
+    This form lets dask fuse a later slice into the read
+    (``dask.array.optimization._optimize_slices``), so that a row of a tensor reads a row.
+
+    Parameters
+    ----------
+    lazy : LazyArray
+        The array in the file.
+    name : str
+        Name of the dask array.
+    chunks : tuple of tuple of int
+        In dask's form.
     """
 
-    __slots__ = ("_graph", "lazy")
+    # What Layer.__init__ sets; it looks for annotations in the configuration each time.
+    annotations = None
+    collection_annotations = None
 
-    # The attributes that dask.array.Array.__new__ sets. Calling it costs 40 microseconds, most of
-    # an open: it normalises chunks and meta that are right by construction here.
-    def __new__(cls, lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> TensorArray:
-        self = object.__new__(cls)
+    def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self.lazy = lazy
-        self._graph = None
-        self._name = name
-        self._chunks = chunks
-        self._meta = meta
-        return self
-
-    @property
-    def dask(self) -> HighLevelGraph:
-        """The graph, made on first use."""
-        if self._graph is None:
-            tasks = dict(_tasks(self.lazy, self._name, self._chunks))
-            self._graph = HighLevelGraph(
-                {self._name: MaterializedLayer(tasks)}, {self._name: set()}
-            )
-        return self._graph
-
-    @dask.setter
-    def dask(self, graph: HighLevelGraph) -> None:
-        # Assigning to a dask array (x[0] = 1) replaces its graph in place.
-        self._graph = graph
-        self.lazy = None
+        self.name = name
+        self.chunks = chunks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.lazy is None:
-            return super().__reduce__()
-        return TensorArray, (self.lazy, self._name, self._chunks, self._meta)
+        return TensorLayer, (self.lazy, self.name, self.chunks)
 
-    def __dask_postcompute__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _gathered, (self.shape, self._chunks)
+    @property
+    def original(self) -> str:
+        """Key of the lazy array itself."""
+        return f"original-{self.name}"
+
+    def __getitem__(self, key: Any) -> GraphNode:
+        if key == self.original:
+            return DataNode(key, self.lazy)
+        if not isinstance(key, tuple) or len(key) != len(self.chunks) + 1 or key[0] != self.name:
+            raise KeyError(key)
+        try:
+            along = zip(_slices(self.chunks), key[1:], strict=True)
+            index = tuple(slices[position] for slices, position in along)
+        except (IndexError, TypeError):
+            raise KeyError(key) from None
+        return Task(key, getter, TaskRef(self.original), index, False, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.original
+        yield from self.get_output_keys()
+
+    def __len__(self) -> int:
+        return 1 + prod(len(sizes) for sizes in self.chunks)
+
+    def is_materialized(self) -> bool:
+        """Tell that tasks are made when asked for."""
+        return False
+
+    def get_output_keys(self) -> Set[Any]:
+        """Return the keys of all chunks."""
+        positions = product(*(range(len(sizes)) for sizes in self.chunks))
+        return {(self.name, *position) for position in positions}
+
+    def cull(
+        self, keys: set[Any], all_hlg_keys: Collection[Any]
+    ) -> tuple[Layer, Mapping[Any, set[Any]]]:
+        """Make only the tasks of some chunks."""
+        tasks = {key: self[key] for key in keys if key in self}
+        tasks[self.original] = self[self.original]
+        dependencies = {key: set(task.dependencies) for key, task in tasks.items()}
+        return MaterializedLayer(tasks), dependencies
 
 
-def _tasks(lazy: LazyArray, name: str, chunks: Chunks) -> Iterator[tuple[Any, Any]]:
-    """Make the tasks of all chunks.
-
-    They are getters on a node of its own because that is what lets dask fuse a later slice into
-    the read (dask.array.optimization._optimize_slices).
-    """
-    original = f"original-{name}"
-    yield original, DataNode(original, lazy)
-    reference = TaskRef(original)
-    for position, index in zip(
-        product(*(range(len(sizes)) for sizes in chunks)), product(*_slices(chunks)), strict=True
-    ):
-        key = (name, *position)
-        yield key, Task(key, getter, reference, index, False, None)
-
-
-def _slices(chunks: Chunks) -> list[list[slice]]:
+@lru_cache(maxsize=4096)
+def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
+    """Give the slice of each chunk along each axis."""
     along = []
     for sizes in chunks:
         stops = np.cumsum(sizes).tolist()
-        along.append([slice(b - n, b) for n, b in zip(sizes, stops, strict=True)])
-    return along
+        along.append(tuple(slice(b - n, b) for n, b in zip(sizes, stops, strict=True)))
+    return tuple(along)
 
 
-def _gathered(results: Any, shape: tuple[int, ...], chunks: Chunks) -> Any:
+def _postcompute(chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
+    return _gathered, (chunks,)
+
+
+def _gathered(results: Any, chunks: Chunks) -> Any:
     """Join computed chunks into memory of its own."""
     first = results
     while isinstance(first, list | tuple):
         first = first[0]
     if is_mapped(first):
-        return _copied(results, first, shape, chunks)
-    if isinstance(first, np.ndarray) and first.shape == shape and first.flags.writeable:
+        return _copied(results, first, chunks)
+    whole = tuple(map(sum, chunks))
+    if isinstance(first, np.ndarray) and first.shape == whole and first.flags.writeable:
         # Made for this result alone; dask's finalize would copy it once more.
         return first
     return finalize(results)
 
 
-def _copied(results: Any, first: Any, shape: tuple[int, ...], chunks: Chunks) -> Any:
+def _copied(results: Any, first: Any, chunks: Chunks) -> Any:
     """Copy chunks that are views of a memory map, and drop the mapped pages behind them.
 
     Dropping them keeps the peak of resident memory at the size of the result, where a copy from
     a map would otherwise double it.
     """
     order = "F" if first.flags.f_contiguous and not first.flags.c_contiguous else "C"
-    whole = np.empty(shape, first.dtype, order)
+    whole = np.empty(tuple(map(sum, chunks)), first.dtype, order)
     positions = product(*(range(len(sizes)) for sizes in chunks))
     for position, index in zip(positions, product(*_slices(chunks)), strict=True):
         block = results

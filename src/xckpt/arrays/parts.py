@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from xckpt.errors import UnsupportedError
+from xckpt.errors import FormatError, UnsupportedError
 from xckpt.storage import digests, encodings
 
 if TYPE_CHECKING:
@@ -72,6 +72,14 @@ class PartReader:
             if self.verify:
                 self._verify_once(nbytes)
         if part.encoding is None:
+            if part.nbytes != nbytes:
+                raise FormatError(
+                    f"a part has {part.nbytes} bytes, but {nbytes} are needed",
+                    offset=part.offset,
+                    rule="LayoutData",
+                )
+            if part.inline is not None:
+                return memoryview(part.inline)[start:stop]
             return self.source.view(part.offset + start, stop - start)
         if part.encoding == "zstd":
             return self._read_zstd(start, stop, nbytes)
@@ -81,6 +89,8 @@ class PartReader:
 
     def stored(self) -> memoryview:
         """Give all bytes as they are stored."""
+        if self.part.inline is not None:
+            return memoryview(self.part.inline)
         return self.source.view(self.part.offset, self.part.nbytes)
 
     def count_nbytes(self, limit: int) -> int:

@@ -8,6 +8,7 @@ in a name            in the tree
 ===================  ==========================================================
 ``%``                ``%25``
 ``/``, NUL           ``%2F``, ``%00``
+``.`` or ``..``      ``%2E``, ``%2E%2E`` (of a tensor that states its path)
 an empty component   ``%``
 a tensor that is     variable ``%self`` of the module's node: DataTree has no
 also a module        room for a variable and a child of one name
@@ -19,10 +20,11 @@ tree too deep to walk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["flat_name", "tree_paths"]
 
@@ -31,13 +33,16 @@ _SELF = "%self"
 _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"})
 
 
-def tree_paths(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def tree_paths(
+    names: Iterable[str] | Mapping[str, tuple[str, ...] | None],
+) -> dict[str, tuple[str, str]]:
     """Place flat names in a tree.
 
     Parameters
     ----------
-    names : iterable of str
+    names : iterable of str, or mapping of str to (tuple of str or None)
         Names of all tensors, each once: whether a tensor is also a module shows only among all.
+        A mapping gives the path of those that are not to be split at their dots.
 
     Returns
     -------
@@ -49,7 +54,8 @@ def tree_paths(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     >>> tree_paths(["a.b.c", "a.b"])
     {'a.b.c': ('/a/b', 'c'), 'a.b': ('/a/b', '%self')}
     """
-    split = {name: _components(name) for name in names}
+    stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
+    split = {name: _components(path or name.split(".", _DEEPEST)) for name, path in stated.items()}
     modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
     placed = {}
     for name, (node, leaf) in split.items():
@@ -85,12 +91,20 @@ def flat_name(path: str, variable: str) -> str:
     return ".".join(_unescaped(component) for component in components)
 
 
-def _components(name: str) -> tuple[tuple[str, ...], str]:
-    *node, leaf = (part.translate(_ESCAPES) or "%" for part in name.split(".", _DEEPEST))
+def _components(path: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    *node, leaf = (_escaped(component) for component in path)
     return tuple(node), leaf
+
+
+def _escaped(component: str) -> str:
+    if component in {".", ".."}:
+        return component.replace(".", "%2E")
+    return component.translate(_ESCAPES) or "%"
 
 
 def _unescaped(component: str) -> str:
     if component == "%":
         return ""
-    return component.replace("%2F", "/").replace("%00", "\0").replace("%25", "%")
+    for escape, character in (("%2E", "."), ("%2F", "/"), ("%00", "\0"), ("%25", "%")):
+        component = component.replace(escape, character)
+    return component
