@@ -1,0 +1,113 @@
+"""Bytes in: local files, URLs, file objects and bytes as sources; encodings and digests."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from xckpt.storage.local import LocalSource, is_mapped, release
+from xckpt.storage.memory import BytesSource, FileObjectSource
+from xckpt.storage.remote import FsspecSource, is_url
+from xckpt.storage.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Source", "is_mapped", "is_remote", "open_source", "release"]
+
+_FILE = "file://"
+
+
+def open_source(
+    obj: Any, *, storage_options: Mapping[str, Any] | None = None, mmap: bool = True
+) -> Source:
+    """Open whatever holds the bytes of a file.
+
+    Parameters
+    ----------
+    obj : str, os.PathLike, bytes, bytearray, memoryview or binary file object
+        A path, a ``file://`` or other URL of fsspec, the bytes themselves, or an open file.
+    storage_options : mapping, optional
+        For fsspec; local paths need none.
+    mmap : bool
+        Whether a local file may be mapped into memory.
+
+    Returns
+    -------
+    Source
+        Its size and identity are known; nothing is read yet.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
+    TypeError
+        If it is something else, or a file in text mode.
+    ImportError
+        If a package for this kind of URL is not installed.
+    UnsupportedError
+        If it is a pipe or a device, or of unknown size.
+
+    Examples
+    --------
+    >>> source = open_source(b"ZTEN1000")
+    >>> bytes(source.read(4, 4))
+    b'1000'
+    """
+    if isinstance(obj, bytes | bytearray | memoryview):
+        return BytesSource(obj)
+    if isinstance(obj, os.PathLike):
+        obj = os.fsdecode(obj)
+    elif hasattr(obj, "read"):
+        return FileObjectSource(obj)
+    if not isinstance(obj, str):
+        raise TypeError(
+            f"expected a path, a URL, bytes or an open binary file, got {type(obj).__name__}"
+        )
+    if is_remote(obj):
+        return _open_url(obj, storage_options)
+    return LocalSource(_local_path(obj), mmap=mmap)
+
+
+def is_remote(obj: object) -> bool:
+    """Tell whether something is a URL that is opened through fsspec.
+
+    Parameters
+    ----------
+    obj : object
+        What a user gave as a file.
+
+    Returns
+    -------
+    bool
+        False for paths and ``file://`` URLs, and for all that is no text.
+
+    Examples
+    --------
+    >>> is_remote("s3://bucket/m.zt"), is_remote("file:///m.zt"), is_remote("m.zt")
+    (True, False, False)
+    """
+    return isinstance(obj, str) and is_url(obj) and not _is_file_url(obj)
+
+
+def _open_url(url: str, storage_options: Mapping[str, Any] | None) -> Source:
+    if url.startswith(("http://", "https://")):
+        from xckpt.storage.web import HttpSource
+
+        return HttpSource(url, storage_options)
+    return FsspecSource(url, storage_options)
+
+
+def _local_path(path: str) -> str:
+    if not _is_file_url(path):
+        return path
+    from urllib.request import url2pathname  # imports all of http and email
+
+    host, slash, rest = path[len(_FILE) :].partition("/")
+    if host not in {"", "localhost"}:
+        raise ValueError(f"{path} names the machine {host!r}; open the file by its path")
+    return url2pathname(slash + rest)
+
+
+def _is_file_url(text: str) -> bool:
+    return text[: len(_FILE)].lower() == _FILE

@@ -1,0 +1,245 @@
+"""Digests as files state them: ``algorithm:value``.
+
+==========  =============================  ==========================================
+algorithm   value                          is
+==========  =============================  ==========================================
+``crc32c``  ``0x`` and 1 to 8 hex digits   CRC-32C (Castagnoli)
+``sha256``  64 hex digits                  SHA-256
+``xxh3``    16 hex digits, lower case      XXH3 with 64 bits and seed 0, big-endian
+``blake3``  64 hex digits                  BLAKE3 with 256 bits
+==========  =============================  ==========================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Hasher", "check", "is_known", "parse"]
+
+# The libraries let other threads run while they hash; a block is how long Ctrl-C may wait.
+_BLOCK_NBYTES = 8 << 20
+
+_FORM = re.compile(r"([a-z0-9_]+):(.+)", re.DOTALL)
+
+
+class _State(Protocol):
+    def update(self, data: Any, /) -> object: ...
+    def digest(self) -> bytes: ...
+
+
+class _Crc32c:
+    """CRC-32C with the interface of `hashlib`, big-endian."""
+
+    def __init__(self) -> None:
+        self._extend = _crc32c_extend()
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        # The C extension refuses memoryviews (googleapis/python-crc32c), but takes arrays.
+        self._value = self._extend(self._value, np.frombuffer(data, np.uint8))
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
+
+
+_importing = threading.Lock()
+
+
+def _crc32c_extend() -> Callable[[int, Any], int]:
+    # Without its C extension the package warns on import that it is slow. Nobody who opens a file
+    # can do anything about that, and where warnings are errors the import would fail.
+    with _importing, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        from google_crc32c import extend
+
+    return extend  # type: ignore[no-any-return]
+
+
+def _xxh3() -> _State:
+    from xxhash import xxh3_64
+
+    return xxh3_64()
+
+
+def _blake3() -> _State:
+    from blake3 import blake3
+
+    return blake3()
+
+
+@dataclass(frozen=True, slots=True)
+class _Algorithm:
+    value: re.Pattern[str]
+    digits: int
+    start: Callable[[], _State]
+    prefix: str = ""
+
+    def parse(self, text: str) -> bytes:
+        return bytes.fromhex(text.removeprefix("0x").removeprefix("0X").zfill(self.digits))
+
+    def format(self, value: bytes) -> str:
+        return self.prefix + (value.hex().upper() if self.prefix else value.hex())
+
+
+_ALGORITHMS = {
+    "crc32c": _Algorithm(re.compile("0[xX][0-9a-fA-F]{1,8}"), 8, _Crc32c, "0x"),
+    "sha256": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, hashlib.sha256),
+    "xxh3": _Algorithm(re.compile("[0-9a-f]{16}"), 16, _xxh3),
+    "blake3": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, _blake3),
+}
+
+
+def parse(digest: str) -> tuple[str, bytes | None]:
+    """Split a digest into its algorithm and its value.
+
+    Parameters
+    ----------
+    digest : str
+        ``algorithm:value``.
+
+    Returns
+    -------
+    algorithm : str
+        Its name.
+    value : bytes or None
+        Big-endian; None where the algorithm is not known.
+
+    Raises
+    ------
+    FormatError
+        If it is malformed, with ``rule="Digest"``.
+
+    Examples
+    --------
+    >>> parse("crc32c:0x1a2B")
+    ('crc32c', b'\\x00\\x00\\x1a+')
+    """
+    form = _FORM.fullmatch(digest)
+    if form is None:
+        raise FormatError(f"digest {shown(digest)} is not algorithm:value", rule="Digest")
+    algorithm, text = form[1], form[2]
+    known = _ALGORITHMS.get(algorithm)
+    if known is None:
+        return algorithm, None
+    if known.value.fullmatch(text) is None:
+        raise FormatError(f"digest {shown(digest)} is not a {algorithm} value", rule="Digest")
+    return algorithm, known.parse(text)
+
+
+def is_known(digest: str) -> bool:
+    """Tell whether the algorithm of a digest is one that can be computed here.
+
+    Parameters
+    ----------
+    digest : str
+        ``algorithm:value``, or the algorithm alone.
+
+    Returns
+    -------
+    bool
+        Whatever the value is.
+
+    Examples
+    --------
+    >>> is_known("xxh3:0011223344556677"), is_known("md5:00")
+    (True, False)
+    """
+    return digest.partition(":")[0] in _ALGORITHMS
+
+
+class Hasher:
+    """Hashes bytes as they come.
+
+    Parameters
+    ----------
+    algorithm : str
+        One of those above.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is none of them.
+
+    Examples
+    --------
+    >>> hasher = Hasher("crc32c")
+    >>> hasher.update(b"1234")
+    >>> hasher.update(b"56789")
+    >>> hasher.digest()
+    'crc32c:0xE3069283'
+    """
+
+    __slots__ = ("_format", "_state", "algorithm")
+
+    def __init__(self, algorithm: str) -> None:
+        known = _ALGORITHMS.get(algorithm)
+        if known is None:
+            raise UnsupportedError(
+                f"digest algorithm {shown(algorithm)} is not known",
+                rule="Digest",
+                hint=f"Known are: {', '.join(_ALGORITHMS)}",
+            )
+        self.algorithm = algorithm
+        self._format = known.format
+        self._state = known.start()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Hash more bytes.
+
+        Parameters
+        ----------
+        data : bytes, bytearray or memoryview
+            Contiguous; not copied.
+        """
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _BLOCK_NBYTES):
+            self._state.update(view[start : start + _BLOCK_NBYTES])
+
+    def value(self) -> bytes:
+        """Return the digest of all bytes so far, big-endian."""
+        return self._state.digest()
+
+    def digest(self) -> str:
+        """Return the digest of all bytes so far as ``algorithm:value``."""
+        return f"{self.algorithm}:{self._format(self.value())}"
+
+
+def check(digest: str, data: bytes | bytearray | memoryview) -> None:
+    """Compare bytes with the digest that a file states for them.
+
+    Parameters
+    ----------
+    digest : str
+        ``algorithm:value``.
+    data : bytes, bytearray or memoryview
+        What it covers.
+
+    Raises
+    ------
+    IntegrityError
+        If it disagrees.
+    FormatError
+        If it is malformed.
+    UnsupportedError
+        If its algorithm is not known.
+    """
+    algorithm, expected = parse(digest)
+    hasher = Hasher(algorithm)
+    hasher.update(data)
+    if hasher.value() != expected:
+        raise IntegrityError(
+            f"the bytes have the digest {hasher.digest()}, but the file says {digest}",
+            rule="Digest",
+        )

@@ -1,0 +1,41 @@
+"""Names of files beside a file, as another file gives them: no way out of the folder."""
+
+from __future__ import annotations
+
+import re
+
+from xckpt.errors import FormatError, shown
+
+__all__ = ["components"]
+
+# Besides the separators: what Windows takes for a drive, a stream or a pattern, and controls.
+_UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|]')
+
+
+def components(name: str) -> list[str]:
+    """Split a relative path into its components.
+
+    Parameters
+    ----------
+    name : str
+        Components separated by ``/``. It comes from a file and may be anything.
+
+    Returns
+    -------
+    list of str
+        At least one.
+
+    Raises
+    ------
+    FormatError
+        If it is absolute, or leads out of the folder, or is no portable file name.
+
+    Examples
+    --------
+    >>> components("blobs/xxh3/0123")
+    ['blobs', 'xxh3', '0123']
+    """
+    parts = name.split("/")
+    if _UNSAFE.search(name) or any(part in {"", ".", ".."} for part in parts):
+        raise FormatError(f"{shown(name)} is not the name of a file in the same folder")
+    return parts

@@ -1,0 +1,147 @@
+"""What a file is to the rest of the package: a name, a size, an identity, and random reads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from xckpt.errors import FormatError
+from xckpt.storage.ranges import merge, split
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+__all__ = ["Source"]
+
+
+class Source(ABC):
+    """The bytes of one file, local or remote.
+
+    A source is a light reference: it pickles by path or URL and identity, never by content
+    (bytes in memory excepted). What is open for it, a descriptor or a memory map, belongs to the
+    process and is shared by all equal sources in it.
+
+    Attributes
+    ----------
+    name : str
+        Absolute path or URL, for messages and for ``encoding["source"]``.
+    size : int
+        Size in bytes when it was opened.
+    identity : hashable
+        What tells this version of the file from others: size, time, inode, or ETag. Two sources
+        with equal names and identities hold equal bytes.
+    """
+
+    __slots__ = ("identity", "name", "size")
+
+    name: str
+    size: int
+    identity: Hashable
+
+    @abstractmethod
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes into memory of its own.
+
+        Parameters
+        ----------
+        offset : int
+            First byte.
+        nbytes : int
+            Number of bytes.
+
+        Returns
+        -------
+        memoryview
+            Exactly `nbytes` bytes.
+
+        Raises
+        ------
+        FormatError
+            If the range is not inside the file; nothing is allocated then.
+        FileChangedError
+            If the file is no longer the one that was opened.
+        """
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Give a range of bytes without a copy where the file is mapped, else read it.
+
+        Parameters and errors are those of `read`.
+        """
+        return self.read(offset, nbytes)
+
+    def read_ranges(
+        self, ranges: Sequence[tuple[int, int]], *, gap: int = 1 << 20
+    ) -> list[memoryview]:
+        """Read several ranges of bytes with few requests.
+
+        Parameters
+        ----------
+        ranges : sequence of (int, int)
+            First byte and number of bytes of each, in any order; they may overlap.
+        gap : int
+            Ranges that are at most this many bytes apart are read as one.
+
+        Returns
+        -------
+        list of memoryview
+            In the order of `ranges`. They may share memory, and be views where the file is mapped.
+
+        Raises
+        ------
+        FormatError
+            If a range is not inside the file; nothing is read then.
+        FileChangedError
+            If the file is no longer the one that was opened.
+        """
+        for offset, nbytes in ranges:
+            self._check_range(offset, nbytes)
+        spans = merge(ranges, gap)
+        blocks = self._read_each([(span.start, span.nbytes) for span in spans])
+        return split(ranges, spans, blocks)
+
+    def close(self) -> None:  # noqa: B027  nothing is open for bytes in memory
+        """Let go of what this process has open for the file; the next read opens it again."""
+
+    @abstractmethod
+    def sibling(self, name: str) -> Source:
+        """Open another file by its path relative to the folder of this one.
+
+        Parameters
+        ----------
+        name : str
+            Relative path with ``/`` between its components.
+
+        Returns
+        -------
+        Source
+            The other file, opened as this one was.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        UnsupportedError
+            If this source has no folder (bytes in memory).
+        """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Source) or type(self) is not type(other):
+            return NotImplemented
+        return (self.name, self.identity) == (other.name, other.identity)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.identity))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        if not 0 <= offset <= offset + nbytes <= self.size:
+            raise FormatError(
+                f"the {nbytes} bytes from here on are not in the file, which has {self.size}",
+                path=self.name,
+                offset=offset,
+            )
+
+    def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [self.read(offset, nbytes) for offset, nbytes in ranges]

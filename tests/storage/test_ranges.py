@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sources import CountingSource
+from xckpt.errors import FormatError
+from xckpt.storage import ranges
+from xckpt.storage.ranges import merge
+
+DATA = bytes(i * 7 % 251 for i in range(1000))
+RANGES = st.lists(
+    st.tuples(st.integers(0, 900), st.integers(0, 100)),
+    max_size=20,
+)
+
+
+@given(RANGES, st.integers(0, 200))
+def test_reads_what_is_asked_in_its_order(asked: list[tuple[int, int]], gap: int) -> None:
+    source = CountingSource(DATA)
+    pieces = source.read_ranges(asked, gap=gap)
+    assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in asked]
+
+
+@given(RANGES, st.integers(0, 200))
+def test_what_is_read_is_apart_and_in_order(asked: list[tuple[int, int]], gap: int) -> None:
+    spans = merge(asked, gap)
+    assert all(b.start - a.stop > gap for a, b in pairwise(spans))
+    assert sorted(i for span in spans for i in span.members) == list(range(len(asked)))
+
+
+def test_near_ranges_are_one_request() -> None:
+    source = CountingSource(DATA)
+    source.read_ranges([(100, 10), (0, 10), (115, 10), (5, 10)], gap=5)
+    assert source.reads == [(0, 15), (100, 25)]
+
+
+def test_merging_stops_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_LARGEST_MERGED", 100)
+    source = CountingSource(DATA)
+    pieces = source.read_ranges([(0, 90), (90, 20), (110, 400), (510, 10), (120, 5)], gap=0)
+    assert [len(piece) for piece in pieces] == [90, 20, 400, 10, 5]
+    assert source.reads == [(0, 90), (90, 20), (110, 400), (510, 10)]
+
+
+def test_nothing_is_read_where_one_range_is_outside() -> None:
+    source = CountingSource(DATA)
+    with pytest.raises(FormatError, match="1000"):
+        source.read_ranges([(0, 10), (995, 10)])
+    assert source.reads == []

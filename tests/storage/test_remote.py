@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import fsspec
+import numpy as np
+import pytest
+
+from xckpt.errors import FileChangedError, FormatError, UnsupportedError
+from xckpt.storage import is_remote, open_source, remote
+from xckpt.storage.pool import Pool
+from xckpt.storage.remote import FsspecSource, _sibling_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DATA = np.random.default_rng(0).bytes(100_000)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    folder = f"/{uuid4().hex}"
+    fs.pipe(f"{folder}/m.zt", DATA)
+    yield f"memory:/{folder}"
+    if fs.exists(folder):
+        fs.rm(folder, recursive=True)
+
+
+def test_reads_are_the_bytes(memory: str) -> None:
+    source = open_source(f"{memory}/m.zt")
+    assert (source.size, source.name) == (100_000, f"{memory}/m.zt")
+    for offset, nbytes in ((0, 0), (99_999, 1), (5, 20_000), (0, 100_000)):
+        for get in (source.read, source.view):
+            assert get(offset, nbytes) == DATA[offset : offset + nbytes]
+    with pytest.raises(FormatError):
+        source.read(99_999, 2)
+
+
+def test_what_is_missing_or_no_file(memory: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.zt"):
+        open_source(f"{memory}/none.zt")
+    with pytest.raises(IsADirectoryError, match=memory):
+        open_source(memory)
+    with pytest.raises(ValueError, match="unheard-of"):
+        open_source("unheard-of://m.zt")
+
+
+def test_pickles_by_reference(memory: str) -> None:
+    source = open_source(f"{memory}/m.zt", storage_options={"skip_instance_cache": True})
+    pickled = pickle.dumps(source)
+    copy = pickle.loads(pickled)
+    assert len(pickled) < 1000
+    assert copy == source
+    assert copy.storage_options == {"skip_instance_cache": True}
+    assert copy.read(5, 5) == DATA[5:10]
+
+
+def test_a_changed_file_is_an_error(memory: str) -> None:
+    fs = fsspec.filesystem("memory")
+    source = open_source(f"{memory}/m.zt")
+    assert source.read(0, 5) == DATA[:5]
+    fs.pipe(f"{memory}/m.zt", DATA[::-1])
+    for changed in (source, pickle.loads(pickle.dumps(source))):
+        with pytest.raises(FileChangedError, match="again"):
+            changed.read(0, 5)
+    source = open_source(f"{memory}/m.zt")
+    fs.rm(f"{memory}/m.zt")
+    with pytest.raises(FileChangedError, match="no longer there"):
+        source.read(0, 5)
+
+
+class Told:
+    """A file system that tells and gives what it is told to."""
+
+    protocol = "told"
+
+    def __init__(self) -> None:
+        self.info_now: dict[str, Any] = {"size": 10, "type": "file", "ETag": "a"}
+        self.data = bytes(range(10))
+        self.asked = 0
+        self.fetched: list[tuple[int, int]] = []
+
+    def info(self, path: str) -> dict[str, Any]:
+        self.asked += 1
+        return self.info_now
+
+    def invalidate_cache(self, path: str) -> None:
+        assert path == "m.zt"
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        self.fetched.append((start, end))
+        return self.data[start:end]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    fs = Told()
+    monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (fs, "m.zt"))
+    return fs
+
+
+def test_the_version_is_not_asked_for_with_each_read(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source("told://" + uuid4().hex)
+    for _ in range(20):
+        source.read(0, 5)
+    assert told.asked == 1
+    monkeypatch.setattr(remote, "_TRUSTED_SECONDS", -1)
+    source.read(0, 5)
+    assert told.asked == 2
+    told.info_now = {"size": 10, "type": "file", "ETag": "b"}
+    with pytest.raises(FileChangedError):
+        source.read(0, 5)
+
+
+def test_a_copy_in_another_process_asks_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(open_source("told://" + uuid4().hex))
+    monkeypatch.setattr(remote, "_checks", Pool())
+    told.info_now = {"size": 10, "type": "file", "ETag": "b"}
+    with pytest.raises(FileChangedError):
+        pickle.loads(pickled).read(0, 5)
+
+
+def test_a_short_answer_is_an_error(told: Told) -> None:
+    source = open_source("told://" + uuid4().hex)
+    told.data = told.data[:7]
+    with pytest.raises(OSError, match="asked for 5 bytes at 5, got 2") as caught:
+        source.read(5, 5)
+    assert not isinstance(caught.value, FileChangedError)
+    told.info_now = {"size": 7, "type": "file", "ETag": "b"}
+    with pytest.raises(FileChangedError):
+        source.read(5, 5)
+
+
+@pytest.mark.parametrize("size", [None, -1, 3.5, "10"])
+def test_an_unknown_size_is_an_error(told: Told, size: object) -> None:
+    told.info_now["size"] = size
+    with pytest.raises(UnsupportedError, match="size"):
+        open_source("told://m.zt")
+
+
+def test_ranges_are_merged_and_read_at_the_same_time(told: Told) -> None:
+    source = open_source("told://" + uuid4().hex)
+    pieces = source.read_ranges([(8, 2), (0, 1), (2, 1)], gap=1)
+    assert [bytes(piece) for piece in pieces] == [b"\x08\x09", b"\x00", b"\x02"]
+    assert sorted(told.fetched) == [(0, 3), (8, 10)]
+
+
+def test_a_file_system_without_range_reads_of_its_own(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/m.zt", DATA)
+        archive.writestr("in/n.zt", b"other")
+    source = open_source(f"zip://in/m.zt::{(tmp_path / 'a.zip').as_uri()}")
+    with ThreadPoolExecutor(4) as threads:
+        got = threads.map(lambda offset: bytes(source.read(offset, 1000)), range(0, 99_000, 1000))
+    assert b"".join(got) == DATA[:99_000]
+    assert bytes(source.sibling("n.zt").read(0, 5)) == b"other"
+    with pytest.raises(FileNotFoundError):
+        source.sibling("none.zt")
+
+
+def test_siblings(memory: str) -> None:
+    fsspec.filesystem("memory").pipe(f"{memory}/blobs/n.zt", b"other")
+    source = open_source(f"{memory}/m.zt")
+    assert bytes(source.sibling("blobs/n.zt").read(0, 5)) == b"other"
+    with pytest.raises(FormatError):
+        source.sibling("../n.zt")
+
+
+@pytest.mark.parametrize(
+    ("url", "sibling"),
+    [
+        ("s3://bucket/a/m.zt", "s3://bucket/a/n o.zt"),
+        ("memory://m.zt", "memory://n o.zt"),
+        ("https://h/a/m.zt?token=a/b", "https://h/a/n%20o.zt?token=a/b"),
+        ("simplecache::s3://bucket/m.zt", "simplecache::s3://bucket/n o.zt"),
+        ("zip://a/m.zt::s3://bucket/x.zip", "zip://a/n o.zt::s3://bucket/x.zip"),
+    ],
+)
+def test_urls_of_siblings(url: str, sibling: str) -> None:
+    assert _sibling_url(url, ["n o.zt"]) == sibling
+
+
+def test_what_is_a_url() -> None:
+    assert all(map(is_remote, ["https://h/m.zt", "simplecache::s3://b/m.zt", "memory://m.zt"]))
+    paths = ["m.zt", "/a/m.zt", "C:\\m.zt", "C:/m.zt", "file:///m.zt", "FILE:///m.zt", "a:b", ""]
+    assert not any(map(is_remote, [*paths, Path("s3://b/m.zt"), b"s3://"]))
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://b/m.zt", "s3fs"), ("http://h/m", "aiohttp")])
+def test_a_missing_package_is_named_with_its_extra(url: str, package: str) -> None:
+    code = (
+        "import sys; from xckpt.storage import open_source\n"
+        "sys.modules[sys.argv[2]] = None\n"
+        "try: open_source(sys.argv[1])\n"
+        "except ImportError as error: print(error)\n"
+    )
+    run = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, url, package], capture_output=True, text=True, check=True
+    )
+    assert f"pip install 'xckpt[{url.partition(':')[0]}]'" in run.stdout
+    assert package in run.stdout

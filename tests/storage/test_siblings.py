@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from xckpt.errors import FormatError
+from xckpt.storage.siblings import components
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "..",
+        "a/../../b",
+        "./a",
+        "a//b",
+        "a/",
+        "a\\..\\b",
+        "C:a",
+        "a\0b",
+        "a?b",
+        "a\nb",
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
+    with pytest.raises(FormatError, match="not the name of a file"):
+        components(name)
+
+
+@pytest.mark.parametrize("name", ["m-0.zt", "..zt", "blobs/xxh3/00", "model 1.zt", "größe"])
+def test_plain_names(name: str) -> None:
+    assert "/".join(components(name)) == name

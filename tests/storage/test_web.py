@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.storage.web_server import WebServer
+from xckpt.errors import FileChangedError, UnsupportedError
+from xckpt.storage import Source, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+
+DATA = np.random.default_rng(0).bytes(3 << 20)
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with WebServer(**{"m.zt": DATA}) as web:
+        yield web
+
+
+@pytest.fixture
+def source(web: WebServer) -> Source:
+    return open_source(f"{web.url}/m.zt")
+
+
+def test_a_read_is_one_request_for_its_bytes(web: WebServer, source: Source) -> None:
+    assert source.size == len(DATA)
+    assert web.gets == []
+    assert source.read(1_000_000, 100_000) == DATA[1_000_000:1_100_000]
+    assert source.view(0, 10) == DATA[:10]
+    assert source.read(len(DATA) - 1, 1) == DATA[-1:]
+    assert len(source.read(5, 0)) == 0
+    assert web.gets == [
+        "bytes=1000000-1099999",
+        "bytes=0-9",
+        f"bytes={len(DATA) - 1}-{len(DATA) - 1}",
+    ]
+    assert web.nbytes_sent == 100_011
+    assert len(web.requests) == 4
+
+
+def test_the_whole_file(web: WebServer, source: Source) -> None:
+    assert source.read(0, len(DATA)) == DATA
+    assert web.nbytes_sent == len(DATA)
+
+
+def test_threads(source: Source) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        got = threads.map(
+            lambda i: source.read(i * 1000, 1000) == DATA[i * 1000 :][:1000], range(64)
+        )
+    assert all(got)
+
+
+def test_ranges_are_few_requests(web: WebServer, source: Source) -> None:
+    asked = [(2_500_000, 10), (0, 10), (100, 10), (2_500_005, 100)]
+    pieces = source.read_ranges(asked, gap=1000)
+    assert [bytes(piece) for piece in pieces] == [DATA[a : a + n] for a, n in asked]
+    assert sorted(map(str, web.gets)) == ["bytes=0-109", "bytes=2500000-2500104"]
+
+
+def read_some(source: Source) -> bytes:
+    return bytes(source.read(1000, 50))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_another_process(source: Source, method: str) -> None:
+    if method == "fork" and not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    read_some(source)
+    assert len(pickle.dumps(source)) < 1000
+    with get_context(method).Pool(1) as workers:
+        assert workers.apply(read_some, (source,)) == DATA[1000:1050]
+
+
+def test_headers_of_the_user_are_sent(web: WebServer) -> None:
+    options = {"headers": {"X-Token": "1"}, "params": {"key": "value"}}
+    source = open_source(f"{web.url}/m.zt", storage_options=options)
+    assert source.read(0, 5) == DATA[:5]
+    assert {path for _, path, _ in web.requests} == {"/m.zt?key=value"}
+    assert web.gets == ["bytes=0-4"]
+
+
+def test_siblings(web: WebServer, source: Source) -> None:
+    web.behaviour.files["/b/n.zt"] = b"other"
+    assert bytes(source.sibling("b/n.zt").read(0, 5)) == b"other"
+    with pytest.raises(FileNotFoundError):
+        source.sibling("none.zt")
+
+
+@pytest.mark.parametrize("before", ['"first"', None])
+def test_a_file_that_changed(web: WebServer, before: str | None) -> None:
+    web.behaviour.etag = before
+    web.behaviour.modified = "Mon, 01 Jan 2024 00:00:00 GMT"
+    source = open_source(f"{web.url}/m.zt")
+    assert source.read(0, 5) == DATA[:5]
+    web.behaviour.etag = before and '"second"'
+    web.behaviour.modified = "Mon, 01 Jan 2024 00:00:01 GMT"
+    with pytest.raises(FileChangedError, match="ETag" if before else "Last-Modified"):
+        source.read(0, 5)
+    assert web.gets == ["bytes=0-4"] * 2
+
+
+def test_a_weak_etag_of_a_proxy_is_the_same_version(web: WebServer, source: Source) -> None:
+    web.behaviour.etag = 'W/"first"'
+    assert source.read(0, 5) == DATA[:5]
+
+
+@pytest.mark.parametrize("length", [len(DATA) + 1, 1000])
+def test_another_size_is_a_change_without_any_etag(web: WebServer, length: int) -> None:
+    web.behaviour.etag = None
+    source = open_source(f"{web.url}/m.zt")
+    web.behaviour.files["/m.zt"] = bytes(length)
+    for offset in (0, 2_000_000):
+        with pytest.raises(FileChangedError):
+            source.read(offset, 5)
+
+
+def test_a_file_that_is_gone(web: WebServer, source: Source) -> None:
+    web.behaviour.files.clear()
+    with pytest.raises(FileChangedError, match="no longer there"):
+        source.read(0, 5)
+
+
+def test_a_server_that_ignores_ranges(web: WebServer) -> None:
+    web.behaviour.ranges = False
+    source = open_source(f"{web.url}/m.zt")
+    assert source.read(0, 10) == DATA[:10]
+    assert source.read(0, len(DATA)) == DATA
+    for offset, nbytes in ((1, 10), (10, len(DATA) - 10), (len(DATA) - 1, 1)):
+        with pytest.raises(UnsupportedError, match=r"ignores the range.*simplecache"):
+            source.read(offset, nbytes)
+
+
+def test_the_way_out_for_servers_that_ignore_ranges(web: WebServer) -> None:
+    web.behaviour.ranges = False
+    source = open_source(f"simplecache::{web.url}/m.zt")
+    assert source.read(1_000_000, 10) == DATA[1_000_000:1_000_010]
+    requests = len(web.gets)
+    assert source.read(2_000_000, 10) == DATA[2_000_000:2_000_010]
+    assert len(web.gets) == requests
+
+
+@pytest.mark.parametrize("honest", [True, False])
+@pytest.mark.parametrize("content_range", [True, False])
+def test_a_short_answer(web: WebServer, source: Source, honest: bool, content_range: bool) -> None:
+    web.behaviour.cut = 3
+    web.behaviour.honest_length = honest
+    web.behaviour.content_range = content_range
+    with pytest.raises(OSError, match=r"got 97|does not tell|failed") as caught:
+        source.read(500, 100)
+    assert not isinstance(caught.value, FileChangedError)
+
+
+def test_an_answer_with_other_bytes(web: WebServer, source: Source) -> None:
+    web.behaviour.shift = 1
+    with pytest.raises(OSError, match="asked for bytes from 500"):
+        source.read(500, 100)
+
+
+def test_an_answer_without_its_range_is_believed_by_length(web: WebServer, source: Source) -> None:
+    web.behaviour.content_range = False
+    assert source.read(500, 100) == DATA[500:600]
+
+
+def test_a_compressed_answer(web: WebServer, source: Source) -> None:
+    web.behaviour.encoding = "gzip"
+    with pytest.raises(UnsupportedError, match="compressed"):
+        source.read(500, 100)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(403, PermissionError), (401, PermissionError), (503, OSError)]
+)
+def test_refusals(web: WebServer, source: Source, status: int, kind: type[OSError]) -> None:
+    web.behaviour.status = status
+    for call in (lambda: source.read(0, 5), lambda: open_source(f"{web.url}/m.zt")):
+        with pytest.raises(kind) as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError | FileChangedError)
+        assert source.name in str(caught.value)
+
+
+def test_a_missing_file(web: WebServer) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.zt"):
+        open_source(f"{web.url}/none.zt")
+
+
+def test_no_server_at_all() -> None:
+    with WebServer(**{"m.zt": DATA}) as web:
+        source = open_source(f"{web.url}/m.zt")
+    for call in (lambda: source.read(0, 5), lambda: open_source(f"{web.url}/m.zt")):
+        with pytest.raises(OSError, match=r"connect|failed") as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError)

@@ -1,0 +1,145 @@
+"""A web server for tests: counts requests and bytes, and misbehaves as asked."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+@dataclass
+class Behaviour:
+    """How the server answers."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    etag: str | None = '"first"'
+    modified: str | None = None
+    ranges: bool = True  # False: the whole file with status 200, as plain http.server does
+    content_range: bool = True
+    shift: int = 0  # answers with bytes from elsewhere, and says so
+    cut: int = 0  # bytes missing at the end of each body
+    honest_length: bool = False  # whether a cut body has a Content-Length of its own
+    encoding: str | None = None
+    status: int | None = None  # for every request
+
+
+class WebServer:
+    """Serves files from memory at ``url``."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.behaviour = Behaviour({f"/{name}": data for name, data in files.items()})
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.nbytes_sent = 0
+        self.connections: list[socket.socket] = []
+        self.lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"web": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def gets(self) -> list[str | None]:
+        """The ranges of all GET requests."""
+        return [range_ for method, _, range_ in self.requests if method == "GET"]
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        for connection in self.connections:  # those kept alive too
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    web: WebServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.web.connections.append(self.connection)
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a client may hang up at any time
+            super().handle()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        web, how = self.web, self.web.behaviour
+        asked = self.headers.get("Range")
+        path = self.path.partition("?")[0]
+        with web.lock:
+            web.requests.append((self.command, self.path, asked))
+        data = how.files.get(path)
+        status = how.status or (404 if data is None else 200)
+        if status != 200 or data is None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self._send(data, asked if how.ranges else None, with_body=with_body)
+
+    def _send(self, data: bytes, asked: str | None, *, with_body: bool) -> None:
+        how = self.web.behaviour
+        body, content_range = data, None
+        if asked is not None:
+            first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
+            if first >= len(data):
+                self.send_response(416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            first, last = first + how.shift, min(last + how.shift, len(data) - 1)
+            body = data[first : last + 1]
+            content_range = f"bytes {first}-{last}/{len(data)}"
+        sent = body[: len(body) - how.cut] if with_body else body
+        self.send_response(200 if asked is None else 206)
+        self.send_header("Content-Length", str(len(sent if how.honest_length else body)))
+        for name, value in (
+            ("ETag", how.etag),
+            ("Last-Modified", how.modified),
+            ("Content-Encoding", how.encoding if with_body else None),
+            ("Content-Range", content_range if how.content_range else None),
+        ):
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self._send_body(sent, complete=len(sent) == len(body))
+
+    def _send_body(self, sent: bytes, *, complete: bool) -> None:
+        try:
+            for start in range(0, len(sent), 1 << 16):
+                piece = sent[start : start + (1 << 16)]
+                with self.web.lock:  # before the client has it, and a test looks
+                    self.web.nbytes_sent += len(piece)
+                self.wfile.write(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            complete = False
+        if not complete:
+            self.close_connection = True
