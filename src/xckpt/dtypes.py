@@ -76,7 +76,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     import ml_dtypes  # 0.1 s to import: only for files that hold such types
 
-    return np.dtype(getattr(ml_dtypes, name))
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 _NUMPY_NAMES = frozenset(e.decoded for e in ELEMENT_TYPES.values())

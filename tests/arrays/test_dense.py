@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from math import prod
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,22 +17,29 @@ from hypothesis.extra.numpy import array_shapes, basic_indices
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
-from xckpt.errors import FormatError, IntegrityError
+from xckpt.errors import CheckpointWarning, FormatError, IntegrityError
 from xckpt.index import Part
 
 
 def dense(
-    payload: bytes, dtype: str, shape: tuple[int, ...], *, verify: bool | None = None, **kwargs: object
-) -> DenseArray:
+    payload: bytes,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    verify: bool | None = None,
+    **kwargs: Any,
+) -> Any:
     """Make an array over a file that has three bytes before the payload."""
-    keywords = {k: kwargs.pop(k) for k in ("encoding", "digest", "byteorder") if k in kwargs}
+    keywords: dict[str, Any] = {
+        k: kwargs.pop(k) for k in ("encoding", "digest", "byteorder") if k in kwargs
+    }
     part = Part(dtype, shape, 3, len(payload), **keywords)
     source = CountingSource(b"xyz" + payload)
     return DenseArray("t", PartReader(source, part, verify), shape, **kwargs)
 
 
 @given(st.data(), st.sampled_from("CF"), st.sampled_from([None, "zstd"]))
-def test_indexing_equals_numpy(data: st.DataObject, order: str, encoding: str | None) -> None:
+def test_indexing_equals_numpy(data: st.DataObject, order: Any, encoding: str | None) -> None:
     shape = data.draw(array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
     array = np.arange(prod(shape), dtype="<i2").reshape(shape)
     payload = array.tobytes(order)
@@ -69,7 +77,7 @@ def test_padding_of_four_bit_elements() -> None:
     ("key", "nbytes"),
     [(5, 400), ((5, 7), 4), ((5, slice(10, 20)), 40), (slice(2, 4), 800), (slice(0, 0), 0)],
 )
-def test_a_selection_reads_its_own_bytes(key: object, nbytes: int) -> None:
+def test_a_selection_reads_its_own_bytes(key: Any, nbytes: int) -> None:
     array = np.arange(1000, dtype="<f4").reshape(10, 100)
     lazy = dense(array.tobytes(), "float32", array.shape)
     np.testing.assert_array_equal(lazy[key], array[key])
@@ -125,6 +133,15 @@ def test_the_digest_of_compressed_data_is_checked_by_default() -> None:
     assert lazy[:1].tolist() == [0]
     with pytest.raises(IntegrityError):
         lazy[:]
+
+
+def test_a_digest_of_an_unknown_algorithm_cannot_be_checked() -> None:
+    for encoding, payload in ((None, bytes(32)), ("zstd", zstandard.compress(bytes(32)))):
+        by_default = dense(payload, "uint8", (32,), encoding=encoding, digest="md5:00")
+        assert by_default[:].tolist() == [0] * 32
+        asked = dense(payload, "uint8", (32,), encoding=encoding, digest="md5:00", verify=True)
+        with pytest.warns(CheckpointWarning, match="'md5:00' cannot be verified"):
+            assert asked[:].tolist() == [0] * 32
 
 
 def test_a_part_is_verified_once() -> None:

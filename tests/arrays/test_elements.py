@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,12 +14,15 @@ from xckpt.arrays.elements import elements, unpack_codes
 from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import FormatError
 
+if TYPE_CHECKING:
+    from random import Random
+
 EIGHT_BIT_FLOATS = [n for n, e in ELEMENT_TYPES.items() if e.bits == 8 and n.startswith("float")]
 
 
 def test_bfloat16_keeps_every_bit_of_every_pattern() -> None:
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    got = elements(memoryview(patterns).cast("B"), "bfloat16", decode=True)
+    got = elements(patterns.data.cast("B"), "bfloat16", decode=True)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got.view(np.uint32), patterns.astype(np.uint32) << 16)
     number = ~np.isnan(got)
@@ -28,7 +33,7 @@ def test_bfloat16_keeps_every_bit_of_every_pattern() -> None:
 @pytest.mark.parametrize("name", EIGHT_BIT_FLOATS)
 def test_eight_bit_floats_decode_as_ml_dtypes(name: str) -> None:
     patterns = np.arange(256, dtype=np.uint8)
-    got = elements(memoryview(patterns), name, decode=True)
+    got = elements(patterns.data, name, decode=True)
     expected = patterns.view(getattr(ml_dtypes, name)).astype(np.float32)
     np.testing.assert_array_equal(got, expected)
 
@@ -60,9 +65,7 @@ def test_unaligned_bytes_become_aligned() -> None:
 
 def test_booleans() -> None:
     data = memoryview(bytes([0, 1, 2, 255]))
-    np.testing.assert_array_equal(
-        elements(data, "bool", decode=True), [False, True, True, True]
-    )
+    np.testing.assert_array_equal(elements(data, "bool", decode=True), [False, True, True, True])
     with pytest.raises(FormatError, match="element 2 is 2"):
         elements(data, "bool", decode=True, strict=True)
 
@@ -74,7 +77,7 @@ def test_booleans() -> None:
     st.randoms(use_true_random=False),
 )
 def test_unpacking_inverts_packing(
-    layout: tuple[int, int], msb_first: bool, words: int, random: object
+    layout: tuple[int, int], msb_first: bool, words: int, random: Random
 ) -> None:
     bits, word_bits = layout
     per_word = word_bits // bits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,12 +27,13 @@ def pack(codes: np.ndarray, bits: int, word_bits: int, axis: int, *, msb_first: 
         places = places[::-1]
     groups = padded.reshape(*padded.shape[:-1], words, per_word)
     packed = (groups << places).sum(axis=-1).astype(f"<u{word_bits // 8}")
-    return np.moveaxis(packed, -1, axis).tobytes()
+    data: bytes = np.moveaxis(packed, -1, axis).tobytes()
+    return data
 
 
 def quantized(
     shape: tuple[int, ...], scheme: Quantization, parts: dict[str, tuple[str, bytes]]
-) -> QuantizedArray:
+) -> Any:
     """Make a quantised array over a file that holds these parts one after the other."""
     described, data = {}, b""
     for role, (dtype, payload) in parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.extra.numpy import array_shapes, basic_indices
 from xckpt.arrays.selection import contiguous_run, normalize, result_shape, take
 
 
-def select(array: np.ndarray, key: object) -> tuple[np.ndarray, int]:
+def select(array: np.ndarray, key: Any) -> tuple[np.ndarray, int]:
     """Select by way of a run; give the result and the number of elements read."""
     chosen = normalize(key, array.shape)
     shape = result_shape(array.shape, chosen)
@@ -64,7 +65,7 @@ def test_boolean_array() -> None:
         ((slice(7, 8), slice(3, 4), slice(None, None, 2)), 9),
     ],
 )
-def test_a_run_is_the_hull_of_the_selection(key: object, read: int) -> None:
+def test_a_run_is_the_hull_of_the_selection(key: Any, read: int) -> None:
     array = np.arange(400).reshape(10, 4, 10)
     got, count = select(array, key)
     np.testing.assert_array_equal(got, array[key])
@@ -74,6 +75,6 @@ def test_a_run_is_the_hull_of_the_selection(key: object, read: int) -> None:
 @pytest.mark.parametrize(
     "key", [10, -11, (0, 0, 0, 0), "a", 1.5, ([0, 10],), ([[0]],), ([True, False],)]
 )
-def test_bad_indices(key: object) -> None:
+def test_bad_indices(key: Any) -> None:
     with pytest.raises(IndexError):
         normalize(key, (10, 4, 10))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import sparse
@@ -19,13 +21,13 @@ U8 = np.dtype("<u8")
 
 
 def tensor_of(
-    layout: str,
+    layout: Any,
     shape: tuple[int, ...],
     arrays: dict[str, np.ndarray],
     *,
     strict: bool = False,
     compress: bool = False,
-) -> CSRArray | COOArray:
+) -> Any:
     """Make a sparse array over a file that holds these parts one after the other."""
     parts, data = {}, b""
     for role, array in arrays.items():
@@ -47,7 +49,7 @@ def tensor_of(
     return kind(tensor, readers)
 
 
-def csr(dense: np.ndarray, **kwargs: bool) -> CSRArray:
+def csr(dense: np.ndarray, **kwargs: bool) -> Any:
     """Store a matrix as CSR."""
     rows, cols = np.nonzero(dense)
     indptr = np.searchsorted(rows, np.arange(dense.shape[0] + 1)).astype(U8)
@@ -55,7 +57,7 @@ def csr(dense: np.ndarray, **kwargs: bool) -> CSRArray:
     return tensor_of("sparse_csr", dense.shape, parts, **kwargs)
 
 
-def coo(dense: np.ndarray, **kwargs: bool) -> COOArray:
+def coo(dense: np.ndarray, **kwargs: bool) -> Any:
     """Store an array as COO."""
     coords = np.array(np.nonzero(dense)).astype(U8)
     parts = {"values": dense[tuple(coords.astype(int))], "coords": coords}

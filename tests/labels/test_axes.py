@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +61,7 @@ def test_no_axis_is_named_like_a_variable() -> None:
         ({"*": ("a", "a")}, ValueError),
     ],
 )
-def test_dims_that_make_no_sense(dims: dict, error: type[Exception]) -> None:
+def test_dims_that_make_no_sense(dims: dict[Any, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         AxisNames(dims)
 
@@ -68,7 +70,7 @@ def test_dims_that_make_no_sense(dims: dict, error: type[Exception]) -> None:
     st.lists(st.tuples(SHAPES, st.lists(WANTED, min_size=4, max_size=4)), max_size=12),
     st.sets(st.sampled_from(["v", "d3", "d2_1", "a"])),
 )
-def test_names_always_fit(tensors: list, reserved: set[str]) -> None:
+def test_names_always_fit(tensors: list[Any], reserved: set[str]) -> None:
     names = AxisNames(reserved=reserved)
     sizes: dict[str, int] = {}
     for number, (shape, wanted) in enumerate(tensors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,12 @@ NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
         (["head", "emb"], ["emb", "head"]),
     ],
 )
-def test_select(wanted: object, chosen: list[str]) -> None:
+def test_select(wanted: Any, chosen: list[str]) -> None:
     assert select(NAMES, wanted) == chosen
 
 
 @pytest.mark.parametrize("wanted", [3, [3], {"a": 1}.values()])
-def test_what_cannot_choose_is_a_type_error(wanted: object) -> None:
+def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
     with pytest.raises(TypeError, match="tensors takes a glob"):
         select(NAMES, wanted)
 

@@ -111,19 +111,19 @@ def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> Dense
     return DenseArray(tensor.name, reader, shape, decode=False, strict=tensor.strict)
 
 
-def _decoded_shape(
-    tensor: Tensor, role: str, readers: Mapping[str, PartReader]
-) -> tuple[int, ...]:
+def _decoded_shape(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> tuple[int, ...]:
     """Find the shape of a compressed part that states none, by decoding what tells it.
 
-    Only sparse tensors have such parts. It reads while opening, which nothing else does; it is
-    needed only to list their parts (``decode=False``).
+    Only sparse and structural tensors have such parts. It reads while opening, which nothing else
+    does; sparse ones need it only where their parts are asked for (``decode=False``).
     """
     part = readers[role].part
     size = nbytes_of(part.dtype, 1)
     lines = tensor.ndim if role == "coords" else 1
-    # A sparse tensor has at most as many stored elements as it has positions.
-    nbytes = readers[role].count_nbytes(tensor.size * lines * size)
+    # A sparse tensor has at most as many stored elements as it has positions. Of a structural one
+    # nothing is known; real data do not compress a thousandfold.
+    limit = max(tensor.size * lines * size, 1024 * part.nbytes)
+    nbytes = readers[role].count_nbytes(limit)
     count, left = divmod(nbytes, size * lines)
     if left:
         raise FormatError(

@@ -100,4 +100,4 @@ class DenseArray(LazyArray):
         if self.strict and stop == prod(self.shape) and padding.any():
             raise FormatError("padding bits after the last element are not zero", rule="LayoutData")
         chosen = codes[first : first + stop - start]
-        return elements(memoryview(chosen), dtype, decode=self.decode)
+        return elements(chosen.data, dtype, decode=self.decode)

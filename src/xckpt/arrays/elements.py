@@ -1,4 +1,4 @@
-"""Bytes to elements: byte order, booleans, 4-bit codes, and types that numpy cannot compute with."""
+"""Bytes to elements: byte order, booleans, 4-bit codes, types that numpy cannot compute with."""
 
 from __future__ import annotations
 
@@ -63,15 +63,16 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
         raise FormatError(
             f"element {where} is {codes[where]}, but a boolean is 0 or 1", rule="LayoutData"
         )
-    return codes != 0
+    return np.not_equal(codes, 0)
 
 
 def _decoded(array: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
         # is several times faster than ml_dtypes' element-wise cast.
-        return np.left_shift(array.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    return _float_table(dtype)[array.view(np.uint8)]
+        shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
+        return shifted.view(np.float32)
+    return np.take(_float_table(dtype), array.view(np.uint8))
 
 
 @cache
@@ -114,4 +115,5 @@ def unpack_codes(
     if msb_first:
         shifts = shifts[::-1]
     codes = (words[..., None] >> shifts) & words.dtype.type((1 << bits) - 1)
-    return codes.astype(np.uint8).reshape(*raw.shape[:-1], -1)
+    unpacked: Array = codes.astype(np.uint8).reshape(*raw.shape[:-1], -1)
+    return unpacked

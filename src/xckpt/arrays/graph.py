@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Set
 from functools import lru_cache, partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -17,6 +16,9 @@ from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 from xckpt.storage import is_mapped, release
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
+
     from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.lazy import LazyArray
 
@@ -58,11 +60,11 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     array.__dict__["shape"] = lazy.shape
     array.__dict__["ndim"] = len(lazy.shape)
     # On the instance, because it is for whole tensors only; a slice of the array is another array.
-    array.__dask_postcompute__ = partial(_postcompute, chunks)
+    array.__dict__["__dask_postcompute__"] = partial(_postcompute, chunks)
     return array
 
 
-class TensorLayer(Layer):  # type: ignore[misc]
+class TensorLayer(Layer):
     """The tasks of an array: getters of chunks on a node that holds the lazy array.
 
     This form lets dask fuse a later slice into the read
@@ -105,7 +107,8 @@ class TensorLayer(Layer):  # type: ignore[misc]
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
-        return Task(key, getter, TaskRef(self.original), index, False, None)
+        # asarray and lock of the getter: positional, or dask does not see that it is one.
+        return Task(key, getter, TaskRef(self.original), index, False, None)  # noqa: FBT003
 
     def __iter__(self) -> Iterator[Any]:
         yield self.original
@@ -118,7 +121,7 @@ class TensorLayer(Layer):  # type: ignore[misc]
         """Tell that tasks are made when asked for."""
         return False
 
-    def get_output_keys(self) -> Set[Any]:
+    def get_output_keys(self) -> AbstractSet[Any]:
         """Return the keys of all chunks."""
         positions = product(*(range(len(sizes)) for sizes in self.chunks))
         return {(self.name, *position) for position in positions}
@@ -167,8 +170,10 @@ def _copied(results: Any, first: Any, chunks: Chunks) -> Any:
     Dropping them keeps the peak of resident memory at the size of the result, where a copy from
     a map would otherwise double it.
     """
-    order = "F" if first.flags.f_contiguous and not first.flags.c_contiguous else "C"
-    whole = np.empty(tuple(map(sum, chunks)), first.dtype, order)
+    order: Literal["C", "F"] = "C"
+    if first.flags.f_contiguous and not first.flags.c_contiguous:
+        order = "F"
+    whole: Any = np.empty(tuple(map(sum, chunks)), first.dtype, order)
     positions = product(*(range(len(sizes)) for sizes in chunks))
     for position, index in zip(positions, product(*_slices(chunks)), strict=True):
         block = results

@@ -95,7 +95,10 @@ class QuantizedArray(RowBlockArray):
         words = np.frombuffer(data, f"V{scheme.word_bits // 8}").reshape(self._packed_shape(shape))
         lines = np.ascontiguousarray(np.moveaxis(words, scheme.axis, -1))
         codes = unpack_codes(
-            lines.view(np.uint8), scheme.bits, word_bits=scheme.word_bits, msb_first=scheme.msb_first
+            lines.view(np.uint8),
+            scheme.bits,
+            word_bits=scheme.word_bits,
+            msb_first=scheme.msb_first,
         )
         codes = np.moveaxis(codes[..., : shape[scheme.axis]], -1, scheme.axis)
         if scheme.code == "int8":

@@ -62,9 +62,7 @@ class SparseArray(RowBlockArray):
         part = reader.part
         size = nbytes_of(part.dtype, 1)
         data = reader.read(start * size, stop * size, count * size)
-        return elements(
-            data, part.dtype, decode=True, byteorder=part.byteorder, strict=self.strict
-        )
+        return elements(data, part.dtype, decode=True, byteorder=part.byteorder, strict=self.strict)
 
     def _scatter(self, shape: tuple[int, ...], coords: list[Array], values: Array) -> Any:
         """Put values at coordinates that are known to be inside `shape`; repeated ones add up."""
@@ -120,7 +118,8 @@ class CSRArray(SparseArray):
         columns = self._part("indices", low, high, count)
         self._check_below(columns, ncols, "indices")
         values = self._part("values", low, high, count)
-        row = np.repeat(np.arange(stop - start), np.diff(indptr.astype(np.int64)))
+        counts = (indptr[1:] - indptr[:-1]).astype(np.int64)
+        row = np.repeat(np.arange(stop - start), counts)
         columns = columns.astype(np.int64)
         if self.strict:
             self._check_increasing(row, columns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import translate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 
@@ -143,9 +143,7 @@ class AxisNames:
             repeat += 1
 
 
-def _compiled(
-    glob: str, names: Sequence[str | None]
-) -> tuple[str, Callable[[str], object], tuple[str | None, ...]]:
+def _compiled(glob: Any, names: Any) -> tuple[str, Callable[[str], object], tuple[str | None, ...]]:
     if not isinstance(glob, str) or isinstance(names, str):
         raise TypeError(
             f"dims maps globs of tensor names to sequences of axis names, not {glob!r}: {names!r}"

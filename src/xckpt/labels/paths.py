@@ -59,9 +59,9 @@ def tree_paths(
     modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
     placed = {}
     for name, (node, leaf) in split.items():
-        if (*node, leaf) in modules:
-            node, leaf = (*node, leaf), _SELF
-        placed[name] = ("/" + "/".join(node), leaf)
+        is_module = (*node, leaf) in modules
+        path = (*node, leaf) if is_module else node
+        placed[name] = ("/" + "/".join(path), _SELF if is_module else leaf)
     return placed
 
 

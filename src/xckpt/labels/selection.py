@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from fnmatch import translate
+from typing import Any
 
 __all__ = ["TensorFilter", "select"]
 
@@ -44,14 +45,15 @@ def select(names: Iterable[str], wanted: TensorFilter | None) -> list[str]:
     return [name for name in names if matches(name)]
 
 
-def _predicate(wanted: TensorFilter) -> Callable[[str], object]:
+def _predicate(wanted: Any) -> Callable[[str], Any]:
     if isinstance(wanted, str):
         return re.compile(translate(wanted)).match
     if isinstance(wanted, re.Pattern):
         return wanted.search
     if callable(wanted):
-        return wanted
-    globs = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+        chosen: Callable[[str], Any] = wanted
+        return chosen
+    globs: list[Any] = list(wanted) if isinstance(wanted, Iterable) else [wanted]
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(
             "tensors takes a glob, a list of globs, a compiled regular expression or a function "
