@@ -1,0 +1,127 @@
+r"""zTensor (``.zt``): versions 0.1, 1.0, 1.1, 1.2 and 2.
+
+All integers are little-endian, all offsets absolute. A file is a head, blobs, a CBOR manifest
+that says what the blobs are, and a footer that says where the manifest is::
+
+    version   head (8 bytes)           blobs    manifest           footer
+    0.1       "ZTEN0001"               % 64     array of maps      length u64
+    1.0       "ZTEN1000"               % 64     map "tensors"      length u64
+    1.1, 1.2  "ZTEN1000"               % 64     map "objects"      length u64, "ZTEN1000"
+    2         89 "ZT2" CR LF SUB LF    % 4096   map "objects"      40 bytes, see below
+
+Up to version 1.2 the manifest ends where the footer begins. The head alone does not tell 1.0
+from its successors: only the successors end with the magic (read as a length it would be
+3.5e18, so that no file is both). The footer of version 2 is::
+
+    offset from EOF   -40               -32               -24             -16       -12    -8
+                      manifest offset   manifest length   XXH3-64 of it   version   zero   magic
+
+Its manifest may lie anywhere at a multiple of 4096 (a file grows by appending blobs, a new
+manifest and a new footer; the last footer counts). Length 0 marks a data shard: blobs for the
+manifest of another file.
+
+What the manifest says of a tensor::
+
+    version         0.1            1.0              1.1, 1.2              2
+    element type    dtype          dtype            dtype, type of part   dtype, type of part
+    layout          layout         format           format                layout
+    byte ranges     offset, size   components.ROLE: offset, length        parts.ROLE.blob: [o, n]
+    compression     encoding       encoding         encoding              encoding
+    decoded size    -              -                uncompressed_length   decoded_length
+    digest          checksum       digest           digest                digest
+      of bytes      as stored      as stored        as stored             decoded
+
+Version 0.1 has one range for each tensor; the others have parts by role: ``data`` (dense),
+``values, indices, indptr`` (CSR), ``values, coords`` (COO, one row of coordinates for each
+axis), ``data, scales, zeros`` (quantised). A range of version 2 may lie in another file
+(``shard``), and ranges are identical (shared) or disjoint.
+
+Limits: a manifest has at most 1 GiB, a shape 64 axes. Version 2 demands RFC 8949 core
+deterministic CBOR without tags, nested at most 32 deep; the others take any CBOR.
+
+References: the zTensor 1.0 specification; github.com/pie-project/ztensor, tags 0.1.4, 1.0.1,
+1.2.3 and 2.1.2, which differ from each other and from the specification where this package
+says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xckpt.errors import FormatError
+from xckpt.formats.ztensor import v0, v1, v2
+
+if TYPE_CHECKING:
+    from xckpt.formats import Readable
+    from xckpt.index import Index
+
+__all__ = ["NAME", "SUFFIXES", "detect", "read"]
+
+NAME = "ztensor"
+SUFFIXES = (".zt",)
+
+_SMALLEST = 16  # a head and a footer of 8 bytes each
+
+
+def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
+    """Tell whether a file is a zTensor file, of whatever version, by its magic.
+
+    Parameters
+    ----------
+    head : bytes
+        The first bytes of the file, at least 8 where it has so many.
+    size : int
+        Size of the file in bytes.
+    name : str
+        Its path or URL.
+
+    Returns
+    -------
+    bool
+        Whether `read` is the right reader; it may still find the file malformed.
+
+    Examples
+    --------
+    >>> detect(b"ZTEN1000" + bytes(56), 4096, "m.zt")
+    True
+    """
+    return head.startswith((v0.MAGIC, v1.MAGIC, v2.MAGIC))
+
+
+def read(source: Readable) -> Index:
+    """Read the index of a zTensor file: head, footer and manifest, no tensor.
+
+    Parameters
+    ----------
+    source : Readable
+        The file.
+
+    Returns
+    -------
+    Index
+        Every tensor with the byte ranges of its parts. A tensor that uses an unknown feature is
+        listed with its `problem`.
+
+    Raises
+    ------
+    FormatError
+        If the file breaks a rule of its version.
+    """
+    size = source.size
+    if size < _SMALLEST:
+        raise FormatError(
+            f"{size} bytes are fewer than the {_SMALLEST} of a head and a footer",
+            offset=0,
+            rule="FileTooSmall",
+        )
+    magic = bytes(source.read(0, 8))
+    if magic == v2.MAGIC:
+        return v2.read(source)
+    tail = bytes(source.read(size - 16, 16))
+    if magic == v0.MAGIC:
+        return v0.read(source, tail)
+    if magic == v1.MAGIC:
+        return v1.read(source, tail)
+    raise FormatError(
+        f"the file begins {magic!r}, which is no zTensor magic", offset=0, rule="HeaderMagic"
+    )

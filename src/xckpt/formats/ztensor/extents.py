@@ -1,0 +1,106 @@
+"""Byte ranges in a file of version 0 or 1: bounds, and what their specifications let pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xckpt.errors import FormatError, shown
+from xckpt.formats.ztensor.manifest import mistyped
+
+__all__ = ["Extents"]
+
+_ALIGNMENT = 64
+_HEAD = 8
+_DIGESTS = frozenset({"crc32c", "sha256"})
+
+
+class Extents:
+    """The ranges of one file.
+
+    Parameters
+    ----------
+    size : int
+        Size of the file in bytes.
+    data_end : int
+        Where the manifest begins.
+    """
+
+    __slots__ = ("_data_end", "_notes", "_size")
+
+    def __init__(self, size: int, data_end: int) -> None:
+        self._size = size
+        self._data_end = data_end
+        # For each reason, how many ranges and the first of them.
+        self._notes: dict[str, tuple[int, str]] = {}
+
+    def check(self, tensor: str, offset: Any, nbytes: Any) -> tuple[int, int]:
+        """Check a range.
+
+        Parameters
+        ----------
+        tensor : str
+            Whose it is.
+        offset, nbytes : object
+            What the manifest has.
+
+        Returns
+        -------
+        tuple of int
+            The same.
+
+        Raises
+        ------
+        FormatError
+            If one is no such number (rule Schema) or the range is not in the file (BlobBounds).
+        """
+        if type(offset) is not int or offset < 0:
+            raise mistyped("offset", offset, "a non-negative integer")
+        if type(nbytes) is not int or nbytes < 0:
+            raise mistyped("length", nbytes, "a non-negative integer")
+        end = offset + nbytes
+        if end > self._size:
+            raise FormatError(
+                f"bytes {offset} to {end} are not in a file of {self._size}", rule="BlobBounds"
+            )
+        if offset % _ALIGNMENT:
+            self._note("not at a multiple of 64, which is slower to read", tensor, offset)
+        if nbytes and (offset < _HEAD or end > self._data_end):
+            self._note("overlapping the head or the manifest", tensor, offset)
+        return offset, nbytes
+
+    def check_digest(self, tensor: str, offset: int, digest: str) -> None:
+        """Note a digest of an unknown algorithm. A malformed one fails when the part is read.
+
+        Parameters
+        ----------
+        tensor : str
+            Whose part it covers.
+        offset : int
+            Where the part is.
+        digest : str
+            As the file has it.
+        """
+        algorithm, colon, _ = digest.partition(":")
+        if colon and algorithm not in _DIGESTS:
+            self._note(
+                f"with a digest of the unknown algorithm {shown(algorithm)}, not verified",
+                tensor,
+                offset,
+            )
+
+    def _note(self, reason: str, tensor: str, offset: int) -> None:
+        count, first = self._notes.get(reason, (0, ""))
+        self._notes[reason] = (count + 1, first or f"tensor {shown(tensor)} at byte {offset}")
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return one text for each reason there is to warn.
+
+        Returns
+        -------
+        tuple of str
+            Short, however many ranges there are.
+        """
+        return tuple(
+            f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
+            for reason, (count, first) in self._notes.items()
+        )

@@ -1,0 +1,388 @@
+"""The CBOR manifest: where it lies, decoding that trusts nothing, and typed fields.
+
+cbor2 does the decoding, with four traps closed: it runs semantic tags (a tag can compile a
+regular expression, parse a date, or tie a list to itself), ignores what follows the first value,
+keeps the last of two equal keys, and cannot tell deterministic encoding from any other.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from itertools import pairwise
+from math import isnan, nan
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import FormatError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "LARGEST",
+    "attributes",
+    "decode",
+    "decode_deterministic",
+    "locate",
+    "mapping",
+    "mistyped",
+    "text",
+]
+
+LARGEST = 1 << 30
+_HEAD = 8
+
+# As deep as serde_cbor, which the reference readers of versions 0 and 1 use.
+_DEEPEST = 128
+# Depth 32 counted from the root, as version 2 does, is 33 containers.
+_DEEPEST_2 = 33
+
+
+def locate(size: int, footer: int, length: int) -> int:
+    """Find a manifest that ends where the footer begins.
+
+    Parameters
+    ----------
+    size : int
+        Size of the file in bytes.
+    footer : int
+        Size of the footer in bytes; it starts with `length`.
+    length : int
+        Size of the manifest in bytes, as the footer has it.
+
+    Returns
+    -------
+    int
+        Where the manifest starts.
+
+    Raises
+    ------
+    FormatError
+        If there is no room for it (rule ManifestBounds), or it is larger than 1 GiB (rule
+        ManifestTooLarge).
+    """
+    # Not "<" as section 6 of the 1.0 specification has it: a file without tensors is all manifest.
+    if length > size - _HEAD - footer:
+        raise FormatError(
+            f"the footer claims a manifest of {length} bytes, "
+            f"but there are {size - _HEAD - footer} before it",
+            offset=size - footer,
+            rule="ManifestBounds",
+            hint="The file may be truncated",
+        )
+    if length > LARGEST:
+        raise FormatError(
+            f"a manifest of {length} bytes is larger than {LARGEST}",
+            offset=size - footer,
+            rule="ManifestTooLarge",
+        )
+    return size - footer - length
+
+
+class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
+    """Give one function as the decoder of every semantic tag, so that cbor2 uses none of its own.
+
+    Parameters
+    ----------
+    decoder : callable
+        Called with the tagged value and whether it must be hashable.
+    """
+
+    def __init__(self, decoder: Callable[[Any, bool], Any]) -> None:
+        self._decoder = decoder
+
+    def __missing__(self, _tag: int) -> Callable[[Any, bool], Any]:
+        return self._decoder
+
+
+def _untagged(value: Any, _hashable: object) -> Any:
+    return value
+
+
+def _refused(_value: Any, _hashable: object) -> Any:
+    raise ValueError("tags are not permitted")
+
+
+def decode(data: bytes) -> Any:
+    """Decode any CBOR, as versions 0 and 1 permit.
+
+    Parameters
+    ----------
+    data : bytes
+        The manifest.
+
+    Returns
+    -------
+    object
+        Of the types that CBOR has; what a tag marks is given without the tag.
+
+    Raises
+    ------
+    FormatError
+        If it is not one CBOR value (rule CborSyntax), nests too deep (CborDepth), or repeats a
+        key (CborDuplicateKey).
+
+    Examples
+    --------
+    >>> decode(bytes.fromhex("a1616101"))
+    {'a': 1}
+    """
+    return _decode(data, _untagged, max_depth=_DEEPEST)
+
+
+def decode_deterministic(data: bytes) -> Any:
+    """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as version 2 demands.
+
+    Parameters
+    ----------
+    data : bytes
+        The manifest.
+
+    Returns
+    -------
+    object
+        Of the types that CBOR has.
+
+    Raises
+    ------
+    FormatError
+        For the reasons that `decode` has, and if there is a tag, an indefinite length or a simple
+        value other than false, true and null (rule CborSyntax), or if the same value has a
+        shorter or differently ordered encoding (rule CborDeterminism).
+
+    Notes
+    -----
+    Encoding the value again and comparing the bytes takes three times as long as decoding. But
+    every head that is not the shortest makes an encoding longer, so that of all encodings of a
+    value with their keys in order, the deterministic one is the only one of its length: it is
+    enough to count. NaN is the exception (all payloads are one value), and its length is NaN.
+    """
+    import cbor2
+
+    value = _decode(data, _refused, max_depth=_DEEPEST_2, allow_indefinite=False)
+    length = _encoded_length(value, {})
+    if length != len(data) and (not isnan(length) or cbor2.dumps(value, canonical=True) != data):
+        raise FormatError("lengths or numbers are not in shortest form", rule="CborDeterminism")
+    return value
+
+
+def _decode(data: bytes, tagged: Callable[[Any, bool], Any], **limits: Any) -> Any:
+    import cbor2
+
+    stream = BytesIO(data)
+    decoder = cbor2.CBORDecoder(
+        stream, semantic_decoders=_EveryTag(tagged), allow_duplicate_keys=False, **limits
+    )
+    try:
+        value = decoder.decode()
+    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
+    except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise FormatError(f"not CBOR: {_reason(error)}", rule=_rule(error)) from error
+    if stream.tell() != len(data):
+        raise FormatError(
+            f"{len(data) - stream.tell()} bytes follow the manifest's one value", rule="CborSyntax"
+        )
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    return shown(reason)[1:-1]
+
+
+def _rule(error: BaseException) -> str:
+    # cbor2 has one error class for all of these.
+    message = str(error)
+    if "nesting depth" in message:
+        return "CborDepth"
+    return "CborDuplicateKey" if "Duplicate map key" in message else "CborSyntax"
+
+
+def _encoded_length(value: Any, orders: dict[tuple[Any, ...], int]) -> float:
+    """Count the bytes of the deterministic encoding; NaN if there is a NaN in it."""
+    kind = type(value)
+    if kind is dict:
+        keys = tuple(value)
+        length: float | None = orders.get(keys)
+        if length is None:
+            length = orders[keys] = _keys_length(keys)
+        items = value.values()
+    elif kind is list or kind is tuple:
+        length = _head_length(len(value))
+        items = value
+    else:
+        return _scalar_length(value)
+    for item in items:
+        # Most of a manifest: the call of a function is spared.
+        if type(item) is int and item >= 0:
+            length += 1 if item < 24 else 2 if item < 1 << 8 else _head_length(item)
+        else:
+            length += _encoded_length(item, orders)
+    return length
+
+
+def _scalar_length(value: Any) -> float:
+    import cbor2
+
+    kind = type(value)
+    if kind is str or kind is bytes:
+        length = len(value) if kind is bytes or value.isascii() else len(value.encode())
+        return length + _head_length(length)
+    if kind is int:
+        return _head_length(value if value >= 0 else ~value)
+    if kind is bool or value is None:
+        return 1
+    if kind is float:
+        return nan if isnan(value) else len(cbor2.dumps(value, canonical=True))
+    raise FormatError("a simple value other than false, true and null", rule="CborSyntax")
+
+
+def _head_length(argument: int) -> int:
+    """Return the size of a head in bytes (RFC 8949, section 3)."""
+    if argument < 24:
+        return 1
+    if argument < 1 << 8:
+        return 2
+    if argument < 1 << 16:
+        return 3
+    return 5 if argument < 1 << 32 else 9
+
+
+def _keys_length(keys: tuple[Any, ...]) -> int:
+    """Count the bytes of a map's head and keys, which must be in bytewise order."""
+    import cbor2
+
+    # cbor2's canonical order is that of RFC 7049, shorter keys first; for text it is the same.
+    try:
+        encoded = [cbor2.dumps(key, canonical=True) for key in keys]
+    except cbor2.CBORError as error:
+        raise FormatError("a map key that is no plain value", rule="CborSyntax") from error
+    if any(first >= second for first, second in pairwise(encoded)):
+        raise FormatError("map keys are not in bytewise order", rule="CborDeterminism")
+    return _head_length(len(keys)) + sum(map(len, encoded))
+
+
+def mistyped(field: str, value: Any, expected: str) -> FormatError:
+    """Make the error for a field that is missing or of the wrong type.
+
+    Parameters
+    ----------
+    field : str
+        Name of the field.
+    value : object
+        What the manifest has; None if nothing.
+    expected : str
+        What it should be.
+
+    Returns
+    -------
+    FormatError
+        To be raised.
+    """
+    if value is None:
+        return FormatError(f"{field!r} is missing: expected {expected}", rule="Schema")
+    found = shown(value) if type(value) is str else type(value).__name__
+    if type(value) in {int, float, bool}:
+        found = str(value)
+    return FormatError(f"{field!r} is {found}: expected {expected}", rule="Schema")
+
+
+def mapping(field: str, value: Any) -> dict[Any, Any]:
+    """Return a field that must be a map.
+
+    Parameters
+    ----------
+    field : str
+        Name of the field.
+    value : object
+        What the manifest has.
+
+    Returns
+    -------
+    dict
+        The same.
+
+    Raises
+    ------
+    FormatError
+        If it is anything else (rule Schema).
+    """
+    if type(value) is not dict:
+        raise mistyped(field, value, "a map")
+    return value
+
+
+def text(field: str, value: Any) -> str:
+    """Return a field that must be text.
+
+    Parameters
+    ----------
+    field : str
+        Name of the field.
+    value : object
+        What the manifest has.
+
+    Returns
+    -------
+    str
+        The same.
+
+    Raises
+    ------
+    FormatError
+        If it is anything else (rule Schema).
+    """
+    if type(value) is not str:
+        raise mistyped(field, value, "text")
+    return value
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return attributes: a map with text keys, and in it whatever CBOR has.
+
+    Parameters
+    ----------
+    value : object
+        What the manifest has; None if nothing.
+
+    Returns
+    -------
+    dict
+        With None for undefined values.
+
+    Raises
+    ------
+    FormatError
+        If it is not such a map (rule Schema), or has simple values without a meaning (rule
+        CborSyntax).
+    """
+    if value is None:
+        return {}
+    for key in mapping("attributes", value):
+        text("name of an attribute", key)
+    plain: dict[str, Any] = _plain(value)
+    return plain
+
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def _plain(value: Any) -> Any:
+    # cbor2's own classes for undefined and simple values cannot be pickled, and an Index must.
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is list:
+        return [_plain(item) for item in value]
+    if kind is not dict:
+        return _undefined(value)
+    for key in value:
+        if type(key) not in _SCALARS:
+            raise FormatError("a key in an attribute is no scalar", rule="Schema")
+    return {key: _plain(item) for key, item in value.items()}
+
+
+def _undefined(value: Any) -> None:
+    import cbor2
+
+    if value is not cbor2.undefined:
+        raise FormatError("a simple value that has no meaning", rule="CborSyntax")

@@ -1,0 +1,317 @@
+"""Quantised layouts of version 2: ``zt.quant_group/1``, ``zt.mx/1`` and ``gguf.TYPE/1``.
+
+The profiles leave some of the decoding open. What is read: codes lie in C order, so that those of
+a word are neighbours on the last axis; scales and zero points lie lane by lane, a lane being a
+position on all the other axes. What no reading settles is shown as its parts: codes or packed
+zero points whose words straddle lines; 3, 5 and 6 bits (which the profile permits and its packing
+rule excludes); scales of which one and another reading of group size 0 make sense; and MXINT8,
+whose factor 2^-6 the profile neither states nor excludes.
+
+References: spec/profiles in github.com/pie-project/ztensor, tag 2.1.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import FormatError
+from xckpt.formats.ztensor.elements import BITS, SHORT
+from xckpt.formats.ztensor.layouts import decoded_size, require_roles
+from xckpt.index import Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from collections.abc import Set as AbstractSet
+
+    from xckpt.index import Part
+
+__all__ = ["check_gguf", "group_quantized", "microscaled"]
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+_SCALE_TYPES = {
+    "f32_factors": _FLOATS,
+    "f16_factors": _FLOATS,
+    "e8m0_exponent": frozenset({"float8_e8m0fnu"}),
+}
+_MX_TYPES = frozenset({"float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "int8"})
+
+
+def group_quantized(
+    shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
+) -> tuple[dict[str, Part], Quantization] | None:
+    """Read ``zt.quant_group/1``: integer codes with a scale for each group along an axis.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the tensor.
+    parts : mapping of str to Part
+        ``data``, ``scales``, and ``zeros`` where zero points are stored.
+    attrs : mapping
+        Attributes of the object.
+
+    Returns
+    -------
+    tuple or None
+        The parts with their shapes, and how they decode; None where that is open.
+
+    Raises
+    ------
+    FormatError
+        If a rule of the profile is broken (rule LayoutRule).
+    """
+    packing = _map(attrs, "packing")
+    zero_point = _map(attrs, "zero_point")
+    form = _choice(zero_point, "form", {"none", "implied", "tensor"})
+    roles = ("data", "scales", "zeros") if form == "tensor" else ("data", "scales")
+    require_roles("zt.quant_group/1", parts, *roles, exactly=True)
+    bits = _choice(attrs, "bits", {2, 3, 4, 5, 6, 8})
+    word_bits = _word_bits(parts["data"], packing)
+    msb_first = _choice(packing, "order", {"lsb_first", "msb_first"}) == "msb_first"
+    axis = _axis(shape, attrs)
+    _check_scale_type(parts["scales"], attrs)
+    if word_bits % bits:
+        return None
+    per_word = word_bits // bits
+    if _uint(packing, "per_word") != per_word:
+        raise _broken(f"'per_word' is {packing['per_word']}: expected {per_word}")
+    _check_size("data", parts["data"], _packed_size(prod(shape), per_word, word_bits))
+    block = _group_block(shape, axis, _uint(attrs, "group_size"), parts["scales"])
+    if block is None or shape[-1] % per_word:
+        return None
+    scale_axes = _lanes_first(len(shape), axis)
+    grid = _grid(shape, block, scale_axes)
+    shaped = {
+        "data": replace(parts["data"], shape=(*shape[:-1], shape[-1] // per_word)),
+        "scales": _one_per_block("scales", parts["scales"], grid),
+    }
+    packed_zeros = False
+    if form == "tensor":
+        packed_zeros = _choice(zero_point, "packing", {"same_as_data", "plain"}) == "same_as_data"
+        if not packed_zeros:
+            shaped["zeros"] = _one_per_block("zeros", parts["zeros"], grid)
+        elif grid[-1] % per_word or axis != len(shape) - 1:
+            return None
+        else:
+            shaped["zeros"] = _packed_like_data(parts["zeros"], parts["data"], grid, per_word)
+    # In a signed word several codes are as unsigned as in its counterpart.
+    signed = parts["data"].dtype.startswith("int") and per_word == 1
+    return shaped, Quantization(
+        block=block,
+        code="int8" if signed else "uint8",
+        bits=bits,
+        word_bits=word_bits,
+        axis=len(shape) - 1,
+        msb_first=msb_first,
+        zero=_fixed_zero(zero_point, form),
+        packed_zeros=packed_zeros,
+        scale_axes=scale_axes,
+    )
+
+
+def microscaled(
+    shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
+) -> tuple[dict[str, Part], Quantization] | None:
+    """Read ``zt.mx/1``: OCP microscaling, small floats with a power of two for each block.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the tensor.
+    parts : mapping of str to Part
+        ``data`` and ``scales``.
+    attrs : mapping
+        Attributes of the object.
+
+    Returns
+    -------
+    tuple or None
+        The parts with their shapes, and how they decode; None where that is open.
+
+    Raises
+    ------
+    FormatError
+        If a rule of the profile is broken (rule LayoutRule).
+    """
+    require_roles("zt.mx/1", parts, "data", "scales", exactly=True)
+    data, scales = parts["data"], parts["scales"]
+    _choice(attrs, "scale_form", {"e8m0_exponent"})
+    _check_scale_type(scales, attrs)
+    axis = _axis(shape, attrs if "axis" in attrs else {"axis": len(shape) - 1})
+    extent = _uint(attrs, "block_size")
+    if extent < 2 or shape[axis] % extent:
+        raise _broken(f"blocks of {extent} do not divide {shape[axis]}")
+    if data.dtype not in _MX_TYPES:
+        raise _broken(f"elements of type {data.dtype}")
+    bits = BITS[data.dtype]
+    _check_size("data", data, (bits * prod(shape) + 7) // 8)
+    if data.dtype == "int8":
+        return None
+    block = _block_along(len(shape), axis, extent)
+    scale_axes = _lanes_first(len(shape), axis)
+    shaped = {
+        "data": replace(data, shape=shape),
+        "scales": _one_per_block("scales", scales, _grid(shape, block, scale_axes)),
+    }
+    return shaped, Quantization(
+        block=block,
+        code=data.dtype,
+        bits=bits,
+        word_bits=bits,
+        axis=len(shape) - 1,
+        scale_axes=scale_axes,
+    )
+
+
+def check_gguf(shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> None:
+    """Check ``gguf.TYPE/1``, whose blocks are opaque.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the tensor.
+    parts : mapping of str to Part
+        Only ``data``.
+    attrs : mapping
+        Attributes of the object.
+
+    Raises
+    ------
+    FormatError
+        If a rule of the profile is broken (rule LayoutRule).
+    """
+    require_roles("gguf", parts, "data", exactly=True)
+    if parts["data"].dtype != "uint8":
+        raise _broken(f"blocks of type {parts['data'].dtype}: expected u8")
+    elements, nbytes = _uint(attrs, "elems_per_block"), _uint(attrs, "block_bytes")
+    if not elements or not nbytes or prod(shape) % elements:
+        raise _broken(f"blocks of {elements} elements and {nbytes} bytes for the shape {shape}")
+    _check_size("data", parts["data"], prod(shape) // elements * nbytes)
+
+
+def _broken(reason: str) -> FormatError:
+    return FormatError(reason, rule="LayoutRule")
+
+
+def _map(attrs: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = attrs.get(key)
+    if not isinstance(value, dict):
+        raise _broken(f"the attribute {key!r} is no map")
+    return value
+
+
+def _uint(attrs: Mapping[str, Any], key: str) -> int:
+    value = attrs.get(key)
+    if type(value) is not int or value < 0:
+        raise _broken(f"the attribute {key!r} is no unsigned integer")
+    return value
+
+
+def _choice(attrs: Mapping[str, Any], key: str, choices: AbstractSet[Any]) -> Any:
+    value = attrs.get(key)
+    if type(value) not in {str, int} or value not in choices:
+        listed = ", ".join(sorted(map(str, choices)))
+        raise _broken(f"the attribute {key!r} is none of {listed}")
+    return value
+
+
+def _axis(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> int:
+    if not shape:
+        raise _broken("a scalar has no axis to share scales along")
+    axis = _uint(attrs, "axis")
+    if axis >= len(shape):
+        raise _broken(f"'axis' is {axis}: expected less than {len(shape)}")
+    return axis
+
+
+def _word_bits(data: Part, packing: Mapping[str, Any]) -> int:
+    word = SHORT[_choice(packing, "word", {"u8", "u16", "u32", "u64"})]
+    if data.dtype not in {word, word.removeprefix("u")}:
+        raise _broken(f"'word' is {word}, but 'data' is {data.dtype}")
+    return BITS[word]
+
+
+def _check_scale_type(scales: Part, attrs: Mapping[str, Any]) -> None:
+    form = _choice(attrs, "scale_form", _SCALE_TYPES.keys())
+    if scales.dtype not in _SCALE_TYPES[form]:
+        raise _broken(f"'scales' is {scales.dtype}, which is not for {form}")
+
+
+def _fixed_zero(zero_point: Mapping[str, Any], form: str) -> int | None:
+    if form == "tensor":
+        return None
+    if form == "none":
+        return 0
+    value = zero_point.get("value")
+    if type(value) is not int:
+        raise _broken("an implied zero point without an integer 'value'")
+    return value
+
+
+def _group_block(
+    shape: tuple[int, ...], axis: int, group_size: int, scales: Part
+) -> tuple[int, ...] | None:
+    """Return the extent of a group on each axis.
+
+    Size 0 means one scale "per row of the axis", and sizes of the parts that fit one scale for
+    each code. The number of scales tells which of the readings was meant, unless several fit.
+    """
+    if group_size:
+        if shape[axis] % group_size:
+            raise _broken(f"groups of {group_size} do not divide {shape[axis]}")
+        return _block_along(len(shape), axis, group_size)
+    whole_axis = _block_along(len(shape), axis, max(shape[axis], 1))
+    each_position = tuple(1 if at == axis else max(shape[at], 1) for at in range(len(shape)))
+    every_axis = range(len(shape))
+    size = decoded_size(scales)
+    width = BITS[scales.dtype] // 8
+    fitting = {
+        block
+        for block in (whole_axis, each_position, (1,) * len(shape))
+        if prod(_grid(shape, block, every_axis)) * width == size
+    }
+    if not fitting:
+        raise _broken(f"'scales' has {size} bytes, which is no number of scales for the shape")
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _block_along(rank: int, axis: int, extent: int) -> tuple[int, ...]:
+    return tuple(extent if at == axis else 1 for at in range(rank))
+
+
+def _lanes_first(rank: int, axis: int) -> tuple[int, ...]:
+    return (*(at for at in range(rank) if at != axis), axis)
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(shape[at] // block[at] for at in axes)
+
+
+def _one_per_block(role: str, part: Part, grid: tuple[int, ...]) -> Part:
+    _check_size(role, part, (BITS[part.dtype] * prod(grid) + 7) // 8)
+    return replace(part, shape=grid)
+
+
+def _packed_like_data(zeros: Part, data: Part, grid: tuple[int, ...], per_word: int) -> Part:
+    if BITS[zeros.dtype] != BITS[data.dtype]:
+        raise _broken(f"'zeros' is {zeros.dtype}, but packed as 'data', which is {data.dtype}")
+    _check_size("zeros", zeros, _packed_size(prod(grid), per_word, BITS[data.dtype]))
+    return replace(zeros, shape=(*grid[:-1], grid[-1] // per_word))
+
+
+def _packed_size(codes: int, per_word: int, word_bits: int) -> int:
+    if codes % per_word:
+        raise _broken(f"{codes} codes do not fill words of {per_word}")
+    return codes // per_word * word_bits // 8
+
+
+def _check_size(role: str, part: Part, expected: int) -> None:
+    size = decoded_size(part)
+    if size != expected:
+        raise FormatError(
+            f"{role!r} has {size} bytes: expected {expected}",
+            offset=part.offset,
+            rule="LayoutRule",
+        )

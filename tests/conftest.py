@@ -1,0 +1,42 @@
+"""Fixtures that all tests share: the golden files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Machines that run tests are noisy: how long one example takes says nothing.
+settings.register_profile("xckpt", deadline=None)
+settings.load_profile("xckpt")
+
+# Files with expected values and malformed files live beside the checkout, not in it.
+GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
+_ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Give the folder of golden files, or skip."""
+    if not GOLDEN.is_dir():
+        pytest.skip(_ABSENT)
+    return GOLDEN
+
+
+def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Any]:
+    """List golden files as parameters of a test, which is skipped where there are none.
+
+    With `with_suffix`, only those beside which a file with that suffix lies.
+    """
+    files = sorted(
+        path
+        for path in GOLDEN.glob(pattern)
+        if with_suffix is None or path.with_suffix(with_suffix).exists()
+    )
+    return files or [pytest.param(Path("absent"), marks=pytest.mark.skip(reason=_ABSENT))]
