@@ -208,7 +208,7 @@ def summarize(
     <Checkpoint m.zt>  ztensor 1.0 · 1 tensor · 131.1 M params · 250.0 MiB · lazy
       bfloat16 250.0 MiB (100 %)
       lm_head  32000×4096  bfloat16  250.0 MiB  100 %
-    """  # noqa: RUF002
+    """
     return render(
         new_summary(
             rows,

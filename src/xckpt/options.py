@@ -1,0 +1,103 @@
+"""The keywords of ``xarray.open_dataset(..., engine=...)`` that all our engines share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from xckpt.arrays import ReadOptions
+
+__all__ = ["OpenOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """What to open and how to read it.
+
+    Parameters
+    ----------
+    drop_variables : str or iterable of str, optional
+        Tensors (or parts, ``name:part``) to leave out, by their exact names.
+    tensors : str, iterable of str, re.Pattern or callable, optional
+        Tensors to open: a glob of whole names, several globs, a regular expression that is
+        searched for, or a function from a name to a bool. By default all.
+    dims : mapping of str to sequence of (str or None), optional
+        Names of axes: a glob of variable names to one name for each axis, None where an axis is
+        to be named as by default; the last match wins. By default names come from the file, or
+        from the sizes (``d768``).
+    decode : bool, default True
+        Whether to give types that numpy and xarray compute well with (bfloat16 and float8 become
+        float32, quantised tensors are dequantised) or the stored types, with the parts of
+        composite tensors as variables ``name:part``.
+    sparse : bool, default False
+        Whether sparse tensors become chunks of `sparse.COO` instead of dense ones.
+    verify : bool, optional
+        True checks the digest of every part once before its first use, False none; by default
+        those of compressed parts are checked when they are decoded.
+    mmap : bool, default True
+        Whether raw data of a local file is mapped into memory instead of read.
+    storage_options : dict, optional
+        Options for fsspec where a URL is given.
+    """
+
+    drop_variables: str | Iterable[str] | None = None
+    tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None
+    dims: Mapping[str, Sequence[str | None]] | None = None
+    decode: bool = True
+    sparse: bool = False
+    verify: bool | None = None
+    mmap: bool = True
+    storage_options: dict[str, Any] | None = None
+
+    @property
+    def reading(self) -> ReadOptions:
+        """The options that values depend on."""
+        from xckpt.arrays import ReadOptions
+
+        return ReadOptions(decode=self.decode, sparse=self.sparse, verify=self.verify)
+
+    @classmethod
+    def keywords(cls) -> tuple[str, ...]:
+        """Return the names of all options."""
+        return tuple(option.name for option in fields(cls))
+
+    @classmethod
+    def parse(
+        cls, keywords: Mapping[str, Any], *, engine: str, own: tuple[str, ...] = ()
+    ) -> tuple[OpenOptions, dict[str, Any]]:
+        """Make options from keyword arguments.
+
+        Parameters
+        ----------
+        keywords : mapping
+            As the user gave them.
+        engine : str
+            Name of the engine, for messages.
+        own : tuple of str
+            Names of options that only this engine has.
+
+        Returns
+        -------
+        options : OpenOptions
+            Those that all engines share.
+        rest : dict
+            Those of the engine's own that were given.
+
+        Raises
+        ------
+        TypeError
+            If a keyword is not an option.
+        """
+        known = (*cls.keywords(), *own)
+        for keyword in keywords:
+            if keyword not in known:
+                alike = get_close_matches(keyword, known, n=1)
+                hint = f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(known)}"
+                raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
+        rest = {name: value for name, value in keywords.items() if name in own}
+        return cls(**{k: v for k, v in keywords.items() if k not in own}), rest
