@@ -6,6 +6,7 @@ import warnings
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import dask.array as da
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
@@ -41,6 +42,33 @@ class LazyVariable(xr.Variable):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def of(
+        cls,
+        dims: tuple[str, ...],
+        data: Any,
+        attrs: dict[Any, Any] | None,
+        encoding: dict[Any, Any],
+    ) -> LazyVariable:
+        """Make a variable of what is known to fit together.
+
+        ``Variable.__init__`` checks it, and asks the array for its shape half a dozen times.
+        """
+        variable = object.__new__(cls)
+        variable._dims = dims
+        variable._data = data
+        variable._attrs = attrs
+        variable._encoding = encoding
+        return variable
+
+    # xarray copies each variable twice on the way from the engine to the user. Should it stop
+    # calling this method, nothing breaks: opening takes longer.
+    def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> LazyVariable:
+        if deep or data is not None or not isinstance(self._data, da.Array):
+            return super()._copy(deep=deep, data=data, memo=memo)
+        attrs = None if self._attrs is None else dict(self._attrs)
+        return self.of(self._dims, self._data, attrs, dict(self._encoding or {}))
 
     @property
     def data(self) -> Any:
@@ -104,12 +132,11 @@ def make_variables(
         meta = metas.get(kind)
         if meta is None:
             meta = metas[kind] = lazy.empty((0,) * lazy.ndim)
-        variables[name] = LazyVariable(
+        variables[name] = LazyVariable.of(
             dims,
             tensor_array(lazy, f"{name}-{token}", chunks, meta),
-            tensor.attrs,
+            dict(tensor.attrs) if tensor.attrs else None,
             _encoding(tensor, role, source.name, dims, chunks),
-            fastpath=True,
         )
     return variables
 

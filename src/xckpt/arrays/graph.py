@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,13 +16,13 @@ from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 from xckpt.storage import is_mapped, release
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.lazy import LazyArray
 
-__all__ = ["TensorLayer", "tensor_array"]
+__all__ = ["TensorGraph", "TensorLayer", "tensor_array"]
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
@@ -52,7 +52,7 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     # microseconds, most of an open. A subclass with a constructor of its own is no way out:
     # xarray refuses to mix it with other dask arrays (namedarray.parallelcompat).
     array = object.__new__(da.Array)
-    array.dask = HighLevelGraph({name: TensorLayer(lazy, name, chunks)}, {name: set()})
+    array.dask = TensorGraph(lazy, name, chunks)
     array._name = name
     array._chunks = chunks
     array._meta = meta
@@ -60,8 +60,39 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     array.__dict__["shape"] = lazy.shape
     array.__dict__["ndim"] = len(lazy.shape)
     # On the instance, because it is for whole tensors only; a slice of the array is another array.
-    array.__dict__["__dask_postcompute__"] = partial(_postcompute, chunks)
+    array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
     return array
+
+
+class TensorGraph(HighLevelGraph):
+    """The graph of an array, which fills itself in when it is first looked at.
+
+    Nine objects for each of 90,000 tensors would be made for nothing, and walked by the garbage
+    collector ever after.
+
+    Parameters
+    ----------
+    lazy : LazyArray
+        The array in the file.
+    name : str
+        Name of the dask array.
+    chunks : tuple of tuple of int
+        In dask's form.
+    """
+
+    def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
+        self._tensor = (lazy, name, chunks)
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Called for what is not there yet: the attributes that HighLevelGraph.__init__ sets.
+        if attribute not in {"layers", "dependencies", "key_dependencies"}:
+            raise AttributeError(attribute)
+        name = self._tensor[1]
+        super().__init__({name: TensorLayer(*self._tensor)}, {name: set()})
+        return self.__dict__[attribute]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorGraph, self._tensor
 
 
 class TensorLayer(Layer):
@@ -146,8 +177,9 @@ def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
     return tuple(along)
 
 
-def _postcompute(chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
-    return _gathered, (chunks,)
+@lru_cache(maxsize=4096)
+def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
+    return lambda: (_gathered, (chunks,))
 
 
 def _gathered(results: Any, chunks: Chunks) -> Any:
