@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import dask.array as da
 import xarray as xr
@@ -46,11 +46,11 @@ class LazyVariable(xr.Variable):
     @classmethod
     def of(
         cls,
-        dims: tuple[str, ...],
+        dims: tuple[Any, ...],
         data: Any,
         attrs: dict[Any, Any] | None,
         encoding: dict[Any, Any],
-    ) -> LazyVariable:
+    ) -> Self:
         """Make a variable of what is known to fit together.
 
         ``Variable.__init__`` checks it, and asks the array for its shape half a dozen times.
@@ -64,7 +64,7 @@ class LazyVariable(xr.Variable):
 
     # xarray copies each variable twice on the way from the engine to the user. Should it stop
     # calling this method, nothing breaks: opening takes longer.
-    def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> LazyVariable:
+    def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
         if deep or data is not None or not isinstance(self._data, da.Array):
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)

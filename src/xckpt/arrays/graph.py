@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
 
 __all__ = ["TensorGraph", "TensorLayer", "tensor_array"]
+
+# Copied from a map before the pages behind it are dropped.
+_PIECE_NBYTES = 16 << 20
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
@@ -199,19 +202,27 @@ def _gathered(results: Any, chunks: Chunks) -> Any:
 def _copied(results: Any, first: Any, chunks: Chunks) -> Any:
     """Copy chunks that are views of a memory map, and drop the mapped pages behind them.
 
-    Dropping them keeps the peak of resident memory at the size of the result, where a copy from
-    a map would otherwise double it.
+    Dropping them piece by piece keeps the peak of resident memory at the size of the result,
+    where a copy from a map would otherwise double it.
     """
-    order: Literal["C", "F"] = "C"
-    if first.flags.f_contiguous and not first.flags.c_contiguous:
-        order = "F"
-    whole: Any = np.empty(tuple(map(sum, chunks)), first.dtype, order)
+    fortran = first.flags.f_contiguous and not first.flags.c_contiguous
+    whole: Any = np.empty(tuple(map(sum, chunks)), first.dtype, "F" if fortran else "C")
     positions = product(*(range(len(sizes)) for sizes in chunks))
     for position, index in zip(positions, product(*_slices(chunks)), strict=True):
         block = results
         for step in position:
             block = block[step]
         block = block[0] if isinstance(block, list | tuple) else block
-        whole[index] = block
-        release(block)
+        target = whole[index]
+        # A transpose is a view: the slowest axis comes first.
+        _copy_and_release(*((block.T, target.T) if fortran else (block, target)))
     return whole
+
+
+def _copy_and_release(block: Any, target: Any) -> None:
+    rows = len(block) if block.ndim else 1
+    step = max(1, rows * _PIECE_NBYTES // max(1, block.nbytes))
+    for start in range(0, rows, step):
+        piece = (slice(start, start + step),) if block.ndim else ()
+        target[piece] = block[piece]
+        release(block[piece])
