@@ -7,7 +7,6 @@ VENV_MIN := .venv-min
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 PYTEST_FLAGS ?=
-BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test test-min lint bench docs clean
@@ -41,7 +40,7 @@ lint: $(VENV)/.lint
 	$(BIN)/lint-imports --no-cache --no-logo
 
 bench: $(VENV)/.bench
-	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+	@$(BIN)/python -m benchmarks $(BENCHMARKS)
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html

@@ -70,6 +70,7 @@ def test_a_dataset_is_lazy_labelled_and_described(path: Path) -> None:
     assert ds.attrs["license"] == "MIT"
     assert ds.encoding == {
         "format": "ztensor",
+        "namespace": ds.encoding["namespace"],
         "format_version": "1.0",
         "source": str(path),
     }

@@ -1,0 +1,95 @@
+"""What benchmarks share: repeated timing, peak memory of a fresh process, a table of results."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Result", "best_of", "in_fresh_process", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of a benchmark's table.
+
+    Parameters
+    ----------
+    what : str
+        What was measured.
+    value : float
+        The figure.
+    unit : str
+        Its unit; ``"x"`` for a ratio.
+    against : str
+        What a ratio is taken against, or other context.
+    bound : float, optional
+        The most it may be.
+    """
+
+    what: str
+    value: float
+    unit: str = "x"
+    against: str = ""
+    bound: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the bound is kept."""
+        if self.bound is None:
+            return ""
+        return "kept" if self.value <= self.bound else "EXCEEDED"
+
+
+def best_of(function: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the shortest time of several calls in seconds; noise only ever adds."""
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def in_fresh_process(code: str) -> dict[str, Any]:
+    """Run code in a new interpreter and return the JSON object that it prints last.
+
+    The code finds ``peak()``: the peak of resident memory so far and the anonymous memory now,
+    in bytes.
+    """
+    done = subprocess.run(  # noqa: S603  our own code
+        [sys.executable, "-c", _PRELUDE + code], check=True, capture_output=True, text=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+_PRELUDE = """
+import json
+def peak():
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    return {"resident": int(status["VmHWM"].split()[0]) * 1024,
+            "anonymous": int(status["RssAnon"].split()[0]) * 1024}
+def forget_peak():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+"""
+
+
+def table(results: list[Result]) -> str:
+    """Lay results out as a Markdown table."""
+    lines = ["| measured | result | against | bound | |", "|---|---:|---|---:|---|"]
+    for r in results:
+        shown = f"{r.value:.2f} ×" if r.unit == "x" else f"{r.value:,.0f} {r.unit}"
+        bound = "" if r.bound is None else f"≤ {r.bound:,g}"
+        lines.append(f"| {r.what} | {shown} | {r.against} | {bound} | {r.verdict} |")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""Opening: a 90,000-tensor mixture of experts, and the cost of a tensor beside other libraries."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cbor2
+import numpy as np
+import xarray as xr
+
+import xckpt
+from benchmarks.checkpoints import mixture_of_experts, write_ztensor
+from benchmarks.measuring import Result, best_of, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TENSORS = 2000
+
+
+def mixture(folder: Path) -> list[Result]:
+    """Open a file with the tensors of a large mixture of experts."""
+    tensors = dict(mixture_of_experts())
+    path = folder / "moe.zt"
+    manifest = write_ztensor(path, tensors)
+    floor = best_of(lambda: cbor2.loads(manifest), 3)
+    index = best_of(lambda: xckpt.read_index(path), 3)
+    flat = best_of(lambda: xr.open_dataset(path, engine="ztensor").close(), 3)
+    count = len(tensors)
+    loads = f"cbor2.loads of its {len(manifest) / 1e6:.0f} MB manifest, {floor:.2f} s"
+    return [
+        Result(f"read_index of {count:,} tensors", index / floor, "x", loads),
+        Result(f"open_dataset of {count:,} tensors", flat / floor, "x", loads, 12),
+        Result("the same for each tensor", flat / count * 1e6, "µs"),
+    ]
+
+
+def peers(folder: Path) -> list[Result]:
+    """Open equal content with each library: names, shapes and types of all tensors."""
+    rng = np.random.default_rng(0)
+    arrays = {f"layers.{i}.weight": rng.random((16, 16), np.float32) for i in range(TENSORS)}
+    openers = _write_for_peers(folder, arrays)
+    results = []
+    ours = 0.0
+    for name, opener in openers.items():
+        seconds = best_of(opener)
+        ours = ours or seconds
+        against = f"{seconds / ours:.2f} × ours" if seconds != ours else f"{TENSORS:,} tensors"
+        results.append(Result(name, seconds / TENSORS * 1e6, "µs per tensor", against))
+    return results
+
+
+def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
+    import safetensors
+    import safetensors.numpy
+    import ztensor
+    import ztensor.numpy
+
+    st, z2, h5, zarr = (str(folder / f"peer.{suffix}") for suffix in ("st", "zt", "h5", "zarr"))
+    safetensors.numpy.save_file(arrays, st)
+    ztensor.numpy.save_file(arrays, z2)
+    dims = {name: (("a", "b"), array) for name, array in arrays.items()}
+    xr.Dataset(dims).to_netcdf(h5, engine="h5netcdf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        xr.Dataset(dims).to_zarr(zarr, consolidated=True)
+
+    def list_safetensors() -> None:
+        with safetensors.safe_open(st, "numpy") as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                piece = file.get_slice(name)
+                piece.get_shape(), piece.get_dtype()
+
+    def list_ztensor() -> None:
+        with ztensor.open(z2) as file:
+            [(tensor.shape, tensor.dtype) for tensor in file.values()]
+
+    return {
+        "xckpt: xr.open_dataset (lazy, dask-backed)": lambda: xr.open_dataset(
+            z2, engine="ztensor"
+        ).close(),
+        "xckpt: read_index": lambda: xckpt.read_index(z2),
+        "ztensor: open and list": list_ztensor,
+        "safetensors: safe_open and list": list_safetensors,
+        "zarr: xr.open_dataset": lambda: xr.open_dataset(zarr, engine="zarr").close(),
+        "zarr: xr.open_dataset, chunks={}": lambda: xr.open_dataset(
+            zarr, engine="zarr", chunks={}
+        ).close(),
+        "h5netcdf: xr.open_dataset": lambda: xr.open_dataset(h5, engine="h5netcdf").close(),
+        "h5netcdf: xr.open_dataset, chunks={}": lambda: xr.open_dataset(
+            h5, engine="h5netcdf", chunks={}
+        ).close(),
+    }
+
+
+def run() -> list[Result]:
+    """Measure everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        return mixture(Path(folder)) + peers(Path(folder))
+
+
+if __name__ == "__main__":
+    print(table(run()))

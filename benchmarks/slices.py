@@ -1,0 +1,147 @@
+"""One row of a 1 GiB tensor: bytes read from a file, from memory and over HTTP, and the time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import fsspec
+import numpy as np
+import xarray as xr
+from fsspec.implementations.memory import MemoryFileSystem
+
+from benchmarks.checkpoints import write_ztensor
+from benchmarks.measuring import Result, best_of, in_fresh_process, table
+
+SHAPE = [65536, 4096]
+ROW = SHAPE[1] * 4
+SLACK = 64 * 1024
+
+
+class RangeHandler(SimpleHTTPRequestHandler):
+    """A file server that answers single byte ranges and counts what it sends."""
+
+    sent: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        """Answer a range of the file."""
+        path = Path(self.translate_path(self.path))
+        size = path.stat().st_size
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        start, stop = int(first), min(int(last) + 1, size)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        with path.open("rb") as file:
+            file.seek(start)
+            self.wfile.write(file.read(stop - start))
+        self.sent.append(stop - start)
+
+    def end_headers(self) -> None:
+        """Announce ranges."""
+        self.send_header("Accept-Ranges", "bytes")
+        super().end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+def pages_touched(path: Path) -> int:
+    """Count the bytes of a row that a read of a mapped file brings into memory."""
+    code = f"""
+import xarray as xr
+def mapped():
+    # What of the file is resident in this process, not in the page cache.
+    with open("/proc/self/smaps") as file:
+        lines = file.readlines()
+    for i, line in enumerate(lines):
+        if {str(path)!r} in line:
+            rss = next(l for l in lines[i:] if l.startswith("Rss:"))
+            return int(rss.split()[1]) * 1024
+    return 0
+ds = xr.open_dataset({str(path)!r}, engine="ztensor")
+data = ds.variables["w"].data
+lazy = data.dask[f"original-{{data.name}}"].value
+before = mapped()
+row = lazy[1000]
+row.sum()
+print(json.dumps({{"mapped": mapped() - before, "copied": row.flags.owndata}}))
+"""
+    result = in_fresh_process(code)
+    return int(result["mapped"])
+
+
+def run() -> list[Result]:
+    """Measure everything."""
+    import safetensors
+    import safetensors.numpy
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "big.zt"
+        write_ztensor(path, {"w": SHAPE}, "float32")
+        bound = ROW + SLACK
+        touched = pages_touched(path)
+        results = [Result("one row, mapped file", touched, "bytes", "mapped in", bound)]
+        results.append(_from_memory(path, bound))
+        results.append(_over_http(folder, bound))
+        peer = folder / "big.safetensors"
+        safetensors.numpy.save_file({"w": np.zeros(SHAPE, np.float32)}, peer)
+        ds = xr.open_dataset(path, engine="ztensor")
+        row = ds["w"][1000]
+        with safetensors.safe_open(peer, "numpy") as file:
+            theirs = best_of(lambda: file.get_slice("w")[1000])
+        graph = best_of(lambda: row.compute(scheduler="sync"))
+        data = ds.variables["w"].data
+        lazy = data.dask[f"original-{data.name}"].value
+        bare = best_of(lambda: np.array(lazy[1000]))
+        against = f"safetensors get_slice, {theirs * 1e6:.0f} µs"
+        results.append(Result("ds['w'][1000].compute(), time", graph / theirs, "x", against))
+        results.append(Result("the read in it, time", bare / theirs, "x", against))
+        return results
+
+
+def _from_memory(path: Path, bound: int) -> Result:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/big.zt", path.read_bytes())
+    sent: list[int] = []
+
+    original = MemoryFileSystem.cat_file
+
+    def counted(self: MemoryFileSystem, path: str, **limits: Any) -> bytes:
+        data: bytes = original(self, path, **limits)
+        sent.append(len(data))
+        return data
+
+    with patch.object(MemoryFileSystem, "cat_file", counted):
+        ds = xr.open_dataset("memory://big.zt", engine="ztensor")
+        sent.clear()
+        ds["w"][1000].compute()
+    filesystem.rm("/big.zt")
+    return Result("one row, fsspec memory://", sum(sent), "bytes", f"{len(sent)} reads", bound)
+
+
+def _over_http(folder: Path, bound: int) -> Result:
+    handler = partial(RangeHandler, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/big.zt"
+        ds = xr.open_dataset(url, engine="ztensor")
+        RangeHandler.sent.clear()
+        ds["w"][1000].compute()
+        sent = list(RangeHandler.sent)
+    finally:
+        server.shutdown()
+        server.server_close()
+    return Result("one row, HTTP ranges", sum(sent), "bytes", f"{len(sent)} requests", bound)
+
+
+if __name__ == "__main__":
+    print(table(run()))

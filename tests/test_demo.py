@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xckpt import demo
+from xckpt.dtypes import stored_dtype
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# --- moments -------------------------------------------------------------------------------------
+
+numbers = st.floats(-1e6, 1e6) | st.just(float("nan"))
+
+
+@given(st.lists(st.lists(numbers, max_size=6), max_size=5))
+def test_merged_blocks_have_the_moments_of_the_whole(blocks: list[list[float]]) -> None:
+    merged = demo.Moments()
+    for block in blocks:
+        merged.merge(demo.describe(np.array(block)))
+    whole = np.array([x for block in blocks for x in block if x == x])  # noqa: PLR0124  not NaN
+    assert merged.count == whole.size
+    assert merged.nans == sum(map(len, blocks)) - whole.size
+    if whole.size:
+        assert merged.mean == pytest.approx(whole.mean(), abs=1e-6)
+        assert merged.std == pytest.approx(whole.std(), abs=1e-6)
+        assert merged.absmax == np.abs(whole).max()
+    else:
+        assert np.isnan(merged.std)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float64"])
+def test_any_element_type_is_described_in_float64(dtype: str) -> None:
+    values = np.arange(2 * demo._PIECE // 1024).repeat(1536).astype(stored_dtype(dtype))
+    found = demo.describe(values.reshape(3, -1))
+    expected = values.astype(np.float64)
+    assert found.count == values.size > 2 * demo._PIECE
+    assert found.mean == pytest.approx(expected.mean(), rel=1e-12)
+    assert found.std == pytest.approx(expected.std(), rel=1e-12)
+
+
+def test_an_empty_block_and_a_scalar() -> None:
+    assert demo.describe(np.empty((0, 3))) == demo.Moments()
+    assert demo.describe(np.float32(-2)) == demo.Moments(1, 0, -2.0, 0.0, 2.0)
+
+
+# --- the demonstration ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(tmp_path_factory.mktemp("demo"))
+
+
+def run(folder: Path, **arguments: Any) -> str:
+    """Run the demonstration in a folder and return what it prints."""
+    import contextlib
+    import io
+
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        demo.main(layers=4, width=64, **arguments)
+    return printed.getvalue()
+
+
+def test_every_family_of_tensors_has_a_line(output: str) -> None:
+    lines = [line.split() for line in output.splitlines()]
+    families = {line[0]: line[1] for line in lines if line and line[0].startswith("model.layers.*")}
+    assert len(families) == 11
+    assert set(families.values()) == {"x4"}
+    for name in ("model.embed_tokens.weight", "model.embed_tokens.delta", "lm_head.delta"):
+        assert any(line and line[0] == name for line in lines)
+
+
+def test_spread_is_shown_for_the_first_and_the_last_layer(output: str) -> None:
+    found = re.search(r"\*\.self_attn\.q_proj\.weight +x4 .* (\S+) \.\. (\S+) ", output)
+    assert found is not None
+    first, last = map(float, found.groups())
+    assert first == pytest.approx(0.02, rel=0.05)
+    assert last == pytest.approx(0.02 * 1.75, rel=0.05)
+
+
+def test_what_is_wrong_with_the_sample_is_found(output: str) -> None:
+    lines = [line.strip() for line in output.splitlines()]
+    assert "model.layers.2.mlp.up_proj.weight has 7 NaN" in lines
+    assert "model.layers.1.self_attn.q_proj.bias is zero everywhere" in lines
+    assert sum(line.endswith(("NaN", "everywhere")) for line in lines) == 3  # with the table's head
+
+
+def test_the_summary_is_shown(output: str) -> None:
+    assert "sample-decoder" in output or "decoder-4x64.zt" in output
+    assert "{0..3}" in output
+
+
+def test_lines_fit_a_terminal_of_100_columns(output: str) -> None:
+    table = output[output.index("absmax") : output.index("Next")]
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_a_second_run_keeps_the_sample(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = (tmp_path / "demo" / "decoder-4x64.zt").stat()
+    again = run(tmp_path)
+    after = (tmp_path / "demo" / "decoder-4x64.zt").stat()
+    assert "is there from an earlier run" in again
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert os.listdir(tmp_path / "demo") == ["decoder-4x64.zt"]  # noqa: PTH208  names, not paths

@@ -1,0 +1,195 @@
+"""What is promised about installing and importing: names, dependencies, entry points, costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import xckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+
+CONDA_NAMES = {
+    "dask": "dask-core",
+    "matplotlib": "matplotlib-base",
+    "msgpack": "msgpack-python",
+    "xxhash": "python-xxhash",
+}
+ONLY_FOR_DEVELOPERS = {"bench", "docs", "lint"}
+HEAVY = {"dask", "fsspec", "ipywidgets", "ml_dtypes", "numba", "sparse", "zstandard"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        table: dict[str, Any] = tomllib.load(file)["project"]
+    return table
+
+
+# --- dependencies --------------------------------------------------------------------------------
+
+
+def split(requirement: str) -> tuple[str, str]:
+    """Split ``name[extra] >=1.2`` into the name and its bound."""
+    match = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*(\S*)", requirement)
+    assert match is not None, requirement
+    return match[1], match[2]
+
+
+def python_requirements(project: dict[str, Any]) -> Iterator[str]:
+    yield from project["dependencies"]
+    for extra, requirements in project["optional-dependencies"].items():
+        if extra not in ONLY_FOR_DEVELOPERS:
+            yield from requirements
+
+
+def conda_requirements() -> Iterator[str]:
+    """Read the list items of environment.yml that have a bound, whoever installs them."""
+    lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        item = re.match(r"\s+- ([^#]*>=[^#]*)", line)
+        if item is not None:
+            yield item[1].strip()
+
+
+def test_environment_and_pyproject_are_in_step(project: dict[str, Any]) -> None:
+    wanted = {"python": project["requires-python"]}
+    for requirement in python_requirements(project):
+        name, bound = split(requirement)
+        if name != project["name"]:
+            wanted[CONDA_NAMES.get(name, name)] = bound
+    assert dict(map(split, conda_requirements())) == wanted
+
+
+def test_every_dependency_has_a_lower_bound_and_no_upper_one(project: dict[str, Any]) -> None:
+    extras = project["optional-dependencies"].values()
+    for requirement in [*project["dependencies"], *(r for extra in extras for r in extra)]:
+        name, bound = split(requirement)
+        if name != project["name"]:
+            assert re.fullmatch(r">=[\d.]+", bound), requirement
+
+
+def test_the_extra_all_has_every_extra_of_users(project: dict[str, Any]) -> None:
+    extras = project["optional-dependencies"]
+    users = sorted(extras.keys() - ONLY_FOR_DEVELOPERS - {"all", "test"})
+    assert extras["all"] == [f"{project['name']}[{','.join(users)}]"]
+
+
+# --- entry points --------------------------------------------------------------------------------
+
+
+def ours(group: str) -> list[EntryPoint]:
+    return [e for e in entry_points(group=group) if e.value.startswith("xckpt.")]
+
+
+def test_installed_entry_points_are_those_of_pyproject(project: dict[str, Any]) -> None:
+    engines = {e.name: e.value for e in ours("xarray.backends")}
+    assert engines == project["entry-points"]["xarray.backends"]
+    scripts = {e.name: e.value for e in ours("console_scripts")}
+    assert scripts == project["scripts"]
+
+
+@pytest.mark.parametrize("group", ["xarray.backends", "console_scripts"])
+def test_entry_points_load(group: str) -> None:
+    points = ours(group)
+    assert points
+    for point in points:
+        assert callable(point.load())
+
+
+def test_xarray_lists_the_engines(project: dict[str, Any]) -> None:
+    import xarray as xr
+
+    engines = xr.backends.list_engines()
+    for name in project["entry-points"]["xarray.backends"]:
+        assert name in engines
+        assert engines[name].description
+
+
+# --- public names --------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    assert xckpt.__all__ == sorted(xckpt.__all__)
+    assert xckpt.__all__ == [
+        "CheckpointError",
+        "CheckpointWarning",
+        "FileChangedError",
+        "FormatError",
+        "Index",
+        "IntegrityError",
+        "Part",
+        "Tensor",
+        "UnsupportedError",
+        "__version__",
+        "read_index",
+    ]
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in xckpt.__all__:
+        assert getattr(xckpt, name) is not None
+        assert name in dir(xckpt)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'xckpt' has no attribute 'raed_index'"):
+        _ = xckpt.raed_index
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(xckpt.__file__).parent / "py.typed").exists()
+
+
+# --- cost of importing ---------------------------------------------------------------------------
+
+
+def import_times(statement: str) -> dict[str, float]:
+    """Run a statement in a new process and return what each import took, in milliseconds.
+
+    The time is that of the module with what it imports itself.
+    """
+    done = subprocess.run(  # noqa: S603  our own interpreter and statement
+        [sys.executable, "-X", "importtime", "-c", statement],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = re.findall(r"import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)", done.stderr)
+    return {name: int(microseconds) / 1000 for microseconds, name in rows}
+
+
+def best_import_time(statement: str, module: str, *, runs: int = 3) -> float:
+    return min(import_times(statement)[module] for _ in range(runs))
+
+
+def roots(modules: dict[str, float]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
+
+
+def test_importing_the_package_costs_next_to_nothing() -> None:
+    assert best_import_time("import xckpt", "xckpt") < 50
+    assert not roots(import_times("import xckpt")) & {"numpy", "xarray", *HEAVY}
+
+
+def test_the_engines_add_little_to_xarray() -> None:
+    statement = "import xarray, xarray.backends; import xckpt.backend"
+    assert best_import_time(statement, "xckpt.backend") < 30
+
+
+def test_the_engines_import_nothing_heavy() -> None:
+    # What xarray itself imports depends on its version, so only the difference counts.
+    without = import_times("import xarray, xarray.backends")
+    added = import_times("import xarray, xarray.backends; import xckpt.backend")
+    assert "xckpt.backend" in added
+    assert not roots({n: t for n, t in added.items() if n not in without}) & HEAVY
