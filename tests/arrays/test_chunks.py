@@ -38,3 +38,10 @@ def test_arrays_without_elements_are_one_chunk(shape: tuple[int, ...]) -> None:
 
 def test_chunks_use_the_size_they_are_given() -> None:
     assert chunks_along_slowest((1000, 1000), 4, 400_000) == ((100,) * 10, (1000,))
+
+
+def test_a_claimed_shape_does_not_make_chunks_without_end() -> None:
+    for shape in ((1 << 62, 1 << 62), (1 << 62,), (3, 1 << 50)):
+        chunks = chunks_along_slowest(shape, 8, 1 << 27)
+        assert tuple(map(sum, chunks)) == shape
+        assert prod(map(len, chunks)) < 1 << 19

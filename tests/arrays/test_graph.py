@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import basic_indices
 
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import tensor_array
+from xckpt.arrays.graph import TensorLayer, tensor_array
 from xckpt.arrays.parts import PartReader
 from xckpt.index import Part
 from xckpt.storage import Source, is_mapped, open_source
@@ -95,6 +95,21 @@ def test_tasks_are_made_when_they_are_needed() -> None:
         ("t-token", 0, 0, "a"),
     ):
         assert key not in layer
+
+
+def test_a_slice_makes_only_its_own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = TensorLayer.__getitem__
+
+    def counted(layer: TensorLayer, key: Any) -> Any:
+        made.append(key)
+        return original(layer, key)
+
+    monkeypatch.setattr(TensorLayer, "__getitem__", counted)
+    array = array_of(target=8)
+    assert array.npartitions == 3000
+    np.testing.assert_array_equal(array[3, 1, 10:12].compute(), VALUES[3, 1, 10:12])
+    assert len(made) < 10
 
 
 def test_it_mixes_with_other_dask_arrays() -> None:

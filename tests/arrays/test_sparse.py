@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.errors import FormatError
+from xckpt.errors import FormatError, UnsupportedError
 from xckpt.index import Part, Tensor
 
 U8 = np.dtype("<u8")
@@ -184,3 +184,11 @@ def test_a_hostile_last_row_pointer_allocates_nothing() -> None:
     }
     with pytest.raises(FormatError, match="more than the matrix has elements"):
         tensor_of("sparse_csr", (1, 3), parts, compress=True)[:]
+
+
+def test_a_shape_that_no_memory_holds_is_an_error_not_a_hang() -> None:
+    parts = {"values": np.ones(1, "<f4"), "coords": np.zeros((2, 1), U8)}
+    lazy = tensor_of("sparse_coo", (1 << 62, 1 << 62), parts)
+    assert lazy.chunks(1 << 27)
+    with pytest.raises(UnsupportedError, match="too many"):
+        lazy[0]

@@ -6,6 +6,9 @@ from functools import lru_cache
 
 __all__ = ["Chunks", "chunks_along_slowest", "target_nbytes"]
 
+# Sparse tensors claim any shape in a few bytes; a chunk of a real file is no smaller for this.
+_MOST_CHUNKS = 1 << 17
+
 Chunks = tuple[tuple[int, ...], ...]
 
 
@@ -21,7 +24,7 @@ def target_nbytes() -> int:
 def chunks_along_slowest(
     shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
 ) -> Chunks:
-    """Cut a shape into chunks of at most `target` bytes, each contiguous in memory order.
+    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order.
 
     Parameters
     ----------
@@ -30,7 +33,8 @@ def chunks_along_slowest(
     itemsize : int
         Bytes of an element in memory.
     target : int
-        Wanted size of a chunk in bytes; a chunk is larger only if one element is.
+        Wanted size of a chunk in bytes. A chunk is larger only if one element is, or if there
+        would be more than a hundred thousand of them.
     order : {"C", "F"}
         Memory order: the slowest axis is the first of "C", the last of "F".
 
@@ -52,6 +56,7 @@ def chunks_along_slowest(
     rest = itemsize
     for length in shape:
         rest *= length
+    target = max(target, rest // _MOST_CHUNKS)
     if rest <= target:
         return tuple((length,) for length in shape)
     for length in shape:

@@ -117,6 +117,8 @@ class TensorLayer(Layer):
     # What Layer.__init__ sets; it looks for annotations in the configuration each time.
     annotations = None
     collection_annotations = None
+    # Layer looks for them by making all tasks.
+    has_legacy_tasks = False
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self.lazy = lazy

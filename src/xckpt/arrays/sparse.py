@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from xckpt.arrays.elements import elements
 from xckpt.arrays.lazy import RowBlockArray
 from xckpt.dtypes import decoded_dtype, nbytes_of
-from xckpt.errors import FormatError
+from xckpt.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +67,10 @@ class SparseArray(RowBlockArray):
 
     def _scatter(self, shape: tuple[int, ...], coords: list[Array], values: Array) -> Any:
         """Put values at coordinates that are known to be inside `shape`; repeated ones add up."""
+        if prod(shape) * self.dtype.itemsize > sys.maxsize:
+            raise UnsupportedError(
+                f"{shape} elements are too many for one array", hint="Select fewer rows"
+            )
         flat = np.ravel_multi_index(coords, shape)
         # Sorted and unique is the common case, and the cheapest to tell.
         if flat.size > 1 and not (flat[1:] > flat[:-1]).all():
