@@ -52,6 +52,9 @@ class AxisNames:
         self._chosen = [_compiled(glob, names) for glob, names in (dims or {}).items()]
         self._reserved = reserved
         self._sizes: dict[str, int] = {}
+        self._fitted_before: dict[
+            tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]
+        ] = {}
         self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     def of(
@@ -85,12 +88,18 @@ class AxisNames:
         chosen = self._callers(variable, shape)
         if chosen is None and suggested is None:
             return self._size_names(shape)
-        wanted = [
-            (chosen[axis] if chosen is not None else None)
-            or (suggested[axis] if suggested is not None else None)
-            for axis in range(len(shape))
-        ]
-        return self._fitted(wanted, shape)
+        wanted = tuple(
+            [
+                (chosen[axis] if chosen is not None else None)
+                or (suggested[axis] if suggested is not None else None)
+                for axis in range(len(shape))
+            ]
+        )
+        # What was wanted once is wanted by every layer, and gets the same answer.
+        known = self._fitted_before.get((wanted, shape))
+        if known is None:
+            known = self._fitted_before[wanted, shape] = self._fitted(wanted, shape)
+        return known
 
     def _callers(self, variable: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
         for glob, matches, names in reversed(self._chosen):
@@ -110,7 +119,7 @@ class AxisNames:
             return names
         return None
 
-    def _fitted(self, wanted: list[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
+    def _fitted(self, wanted: Sequence[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
         """Keep the wanted names that fit, and give the other axes the names of their sizes."""
         fitted: list[str | None] = []
         for name, size in zip(wanted, shape, strict=True):
