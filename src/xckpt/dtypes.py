@@ -1,7 +1,7 @@
 """The one table of element types: name, bits in a file, numpy dtype, and what it decodes to.
 
-Names are those of numpy and ml_dtypes. A format module maps its own spelling to these names by
-a closed table; text from a file is never handed to ``numpy.dtype``.
+Names are those of numpy and ml_dtypes, where these have one. A format module maps its own
+spelling to these names by a closed table; text from a file is never handed to ``numpy.dtype``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ class ElementType:
     Parameters
     ----------
     name : str
-        Name in numpy or ml_dtypes.
+        Name in numpy or ml_dtypes, or of our own where neither has such a type.
     bits : int
         Size of one element in a file, in bits; below 8 several share a byte.
     decoded : str
         Name of the numpy type that ``decode=True`` gives.
+    carrier : str or None
+        Name of the numpy type that ``decode=False`` gives, where neither numpy nor ml_dtypes has
+        a type of this name.
     """
 
     name: str
     bits: int
     decoded: str
+    carrier: str | None = None
 
 
 def _same(name: str, bits: int) -> ElementType:
@@ -56,6 +60,8 @@ ELEMENT_TYPES: dict[str, ElementType] = {
         _same("uint16", 16),
         _same("uint8", 8),
         _same("bool", 8),
+        # How GPUs that address no single bytes store booleans: any bit set is true.
+        ElementType("bool32", 32, "bool", carrier="uint32"),
         # numpy and xarray cannot reduce these (numpy.isdtype refuses them, pydata/xarray#9568).
         ElementType("bfloat16", 16, "float32"),
         ElementType("float8_e4m3fn", 8, "float32"),
@@ -106,7 +112,8 @@ def stored_dtype(name: str) -> np.dtype[Any]:
     >>> stored_dtype("bfloat16")
     dtype(bfloat16)
     """
-    return _numpy_dtype(ELEMENT_TYPES[name].name)
+    element_type = ELEMENT_TYPES[name]
+    return _numpy_dtype(element_type.carrier or element_type.name)
 
 
 def decoded_dtype(name: str) -> np.dtype[Any]:

@@ -68,8 +68,9 @@ class Part:
 class Quantization:
     """How the codes of a quantised tensor become numbers: ``(code - zero) * scale``.
 
-    The parts are ``data`` (codes), ``scales``, and ``zeros`` where the zero points are stored.
-    Scales and zero points form a grid with one entry for each block of the tensor.
+    The parts are ``data`` (codes), ``scales``, ``zeros`` where the zero points are stored, and
+    ``global`` where all scales have a factor in common. Scales and zero points form a grid with
+    one entry for each block of the tensor.
 
     Parameters
     ----------
@@ -92,6 +93,8 @@ class Quantization:
         Whether stored zero points are packed as the codes are.
     scale_axes : tuple of int
         Order of the axes of the stored scale grid, slowest first.
+    global_scale : bool
+        Whether the part ``global`` has one number that every scale is multiplied with first.
     """
 
     block: tuple[int, ...]
@@ -103,6 +106,7 @@ class Quantization:
     zero: int | None = 0
     packed_zeros: bool = False
     scale_axes: tuple[int, ...] = ()
+    global_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import array_shapes, basic_indices
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
-from xckpt.errors import CheckpointWarning, FormatError, IntegrityError
+from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.index import Part
 
 
@@ -156,3 +156,9 @@ def test_it_pickles_by_reference() -> None:
     lazy = dense(bytes(32), "uint8", (32,))
     copy = pickle.loads(pickle.dumps(lazy))
     np.testing.assert_array_equal(copy[:], lazy[:])
+
+
+def test_an_empty_shape_that_numpy_cannot_have() -> None:
+    lazy = dense(b"", "bfloat16", (0, 1 << 61))
+    with pytest.raises(UnsupportedError, match="numpy has no array"):
+        lazy[:]

@@ -49,6 +49,16 @@ def test_stored_types_are_views(name: str) -> None:
     assert elements(data, name, decode=True).dtype == decoded_dtype(name)
 
 
+def test_32_bit_booleans() -> None:
+    data = np.array([0, 1, 256, 1 << 31], "<u4").tobytes()
+    got = elements(memoryview(data), "bool32", decode=True)
+    assert got.dtype == np.bool_
+    assert got.tolist() == [False, True, True, True]
+    assert elements(memoryview(data), "bool32", decode=False).dtype == np.uint32
+    with pytest.raises(FormatError, match="element 2 is 256"):
+        elements(memoryview(data), "bool32", decode=True, strict=True)
+
+
 def test_big_endian_becomes_native() -> None:
     data = np.array([1.5, -2.0], ">f4").tobytes()
     got = elements(memoryview(data), "float32", decode=True, byteorder="big")

@@ -130,3 +130,17 @@ def test_a_row_reads_its_own_codes() -> None:
 def test_a_tensor_without_quantization_is_refused() -> None:
     with pytest.raises(ValueError, match="no quantization"):
         QuantizedArray(Tensor("t", "uint8", (1,), {}), {})
+
+
+def test_a_global_scale_multiplies_the_others_first() -> None:
+    # In another order the products would not be finite.
+    scheme = Quantization((1, 2), "int8", 8, 8, 1, global_scale=True)
+    parts = {
+        "data": ("int8", np.array([[1, -2, 2, 4]], np.int8).tobytes()),
+        "scales": ("float32", np.array([3e38, 2.0], "<f4").tobytes()),
+        "global": ("float16", np.array(2**-10, "<f2").tobytes()),
+    }
+    got = quantized((1, 4), scheme, parts)[:]
+    scales = np.array([3e38, 3e38, 2.0, 2.0], np.float32) * np.float32(2**-10)
+    np.testing.assert_array_equal(got[0], scales * np.array([1, -2, 2, 4], np.float32))
+    assert np.isfinite(got).all()

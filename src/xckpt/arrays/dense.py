@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.elements import elements, unpack_codes
 from xckpt.arrays.lazy import LazyArray
@@ -15,6 +13,8 @@ from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from xckpt.arrays.parts import PartReader
 
 __all__ = ["DenseArray"]
@@ -68,7 +68,7 @@ class DenseArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
-            return np.empty(result_shape(self.shape, key), self.dtype)
+            return self.empty(result_shape(self.shape, key))
         if self.order == "F":
             # A Fortran-ordered array is the transpose of a C-ordered one of the reversed shape.
             return self._select_c_order(self.shape[::-1], key[::-1]).T

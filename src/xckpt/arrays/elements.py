@@ -52,7 +52,7 @@ def elements(
     else:
         array = np.frombuffer(data, stored)
     if decode and ELEMENT_TYPES[dtype].decoded != dtype:
-        return _decoded(array, dtype)
+        return _decoded(array, dtype, strict=strict)
     # Unaligned arrays are legal in numpy but slow everywhere and refused by compiled kernels.
     return array if array.flags.aligned else array.copy()
 
@@ -66,7 +66,9 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
     return np.not_equal(codes, 0)
 
 
-def _decoded(array: Array, dtype: str) -> Array:
+def _decoded(array: Array, dtype: str, *, strict: bool) -> Array:
+    if ELEMENT_TYPES[dtype].decoded == "bool":
+        return _booleans(array, strict=strict)
     if dtype == "bfloat16":
         # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
         # is several times faster than ml_dtypes' element-wise cast.

@@ -10,7 +10,7 @@ import numpy as np
 
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take
-from xckpt.errors import CheckpointError
+from xckpt.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from xckpt.storage import Source
@@ -80,7 +80,10 @@ class LazyArray(ABC):
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """Give an array without elements, of the kind and dtype that indexing gives."""
-        return np.empty(shape, self.dtype)
+        try:
+            return np.empty(shape, self.dtype)
+        except ValueError as error:  # numpy wants the other axes to be countable in bytes
+            raise UnsupportedError(f"numpy has no array of shape {shape}: {error}") from error
 
 
 class RowBlockArray(LazyArray):
@@ -116,6 +119,10 @@ class UnreadableArray(LazyArray):
     ) -> None:
         super().__init__(name, source, shape, dtype)
         self.problem = problem
+
+    def chunks(self, target: int) -> Chunks:
+        """Give one chunk: no bytes bound the shape, nor would they the number of chunks."""
+        return tuple((size,) for size in self.shape)
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         # A copy: one error object raised in several threads would mix their tracebacks.

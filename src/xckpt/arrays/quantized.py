@@ -31,7 +31,7 @@ class QuantizedArray(RowBlockArray):
     tensor : Tensor
         With `quantization` set.
     readers : mapping of str to PartReader
-        Bytes of ``data``, ``scales`` and, where they are stored, ``zeros``.
+        Bytes of ``data``, ``scales`` and, where they are stored, ``zeros`` and ``global``.
     """
 
     __slots__ = ("quantization", "readers")
@@ -49,11 +49,13 @@ class QuantizedArray(RowBlockArray):
         block = scheme.block[0]
         grid_rows = slice(start // block, -(-stop // block))
         codes = self._codes(start, stop)
-        scales = self._spread(self._scale_grid()[grid_rows], start, stop)
         zeros: Array | int = 0 if scheme.zero is None else scheme.zero
         if scheme.zero is None:
             zeros = self._spread(self._zero_grid()[grid_rows], start, stop)
-        return np.asarray((codes - zeros) * scales, np.float32)
+        # Scales that are infinite or NaN are what the file says, not a fault of this computation.
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = self._spread(self._scale_grid()[grid_rows], start, stop)
+            return np.asarray((codes - zeros) * scales, np.float32)
 
     @property
     def _grid(self) -> tuple[int, ...]:
@@ -108,7 +110,14 @@ class QuantizedArray(RowBlockArray):
         return codes.astype(np.float32)
 
     def _scale_grid(self) -> Array:
-        return self._grid_of("scales").astype(np.float32)
+        scales = self._grid_of("scales").astype(np.float32)
+        return self._global_scale() * scales if self.quantization.global_scale else scales
+
+    def _global_scale(self) -> np.float32:
+        dtype = self.readers["global"].part.dtype
+        nbytes = nbytes_of(dtype, 1)
+        (scale,) = elements(self._part("global", 0, nbytes, nbytes), dtype, decode=True)
+        return np.float32(scale)
 
     def _zero_grid(self) -> Array:
         if self.quantization.packed_zeros:
@@ -127,8 +136,8 @@ class QuantizedArray(RowBlockArray):
     def _spread(self, grid: Array, start: int, stop: int) -> Array:
         """Repeat grid entries over their blocks, for the rows from `start` to `stop`."""
         for axis, block in enumerate(self.quantization.block):
-            if block == 1:
-                continue
+            if block == 1 or grid.shape[axis] == 1:
+                continue  # the latter is broadcast
             skipped = start % block if axis == 0 else 0
             wanted = stop - start if axis == 0 else self.shape[axis]
             grid = np.repeat(grid, block, axis=axis)

@@ -163,17 +163,16 @@ class LocalSource(Source):
         status = os.fstat(descriptor.fileno)
         self.identity = file_identity(status)
         self.size = status.st_size
-        _pool.get((Descriptor, self), lambda: descriptor)
+        _pool.get(self._key(Descriptor), lambda: descriptor)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes into memory of its own; see `Source.read`."""
         self._check_range(offset, nbytes)
-        self._check_unchanged()
         memory = empty(nbytes)
         found = self._descriptor().read_into(memory, offset)
         if found < nbytes:
             raise self._changed(f"it ends {nbytes - found} bytes before the end of a read")
-        self._check_unchanged()
+        self._check_unchanged()  # once is enough, and only afterwards does it cover the read
         return memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -185,7 +184,7 @@ class LocalSource(Source):
         if nbytes == 0:  # an empty file cannot be mapped
             return memoryview(b"")
         try:
-            mapped = _pool.get((mmap.mmap, self), self._open_map)
+            mapped = _pool.get(self._key(mmap.mmap), self._open_map)
         except FileChangedError:
             raise
         except OSError:  # the file system has no maps, or address space is short
@@ -199,14 +198,18 @@ class LocalSource(Source):
 
     def close(self) -> None:
         """Let go of what this process holds open for the file; see `Source.close`."""
-        _pool.discard((Descriptor, self))
-        _pool.discard((mmap.mmap, self))
+        _pool.discard(self._key(Descriptor))
+        _pool.discard(self._key(mmap.mmap))
+
+    def _key(self, kind: type) -> tuple[Any, ...]:
+        # Not the source itself: its __hash__ and __eq__ are Python, and a scan reads often.
+        return kind, self.name, self.identity
 
     def _read_each(self, ranges: Any) -> list[memoryview]:
         return [self.view(offset, nbytes) for offset, nbytes in ranges]
 
     def _descriptor(self) -> Descriptor:
-        descriptor: Descriptor = _pool.get((Descriptor, self), self._open_descriptor)
+        descriptor: Descriptor = _pool.get(self._key(Descriptor), self._open_descriptor)
         return descriptor
 
     def _open_descriptor(self) -> Descriptor:

@@ -70,9 +70,8 @@ class Pool(Generic[T]):
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        opened = (
-            opener()
-        )  # outside the lock: a slow file system holds up only those who wait for it
+        # Outside the lock: a slow file system holds up only those who wait for it.
+        opened = opener()
         dropped: list[T] = []
         with self._lock:
             held = self._held.setdefault(key, opened)
