@@ -117,7 +117,7 @@ def make_variables(
         If the caller's `dims` do not fit.
     """
     listed = _list_arrays(source, index, options)
-    leaves = {name.rpartition(".")[2] for name in listed} if for_tree else set()
+    leaves = {_leaf(name, *each[1:]) for name, each in listed.items()} if for_tree else set()
     reserved = leaves | listed.keys()
     names = AxisNames(options.dims, reserved)
     target = target_nbytes()
@@ -187,6 +187,13 @@ def _part_name(tensor: str, role: str, taken: Mapping[str, Any]) -> str:
     return name
 
 
+def _leaf(variable: str, tensor: Tensor, role: str | None) -> str:
+    """Give the name that a variable has in its node of a tree."""
+    if tensor.path is None:
+        return variable.rpartition(".")[2]
+    return tensor.path[-1] if role is None else f"{tensor.path[-1]}:{role}"
+
+
 def _token(source: Source, options: OpenOptions, target: int) -> str:
     """Give a text that differs wherever the values or chunks of equally named tensors may."""
     told = (source.name, source.identity, options.reading, target)
@@ -218,8 +225,7 @@ def _encoding(
     if role is not None:
         encoding["part"] = role
     if tensor.path is not None:
-        *modules, leaf = tensor.path
-        encoding["path"] = (*modules, leaf if role is None else f"{leaf}:{role}")
+        encoding["path"] = (*tensor.path[:-1], _leaf("", tensor, role))
     return encoding
 
 

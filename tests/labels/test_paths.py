@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from xckpt.labels import flat_name, tree_paths
 
-HOSTILE = st.text(alphabet="ab./%\0 é2F5self:", max_size=8)
+HOSTILE = st.text(alphabet="ab./%\0 é2F58self:\udcff\udc80", max_size=8)
 
 
 @given(st.sets(st.one_of(st.text(max_size=12), HOSTILE), max_size=20))
@@ -46,6 +46,7 @@ def test_a_datatree_takes_every_name(names: set[str]) -> None:
         ([""], ("/", "%")),
         (["x/y.z"], ("/x%2Fy", "z")),
         (["a.%self"], ("/a", "%25self")),
+        (["\udcff.a\udc80"], ("/%FF", "a%80")),
     ],
 )
 def test_examples(names: list[str], place: tuple[str, str]) -> None:
@@ -69,3 +70,8 @@ def test_a_stated_path_is_not_split_at_dots() -> None:
         "x": ("/rank_0", "x"),
     }
     assert flat_name(*placed["a.b."]) == "a.b."
+
+
+def test_two_tensors_cannot_have_one_place() -> None:
+    with pytest.raises(ValueError, match="one path"):
+        tree_paths({"a": ("x", "w"), "b": ("x", "w")})

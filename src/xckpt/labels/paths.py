@@ -8,6 +8,8 @@ in a name            in the tree
 ===================  ==========================================================
 ``%``                ``%25``
 ``/``, NUL           ``%2F``, ``%00``
+a byte that is not   ``%80`` to ``%FF`` (a lone surrogate in Python's text,
+UTF-8                which cannot be printed)
 ``.`` or ``..``      ``%2E``, ``%2E%2E`` (of a tensor that states its path)
 an empty component   ``%``
 a tensor that is     variable ``%self`` of the module's node: DataTree has no
@@ -20,6 +22,7 @@ tree too deep to walk.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,7 +33,10 @@ __all__ = ["flat_name", "tree_paths"]
 
 _DEEPEST = 64
 _SELF = "%self"
-_ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"})
+# Of Python's error handler "surrogateescape": byte 0x80 is U+DC80 and so on.
+_BYTES = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
+_ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"}) | _BYTES
+_ESCAPED = re.compile("%([0-9A-F]{2})")
 
 
 def tree_paths(
@@ -49,6 +55,11 @@ def tree_paths(
     dict of str to (str, str)
         By name: the path of the node (``"/a/b"``) and the name of the variable in it (``"c"``).
 
+    Raises
+    ------
+    ValueError
+        If two tensors state one path.
+
     Examples
     --------
     >>> tree_paths(["a.b.c", "a.b"])
@@ -62,6 +73,8 @@ def tree_paths(
         is_module = (*node, leaf) in modules
         path = (*node, leaf) if is_module else node
         placed[name] = ("/" + "/".join(path), _SELF if is_module else leaf)
+    if len(set(placed.values())) < len(placed):
+        raise ValueError("two tensors state one path")
     return placed
 
 
@@ -105,6 +118,9 @@ def _escaped(component: str) -> str:
 def _unescaped(component: str) -> str:
     if component == "%":
         return ""
-    for escape, character in (("%2E", "."), ("%2F", "/"), ("%00", "\0"), ("%25", "%")):
-        component = component.replace(escape, character)
-    return component
+    return _ESCAPED.sub(_unescaped_character, component)
+
+
+def _unescaped_character(match: re.Match[str]) -> str:
+    code = int(match[1], 16)
+    return chr(code if code < 0x80 else 0xDC00 + code)
