@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
 from xckpt import formats
+from xckpt.errors import shown
+from xckpt.identity import stable_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointAccessor"]
 
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
+_ID_NBYTES = 16
+_HEX_ID = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 
 
 @xr.register_dataset_accessor("ckpt")
@@ -43,6 +49,7 @@ class CheckpointAccessor:
 
     def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
         self._obj = obj
+        self._names: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
@@ -56,6 +63,95 @@ class CheckpointAccessor:
         """Name of the format that the object was opened from, None for other objects."""
         name = self._encoding.get("format")
         return name if name in formats.names() else None
+
+    def by_base_id(self, base_id: int | bytes | str) -> xr.DataArray:
+        """Find a tensor by the id of its name, whatever its name may be.
+
+        Parameters
+        ----------
+        base_id : int, bytes or str
+            The number, the 16 bytes that a checkpoint stores, or the 32 hexadecimal digits of the
+            number, as the attribute ``base_id`` has them.
+
+        Returns
+        -------
+        xarray.DataArray
+            The variable with that attribute.
+
+        Raises
+        ------
+        KeyError
+            If there is none.
+        ValueError
+            If it is no id: too large a number, or not as many bytes or digits.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("model.bin", engine="gptrs")  # doctest: +SKIP
+        >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name  # doctest: +SKIP
+        'lm_head'
+        """
+        wanted = _base_id_text(base_id)
+        for node in self._nodes():
+            for name, variable in node.variables.items():
+                if variable.attrs.get("base_id") == wanted:
+                    found: xr.DataArray = node[name]
+                    return found
+        raise KeyError(f"no tensor here has the base id {wanted}")
+
+    def param_key(self, name: str) -> int:
+        """Give the stable id of a tensor of this opened checkpoint.
+
+        It is what to keep values under that are derived from the tensor: statistics, decoded or
+        packed forms. No other checkpoint opened in this process has it, not even the same file
+        opened twice; a copy of the Dataset, also a pickled one, has it too.
+
+        Parameters
+        ----------
+        name : str
+            Name of the tensor as the file has it, of a DataTree too.
+
+        Returns
+        -------
+        int
+            Of 128 bits: `xckpt.identity.param_key` of the checkpoint's namespace, which is
+            ``encoding["namespace"]``, and of the base id of the name.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor; the message has similar names.
+        ValueError
+            If the object was not opened from a checkpoint.
+
+        Examples
+        --------
+        >>> kept = {}
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
+        >>> kept[ds.ckpt.param_key("lm_head")] = ds["lm_head"].std()  # doctest: +SKIP
+        """
+        namespace = self._encoding.get("namespace")
+        if namespace is None:
+            raise ValueError(_not_ours(self._obj))
+        # Collected once, as callers ask for many; anew where a name is missing.
+        if name not in self._names:
+            self._names = self._tensor_names()
+        if name not in self._names:
+            raise KeyError(_no_tensor(name, self._names))
+        return stable_id(namespace, name)
+
+    def _tensor_names(self) -> frozenset[str]:
+        """Collect the names of tensors, and of parts that are shown as variables."""
+        tensors = (
+            variable.encoding.get("tensor")
+            for node in self._nodes()
+            for variable in node.variables.values()
+        )
+        variables = (name for name, _ in self._variables())
+        return frozenset(name for name in chain(tensors, variables) if name is not None)
+
+    def _nodes(self) -> Iterator[Any]:
+        return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
 
     @property
     def _encoding(self) -> dict[Any, Any]:
@@ -90,8 +186,7 @@ class CheckpointAccessor:
         By ``variables`` of each node: ``ds[name]`` takes time in proportion to the number of
         variables, so a loop over it would be quadratic.
         """
-        nodes = self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj]
-        for node in nodes:
+        for node in self._nodes():
             for name, variable in node.variables.items():
                 encoding = variable.encoding
                 flat = encoding.get("tensor", str(name))
@@ -107,6 +202,30 @@ def _storage(encoding: dict[Any, Any]) -> str:
         return storage_words("dense", [encoding.get("compression")])
     parts = encoding.get("parts", {"data": encoding}).values()
     return storage_words(encoding.get("layout", "dense"), [p.get("compression") for p in parts])
+
+
+def _base_id_text(base_id: int | bytes | str) -> str:
+    """Return the 32 digits of an id."""
+    if isinstance(base_id, str):
+        if _HEX_ID.fullmatch(base_id) is None:
+            raise ValueError(f"a base id has 32 hexadecimal digits, unlike {base_id!r}")
+        return base_id.lower()
+    if isinstance(base_id, bytes):
+        if len(base_id) != _ID_NBYTES:
+            raise ValueError(f"a base id has {_ID_NBYTES} bytes, unlike {base_id!r}")
+        return f"{int.from_bytes(base_id, 'little'):032x}"
+    number = index(base_id)
+    if not 0 <= number < 1 << 8 * _ID_NBYTES:
+        raise ValueError(f"a base id is a number of {8 * _ID_NBYTES} bits, unlike {number}")
+    return f"{number:032x}"
+
+
+def _no_tensor(name: str, known: frozenset[str]) -> str:
+    from xckpt.labels.selection import closest
+
+    alike = ", ".join(shown(other) for other in closest(sorted(known), [str(name)]))
+    hint = f"; similar names: {alike}" if alike else ""
+    return f"no tensor {name!r} among {len(known)}{hint}"
 
 
 def _not_ours(obj: xr.Dataset | xr.DataTree) -> str:
