@@ -1,0 +1,219 @@
+"""Burnpack (``.bpk``): the records of Burn, in the three dialects that share version 1.
+
+Everything is little-endian, tensors are in C order::
+
+    offset              size             what
+    0                   4                magic, bytes "NRUB"
+    4                   2                version, 1
+    6                   4                size of the metadata, n
+    10                  n                metadata, CBOR
+    D                                    data
+
+Metadata is a map; `metadata` and `scalars` may be absent, as may `param_id`::
+
+    tensors    name -> {dtype, shape, data_offsets: [start, end], param_id}
+    metadata   text -> text
+    scalars    name -> {"Int" | "UInt" | "Float" | "Bool": value}
+
+Offsets count from D. What burn's versions write differs, and no field says which one wrote a
+file::
+
+    burn          D                              dtype of booleans         quantised tensors
+    0.19          10 + n, tensors back to back   "Bool"                    none
+    0.20          next multiple of 256, and so   "Bool"                    param, level
+    0.21          every tensor's start           {"Bool": "Native" | ...}  param, level
+    after 0.22-pre.2                                                       tensor, block
+
+A file of 0.19 is known by its size: the data end where the file does if and only if they begin
+right after the metadata.
+
+Names are in order of their UTF-8 bytes, data in any order. There are no digests. The limits that
+burn's reader has and its writer has not (100 MiB of metadata, 100,000 tensors, 10 GiB for one)
+are not imposed: what bounds every number is the size of the file.
+
+References: crates/burn-store (0.19 to 0.21) and crates/burn-pack (since) in
+github.com/tracel-ai/burn, revision 2c06be35.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError
+from xckpt.formats.burnpack.metadata import decode, mapping, mistyped, struct
+from xckpt.formats.burnpack.tensors import check_ranges, listed, scalar, tensor
+from xckpt.index import Index, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from xckpt.formats import Readable
+    from xckpt.formats.burnpack.tensors import Listed
+
+__all__ = ["NAME", "SUFFIXES", "detect", "read"]
+
+NAME = "burnpack"
+SUFFIXES = (".bpk",)
+
+Layout = Literal["aligned", "legacy"]
+
+_MAGIC = b"NRUB"
+_HEADER = 10
+_ALIGNMENT = 256
+_NEWEST = 1
+
+_ROOT = frozenset({"tensors", "metadata", "scalars"})
+
+
+def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
+    """Tell whether a file is a burnpack file by its magic.
+
+    Parameters
+    ----------
+    head : bytes
+        The first bytes of the file, at least 4 where it has so many.
+    size : int
+        Size of the file in bytes.
+    name : str
+        Its path or URL.
+
+    Returns
+    -------
+    bool
+        Whether `read` is the right reader; it may still find the file malformed.
+
+    Examples
+    --------
+    >>> detect(b"NRUB" + bytes(6), 10, "model.bpk")
+    True
+    """
+    return head.startswith(_MAGIC)
+
+
+def read(source: Readable, layout: Layout | None = None) -> Index:
+    """Read the index of a burnpack file: header and metadata, no tensor.
+
+    Parameters
+    ----------
+    source : Readable
+        The file.
+    layout : {"aligned", "legacy"}, optional
+        Where data begin: at a multiple of 256, or right after the metadata, as burn 0.19 had it.
+        By default the size of the file tells.
+
+    Returns
+    -------
+    Index
+        Every tensor with the byte ranges of its parts. Its version is ``"1"``, or ``"1-legacy"``
+        where data begin right after the metadata. A tensor that uses an unknown feature is listed
+        with its `problem`.
+
+    Raises
+    ------
+    FormatError
+        If the file breaks a rule.
+    UnsupportedError
+        If it is of a later version.
+    ValueError
+        If there is no such layout.
+    """
+    if layout is not None and layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r}: expected 'aligned', 'legacy' or None")
+    version, length = _header(source)
+    end = _HEADER + length
+    try:
+        root = struct("metadata", decode(bytes(source.read(_HEADER, length))), _ROOT)
+        found = listed(mapping("tensors", root.get("tensors")))
+        if layout is None:
+            layout = _layout(found, end, source.size)
+        start = end if layout == "legacy" else _aligned(end)
+        check_ranges(found, start, source.size, hint=_hint(layout, found, end, source.size))
+        tensors = {each.name: tensor(each, start) for each in found}
+        _add_scalars(tensors, mapping("scalars", root.get("scalars", {})))
+        attrs = _attributes(root)
+    except CheckpointError as error:
+        if error.offset is None:
+            error.offset = _HEADER
+        raise
+    return Index(
+        format=NAME,
+        version=str(version) if layout == "aligned" else f"{version}-legacy",
+        tensors=tensors,
+        attrs=attrs,
+        source=source.name,
+        nbytes=source.size,
+        warnings=() if version else ("version 0, which no burn has written, is read as 1",),
+    )
+
+
+def _header(source: Readable) -> tuple[int, int]:
+    """Return the version and the size of the metadata."""
+    if source.size < _HEADER:
+        raise FormatError(
+            f"{source.size} bytes are fewer than the {_HEADER} of a header",
+            offset=0,
+            rule="InvalidHeader",
+        )
+    header = bytes(source.read(0, _HEADER))
+    if not header.startswith(_MAGIC):
+        swapped = header.startswith(_MAGIC[::-1])
+        raise FormatError(
+            f"the file begins {header[:4]!r}, not {_MAGIC!r}",
+            offset=0,
+            rule="InvalidMagicNumber",
+            hint="The bytes of its magic number are in big-endian order" if swapped else None,
+        )
+    version = int.from_bytes(header[4:6], "little")
+    if version > _NEWEST:
+        raise UnsupportedError(
+            f"version {version}: the newest known is {_NEWEST}", offset=4, rule="InvalidVersion"
+        )
+    length = int.from_bytes(header[6:], "little")
+    if length > source.size - _HEADER:
+        raise FormatError(
+            f"metadata of {length} bytes, but {source.size - _HEADER} follow the header",
+            offset=6,
+            rule="InvalidHeader",
+            hint="The file may be truncated",
+        )
+    return version, length
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _layout(found: Sequence[Listed], end: int, size: int) -> Layout:
+    """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
+    if end % _ALIGNMENT == 0:
+        return "aligned"
+    ranges = sorted([(each.start, each.end) for each in found])
+    last = ranges[-1][1] if ranges else 0
+    ends = [0, *(stop for _, stop in ranges)]
+    contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
+    return "legacy" if end + last == size and contiguous else "aligned"
+
+
+def _hint(layout: Layout, found: Sequence[Listed], end: int, size: int) -> str:
+    last = max([each.end for each in found], default=0)
+    if layout == "aligned" and end + last <= size:
+        return "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
+    return "The file may be truncated"
+
+
+def _add_scalars(tensors: dict[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    """Add scalars as tensors without axes; a tensor keeps its name, and a scalar gives way."""
+    for name, value in scalars.items():
+        free = name
+        while free in tensors:
+            free = f"{free}:scalar" if free == name else f"{free}:"
+        tensors[free] = scalar(free, value, _HEADER)
+
+
+def _attributes(root: Mapping[str, Any]) -> dict[str, str]:
+    attrs = mapping("metadata", root.get("metadata", {}))
+    for key, value in attrs.items():
+        if type(value) is not str:
+            raise mistyped(f"metadata {key!r}", value, "text")
+    return attrs

@@ -1,0 +1,309 @@
+"""The CBOR metadata, taken and refused as burn does (ciborium 0.2 under serde's derived readers).
+
+cbor2 does the decoding, with three traps closed: it runs semantic tags (a tag can compile a
+regular expression, parse a date, or tie a list to itself), keeps the last of two equal keys, and
+makes integers of any size.
+
+Fields of a struct are in any order, their keys text or bytes, and unknown ones are ignored. Tags
+are skipped, but for large integers. An enum is the text of a variant without content, or a map of
+one variant to its content. Two refusals of ciborium are not imitated, because what they refuse
+can be read in one way only: an enum that is a map of indefinite length, and `data_offsets` that
+are an array of indefinite length.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import FormatError, UnsupportedError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from collections.abc import Set as AbstractSet
+
+__all__ = [
+    "UNIT",
+    "decode",
+    "mapping",
+    "mistyped",
+    "optional",
+    "struct",
+    "unit",
+    "unknown",
+    "variant",
+]
+
+_RULE = "MetadataDeserialization"
+
+# What a variant without content has.
+UNIT = object()
+
+# Counted as cbor2 does, the outermost map too.
+_DEEPEST = 128
+_LONGEST_KEY = 4096
+
+
+class _Tags(dict[int, "Callable[[Any, bool], Any]"]):
+    """Give the decoder of every semantic tag, so that cbor2 uses none of its own."""
+
+    def __missing__(self, tag: int) -> Callable[[Any, bool], Any]:
+        return {2: _large, 3: _large_negative}.get(tag, _untagged)
+
+
+def _untagged(value: Any, _hashable: object) -> Any:
+    return value
+
+
+def _large(value: Any, _hashable: object) -> Any:
+    if type(value) is not bytes or len(value.lstrip(b"\0")) > 8:
+        return value
+    return int.from_bytes(value, "big")
+
+
+def _large_negative(value: Any, hashable: object) -> Any:
+    number = _large(value, hashable)
+    return ~number if type(number) is int else number
+
+
+def decode(data: bytes) -> Any:
+    """Decode the first CBOR value in some bytes; what follows it is ignored.
+
+    Parameters
+    ----------
+    data : bytes
+        The metadata.
+
+    Returns
+    -------
+    object
+        Of the types that CBOR has.
+
+    Raises
+    ------
+    FormatError
+        If it is not CBOR, nests deeper than 128 containers, or repeats a key.
+
+    Examples
+    --------
+    >>> decode(bytes.fromhex("a1616101ff"))
+    {'a': 1}
+    """
+    import cbor2
+
+    decoder = cbor2.CBORDecoder(
+        BytesIO(data), semantic_decoders=_Tags(), allow_duplicate_keys=False, max_depth=_DEEPEST
+    )
+    try:
+        return decoder.decode()
+    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
+    except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=_RULE) from error
+
+
+def mistyped(what: str, value: Any, expected: str) -> FormatError:
+    """Make the error for a value that is missing or of the wrong type.
+
+    Parameters
+    ----------
+    what : str
+        What it is.
+    value : object
+        What the file has; None if nothing.
+    expected : str
+        What it should be.
+
+    Returns
+    -------
+    FormatError
+        To be raised.
+    """
+    found = "missing or null" if value is None else type(value).__name__
+    if type(value) in {str, int, float, bool}:
+        found = shown(str(value)) if type(value) is str else str(value)
+    elif type(value) in {list, dict}:
+        found = f"{'an array' if type(value) is list else 'a map'} of {len(value)}"
+    return FormatError(f"{what} is {found}: expected {expected}", rule=_RULE)
+
+
+def mapping(what: str, value: Any) -> dict[str, Any]:
+    """Return a map with keys of text.
+
+    Parameters
+    ----------
+    what : str
+        What it is, for messages.
+    value : object
+        What the file has.
+
+    Returns
+    -------
+    dict
+        The same.
+
+    Raises
+    ------
+    FormatError
+        If it is anything else.
+    """
+    if type(value) is not dict:
+        raise mistyped(what, value, "a map")
+    for key in value:
+        if type(key) is not str:
+            raise mistyped(f"a key of {what}", key, "text")
+    return value
+
+
+def struct(what: str, value: Any, known: AbstractSet[str]) -> dict[str, Any]:
+    """Return the fields of a struct.
+
+    Parameters
+    ----------
+    what : str
+        What it is, for messages.
+    value : object
+        What the file has.
+    known : set of str
+        Its fields; others are left out.
+
+    Returns
+    -------
+    dict
+        Those fields that are there.
+
+    Raises
+    ------
+    FormatError
+        If it is no map, has a field twice, or a key that is no name.
+
+    Examples
+    --------
+    >>> struct("descriptor", {b"dtype": "F32", "new": 1}, {"dtype", "shape"})
+    {'dtype': 'F32'}
+    """
+    if type(value) is not dict:
+        raise mistyped(what, value, "a map")
+    if value.keys() <= known:
+        return value
+    fields: dict[str, Any] = {}
+    for key, item in value.items():
+        name = _field_name(what, key)
+        if name in fields:
+            raise FormatError(f"{what} has the field {shown(name)} twice", rule=_RULE)
+        if name in known:
+            fields[name] = item
+    return fields
+
+
+def _field_name(what: str, key: Any) -> str:
+    if type(key) is str:
+        key = key.encode()
+    if type(key) is not bytes:
+        raise mistyped(f"a key of {what}", key, "text")
+    if len(key) > _LONGEST_KEY:
+        raise FormatError(f"a key of {what} has {len(key)} bytes", rule=_RULE)
+    return str(key, "utf-8", "replace")
+
+
+def variant(what: str, value: Any) -> tuple[str, Any]:
+    """Return the variant of an enum and its content.
+
+    Parameters
+    ----------
+    what : str
+        What it is, for messages.
+    value : object
+        What the file has.
+
+    Returns
+    -------
+    name : str
+        Of the variant.
+    content : object
+        `UNIT` where the variant is given as text.
+
+    Raises
+    ------
+    FormatError
+        If it is neither text nor a map of one.
+
+    Examples
+    --------
+    >>> variant("store", {"PackedU32": 0})
+    ('PackedU32', 0)
+    """
+    if type(value) is str:
+        return value, UNIT
+    if type(value) is not dict or len(value) != 1:
+        raise mistyped(what, value, "a variant, as text or as a map of one")
+    ((key, content),) = value.items()
+    return _field_name(what, key), content
+
+
+def unit(what: str, value: Any, known: Collection[str]) -> str:
+    """Return the variant of an enum whose variants have no content.
+
+    Parameters
+    ----------
+    what : str
+        What it is, for messages.
+    value : object
+        What the file has.
+    known : collection of str
+        The variants.
+
+    Returns
+    -------
+    str
+        One of them.
+
+    Raises
+    ------
+    FormatError
+        If it is no text.
+    UnsupportedError
+        If it is another.
+    """
+    name, content = variant(what, value)
+    if content is not UNIT:
+        raise mistyped(what, value, "a variant without content")
+    if name not in known:
+        raise unknown(what, name)
+    return name
+
+
+def unknown(what: str, name: str) -> UnsupportedError:
+    """Make the error for a variant that is not known.
+
+    Parameters
+    ----------
+    what : str
+        What it is.
+    name : str
+        The variant.
+
+    Returns
+    -------
+    UnsupportedError
+        To be raised, or kept as the problem of a tensor.
+    """
+    return UnsupportedError(f"{what} is {shown(name)}, which is not known", rule=_RULE)
+
+
+def optional(value: Any) -> Any:
+    """Return a value that may be absent, with CBOR's undefined taken for null.
+
+    Parameters
+    ----------
+    value : object
+        What the file has.
+
+    Returns
+    -------
+    object
+        None where there is nothing.
+    """
+    import cbor2
+
+    return None if value is cbor2.undefined else value
