@@ -1,0 +1,115 @@
+"""Names of variables and their places in a tree, from keys that are lists of any texts.
+
+A key is its elements as text, where a byte that is not UTF-8 is a lone surrogate, as Python's
+error handler "surrogateescape" makes it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["is_utf8", "stat_path", "value_path", "variable_name"]
+
+_BYTES = re.compile("[\udc80-\udcff]")
+_IN_ELEMENT = re.compile("[%.:\udc80-\udcff]")
+_IN_STAT = re.compile("[%\udc80-\udcff]")
+_IN_LEAF = re.compile("[%:]")
+# Longer keys state no path: a tree then splits their names, which it does up to a depth.
+_DEEPEST = 64
+
+
+def variable_name(key: Sequence[str], stat: str | None = None) -> str:
+    r"""Join the elements of a parameter's key, so that no two keys get one name.
+
+    Elements are joined by dots, and the name of a statistic by a colon. What could be mistaken
+    for these is escaped as in URLs: ``%``, and in elements ``.`` and ``:``, become ``%25``,
+    ``%2E`` and ``%3A``; a byte that is not UTF-8 becomes ``%`` and its two hex digits; an empty
+    element becomes a lone ``%``.
+
+    Parameters
+    ----------
+    key : sequence of str
+        Its elements.
+    stat : str, optional
+        Name of a statistic of the parameter.
+
+    Returns
+    -------
+    str
+        The name of the variable.
+
+    Examples
+    --------
+    >>> variable_name(["encoder", "w"], "Adam.m1")
+    'encoder.w:Adam.m1'
+    >>> variable_name(["a.b"]), variable_name(["a", "b"]), variable_name(["a", ""])
+    ('a%2Eb', 'a.b', 'a.%')
+    """
+    if "" in key or _IN_ELEMENT.search("".join(key)) is not None:
+        key = [_IN_ELEMENT.sub(_escaped, element) or "%" for element in key]
+    name = ".".join(key)
+    return name if stat is None else f"{name}:{_IN_STAT.sub(_escaped, stat)}"
+
+
+def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
+    """Give the place of a parameter's value in a tree.
+
+    Its modules have their names as they are. In its own name ``%`` and ``:`` are escaped as in
+    `variable_name`, so that no parameter stands where a statistic of another does.
+
+    Parameters
+    ----------
+    key : sequence of str
+        Its elements.
+
+    Returns
+    -------
+    tuple of str or None
+        Modules, and its own name last; None where they are more than a tree is deep.
+    """
+    if len(key) > _DEEPEST:
+        return None
+    return (*key[:-1], _IN_LEAF.sub(_escaped, key[-1]))
+
+
+def stat_path(path: tuple[str, ...] | None, stat: str) -> tuple[str, ...] | None:
+    """Give the place of a statistic in a tree: beside its parameter.
+
+    Parameters
+    ----------
+    path : tuple of str or None
+        Of the parameter's value.
+    stat : str
+        Name of the statistic.
+
+    Returns
+    -------
+    tuple of str or None
+        Of the statistic.
+    """
+    return None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
+
+
+def is_utf8(text: str) -> bool:
+    """Tell whether a text has no bytes that are not UTF-8.
+
+    Parameters
+    ----------
+    text : str
+        From a file, with lone surrogates for such bytes.
+
+    Returns
+    -------
+    bool
+        Whether there are none.
+    """
+    return _BYTES.search(text) is None
+
+
+def _escaped(match: re.Match[str]) -> str:
+    # The low byte of a lone surrogate is the byte that it stands for.
+    return f"%{ord(match[0]) & 0xFF:02X}"
