@@ -1,0 +1,211 @@
+"""The state of an optimizer finds its parameters, and nothing is read or lost."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.formats.burnpack_files import burnpack, dense, quantized
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WEIGHT = np.arange(6, dtype="<f4").reshape(2, 3)
+BIAS = np.arange(3, dtype="<f4")
+LARGE = (1 << 64) - 1
+
+
+def opened(folder: Path, name: str, tensors: dict[str, Any], **more: Any) -> xr.Dataset:
+    path = folder / f"{name}.bpk"
+    path.write_bytes(burnpack(tensors, **{k: v for k, v in more.items() if k != "options"}))
+    return xr.open_dataset(path, engine="burnpack", **more.get("options", {}))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> xr.Dataset:
+    tensors = {
+        "fc.weight": dense(WEIGHT, param_id=LARGE),
+        "fc.bias": dense(BIAS, param_id=7),
+        "frozen": dense(BIAS, param_id=8),
+    }
+    options = {"dims": {"fc.weight": ("in", "out"), "fc.bias": ("out",)}}
+    return opened(tmp_path, "model", tensors, options=options, metadata={"epoch": "3"})
+
+
+@pytest.fixture
+def optimizer(tmp_path: Path) -> xr.Dataset:
+    tensors = {
+        f"{LARGE}.momentum.moment_1": dense(WEIGHT + 1, param_id=LARGE),
+        f"{LARGE}.factor": dense(BIAS, param_id=LARGE),
+        "7.momentum.moment_1": dense(BIAS + 1, param_id=7),
+    }
+    scalars = {f"{LARGE}.momentum.time": {"UInt": 42}, "7.__rank": {"UInt": 1}}
+    return opened(tmp_path, "optim", tensors, scalars=scalars, metadata={"7": "fc.bias"})
+
+
+def test_state_is_named_and_shaped_like_its_parameter(
+    model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    joined = xckpt.join_optimizer(model, optimizer)
+    assert list(joined.variables) == [
+        *model.variables,
+        "fc.weight:factor",
+        "fc.weight:momentum.moment_1",
+        "fc.bias:momentum.moment_1",
+        "fc.weight:momentum.time",
+        "fc.bias:__rank",
+    ]
+    moment = joined.variables["fc.weight:momentum.moment_1"]
+    assert moment.dims == ("in", "out")
+    assert moment.encoding["preferred_chunks"] == {"in": 2, "out": 3}
+    assert isinstance(moment.data, da.Array)
+    np.testing.assert_array_equal(moment.to_numpy(), WEIGHT + 1)
+    assert joined.variables["fc.bias:momentum.moment_1"].dims == ("out",)
+    assert joined.variables["fc.weight:factor"].dims == ("d3",)
+    assert joined["fc.weight:momentum.time"].values == 42
+    assert joined.attrs == {"epoch": "3"}
+    assert moment.attrs == {"param_id": str(LARGE), "parameter": "fc.weight"}
+    assert joined.encoding["source"] == model.encoding["source"]
+
+
+def test_the_summary_shows_the_names_of_parameters(
+    model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    summary = repr(xckpt.join_optimizer(model, optimizer).ckpt)
+    assert "fc.weight:momentum.moment_1" in summary
+    assert str(LARGE) not in summary
+
+
+def test_what_is_kept_for_one_join_is_not_found_for_another(
+    model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    name = "fc.weight:factor"
+    keys = {xckpt.join_optimizer(model, optimizer).ckpt.param_key(name) for _ in range(2)}
+    assert len(keys) == 2
+
+
+def test_renamed_dimensions(model: xr.Dataset, optimizer: xr.Dataset) -> None:
+    joined = xckpt.join_optimizer(model, optimizer.rename_dims({"d3": "columns"}))
+    assert joined.variables["fc.weight:momentum.moment_1"].dims == ("in", "out")
+    assert joined.variables["fc.weight:factor"].dims == ("columns",)
+
+
+def test_the_arguments_stay_as_they_are(model: xr.Dataset, optimizer: xr.Dataset) -> None:
+    before = [dict(ds.variables) for ds in (model, optimizer)]
+    dims = [[v.dims for v in ds.variables.values()] for ds in (model, optimizer)]
+    xckpt.join_optimizer(model, optimizer)
+    assert [dict(ds.variables) for ds in (model, optimizer)] == before
+    assert [[v.dims for v in ds.variables.values()] for ds in (model, optimizer)] == dims
+
+
+def test_dimensions_of_equal_names_have_equal_sizes(tmp_path: Path, optimizer: xr.Dataset) -> None:
+    # Here d3 is an axis of two elements: the state, which has an axis d3 of three, gives way.
+    tensors = {"a": dense(WEIGHT, param_id=LARGE), "b": dense(BIAS, param_id=7)}
+    options = {"dims": {"a": ("d3", "out")}}
+    model = opened(tmp_path, "model", tensors, options=options)
+    joined = xckpt.join_optimizer(model, optimizer)
+    assert joined.sizes["d3"] == 2
+    assert joined.variables["a:factor"].shape == (3,)
+    assert joined.variables["a:factor"].dims == joined.variables["b"].dims == ("d3_1",)
+
+
+def test_state_of_unknown_parameters_keeps_its_name(
+    model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    partial = model.drop_vars("fc.bias")
+    with pytest.warns(xckpt.CheckpointWarning, match=r"2 variables .* '7.momentum.moment_1'"):
+        joined = xckpt.join_optimizer(partial, optimizer)
+    np.testing.assert_array_equal(joined.variables["7.momentum.moment_1"].to_numpy(), BIAS + 1)
+    assert "7.__rank" in joined.variables
+
+
+def test_what_names_no_parameter_is_kept(tmp_path: Path, model: xr.Dataset) -> None:
+    scalars = {"step": {"UInt": 3}, "frozen": {"Bool": True}, "7.time": {"UInt": 1}}
+    optimizer = opened(tmp_path, "optim", {}, scalars=scalars)
+    joined = xckpt.join_optimizer(model, optimizer)
+    assert joined.variables["step"].to_numpy() == 3
+    assert joined.variables["frozen"].shape == (3,)
+    assert joined.variables["frozen:"].to_numpy()
+
+
+def test_parameters_that_share_an_identity_share_the_state(tmp_path: Path) -> None:
+    tied = {"embed": dense(WEIGHT, param_id=7), "head": dense(WEIGHT, param_id=7)}
+    model = opened(tmp_path, "model", tied)
+    optimizer = opened(tmp_path, "optim", {"7.m": dense(WEIGHT, param_id=7)})
+    joined = xckpt.join_optimizer(model, optimizer)
+    assert list(joined.variables) == ["embed", "head", "embed:m", "head:m"]
+
+
+def test_parts_belong_to_one_parameter(tmp_path: Path) -> None:
+    model = opened(
+        tmp_path,
+        "model",
+        {"w": quantized((2, 3), bytes(6) + bytes(4), param_id=7)},
+        options={"decode": False},
+    )
+    optimizer = opened(tmp_path, "optim", {"7.m": dense(WEIGHT, param_id=7)})
+    joined = xckpt.join_optimizer(model, optimizer)
+    assert list(joined.variables) == ["w:data", "w:scales", "w:m"]
+
+
+def test_two_optimizers_may_be_joined(
+    tmp_path: Path, model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    other = opened(tmp_path, "other", {"7.average": dense(BIAS, param_id=7)})
+    joined = xckpt.join_optimizer(xckpt.join_optimizer(model, optimizer), other)
+    assert len(joined.variables) == 3 + 5 + 1
+    assert joined.variables["fc.bias:average"].dims == ("out",)
+    again = xckpt.join_optimizer(joined, other)
+    assert "fc.bias:average:" in again.variables
+
+
+def test_files_that_do_not_belong_together(
+    tmp_path: Path, model: xr.Dataset, optimizer: xr.Dataset
+) -> None:
+    unmarked = opened(tmp_path, "unmarked", {"w": dense(BIAS)})
+    other = opened(tmp_path, "other", {"9.m": dense(BIAS, param_id=9)})
+    with pytest.raises(ValueError, match="no parameters with the attribute 'param_id'"):
+        xckpt.join_optimizer(unmarked, optimizer)
+    with pytest.raises(ValueError, match="no parameters with the attribute 'param_id'"):
+        xckpt.join_optimizer(optimizer, model)
+    with pytest.raises(ValueError, match="no variables with names of the form"):
+        xckpt.join_optimizer(model, unmarked)
+    with pytest.raises(ValueError, match=r"'9.m' is in the optimizer, 7 in the model"):
+        xckpt.join_optimizer(model, other)
+
+
+def test_golden_checkpoint(golden: Path) -> None:
+    folder = golden / "burnpack" / "ckpt"
+    files = ("model-3", "optim-3", "scheduler-3")
+    model, optimizer, scheduler = (xr.open_dataset(folder / f"{name}.bpk") for name in files)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joined = xckpt.join_optimizer(model, optimizer)
+    expected = json.loads((folder / "optim-3.expected.json").read_text())
+    arrays = np.load(folder / "optim-3.expected.npz")
+    assert len(joined.variables) == len(model.variables) + len(optimizer.variables)
+    for tensor in expected["tensors"]:
+        identity, _, field = tensor["name"].partition(".")
+        parameter = expected["metadata"][identity]
+        state = joined.variables[f"{parameter}:{field}"]
+        assert state.dims == model.variables[parameter].dims
+        np.testing.assert_array_equal(state.to_numpy(), arrays[tensor["key"]])
+    assert joined["linear.weight:momentum.time"].values == 42
+    assert joined["linear.bias:__rank"].values == 1
+    with pytest.raises(ValueError, match="no variables with names of the form"):
+        xckpt.join_optimizer(model, scheduler)
+
+
+def test_many_parameters(tmp_path: Path) -> None:
+    names = [f"m.{i}.w" for i in range(1000)]
+    model = opened(tmp_path, "m", {n: dense(BIAS, param_id=i) for i, n in enumerate(names)})
+    state = {f"{i}.m1": dense(BIAS, param_id=i) for i in range(1000)}
+    joined = xckpt.join_optimizer(model, opened(tmp_path, "o", state))
+    assert [*joined.variables][1000:] == [f"m.{name.split('.')[0]}.w:m1" for name in sorted(state)]
