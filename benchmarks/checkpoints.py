@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from math import prod
 from typing import TYPE_CHECKING
 
+import blake3
 import cbor2
+import msgpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["mixture_of_experts", "write_ztensor"]
+__all__ = ["WRITERS", "mixture_of_experts", "write_ztensor"]
+
+Shapes = dict[str, list[int]]
 
 
 def mixture_of_experts(layers: int = 61, experts: int = 256) -> Iterator[tuple[str, list[int]]]:
@@ -64,7 +69,7 @@ def _scaled(base: str, shape: list[int]) -> Iterator[tuple[str, list[int]]]:
     yield f"{base}.weight_scale_inv", [-(-n // 128) for n in shape]
 
 
-def write_ztensor(path: Path, tensors: dict[str, list[int]], dtype: str = "bfloat16") -> bytes:
+def write_ztensor(path: Path, tensors: Shapes, dtype: str = "bfloat16") -> bytes:
     """Write a zTensor v1.0 file whose data are holes; return its manifest."""
     itemsize = {"bfloat16": 2, "float32": 4}[dtype]
     offset, described = 64, {}
@@ -84,3 +89,115 @@ def write_ztensor(path: Path, tensors: dict[str, list[int]], dtype: str = "bfloa
         file.seek(offset)
         file.write(manifest + struct.pack("<Q", len(manifest)))
     return manifest
+
+
+def _write_burnpack(path: Path, tensors: Shapes) -> None:
+    """Write a Burnpack file as Burn 0.21 does: names in the order of bytes, all aligned."""
+    end, described = 0, {}
+    for at, name in enumerate(sorted(tensors)):
+        start = -(-end // 256) * 256
+        end = start + _nbytes(tensors[name])
+        described[name] = {
+            "dtype": "F32",
+            "shape": tensors[name],
+            "data_offsets": [start, end],
+            "param_id": (at + 1) * 0x9E3779B97F4A7C15 % 2**64,
+        }
+    metadata = cbor2.dumps({"tensors": described})
+    head = b"NRUB" + struct.pack("<HI", 1, len(metadata)) + metadata
+    _write_with_hole(path, head + bytes(-len(head) % 256), end)
+
+
+def _write_gptrs(path: Path, tensors: Shapes) -> None:
+    """Write a gpt.rs checkpoint of version 2, with the ids that its names have."""
+    config = json.dumps({"kind": "benchmark", "config": {}}).encode()
+    records = sum(45 + len(name.encode()) + 8 * len(shape) for name, shape in tensors.items())
+    offset = 16 + len(config) + 8 + records
+    index = struct.pack("<I", len(tensors))
+    for name, shape in sorted(tensors.items()):
+        encoded, nbytes = name.encode(), _nbytes(shape)
+        index += struct.pack("<I", len(encoded)) + encoded + blake3.blake3(encoded).digest(16)
+        index += struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        index += struct.pack("<IBQQ", 0, 0, offset, nbytes)
+        offset += nbytes
+    head = b"GPTRSCHK" + struct.pack("<II", 2, len(config)) + config
+    _write_with_hole(path, head + struct.pack("<I", len(index)) + index, _total(tensors))
+
+
+def _write_mlcp(path: Path, tensors: Shapes) -> None:
+    """Write an MLCP file of one shard, whose data are behind the records."""
+    offset, described, records = 0, [], []
+    for name, shape in tensors.items():
+        nbytes, encoded = _nbytes(shape), name.encode()
+        described.append(
+            {"name": name, "shape": shape, "dataType": 1, "offset": offset, "size": nbytes}
+        )
+        records.append(
+            struct.pack("<i", len(encoded))
+            + encoded
+            + b"\x07Float32"
+            + struct.pack(f"<i{len(shape)}qq", len(shape), *shape, nbytes)
+        )
+        offset += nbytes
+    shard = {"rank": 0, "filePath": path.name, "fileSize": offset, "tensors": described}
+    metadata = json.dumps({"version": "1.0.0", "worldSize": 1, "shards": [shard]}).encode()
+    head = struct.pack("<i", 0x4D4C4350) + b"\x051.0.0" + struct.pack("<i", len(metadata))
+    body = struct.pack("<i", len(tensors)) + b"".join(records)
+    _write_with_hole(path, head + metadata + body, offset)
+
+
+def _write_primitiv(path: Path, tensors: Shapes) -> None:
+    """Write a primitiv model without statistics."""
+    with path.open("wb") as file:
+        file.write(_uints(0, 1, 0x300, len(tensors)))
+        for name, shape in tensors.items():
+            nbytes = _nbytes(shape)
+            file.write(msgpack.packb(name.split(".")))
+            file.write(msgpack.Packer().pack_array_header(len(shape)) + _uints(*shape, 1))
+            file.write(b"\xc6" + struct.pack(">I", nbytes))
+            file.seek(nbytes, 1)
+            file.write(_uints(0))
+
+
+def _uints(*numbers: int) -> bytes:
+    """Pack integers as primitiv does, always in 32 bits."""
+    return b"".join(struct.pack(">BI", 0xCE, number) for number in numbers)
+
+
+def _write_safetensors(path: Path, tensors: Shapes) -> None:
+    end, described = 0, {}
+    for name, shape in tensors.items():
+        begin, end = end, end + _nbytes(shape)
+        described[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    _write_with_hole(path, struct.pack("<Q", len(header)) + header, end)
+
+
+def _write_ztensor(path: Path, tensors: Shapes) -> None:
+    write_ztensor(path, tensors, "float32")
+
+
+def _nbytes(shape: list[int]) -> int:
+    return 4 * prod(shape)
+
+
+def _total(tensors: Shapes) -> int:
+    return sum(map(_nbytes, tensors.values()))
+
+
+def _write_with_hole(path: Path, head: bytes, nbytes: int) -> None:
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + nbytes)
+
+
+#: For each format, what writes a file of float32 tensors that are all zeros.
+WRITERS: Mapping[str, Callable[[Path, Shapes], None]] = {
+    "burnpack": _write_burnpack,
+    "gptrs": _write_gptrs,
+    "mlcp": _write_mlcp,
+    "primitiv": _write_primitiv,
+    "safetensors": _write_safetensors,
+    "ztensor": _write_ztensor,
+}

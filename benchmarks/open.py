@@ -1,9 +1,10 @@
-"""Opening: a 90,000-tensor mixture of experts, and the cost of a tensor beside other libraries."""
+"""Opening: 90,000 tensors, the cost of a tensor in every format, and beside other libraries."""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,16 @@ import numpy as np
 import xarray as xr
 
 import xckpt
-from benchmarks.checkpoints import mixture_of_experts, write_ztensor
+from benchmarks.checkpoints import WRITERS, mixture_of_experts, write_ztensor
 from benchmarks.measuring import Result, best_of, table
+from xckpt import formats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TENSORS = 2000
+TENSORS_OF_ENGINES = 10_000
+BOUND_OF_ENGINES = 80  # microseconds for each tensor
 
 
 def mixture(folder: Path) -> list[Result]:
@@ -36,6 +40,26 @@ def mixture(folder: Path) -> list[Result]:
         Result(f"open_dataset of {count:,} tensors", flat / floor, "x", loads, 12),
         Result("the same for each tensor", flat / count * 1e6, "µs"),
     ]
+
+
+def engines(folder: Path) -> list[Result]:
+    """Open as many tensors with each of our engines."""
+    count = TENSORS_OF_ENGINES
+    tensors = {f"model.layers.{i // 10}.mlp.{i % 10}.weight": [64, 64] for i in range(count)}
+    results = []
+    for engine in formats.names():
+        path = folder / engine
+        WRITERS[engine](path, tensors)
+        with xr.open_dataset(path, engine=engine) as ds:
+            if {name: list(v.shape) for name, v in ds.variables.items()} != tensors:
+                raise ValueError(f"{engine}: what was opened is not what was written")
+        index = best_of(partial(xckpt.read_index, path)) / count * 1e6
+        opened = best_of(partial(xr.open_dataset, path, engine=engine)) / count * 1e6
+        what = f"{engine}: open_dataset of {count:,} tensors"
+        of_it = f"{index:.0f} µs of it read_index"
+        results.append(Result(what, opened, "µs per tensor", of_it, BOUND_OF_ENGINES))
+        path.unlink()
+    return results
 
 
 def peers(folder: Path) -> list[Result]:
@@ -99,7 +123,7 @@ def _write_for_peers(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, C
 def run() -> list[Result]:
     """Measure everything."""
     with tempfile.TemporaryDirectory() as folder:
-        return mixture(Path(folder)) + peers(Path(folder))
+        return [*mixture(Path(folder)), *engines(Path(folder)), *peers(Path(folder))]
 
 
 if __name__ == "__main__":
