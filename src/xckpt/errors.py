@@ -6,6 +6,8 @@
     ├── FormatError (ValueError)               the file breaks a rule of its format
     ├── IntegrityError (ValueError)            a digest disagrees with the bytes
     ├── UnsupportedError (NotImplementedError) the file is fine, but uses a feature that is not read
+    ├── PayloadMissingError (LookupError)      tensors are listed, but their values are nowhere
+    │   └── MissingShardError (FileNotFoundError)  because a file that should have them is not there
     └── FileChangedError (OSError)             the file changed after it was opened
 
     CheckpointWarning (UserWarning)            what a specification lets pass with a warning
@@ -21,6 +23,8 @@ __all__ = [
     "FileChangedError",
     "FormatError",
     "IntegrityError",
+    "MissingShardError",
+    "PayloadMissingError",
     "UnsupportedError",
 ]
 
@@ -141,6 +145,14 @@ class IntegrityError(CheckpointError, ValueError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file uses a feature that this reader does not have."""
+
+
+class PayloadMissingError(CheckpointError, LookupError):
+    """The values of a tensor are asked for, but the checkpoint says only its shape and type."""
+
+
+class MissingShardError(PayloadMissingError, FileNotFoundError):
+    """A file that holds values of a checkpoint is not where it should be."""
 
 
 class FileChangedError(CheckpointError, OSError):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xckpt.errors import CheckpointError, FormatError
+from xckpt.errors import FormatError, MissingShardError
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
     from xckpt.index import Shard
 
-__all__ = ["MissingShardError", "ShardSource"]
-
-
-class MissingShardError(CheckpointError, FileNotFoundError):
-    """A file that holds parts of a checkpoint is not where it should be."""
+__all__ = ["ShardSource"]
 
 
 class ShardSource(Source):

@@ -37,12 +37,13 @@ scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import TYPE_CHECKING
 
+from xckpt.cursor import Cursor
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats.gptrs.axes import ModelAxes
 from xckpt.formats.gptrs.config import parse_config
-from xckpt.formats.gptrs.cursor import U32, Cursor
 from xckpt.formats.gptrs.entries import BINCODE, COMPACT, indexed_entries, inline_entries
 from xckpt.formats.gptrs.tensors import Tensors
 from xckpt.identity import base_id, param_key
@@ -61,10 +62,7 @@ SHARED_SUFFIXES = (".bin",)
 
 _CHECKPOINT, _ARCHIVE = b"GPTRSCHK", b"GPTRSTEN"
 _LARGEST_CONFIG = 1 << 26
-# An index is read in pieces, so that no claimed length is ever allocated; the records of version
-# 1 lie between data, of which as little as possible is to be read.
-_INDEX_WINDOW = 1 << 20
-_RECORD_WINDOW = 1 << 12
+_U32 = Struct("<I")
 
 
 def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
@@ -114,11 +112,11 @@ def read(source: Readable) -> Index:
     UnsupportedError
         If its version is not known.
     """
-    cursor = Cursor(source, _RECORD_WINDOW)
+    cursor = Cursor(source)
     magic = cursor.take(8, "the magic")
     if magic not in {_CHECKPOINT, _ARCHIVE}:
         raise FormatError(f"the file begins {magic!r}", offset=0, rule="Magic")
-    version = cursor.number(U32, "the version")
+    version = cursor.number(_U32, "the version")
     if version not in {1, 2}:
         raise UnsupportedError(f"version {version}: 1 and 2 are read", offset=8, rule="Version")
     config = _config(cursor) if magic == _CHECKPOINT else None
@@ -138,7 +136,7 @@ def read(source: Readable) -> Index:
 
 
 def _config(cursor: Cursor) -> ModelConfig:
-    length = cursor.number(U32, "length of the config")
+    length = cursor.number(_U32, "length of the config")
     start = cursor.at
     if _LARGEST_CONFIG < length <= cursor.left:
         raise FormatError(
@@ -155,10 +153,9 @@ def _inline(cursor: Cursor, size: int, config: ModelConfig | None) -> tuple[Tens
 
 
 def _indexed(cursor: Cursor, size: int, config: ModelConfig | None) -> tuple[Tensors, str]:
-    length = cursor.number(U32, "length of the index")
+    length = cursor.number(_U32, "length of the index")
     start = cursor.at
     cursor.enter(length, "the index")
-    cursor.window = _INDEX_WINDOW
     ids = config is not None
     try:
         tensors = _tensors(start + length, size, config)

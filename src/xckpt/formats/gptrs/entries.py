@@ -6,12 +6,11 @@ from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats.gptrs.cursor import U32, U64
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.formats.gptrs.cursor import Cursor
+    from xckpt.cursor import Cursor
 
 __all__ = ["BINCODE", "COMPACT", "Entry", "indexed_entries", "inline_entries"]
 
@@ -19,7 +18,7 @@ _MOST_AXES = 64  # numpy's limit
 _ID_NBYTES = 16
 
 # The same fields in the same order; they differ in how lengths and counts are written.
-COMPACT, BINCODE = U32, U64
+COMPACT, BINCODE = Struct("<I"), Struct("<Q")
 
 # By number of axes: the extents, element type, flag, offset where there is one, size in bytes.
 _INDEXED = [Struct(f"<{rank}QIBQQ") for rank in range(_MOST_AXES + 1)]

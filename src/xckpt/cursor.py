@@ -1,41 +1,58 @@
-"""Little-endian fields of a file, one after the other, each within bounds that are known."""
+"""The fields of a file one after the other, each within bounds that are known before it is read."""
 
 from __future__ import annotations
 
-from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
-    from xckpt.formats import Readable
+    from struct import Struct
 
-__all__ = ["U32", "U64", "Cursor"]
+__all__ = ["Cursor"]
 
-U32, U64 = Struct("<I"), Struct("<Q")
+# Windows grow while a file is read through, and shrink where data are jumped over: of data as
+# little as possible is read, and what a file claims to hold is read in pieces.
+_SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
+
+
+class Bytes(Protocol):
+    """What a cursor reads from."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Give exactly `nbytes` bytes."""
 
 
 class Cursor:
-    """Reads a file from its start, a window at a time.
+    """Reads a file from some byte on, a window at a time.
 
     Parameters
     ----------
-    source : Readable
-        The file.
-    window : int
-        How many bytes to read at once, where a field does not need more.
+    source : object
+        With ``size`` and ``read(offset, nbytes)``.
+    at : int
+        Where to begin.
+
+    Attributes
+    ----------
+    at : int
+        Offset of the next byte; it may be set.
     """
 
-    __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "at", "window")
+    __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "_window", "at")
 
-    def __init__(self, source: Readable, window: int) -> None:
+    def __init__(self, source: Bytes, at: int = 0) -> None:
         self._source = source
         self._buffer = b""
-        self._base = 0
+        self._base = at
         self._area = "the file"
         self._end = source.size
-        self.at = 0
-        self.window = window
+        self._window = _SMALLEST_WINDOW
+        self.at = at
 
     @property
     def left(self) -> int:
@@ -92,7 +109,9 @@ class Cursor:
 
     def _fill(self, nbytes: int) -> tuple[int, int]:
         """Move the window here, and return where the next bytes are in it."""
-        size = max(nbytes, min(self.window, self.left))
+        is_next = self._base <= self.at <= self._base + len(self._buffer)
+        self._window = min(2 * self._window, _LARGEST_WINDOW) if is_next else _SMALLEST_WINDOW
+        size = max(nbytes, min(self._window, self.left))
         self._buffer = bytes(self._source.read(self.at, size))
         self._base = self.at
         return 0, nbytes
@@ -103,7 +122,7 @@ class Cursor:
         Parameters
         ----------
         kind : struct.Struct
-            `U32` or `U64`.
+            Of one integer.
         what : str
             What it is, for messages.
 

@@ -1,0 +1,127 @@
+"""The fields of a file one after the other, as .NET's ``BinaryWriter`` leaves them."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from xckpt.cursor import Cursor
+from xckpt.errors import FormatError
+
+__all__ = ["NetCursor"]
+
+_I32 = Struct("<i")
+_LARGEST_I32 = (1 << 31) - 1
+
+
+class NetCursor(Cursor):
+    """Reads what .NET's ``BinaryWriter`` wrote."""
+
+    __slots__ = ()
+
+    def integer(self, what: str) -> int:
+        """Read a 32-bit integer with a sign.
+
+        Parameters
+        ----------
+        what : str
+            What it is, for messages.
+
+        Returns
+        -------
+        int
+            Perhaps below zero.
+
+        Raises
+        ------
+        FormatError
+            If fewer bytes are left (rule Truncated).
+        """
+        return self.number(_I32, what)
+
+    def count(self, what: str, size: int = 1) -> int:
+        """Read how many things follow.
+
+        Parameters
+        ----------
+        what : str
+            What they are, for messages.
+        size : int
+            How many bytes one of them has at least.
+
+        Returns
+        -------
+        int
+            Not below zero, and no more than fit in what is left.
+
+        Raises
+        ------
+        FormatError
+            If it is below zero (rule Negative) or more than there can be (Truncated).
+        """
+        at = self.at
+        found = self.number(_I32, what)
+        if found < 0:
+            raise FormatError(f"{what}: {found} is below zero", offset=at, rule="Negative")
+        if found * size > self.left:
+            self._require(found * size, what)
+        return found
+
+    def text(self, nbytes: int, what: str) -> str:
+        """Read a text of known length.
+
+        Parameters
+        ----------
+        nbytes : int
+            Its size in UTF-8.
+        what : str
+            What it is, for messages.
+
+        Returns
+        -------
+        str
+            The text.
+
+        Raises
+        ------
+        FormatError
+            If fewer bytes are left (rule Truncated) or they are not UTF-8 (Utf8).
+        """
+        at = self.at
+        try:
+            return self.take(nbytes, what).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{what} is not UTF-8: {error}", offset=at, rule="Utf8") from error
+
+    def string(self, what: str) -> str:
+        """Read a text that begins with its length in groups of 7 bits, the lowest first.
+
+        Parameters
+        ----------
+        what : str
+            What it is, for messages.
+
+        Returns
+        -------
+        str
+            The text.
+
+        Raises
+        ------
+        FormatError
+            If the length is not one of at most 31 bits in at most 5 bytes (rule StringLength),
+            fewer bytes are left (Truncated), or they are not UTF-8 (Utf8).
+        """
+        at = self.at
+        length = self.take(1, what)[0]
+        if length >= 0x80:
+            length = self._long_length(length & 0x7F, at, what)
+        return self.text(length, what)
+
+    def _long_length(self, length: int, at: int, what: str) -> int:
+        for shift in (7, 14, 21, 28):
+            byte = self.take(1, what)[0]
+            length |= (byte & 0x7F) << shift
+            if byte < 0x80 and length <= _LARGEST_I32:
+                return length
+        reason = f"{what}: its length is not one of 31 bits in at most 5 bytes"
+        raise FormatError(reason, offset=at, rule="StringLength")

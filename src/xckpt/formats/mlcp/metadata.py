@@ -1,0 +1,312 @@
+"""The metadata of a checkpoint: JSON as System.Text.Json takes it, with fields of known types.
+
+::
+
+    version, timestamp, format                        text
+    worldSize, ddpRank                                32-bit integers
+    sharding, shardingStrategy (the same, twice)      strategy, shardCount, precision,
+                                                      strategySpecificInfo (any)
+    shards                                            list of: rank, filePath, fileSize, checksum,
+                                                      tensors (list)
+    training                                          epoch, step, learningRate, optimizerType,
+                                                      optimizerState (any)
+    customFields                                      text to text
+    tensorInfos                                       list of tensors
+
+A tensor has ``name``, ``shape``, ``dataType`` (a number, or the name that records have), ``offset``
+and ``size``. All but numbers may be null, everything may be absent, and what is not known is
+ignored. Names of fields are case-sensitive. Of equal names the last counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import FormatError, shown
+from xckpt.formats.mlcp.records import DATA_TYPES, MOST_AXES, Record, check_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Metadata", "ShardMetadata", "parse"]
+
+_DEEPEST = 64
+_NUMBERED = tuple(DATA_TYPES.values())
+_NUMBER = {"int32": 1 << 31, "int64": 1 << 63}
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_FIELDS = {
+    "version": "text",
+    "timestamp": "text",
+    "worldSize": "int32",
+    "ddpRank": "int32",
+    "sharding": "object",
+    "shards": "array",
+    "training": "object",
+    "customFields": "object",
+    "format": "text",
+    "shardingStrategy": "object",
+    "tensorInfos": "array",
+}
+_SHARDING = {
+    "strategy": "text",
+    "shardCount": "int32",
+    "precision": "text",
+    "strategySpecificInfo": "object",
+}
+_TRAINING = {
+    "epoch": "int32",
+    "step": "int64",
+    "learningRate": "number",
+    "optimizerType": "text",
+    "optimizerState": "object",
+}
+_SHARD = {
+    "rank": "int32",
+    "filePath": "text",
+    "fileSize": "int64",
+    "tensors": "array",
+    "checksum": "text",
+}
+_PYTHON_TYPES = {"text": str, "object": dict, "array": list}
+
+
+class ShardMetadata(NamedTuple):
+    """What metadata say of a shard.
+
+    Parameters
+    ----------
+    rank : int
+        Of the process that wrote it.
+    file_path : str
+        Where it was written, empty if nowhere of its own.
+    file_size : int
+        Size of the file or of its data, 0 if not known.
+    records : list of Record or None
+        Its tensors, None where they are not listed.
+    offsets : list of int
+        Where the data of each begin, in the data of the shard.
+    checksum : str
+        Opaque; empty if there is none.
+    """
+
+    rank: int
+    file_path: str
+    file_size: int
+    records: list[Record] | None
+    offsets: list[int]
+    checksum: str
+
+
+class Metadata(NamedTuple):
+    """The metadata of a checkpoint.
+
+    Parameters
+    ----------
+    text : str
+        As in the file.
+    fields : dict
+        The same, parsed.
+    shards : list of ShardMetadata
+        Empty where they are not listed.
+    records : list of Record
+        All tensors, where they are listed once more for all shards.
+    repeated : list of str
+        Names that an object has more than once.
+    """
+
+    text: str
+    fields: dict[str, Any]
+    shards: list[ShardMetadata]
+    records: list[Record]
+    repeated: list[str]
+
+    @property
+    def version(self) -> str:
+        """Of the format; null is none, and absent is the first."""
+        return self.fields.get("version", "1.0.0") or ""
+
+    @property
+    def shard_count(self) -> int | None:
+        """How many shards there should be, if it is said; of the two places the last counts."""
+        for name in reversed(self.fields):
+            if name in {"sharding", "shardingStrategy"}:
+                found: int | None = (self.fields[name] or {}).get("shardCount")
+                return found
+        return None
+
+    @property
+    def marker(self) -> str | None:
+        """Where the data are, if it is said: of all custom fields, the one that is ours."""
+        found: str | None = (self.fields.get("customFields") or {}).get("payload")
+        return found
+
+
+def parse(data: bytes, at: int) -> Metadata:
+    """Parse metadata.
+
+    Parameters
+    ----------
+    data : bytes
+        JSON.
+    at : int
+        Where it is, for messages.
+
+    Returns
+    -------
+    Metadata
+        With what is said of shards and tensors.
+
+    Raises
+    ------
+    FormatError
+        If it is no JSON that System.Text.Json accepts (rule Json), a field has another type
+        (Metadata), or there cannot be such a tensor (DataType, Shape, Size).
+    """
+    try:
+        text, fields, repeated = _decoded(data)
+        _check_fields(fields)
+        shards = _shards(fields)
+        records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
+    except FormatError as error:
+        error.offset = at
+        raise
+    return Metadata(text, fields, shards, records, repeated)
+
+
+def _decoded(data: bytes) -> tuple[str, dict[str, Any], list[str]]:
+    repeated: list[str] = []
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            times = Counter(name for name, _ in pairs)
+            repeated.extend(name for name, number in times.items() if number > 1)
+        return found
+
+    try:
+        text = data.decode()
+        value = json.loads(
+            text, object_pairs_hook=members, parse_float=_finite, parse_constant=_finite
+        )
+        if _ESCAPED_SURROGATE.search(data):
+            # Python lets half of a pair pass, but it is no text.
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the metadata are not valid JSON: {error}", rule="Json") from error
+    if type(value) is not dict:
+        raise FormatError("the metadata are no JSON object", rule="Metadata")
+    _check_depth(value, _DEEPEST)
+    return text, value, repeated
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not isfinite(number):
+        raise ValueError(f"number out of range: {shown(digits)}")
+    return number
+
+
+def _check_depth(value: dict[str, Any] | list[Any], levels: int) -> None:
+    if not levels:
+        raise FormatError(f"the metadata are nested deeper than {_DEEPEST} levels", rule="Json")
+    for inner in value.values() if type(value) is dict else value:
+        if type(inner) is dict or type(inner) is list:
+            _check_depth(inner, levels - 1)
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    _check(fields, _FIELDS, "")
+    for name in ("sharding", "shardingStrategy"):
+        _check(fields.get(name) or {}, _SHARDING, f"{name}.")
+    _check(fields.get("training") or {}, _TRAINING, "training.")
+    custom = fields.get("customFields") or {}
+    _check(custom, dict.fromkeys(custom, "text"), "customFields.")
+
+
+def _shards(fields: Mapping[str, Any]) -> list[ShardMetadata]:
+    shards = []
+    for number, value in enumerate(fields.get("shards") or ()):
+        where = f"shards[{number}]"
+        entry = _object(value, where)
+        _check(entry, _SHARD, f"{where}.")
+        listed = entry.get("tensors")
+        records, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
+        shard = ShardMetadata(
+            entry.get("rank", 0),
+            entry.get("filePath") or "",
+            entry.get("fileSize", 0),
+            records,
+            offsets,
+            entry.get("checksum") or "",
+        )
+        shards.append(shard)
+    return shards
+
+
+def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]]:
+    records, offsets = [], []
+    for number, value in enumerate(values):
+        record, offset = _tensor(value, f"{where}[{number}]")
+        records.append(record)
+        offsets.append(offset)
+    return records, offsets
+
+
+def _tensor(value: Any, where: str) -> tuple[Record, int]:
+    entry = _object(value, where)
+    name, shape = entry.get("name", ""), entry.get("shape", [])
+    if type(name) is not str:
+        raise _mistyped(f"{where}.name", "text", name)
+    if type(shape) is not list or len(shape) > MOST_AXES:
+        raise _mistyped(f"{where}.shape", f"at most {MOST_AXES} integers", shape)
+    nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
+    for number in (*shape, nbytes, offset):
+        if type(number) is not int:
+            raise _mistyped(f"{where}: shape, size and offset", "integers", number)
+    dtype = _dtype(entry.get("dataType", 0), where)
+    try:
+        check_shape(dtype, shape, nbytes)
+    except FormatError as error:
+        raise error.located(tensor=name) from None
+    return Record(name, dtype, tuple(shape), nbytes), offset
+
+
+def _dtype(value: Any, where: str) -> str:
+    if type(value) is int and 0 <= value < len(_NUMBERED):
+        return _NUMBERED[value]
+    if type(value) is str and value in DATA_TYPES:
+        return DATA_TYPES[value]
+    reason = f"{where}: the data type {shown(str(value))} is not one of "
+    raise FormatError(reason + ", ".join(DATA_TYPES), rule="DataType")
+
+
+def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> None:
+    for name, expected in types.items():
+        value = fields.get(name)
+        if expected in _PYTHON_TYPES:
+            fits = value is None or type(value) is _PYTHON_TYPES[expected]
+        elif name not in fields:
+            fits = True
+        elif expected == "number":
+            fits = type(value) in {int, float}
+        else:
+            bound = _NUMBER[expected]
+            fits = type(value) is int and -bound <= value < bound
+        if not fits:
+            raise _mistyped(where + name, expected, value)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _mistyped(where, "object", value)
+    return value
+
+
+def _mistyped(where: str, expected: str, value: Any) -> FormatError:
+    reason = f"the field {shown(where)}: expected {expected}, found {shown(str(value))}"
+    return FormatError(reason, rule="Metadata")

@@ -1,0 +1,184 @@
+"""A writer of small MLCP checkpoints, in every reading and with every lie, for tests."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+    Shards = Sequence[Sequence["Tensor"]]
+
+NUMBERS = {
+    "Float16": 0,
+    "Float32": 1,
+    "Float64": 2,
+    "Int8": 3,
+    "Int16": 4,
+    "Int32": 5,
+    "Int64": 6,
+    "UInt8": 7,
+    "UInt16": 8,
+    "UInt32": 9,
+    "UInt64": 10,
+    "Bool": 11,
+    "BFloat16": 12,
+}
+NUMPY = {"Bool": "bool", "BFloat16": "bfloat16"} | {
+    name: name.lower() for name in NUMBERS if name not in {"Bool", "BFloat16"}
+}
+_NAMES = {numpy: name for name, numpy in NUMPY.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor: its data, and what the file says of it where that is not the truth."""
+
+    name: str | bytes
+    shape: Sequence[int]
+    data: bytes
+    dtype: str = "Float32"
+    nbytes: int | None = None
+
+    @property
+    def said_nbytes(self) -> int:
+        """The size that the file gives."""
+        return len(self.data) if self.nbytes is None else self.nbytes
+
+    @property
+    def record(self) -> bytes:
+        """What a checkpoint in one file has of it."""
+        name = self.name if isinstance(self.name, bytes) else self.name.encode()
+        said = struct.pack(f"<i{len(self.shape)}qq", len(self.shape), *self.shape, self.said_nbytes)
+        return struct.pack("<i", len(name)) + name + string(self.dtype) + said
+
+    def entry(self, offset: int) -> dict[str, Any]:
+        """Give what metadata have of it."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dataType": NUMBERS[self.dtype],
+            "offset": offset,
+            "size": self.said_nbytes,
+        }
+
+
+def tensor(name: str, array: np.ndarray, **said: Any) -> Tensor:
+    """Describe an array."""
+    return Tensor(name, array.shape, array.tobytes(), _NAMES[array.dtype.name], **said)
+
+
+def string(text: str | bytes) -> bytes:
+    """Write a text after its length in groups of 7 bits."""
+    data = text if isinstance(text, bytes) else text.encode()
+    left, length = len(data), bytearray()
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes([*length, left]) + data
+
+
+def shard_entry(
+    tensors: Sequence[Tensor], rank: int, *, cumulative: bool = True, **said: Any
+) -> dict[str, Any]:
+    """Describe a shard as metadata do."""
+    entries: list[dict[str, Any]] = []
+    offset = 0
+    for each in tensors:
+        entries.append(each.entry(offset if cumulative else 0))
+        offset += len(each.data)
+    entry = {"rank": rank, "filePath": "", "fileSize": 0, "tensors": entries, "checksum": None}
+    return entry | said
+
+
+def fields(shards: Shards, /, **said: Any) -> dict[str, Any]:
+    """Make metadata with upstream's fields, in its order."""
+    sharding = {
+        "strategy": "fsdp",
+        "shardCount": len(shards),
+        "precision": "fp32",
+        "strategySpecificInfo": {"zero_stage": 3},
+    }
+    return {
+        "version": "1.0.0",
+        "timestamp": "2024-01-08T12:30:45Z",
+        "worldSize": len(shards),
+        "ddpRank": 0,
+        "sharding": sharding,
+        "shards": [shard_entry(tensors, rank) for rank, tensors in enumerate(shards)],
+        "training": None,
+        "customFields": None,
+        "format": None,
+        "shardingStrategy": sharding,
+        "tensorInfos": None,
+    } | said
+
+
+def checkpoint(
+    shards: Shards,
+    /,
+    payload: str = "none",
+    *,
+    metadata: dict[str, Any] | bytes | None = None,
+    version: str | bytes = "1.0.0",
+    tail: bytes = b"",
+    **said: Any,
+) -> bytes:
+    """Write a checkpoint in one file; `metadata` is JSON or what is to be written as JSON."""
+    text = metadata
+    if not isinstance(text, bytes):
+        said = fields(shards, **said) if text is None else text
+        text = json.dumps(said, indent=2).encode()
+    head = b"PCLM" + string(version) + struct.pack("<i", len(text)) + text
+    return head + body(shards, payload) + tail
+
+
+def body(shards: Shards, payload: str = "none") -> bytes:
+    """Write the records, with the data as a reading has them."""
+    written: list[bytes] = []
+    rest: list[bytes] = []
+    for tensors in shards:
+        written.append(struct.pack("<i", len(tensors)))
+        for each in tensors:
+            written.append(each.record)
+            if payload == "inline":
+                written.append(each.data)
+        data = [each.data for each in tensors]
+        if payload == "per_shard":
+            written += data
+        elif payload == "tail":
+            rest += data
+    return b"".join(written + rest)
+
+
+def shard_file(
+    tensors: Sequence[Tensor],
+    rank: int = 0,
+    *,
+    checksum: str = "",
+    count: int | None = None,
+    width: int = 4,
+    tail: bytes = b"",
+) -> bytes:
+    """Write the file of a shard."""
+    data = b"".join(each.data for each in tensors)
+    said = struct.pack("<ii", rank, len(checksum)) + checksum.encode()
+    number = struct.pack("<i", len(tensors) if count is None else count)
+    return b"RAHS" + said + number + len(data).to_bytes(width, "little") + data + tail
+
+
+def write_set(folder: Path, shards: Shards, /, *, suffix: str = ".shard", **said: Any) -> Path:
+    """Write metadata ``m.metadata.json`` and the files of its shards, and return its path."""
+    for rank, tensors in enumerate(shards):
+        data = b"".join(each.data for each in tensors)
+        content = shard_file(tensors, rank) if suffix == ".shard" else data
+        (folder / f"m_shard_{rank}{suffix}").write_bytes(content)
+    path = folder / "m.metadata.json"
+    path.write_text(json.dumps(fields(shards, **said), indent=2), "utf-8")
+    return path
