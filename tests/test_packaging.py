@@ -129,9 +129,11 @@ def test_public_names() -> None:
         "Index",
         "IntegrityError",
         "Part",
+        "PayloadMissingError",
         "Tensor",
         "UnsupportedError",
         "__version__",
+        "join_optimizer",
         "read_index",
     ]
 

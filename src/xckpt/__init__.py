@@ -16,10 +16,12 @@ if TYPE_CHECKING:
         FileChangedError,
         FormatError,
         IntegrityError,
+        PayloadMissingError,
         UnsupportedError,
     )
     from xckpt.index import Index, Part, Tensor
     from xckpt.opening import read_index
+    from xckpt.optimizers import join_optimizer
 
 __version__ = "0.1.0.dev0"
 
@@ -31,9 +33,11 @@ __all__ = [
     "Index",
     "IntegrityError",
     "Part",
+    "PayloadMissingError",
     "Tensor",
     "UnsupportedError",
     "__version__",
+    "join_optimizer",
     "read_index",
 ]
 
@@ -45,8 +49,10 @@ _HOME = {
     "Index": "xckpt.index",
     "IntegrityError": "xckpt.errors",
     "Part": "xckpt.index",
+    "PayloadMissingError": "xckpt.errors",
     "Tensor": "xckpt.index",
     "UnsupportedError": "xckpt.errors",
+    "join_optimizer": "xckpt.optimizers",
     "read_index": "xckpt.opening",
 }
 

@@ -13,6 +13,7 @@ from xarray.backends import BackendEntrypoint
 from xarray.backends.common import datatree_from_dict_with_io_cleanup
 
 import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
+from xckpt.identity import next_namespace
 from xckpt.options import OpenOptions
 
 if TYPE_CHECKING:
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.storage import Source
 
-__all__ = ["CheckpointBackend", "ZTensorBackend"]
+__all__ = [
+    "BurnpackBackend",
+    "CheckpointBackend",
+    "GptrsBackend",
+    "MlcpBackend",
+    "PrimitivBackend",
+    "SafetensorsBackend",
+    "ZTensorBackend",
+]
 
 
 class CheckpointBackend(BackendEntrypoint):
@@ -175,6 +184,44 @@ class CheckpointBackend(BackendEntrypoint):
         return source, index, options
 
 
+class BurnpackBackend(CheckpointBackend):
+    """Burnpack, the three dialects of version 1 (``.bpk``)."""
+
+    description = "Open Burnpack checkpoints (.bpk)"
+    format = "burnpack"
+    format_options = ("layout",)
+
+
+class GptrsBackend(CheckpointBackend):
+    """gpt.rs: checkpoints (GPTRSCHK) and tensor archives (GPTRSTEN), versions 1 and 2."""
+
+    description = "Open gpt.rs checkpoints and tensor archives"
+    format = "gptrs"
+
+
+class MlcpBackend(CheckpointBackend):
+    """MLCP, in one file (``.checkpoint``) or with a file for each shard (``.metadata.json``)."""
+
+    description = "Open MLCP checkpoints (.checkpoint, .metadata.json)"
+    format = "mlcp"
+    format_options = ("payload",)
+
+
+class PrimitivBackend(CheckpointBackend):
+    """primitiv, version 0.1: shapes, tensors, parameters, models, optimizers."""
+
+    description = "Open primitiv files (.primitiv, .model, .optimizer, .param)"
+    format = "primitiv"
+    format_options = ("with_stats",)
+
+
+class SafetensorsBackend(CheckpointBackend):
+    """safetensors (``.safetensors``)."""
+
+    description = "Open safetensors files (.safetensors)"
+    format = "safetensors"
+
+
 class ZTensorBackend(CheckpointBackend):
     """zTensor, versions 0.1 to 2 (``.zt``)."""
 
@@ -189,6 +236,7 @@ def _described(ds: Dataset, source: Source, index: Index) -> Dataset:
         "format": index.format,
         "format_version": index.version,
         "source": source.name,
+        "namespace": next_namespace(),
     }
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)

@@ -136,7 +136,7 @@ def is_format(obj: Any, format: str) -> bool:
     Returns
     -------
     bool
-        By content; by suffix for a remote URL, which costs no request.
+        By content; for a remote URL by a suffix of the format's own, which costs no request.
 
     Raises
     ------
@@ -145,7 +145,9 @@ def is_format(obj: Any, format: str) -> bool:
     """
     module = formats.get(format)
     if is_remote(obj):
-        return str(obj).partition("?")[0].lower().endswith(module.SUFFIXES)
+        shared = getattr(module, "SHARED_SUFFIXES", ())
+        own = tuple(suffix for suffix in module.SUFFIXES if suffix not in shared)
+        return str(obj).partition("?")[0].lower().endswith(own)
     try:
         source = open_source(obj)
         head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))

@@ -6,6 +6,8 @@ A format module is pure. It has
     the format's name, also the name of its xarray engine;
 ``SUFFIXES``
     file name endings, lower case, for messages and for writing;
+``SHARED_SUFFIXES`` (optional)
+    those of them that other programs use too: they do not mark a remote file as of this format;
 ``detect(head, size, name)``
     whether a file of that size and name that begins with these bytes (at most `HEAD_BYTES`) is of
     this format; the content decides wherever it can;
@@ -31,6 +33,11 @@ __all__ = ["HEAD_BYTES", "Format", "Readable", "detect", "get", "names"]
 HEAD_BYTES = 512
 
 _MODULES = {
+    "burnpack": "xckpt.formats.burnpack",
+    "gptrs": "xckpt.formats.gptrs",
+    "mlcp": "xckpt.formats.mlcp",
+    "primitiv": "xckpt.formats.primitiv",
+    "safetensors": "xckpt.formats.safetensors",
     "ztensor": "xckpt.formats.ztensor",
 }
 
