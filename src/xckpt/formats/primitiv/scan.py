@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["ARRAY", "BIN", "MAP", "Kind", "Scan"]
 
 _WINDOW = 4096
+# Where values are small, reading some of them costs less than a read for each header.
+_LARGEST_NEAR_STEP, _STEPS_AHEAD = 1 << 15, 4
 # What the bytes of damaged files may claim is no reason to read them as one name.
 _LONGEST_TEXT = 1 << 24
 _UINT32 = 0xCE
@@ -167,8 +169,10 @@ class Scan:
         found = self._window[begin : begin + nbytes]
         if len(found) == nbytes or self._start + len(self._window) == self.size:
             return found
+        step = self.at - self._start
+        window = max(_WINDOW, _STEPS_AHEAD * step) if step <= _LARGEST_NEAR_STEP else _WINDOW
         self._start = self.at
-        wanted = min(max(nbytes, _WINDOW), self.size - self.at)
+        wanted = min(max(nbytes, window), self.size - self.at)
         self._window = bytes(self._source.read(self.at, wanted))
         return self._window[:nbytes]
 
