@@ -34,6 +34,7 @@ class RangeHandler(SimpleHTTPRequestHandler):
         size = path.stat().st_size
         first, last = self.headers["Range"].removeprefix("bytes=").split("-")
         start, stop = int(first), min(int(last) + 1, size)
+        self.sent.append(stop - start)  # first: the client goes on as soon as it has the bytes
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
         self.send_header("Content-Length", str(stop - start))
@@ -41,7 +42,6 @@ class RangeHandler(SimpleHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             self.wfile.write(file.read(stop - start))
-        self.sent.append(stop - start)
 
     def end_headers(self) -> None:
         """Announce ranges."""
