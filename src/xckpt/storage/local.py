@@ -24,6 +24,8 @@ from xckpt.storage.source import Source
 
 __all__ = ["Descriptor", "LocalSource", "empty", "file_identity", "is_mapped", "release"]
 
+_FAULTED_AROUND = 1 << 20
+
 # A map made without `trackfd` keeps a duplicate of the descriptor open for as long as it lives.
 _UNTRACKED: dict[str, Any] = (
     {"trackfd": False} if sys.version_info >= (3, 13) and sys.platform != "win32" else {}
@@ -288,7 +290,7 @@ def release(view: object) -> None:
     Parameters
     ----------
     view : numpy.ndarray or memoryview
-        Only pages that lie wholly inside it are dropped.
+        Pages around it are dropped too, those that the kernel mapped along with it.
     """
     mapped = _map_of(view)
     advice = getattr(mmap, "MADV_DONTNEED", None)
@@ -296,9 +298,9 @@ def release(view: object) -> None:
     if mapped is None or advice is None or not memoryview(mapped).readonly:
         return
     start, stop = _extent(mapped, view)
-    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    if stop < len(mapped):  # the last page of the map holds nothing else
-        stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
+    # The kernel maps pages around those that are touched; neighbours come back if they are used.
+    start = max(0, start // mmap.PAGESIZE * mmap.PAGESIZE - _FAULTED_AROUND)
+    stop = min(len(mapped), stop + _FAULTED_AROUND)
     if start < stop:
         with contextlib.suppress(OSError):  # it is advice: locked pages refuse it
             mapped.madvise(advice, start, stop - start)
