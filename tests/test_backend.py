@@ -21,6 +21,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.formats.burnpack_files import burnpack
 from tests.formats.ztensor_files import dense_v1, v1_file
 from xckpt.backend import ZTensorBackend
 from xckpt.sample import write_checkpoint
@@ -421,3 +422,18 @@ def test_the_accessor_needs_no_import_of_xckpt(path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("<Checkpoint m.zt>")
+
+
+def test_options_of_an_engine_tell_values_apart() -> None:
+    """One file read in two ways has equal names, and must not share the names of its arrays."""
+    entry = {"dtype": "F32", "shape": [2], "data": np.array([1, 2], "<f4").tobytes()}
+    data = burnpack({"w": entry}) + bytes(256)
+    by_layout = {
+        layout: xr.open_dataset(data, engine="burnpack", layout=layout)["w"]
+        for layout in ("aligned", "legacy")
+    }
+    aligned, legacy = by_layout["aligned"], by_layout["legacy"]
+    assert aligned.data.name != legacy.data.name
+    together = dask.compute(aligned, legacy)
+    assert together[0].values.tolist() == [1, 2]
+    assert together[1].values.tolist() == [0, 0]

@@ -173,13 +173,13 @@ class CheckpointBackend(BackendEntrypoint):
         from xckpt.opening import open_index
 
         given = {"drop_variables": drop_variables, **keywords}
-        options, own = OpenOptions.parse(given, engine=self.format, own=self.format_options)
+        options = OpenOptions.parse(given, engine=self.format, own=self.format_options)
         source, index = open_index(
             filename_or_obj,
             self.format,
             storage_options=options.storage_options,
             mmap=options.mmap,
-            **own,
+            **options.format_options,
         )
         return source, index, options
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ class OpenOptions:
         Whether raw data of a local file is mapped into memory instead of read.
     storage_options : dict, optional
         Options for fsspec where a URL is given.
+    format_options : mapping
+        Options that only one engine has, by keyword.
     """
 
     drop_variables: str | Iterable[str] | None = None
@@ -53,6 +55,7 @@ class OpenOptions:
     verify: bool | None = None
     mmap: bool = True
     storage_options: dict[str, Any] | None = None
+    format_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reading(self) -> ReadOptions:
@@ -63,13 +66,13 @@ class OpenOptions:
 
     @classmethod
     def keywords(cls) -> tuple[str, ...]:
-        """Return the names of all options."""
-        return tuple(option.name for option in fields(cls))
+        """Return the keywords that all engines share."""
+        return tuple(f.name for f in fields(cls) if f.name != "format_options")
 
     @classmethod
     def parse(
         cls, keywords: Mapping[str, Any], *, engine: str, own: tuple[str, ...] = ()
-    ) -> tuple[OpenOptions, dict[str, Any]]:
+    ) -> OpenOptions:
         """Make options from keyword arguments.
 
         Parameters
@@ -83,10 +86,8 @@ class OpenOptions:
 
         Returns
         -------
-        options : OpenOptions
-            Those that all engines share.
-        rest : dict
-            Those of the engine's own that were given.
+        OpenOptions
+            The shared ones, with the engine's own that were given as `format_options`.
 
         Raises
         ------
@@ -99,5 +100,5 @@ class OpenOptions:
                 alike = get_close_matches(keyword, known, n=1)
                 hint = f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(known)}"
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
-        rest = {name: value for name, value in keywords.items() if name in own}
-        return cls(**{k: v for k, v in keywords.items() if k not in own}), rest
+        shared = {k: v for k, v in keywords.items() if k not in own}
+        return cls(**shared, format_options={k: v for k, v in keywords.items() if k in own})

@@ -196,7 +196,8 @@ def _leaf(variable: str, tensor: Tensor, role: str | None) -> str:
 
 def _token(source: Source, options: OpenOptions, target: int) -> str:
     """Give a text that differs wherever the values or chunks of equally named tensors may."""
-    told = (source.name, source.identity, options.reading, target)
+    own = sorted(options.format_options.items())
+    told = (source.name, source.identity, options.reading, own, target)
     return blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 

@@ -71,7 +71,6 @@ def lazy_arrays(
     dict of (str or None) to LazyArray
         One array under None where the tensor is shown as a whole, else one for each part under
         its role.
-
     """
     if tensor.problem is not None:
         dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else _UNKNOWN
