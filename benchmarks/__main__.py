@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.measuring import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-NAMES = ("open", "slices", "read")
+NAMES = ("open", "stack", "slices", "read")
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
 
 HEAD = """\

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["WRITERS", "mixture_of_experts", "write_ztensor"]
+__all__ = ["FAMILIES", "WRITERS", "gpt", "mixture_of_experts", "resnet", "write_ztensor"]
 
 Shapes = dict[str, list[int]]
 
@@ -53,6 +53,54 @@ def mixture_of_experts(layers: int = 61, experts: int = 256) -> Iterator[tuple[s
         yield from _mlp(f"{base}.mlp.shared_experts", hidden, moe)
     yield "model.norm.weight", [hidden]
     yield "lm_head.weight", [129280, hidden]
+
+
+def gpt(layers: int = 48, width: int = 1600) -> Iterator[tuple[str, list[int]]]:
+    """Name the tensors of a model like GPT-2: all its layers are alike."""
+    yield "wte.weight", [50257, width]
+    yield "wpe.weight", [1024, width]
+    for layer in range(layers):
+        for name, shape in {
+            "ln_1": [width],
+            "attn.c_attn": [width, 3 * width],
+            "attn.c_proj": [width, width],
+            "ln_2": [width],
+            "mlp.c_fc": [width, 4 * width],
+            "mlp.c_proj": [4 * width, width],
+        }.items():
+            yield f"h.{layer}.{name}.weight", shape
+            yield f"h.{layer}.{name}.bias", shape[-1:]
+    yield "ln_f.weight", [width]
+    yield "ln_f.bias", [width]
+
+
+def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3)) -> Iterator[tuple[str, list[int]]]:
+    """Name the tensors of a model like ResNet-50: the first block of each stage is another."""
+    yield "conv1.weight", [64, 3, 7, 7]
+    yield from _batch_norm("bn1", 64)
+    channels = 64
+    for stage, count in enumerate(blocks, 1):
+        width = 32 * 2**stage
+        for block in range(count):
+            base = f"layer{stage}.{block}"
+            for name, shape in {
+                "conv1": [width, channels, 1, 1],
+                "conv2": [width, width, 3, 3],
+                "conv3": [4 * width, width, 1, 1],
+            }.items():
+                yield f"{base}.{name}.weight", shape
+                yield from _batch_norm(f"{base}.bn{name[-1]}", shape[0])
+            if block == 0:
+                yield f"{base}.downsample.0.weight", [4 * width, channels, 1, 1]
+                yield from _batch_norm(f"{base}.downsample.1", 4 * width)
+            channels = 4 * width
+    yield "fc.weight", [1000, channels]
+    yield "fc.bias", [1000]
+
+
+def _batch_norm(base: str, channels: int) -> Iterator[tuple[str, list[int]]]:
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        yield f"{base}.{name}", [channels]
 
 
 def _mlp(base: str, hidden: int, inner: int) -> Iterator[tuple[str, list[int]]]:
@@ -200,4 +248,11 @@ WRITERS: Mapping[str, Callable[[Path, Shapes], None]] = {
     "primitiv": _write_primitiv,
     "safetensors": _write_safetensors,
     "ztensor": _write_ztensor,
+}
+
+#: Models of each kind that people have, by name.
+FAMILIES: Mapping[str, Callable[[], Iterator[tuple[str, list[int]]]]] = {
+    "GPT-2 XL": gpt,
+    "ResNet-50": resnet,
+    "mixture of experts": mixture_of_experts,
 }

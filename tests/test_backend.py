@@ -287,8 +287,8 @@ def test_a_dimension_never_has_a_variable_s_name() -> None:
 def test_unknown_keywords(path: Path) -> None:
     with pytest.raises(TypeError, match="no option 'tensor'; did you mean 'tensors'"):
         xr.open_dataset(path, engine="ztensor", tensor="*")
-    with pytest.raises(TypeError, match="no option 'stack'"):
-        xr.open_dataset(path, engine="ztensor", stack=True)
+    with pytest.raises(TypeError, match="no option 'layout'"):
+        xr.open_dataset(path, engine="ztensor", layout="aligned")
 
 
 def test_stored_types(sample: Path) -> None:

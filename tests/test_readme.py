@@ -47,12 +47,13 @@ def test_the_session_shows_what_it_says(shown: dict[str, Any]) -> None:
         "v_proj",
         "o_proj",
     }
-    some, named, stored, sparse, remote = values[4:9]
+    assert values[4].shape == (64, 64)
+    some, named, stored, sparse, remote = values[5:10]
     assert len(some.variables) == 3
     assert {"out", "in"} <= set(named.dims)
     assert stored["lm_head.weight"].dtype == "float16"
     assert "lm_head.delta:coords" in stored.variables
     assert type(sparse["lm_head.delta"].data._meta).__name__ == "COO"
     assert "lm_head.weight" in remote.variables
-    assert values[9] > 0
-    assert values[9] % 64 == 0
+    assert values[10] > 0
+    assert values[10] % 64 == 0

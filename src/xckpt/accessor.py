@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from itertools import chain
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import xarray as xr
 
@@ -15,8 +14,9 @@ from xckpt.errors import shown
 from xckpt.identity import stable_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
+    from xckpt.labels import TensorFilter
     from xckpt.notebook.summary import Summary
 
 __all__ = ["CheckpointAccessor"]
@@ -64,6 +64,106 @@ class CheckpointAccessor:
         name = self._encoding.get("format")
         return name if name in formats.names() else None
 
+    def stack(self, modules: Literal[True] | str | Collection[str] = True) -> Any:  # noqa: FBT002  one of three kinds
+        """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
+
+        ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
+        variable ``layers.mlp.w`` with a dimension ``layers``, whose coordinate has the numbers.
+        Nothing is read.
+
+        Parameters
+        ----------
+        modules : True, str, or list of str, default True
+            The modules whose numbers become dimensions, by default all.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is. What does not fit into a full grid stays as it is.
+
+        Raises
+        ------
+        TypeError
+            If `modules` is none of these.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
+        >>> ds.ckpt.stack()["layers.mlp.w"].sel(layers=5)  # doctest: +SKIP
+        """
+        from xckpt.stacking import stack_modules
+
+        return stack_modules(self._obj, modules)
+
+    def unstack(self) -> Any:
+        """Give every stacked tensor a variable of its own again, the inverse of `stack`.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is, with its tensors in the order of the file. A selection gives the
+            tensors that it has; what was computed from stacked variables stays as it is.
+
+        Raises
+        ------
+        ValueError
+            If a stacked dimension was renamed or lost its coordinate, so that it cannot be told
+            which tensors are there.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.sel(layers=[0, 1]).ckpt.unstack()  # doctest: +SKIP
+        """
+        from xckpt.stacking import unstack_modules
+
+        return unstack_modules(self._obj)
+
+    def find(
+        self,
+        names: TensorFilter | None = None,
+        *,
+        dtype: Any = None,
+        min_bytes: int | str = 0,
+    ) -> Any:
+        """Choose variables by name, element type and size.
+
+        Parameters
+        ----------
+        names : str, iterable of str, re.Pattern or callable, optional
+            A glob of whole names, several globs, a regular expression that is searched for, or a
+            function from a name to a bool. In a tree names are those of the file, with dots.
+        dtype : str or dtype, or a list of these, optional
+            Element type as it is stored: ``"bfloat16"``, ``numpy.float32``.
+        min_bytes : int or str, default 0
+            Least stored size, in bytes or as ``"10 MiB"``.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is, with the attributes of the file; empty if nothing matches.
+
+        Raises
+        ------
+        TypeError
+            If an argument is none of these.
+        ValueError
+            If `min_bytes` is a text that is no size.
+
+        Warns
+        -----
+        CheckpointWarning
+            If no name matches; it has names that resemble.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
+        >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")  # doctest: +SKIP
+        """
+        from xckpt.finding import find
+
+        return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
+
     def by_base_id(self, base_id: int | bytes | str) -> xr.DataArray:
         """Find a tensor by the id of its name, whatever its name may be.
 
@@ -97,6 +197,10 @@ class CheckpointAccessor:
                 if variable.attrs.get("base_id") == wanted:
                     found: xr.DataArray = node[name]
                     return found
+        for name, variable, indexes in self._variables():
+            for tensor, member in _members(name, variable, indexes).items():
+                if member.attrs.get("base_id") == wanted:
+                    return xr.DataArray(member, name=tensor)
         raise KeyError(f"no tensor here has the base id {wanted}")
 
     def param_key(self, name: str) -> int:
@@ -142,13 +246,12 @@ class CheckpointAccessor:
 
     def _tensor_names(self) -> frozenset[str]:
         """Collect the names of tensors, and of parts that are shown as variables."""
-        tensors = (
-            variable.encoding.get("tensor")
-            for node in self._nodes()
-            for variable in node.variables.values()
-        )
-        variables = (name for name, _ in self._variables())
-        return frozenset(name for name in chain(tensors, variables) if name is not None)
+        names: set[str] = set()
+        for name, variable, indexes in self._variables():
+            members = _member_names(name, variable, indexes)
+            suffix = f":{variable.encoding['part']}" if "part" in variable.encoding else ""
+            names.update(members, (member.removesuffix(suffix) for member in members))
+        return frozenset(names)
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -164,13 +267,18 @@ class CheckpointAccessor:
 
         rows = []
         dims: dict[str, int] = {}
-        for name, variable in self._variables():
+        for name, variable, indexes in self._variables():
             encoding = variable.encoding
-            shape = variable.shape
+            members = _member_names(name, variable, indexes)
+            stack = encoding.get("stack", {"dims": (), "members": members})
+            along = stack["dims"] if len(members) > 1 or name not in members else ()
+            sizes = zip(variable.dims, variable.shape, strict=True)
+            shape = tuple([size for dim, size in sizes if dim not in along])
             dtype = str(encoding.get("dtype", variable.dtype))
-            nbytes = encoding.get("nbytes", variable.nbytes)
-            rows.append(Row(name, dtype, shape, nbytes, prod(shape), _storage(encoding)))
-            dims.update(zip(map(str, variable.dims), shape, strict=True))
+            nbytes = encoding.get("nbytes", variable.nbytes) // len(stack["members"])
+            storage, size = _storage(encoding), prod(shape)
+            rows += [Row(member, dtype, shape, nbytes, size, storage) for member in members]
+            dims.update(zip(map(str, variable.dims), variable.shape, strict=True))
         return new_summary(
             rows,
             title=str(self._encoding.get("source", "")),
@@ -180,18 +288,39 @@ class CheckpointAccessor:
             dims={dim: size for dim, size in dims.items() if not _SIZE_NAME.fullmatch(dim)},
         )
 
-    def _variables(self) -> Iterator[tuple[str, xr.Variable]]:
-        """Walk all variables, with their flat names.
+    def _variables(self) -> Iterator[tuple[str, xr.Variable, Mapping[Any, xr.Variable]]]:
+        """Walk all data variables, with their flat names and the indexes they are stacked along."""
+        from xckpt.flat import flatten
 
-        By ``variables`` of each node: ``ds[name]`` takes time in proportion to the number of
-        variables, so a loop over it would be quadratic.
-        """
-        for node in self._nodes():
-            for name, variable in node.variables.items():
-                encoding = variable.encoding
-                flat = encoding.get("tensor", str(name))
-                part = encoding.get("part")
-                yield (flat if part is None else f"{flat}:{part}"), variable
+        flat = flatten(self._obj)
+        indexes = {path: flat.indexes(path) for path in flat.coords}
+        for name, variable in flat.variables.items():
+            yield str(name), variable, indexes[flat.nodes[name]]
+
+
+def _members(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> dict[str, xr.Variable]:
+    """Give the tensors that are stacked in a variable."""
+    if "stack" not in variable.encoding:
+        return {}
+    from xckpt.stacking import member_variables
+
+    return member_variables(name, variable, indexes)
+
+
+def _member_names(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> list[str]:
+    """Name the tensors that a variable has; itself where nothing tells which are left."""
+    if "stack" not in variable.encoding:
+        return [name]
+    from xckpt.stacking import member_names
+
+    try:
+        return member_names(name, variable, indexes)
+    except ValueError:
+        return [name]
 
 
 def _storage(encoding: dict[Any, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from xarray import Dataset, DataTree
 from xarray.backends import BackendEntrypoint
 from xarray.backends.common import datatree_from_dict_with_io_cleanup
 
@@ -18,6 +17,8 @@ from xckpt.options import OpenOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from xarray import Dataset, DataTree
 
     from xckpt.index import Index
     from xckpt.storage import Source
@@ -103,12 +104,12 @@ class CheckpointBackend(BackendEntrypoint):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
         """
+        from xckpt.datasets import make_dataset
         from xckpt.opening import paused_collector
-        from xckpt.variables import make_variables
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
-            ds = Dataset(make_variables(source, index, options))
+            ds = make_dataset(source, index, options)
         return _described(ds, source, index)
 
     def open_groups_as_dict(
@@ -128,18 +129,14 @@ class CheckpointBackend(BackendEntrypoint):
             By path, modules with tensors only; ``"/"`` is always there and has the attributes of
             the file.
         """
-        from xckpt.labels import tree_paths
+        from xckpt import formats
+        from xckpt.datasets import make_groups
         from xckpt.opening import paused_collector
-        from xckpt.variables import make_variables
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
+        axis_names = getattr(formats.get(index.format), "module_axes", None)
         with paused_collector():
-            variables = make_variables(source, index, options, for_tree=True)
-            groups: dict[str, dict[str, Any]] = {"/": {}}
-            paths = {name: v.encoding.get("path") for name, v in variables.items()}
-            for name, (path, leaf) in tree_paths(paths).items():
-                groups.setdefault(path, {})[leaf] = variables[name]
-            datasets = {path: Dataset(group) for path, group in groups.items()}
+            datasets = make_groups(source, index, options, axis_names)
         _described(datasets["/"], source, index)
         return datasets
 
@@ -232,7 +229,7 @@ class ZTensorBackend(CheckpointBackend):
 def _described(ds: Dataset, source: Source, index: Index) -> Dataset:
     """Add what the file says of itself, and how to let go of it."""
     ds.attrs = dict(index.attrs)
-    ds.encoding = {
+    ds.encoding |= {
         "format": index.format,
         "format_version": index.version,
         "source": source.name,

@@ -27,9 +27,14 @@ class OpenOptions:
         Tensors to open: a glob of whole names, several globs, a regular expression that is
         searched for, or a function from a name to a bool. By default all.
     dims : mapping of str to sequence of (str or None), optional
-        Names of axes: a glob of variable names to one name for each axis, None where an axis is
-        to be named as by default; the last match wins. By default names come from the file, or
-        from the sizes (``d768``).
+        Names of axes: a glob of names to one name for each axis, None where an axis is to be
+        named as by default; the last match wins. Of stacked tensors, globs of their own names or
+        of the variable's, with names for their own axes or for all. By default names come from
+        the file, or from the sizes (``d768``).
+    stack : bool, str, or list of str, default False
+        Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
+        kind are the variable ``layers.w`` then, with a dimension ``layers``. Names are those of
+        the modules that are to be stacked, others stay apart.
     decode : bool, default True
         Whether to give types that numpy and xarray compute well with (bfloat16 and float8 become
         float32, quantised tensors are dequantised) or the stored types, with the parts of
@@ -50,6 +55,7 @@ class OpenOptions:
     drop_variables: str | Iterable[str] | None = None
     tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None
     dims: Mapping[str, Sequence[str | None]] | None = None
+    stack: bool | str | Sequence[str] = False
     decode: bool = True
     sparse: bool = False
     verify: bool | None = None

@@ -1,8 +1,9 @@
-"""From an Index to xarray variables: dask-backed, labelled, with attributes and encoding."""
+"""xarray variables of tensors: dask-backed, with attributes and encoding."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -10,25 +11,23 @@ import dask.array as da
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.chunks import Chunks, target_nbytes
 from xckpt.arrays.graph import tensor_array
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
-from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels import AxisNames, TensorFilter, select
-from xckpt.labels.selection import closest
-from xckpt.storage.shard import ShardSource
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from xckpt.index import Index, Part, Tensor
+    from xckpt.arrays import LazyArray
+    from xckpt.arrays.stacked import TensorArrays
+    from xckpt.index import Part, Tensor
+    from xckpt.listing import Listed
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
-__all__ = ["LazyVariable", "make_variables"]
+__all__ = ["LazyVariable", "Member", "Members", "VariableMaker", "preferred_chunks"]
 
 
+# What all members of a stack have in common.
+_COMMON = ("layout", "source", "dtype", "order", "part")
 _DATA: Any = xr.Variable.__dict__["data"]
 
 
@@ -81,135 +80,156 @@ class LazyVariable(xr.Variable):
             _DATA.fset(self, value)
 
 
-class _Listed(NamedTuple):
-    """An array that becomes a variable, and the tensor (and part of it) that it shows."""
-
-    lazy: LazyArray
-    tensor: Tensor
-    role: str | None
-
-
-def make_variables(
-    source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
-) -> dict[str, xr.Variable]:
-    """Make the variables of a checkpoint.
+class Member(NamedTuple):
+    """What a stacked tensor was, or would be, as a variable of its own.
 
     Parameters
     ----------
-    source : Source
-        The file.
-    index : Index
-        What it holds.
-    options : OpenOptions
-        Which variables, and how.
-    for_tree : bool
-        Whether the variables go into a tree, under the last components of their names: no axis
-        is then named like one of these.
-
-    Returns
-    -------
-    dict of str to xarray.Variable
-        By variable name, in file order.
-
-    Raises
-    ------
-    ValueError
-        If the caller's `dims` do not fit.
+    attrs : dict
+        What the file says of it.
+    encoding : dict
+        How it is stored.
+    data : dask.array.Array or None
+        Its lazy array, None where there is none besides the stack.
     """
-    listed = _list_arrays(source, index, options)
-    leaves = {_leaf(name, *each[1:]) for name, each in listed.items()} if for_tree else set()
-    reserved = leaves | listed.keys()
-    names = AxisNames(options.dims, reserved)
-    target = target_nbytes()
-    token = _token(source, options, target)
-    metas: dict[tuple[Any, ...], Any] = {}
-    variables: dict[str, xr.Variable] = {}
-    for name, (lazy, tensor, role) in listed.items():
-        suggested = tensor.dims if role is None else None
-        dims = names.of(name, lazy.shape, suggested)
-        chunks = lazy.chunks(target)
-        kind = (type(lazy), lazy.dtype, lazy.ndim)
-        meta = metas.get(kind)
-        if meta is None:
-            meta = metas[kind] = lazy.empty((0,) * lazy.ndim)
-        variables[name] = LazyVariable.of(
-            dims,
-            tensor_array(lazy, f"{name}-{token}", chunks, meta),
-            dict(tensor.attrs) if tensor.attrs else None,
-            _encoding(tensor, role, source.name, dims, chunks),
-        )
-    return variables
+
+    attrs: dict[Any, Any]
+    encoding: dict[Any, Any]
+    data: da.Array | None
 
 
-def _list_arrays(source: Source, index: Index, options: OpenOptions) -> dict[str, _Listed]:
-    """List what becomes a variable, by variable name; nothing is built for what is left out."""
-    dropped = options.drop_variables
-    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
-    sources: dict[str | None, Source] = {
-        label: ShardSource(source, shard, label) for label, shard in index.shards.items()
-    }
-    sources[None] = source
-    listed: dict[str, _Listed] = {}
-    reading = options.reading
-    composite: list[tuple[Tensor, dict[str | None, LazyArray]]] = []
-    for name in _chosen(index, options.tensors):
-        if name in drop:
-            continue
-        tensor = index.tensors[name]
-        arrays = lazy_arrays(tensor, sources, reading)
-        if None in arrays:
-            listed[name] = _Listed(arrays[None], tensor, None)
-        else:
-            composite.append((tensor, arrays))
-    for tensor, arrays in composite:
-        for role, lazy in arrays.items():
-            variable = _part_name(tensor.name, str(role), listed)
-            if variable not in drop:
-                listed[variable] = _Listed(lazy, tensor, role)
-    return listed
+@dataclass(frozen=True, slots=True)
+class VariableMaker:
+    """Makes the variables of one opened file.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file.
+    token : str
+        Differs wherever the values or chunks of equally named tensors may.
+    target : int
+        Wanted size of a chunk, in bytes.
+    """
+
+    source: str
+    token: str
+    target: int
+
+    @classmethod
+    def of(cls, source: Source, options: OpenOptions) -> Self:
+        """Make one for a file that is read with some options."""
+        target = target_nbytes()
+        own = sorted(options.format_options.items())
+        told = (source.name, source.identity, options.reading, own, target)
+        return cls(source.name, _digest(told), target)
+
+    def variable(self, listed: Listed, dims: tuple[str, ...]) -> LazyVariable:
+        """Make the variable of a listed array that is not stacked."""
+        array = self.array(listed.name, listed.lazy)
+        encoding = _encoding(listed.tensor, listed.role, self.source)
+        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
+        return LazyVariable.of(dims, array, attrs, encoding)
+
+    def stack(self, listed: Listed, dims: tuple[str, ...], attrs: dict[str, Any]) -> LazyVariable:
+        """Make the variable of a stack; `attrs` are what its members have in common."""
+        if listed.stacked is None:
+            raise ValueError(f"{listed.name} is not stacked")
+        stack, members = listed.stacked
+        # Other tensors of the same file may be stacked under the same name.
+        array = self.array(listed.name, listed.lazy, _digest((stack.template, stack.indices)))
+        encoding = _stacked_encoding(members.tensors, listed.role, self.source)
+        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        encoding["stack"] = {
+            "template": stack.template,
+            "dims": stack.dims,
+            "indices": stack.indices,
+            "suffix": "" if listed.role is None else f":{listed.role}",
+            "shared_attrs": tuple(attrs),
+            "array": array.name,
+            "members": OpenedMembers(self, members),
+        }
+        return LazyVariable.of(dims, array, attrs or None, encoding)
+
+    def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
+        """Make a dask array over a lazy array."""
+        meta = lazy.empty((0,) * lazy.ndim)
+        return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
 
 
-def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
-    chosen = select(index.tensors, wanted)
-    if wanted is not None and not chosen and index.tensors:
-        alike = ", ".join(shown(name) for name in closest(index.tensors, wanted))
-        hint = f"; similar names: {alike}" if alike else ""
-        text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
-        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=6)
-    return chosen
+class Members(tuple[Member, ...]):
+    """The members of a stack."""
+
+    __slots__ = ()
+
+    # xarray copies encodings deeply with their Dataset; these never change.
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
-def _part_name(tensor: str, role: str, taken: Mapping[str, Any]) -> str:
-    """Name the variable of a part; tensors have their exact names, so parts give way to them."""
-    name = f"{tensor}:{role}"
-    while name in taken:
-        name = f"{name}:"
-    return name
+class OpenedMembers(Sequence[Member]):
+    """The members of a stack of an opened file, each made when it is asked for.
+
+    Parameters
+    ----------
+    maker : VariableMaker
+        Of the file.
+    arrays : TensorArrays
+        The tensors.
+    """
+
+    __slots__ = ("arrays", "maker")
+
+    def __init__(self, maker: VariableMaker, arrays: TensorArrays) -> None:
+        self.maker = maker
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return Members(self[at] for at in range(len(self))[position])
+        tensor, role = self.arrays.tensors[position], self.arrays.role
+        name = tensor.name if role is None else f"{tensor.name}:{role}"
+        array = self.maker.array(name, self.arrays[position])
+        return Member(dict(tensor.attrs), _encoding(tensor, role, self.maker.source), array)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
-def _leaf(variable: str, tensor: Tensor, role: str | None) -> str:
-    """Give the name that a variable has in its node of a tree."""
-    if tensor.path is None:
-        return variable.rpartition(".")[2]
-    return tensor.path[-1] if role is None else f"{tensor.path[-1]}:{role}"
-
-
-def _token(source: Source, options: OpenOptions, target: int) -> str:
-    """Give a text that differs wherever the values or chunks of equally named tensors may."""
-    own = sorted(options.format_options.items())
-    told = (source.name, source.identity, options.reading, own, target)
+def _digest(told: Any) -> str:
     return blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
-def _encoding(
-    tensor: Tensor, role: str | None, source: str, dims: tuple[str, ...], chunks: Chunks
-) -> dict[str, Any]:
+def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:
+    """Give the encoding of the same name: the size of a chunk along each dimension."""
+    return {dim: sizes[0] or 1 for dim, sizes in zip(dims, chunks, strict=True)}
+
+
+def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) -> dict[str, Any]:
+    """Say how a stack is stored: what all its members have in common, and their size in sum."""
+    first = _encoding(tensors[0], role, source)
+    encoding = {key: first[key] for key in _COMMON if key in first}
+    roles = [role] if role is not None else list(tensors[0].parts)
+    parts = [tensor.parts[each] for tensor in tensors for each in roles if each in tensor.parts]
+    encoding["nbytes"] = sum([part.nbytes for part in parts])
+    compressions = {part.encoding for part in parts}
+    if len(compressions) == 1:
+        (compression,) = compressions
+        if compression is not None:
+            encoding["compression"] = compression
+    return encoding
+
+
+def _encoding(tensor: Tensor, role: str | None, source: str) -> dict[str, Any]:
     """Say how a variable is stored."""
     encoding: dict[str, Any] = {
         "tensor": tensor.name,
         "layout": tensor.layout,
         "source": source,
-        "preferred_chunks": {d: c[0] or 1 for d, c in zip(dims, chunks, strict=True)},
     }
     readable = tensor.problem is None
     part = tensor.parts.get(role or "data") if tensor.layout == "dense" or role else None
@@ -226,7 +246,8 @@ def _encoding(
     if role is not None:
         encoding["part"] = role
     if tensor.path is not None:
-        encoding["path"] = (*tensor.path[:-1], _leaf("", tensor, role))
+        leaf = tensor.path[-1] if role is None else f"{tensor.path[-1]}:{role}"
+        encoding["path"] = (*tensor.path[:-1], leaf)
     return encoding
 
 

@@ -97,6 +97,11 @@ class TensorGraph(HighLevelGraph):
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorGraph, self._tensor
 
+    @property
+    def lazy(self) -> LazyArray:
+        """The array in the file."""
+        return self._tensor[0]
+
 
 class TensorLayer(Layer):
     """The tasks of an array: getters of chunks on a node that holds the lazy array.

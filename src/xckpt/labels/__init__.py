@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNames
-from xckpt.labels.paths import flat_name, tree_paths
+from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 from xckpt.labels.selection import TensorFilter, select
 
-__all__ = ["AxisNames", "TensorFilter", "flat_name", "select", "tree_paths"]
+__all__ = ["AxisNames", "TensorFilter", "child_nodes", "flat_name", "select", "tree_paths"]

@@ -8,13 +8,14 @@ on the third.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
 __all__ = ["AxisNames"]
 
@@ -29,6 +30,9 @@ class AxisNames:
         axis is to be named otherwise. The last matching entry wins.
     reserved : collection of str
         Names that no axis may have: those of the variables.
+    above : AxisNames, optional
+        The names of a node above this one in a tree: where it has a name, that has the same size
+        here, as a tree demands of nodes below each other.
 
     Raises
     ------
@@ -48,20 +52,36 @@ class AxisNames:
         self,
         dims: Mapping[str, Sequence[str | None]] | None = None,
         reserved: Collection[str] = (),
+        above: AxisNames | None = None,
     ) -> None:
         self._chosen = [_compiled(glob, names) for glob, names in (dims or {}).items()]
         self._reserved = reserved
-        self._sizes: dict[str, int] = {}
+        self._sizes: MutableMapping[str, int] = {}
+        if above is not None:
+            self._sizes = ChainMap(self._sizes, above._sizes)  # noqa: SLF001  the same class
         self._fitted_before: dict[
             tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]
         ] = {}
         self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
+
+    def claim(self, name: str, size: int) -> None:
+        """Keep a name for axes of one size, before any variable may take it for another."""
+        self._sizes[name] = size
+
+    def callers(self, tensor: str) -> tuple[str | None, ...] | None:
+        """Give what the caller named the axes of a tensor, None if nothing matches."""
+        for _, matches, names in reversed(self._chosen):
+            if matches(tensor):
+                return names
+        return None
 
     def of(
         self,
         variable: str,
         shape: tuple[int, ...],
         suggested: Sequence[str | None] | None = None,
+        stacked: tuple[str, ...] = (),
+        member: str = "",
     ) -> tuple[str, ...]:
         """Name the axes of a variable.
 
@@ -72,7 +92,13 @@ class AxisNames:
         shape : tuple of int
             Its shape.
         suggested : sequence of (str or None), optional
-            Names that the file gives, None where it gives none.
+            Names that the file gives, None where it gives none; of stacked tensors to the axes
+            that these have.
+        stacked : tuple of str
+            Names of the first axes, which stacking makes. The caller's names may be for all axes
+            or for those that are left.
+        member : str
+            Name of one of the stacked tensors; the caller's names may be for it, too.
 
         Returns
         -------
@@ -85,9 +111,11 @@ class AxisNames:
         ValueError
             If the caller's names are not as many as the axes, or name a variable.
         """
-        chosen = self._callers(variable, shape)
-        if chosen is None and suggested is None:
+        chosen = self._chosen_for(variable, shape, stacked, member)
+        if chosen is None and suggested is None and not stacked:
             return self._size_names(shape)
+        if stacked:
+            suggested = (*stacked, *(suggested or [None] * (len(shape) - len(stacked))))
         wanted = tuple(
             [
                 (chosen[axis] if chosen is not None else None)
@@ -101,23 +129,33 @@ class AxisNames:
             known = self._fitted_before[wanted, shape] = self._fitted(wanted, shape)
         return known
 
-    def _callers(self, variable: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
+    def _chosen_for(
+        self, variable: str, shape: tuple[int, ...], stacked: tuple[str, ...], member: str
+    ) -> tuple[str | None, ...] | None:
         for glob, matches, names in reversed(self._chosen):
-            if not matches(variable):
+            if not (matches(variable) or (stacked and matches(member))):
                 continue
-            if len(names) != len(shape):
+            inner = len(shape) - len(stacked)
+            if len(names) not in {len(shape), inner}:
+                axes = f"{inner} axes, {len(shape)} when stacked" if stacked else f"{inner} axes"
                 raise ValueError(
                     f"dims[{glob!r}] has {len(names)} names, but tensor {shown(variable)} has "
-                    f"{len(shape)} axes (shape {shape})"
+                    f"{axes} (shape {shape})"
                 )
-            for name in names:
-                if name is not None and name in self._reserved:
-                    raise ValueError(
-                        f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
-                        "choose another"
-                    )
+            self._refuse_names_of_variables(glob, names)
+            if len(names) == inner:
+                return (None,) * len(stacked) + names
+            _refuse_other_names(glob, names, stacked)
             return names
         return None
+
+    def _refuse_names_of_variables(self, glob: str, names: tuple[str | None, ...]) -> None:
+        for name in names:
+            if name is not None and name in self._reserved:
+                raise ValueError(
+                    f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
+                    "choose another"
+                )
 
     def _fitted(self, wanted: Sequence[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
         """Keep the wanted names that fit, and give the other axes the names of their sizes."""
@@ -150,6 +188,16 @@ class AxisNames:
             if free and self._sizes.setdefault(name, size) == size:
                 return name
             repeat += 1
+
+
+def _refuse_other_names(glob: str, names: tuple[str | None, ...], stacked: tuple[str, ...]) -> None:
+    """Refuse new names for the axes that stacking makes: they are also names of coordinates."""
+    for name, made in zip(names, stacked, strict=False):
+        if name not in {None, made}:
+            raise ValueError(
+                f"dims[{glob!r}] names the stacked axis {made!r} {name!r}; give None there, and "
+                f"rename it afterwards: ds.rename({{{made!r}: {name!r}}})"
+            )
 
 
 def _compiled(glob: Any, names: Any) -> tuple[str, Callable[[str], object], tuple[str | None, ...]]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["flat_name", "tree_paths"]
+__all__ = ["child_nodes", "flat_name", "tree_paths"]
 
 _DEEPEST = 64
 _SELF = "%self"
@@ -102,6 +102,34 @@ def flat_name(path: str, variable: str) -> str:
     if variable != _SELF:
         components.append(variable)
     return ".".join(_unescaped(component) for component in components)
+
+
+def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Give the names of the nodes right below each node.
+
+    Parameters
+    ----------
+    paths : iterable of str
+        Of nodes; those between them and the root need not be among them.
+
+    Returns
+    -------
+    dict of str to set of str
+        By path; nodes without any are not in it.
+
+    Examples
+    --------
+    >>> child_nodes(["/a/b"])
+    {'/a': {'b'}, '/': {'a'}}
+    """
+    below: dict[str, set[str]] = {}
+    for path in paths:
+        above = path
+        while above != "/":
+            above, _, child = above.rpartition("/")
+            above = above or "/"
+            below.setdefault(above, set()).add(child)
+    return below
 
 
 def _components(path: Sequence[str]) -> tuple[tuple[str, ...], str]:

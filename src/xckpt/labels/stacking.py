@@ -8,18 +8,22 @@ group at one position, or in none and keeps its own name; nothing is padded.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.labels.paths import tree_paths
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
 
-__all__ = ["Stack", "flat_names", "stack"]
+__all__ = ["Stack", "flat_names", "numbered_modules", "stack", "stack_in_tree"]
 
 # The dimension of an index that stands first, as the layers of a bare sequence do.
 _FIRST = "index"
+# Of the digits of an index: its coordinate has 64-bit integers.
+_LONGEST_INDEX = 18
 _Path = tuple[str, ...]
 _Position = tuple[int, ...]
 
@@ -73,6 +77,7 @@ def stack(
     kinds: Mapping[str, Hashable],
     only: Collection[str] | None = None,
     paths: Mapping[str, _Path] | None = None,
+    reserved: Collection[str] = (),
 ) -> list[Stack]:
     """Group tensors that differ in the numbers of their modules alone.
 
@@ -83,7 +88,10 @@ def stack(
     only : collection of str, optional
         Components whose indices become dimensions; by default all.
     paths : mapping of str to tuple of str, optional
-        Paths of tensors that are not to be split at their dots.
+        Paths of tensors that are not to be split at their dots. One that is not the tensor's name
+        when it is joined by dots leaves the tensor as it is.
+    reserved : collection of str
+        Names that no dimension may have.
 
     Returns
     -------
@@ -100,6 +108,8 @@ def stack(
     families: dict[tuple[_Pattern, Hashable], dict[_Position, str]] = defaultdict(dict)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
+        if stated is not None and ".".join(stated) != name:
+            continue
         found = _split(stated or tuple(name.split(".")), only)
         if found is not None:
             pattern, position = found
@@ -111,7 +121,65 @@ def stack(
     ]
     order = {name: number for number, name in enumerate(kinds)}
     grids = [grid for grid in grids if len(grid.members) > 1]
-    return _named(grids, order)
+    return _named(grids, order, reserved)
+
+
+def stack_in_tree(
+    kinds: Mapping[str, Hashable],
+    only: Collection[str] | None = None,
+    paths: Mapping[str, _Path] | None = None,
+    reserved: Collection[str] = (),
+    others: Collection[str] = (),
+) -> list[Stack]:
+    """Group tensors as `stack` does, for a tree of modules.
+
+    A node of a tree cannot have both a coordinate and a variable or another node of one name. A
+    dimension that would need that has a number behind its name.
+
+    Parameters
+    ----------
+    kinds, only, paths, reserved
+        As in `stack`.
+    others : collection of str
+        Names of variables of the tree that are no tensors in `kinds`.
+
+    Returns
+    -------
+    list of Stack
+        As `stack` gives it.
+    """
+    refused = set(reserved)
+    while True:
+        stacks = stack(kinds, only, paths, refused)
+        clashes = _clashes(stacks, [*kinds, *others], paths or {})
+        if not clashes:
+            return stacks
+        refused |= clashes
+
+
+def numbered_modules(names: Iterable[str]) -> list[str]:
+    """List what the indices in names would name dimensions, most frequent first.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of tensors.
+
+    Returns
+    -------
+    list of str
+        What `stack` takes as `only`.
+
+    Examples
+    --------
+    >>> numbered_modules(["h.0.w", "h.1.w", "h.1.e.0.w"])
+    ['h', 'e']
+    """
+    counted: Counter[str] = Counter()
+    for name in names:
+        found = _split(tuple(name.split(".")), None)
+        counted.update(found[0].bases if found else ())
+    return [base for base, _ in counted.most_common()]
 
 
 def flat_names(template: Iterable[str | None], indices: tuple[tuple[int, ...], ...]) -> list[str]:
@@ -138,6 +206,36 @@ def flat_names(template: Iterable[str | None], indices: tuple[tuple[int, ...], .
     return [form % place for place in _product(indices)]
 
 
+def _clashes(stacks: list[Stack], names: Iterable[str], paths: Mapping[str, _Path]) -> set[str]:
+    """Find dimensions whose coordinates have the name of a variable, or of a node below them."""
+    members = {name for each in stacks for name in each.members}
+    placed: dict[str, _Path | None] = {n: paths.get(n) for n in names if n not in members}
+    for each in stacks:
+        stated = each.members[0] in paths
+        path = tuple([part for part in each.template if part is not None])
+        placed[each.name] = path if stated else None
+    places = tree_paths(placed)
+    dims = {dim for each in stacks for dim in each.dims}
+    # A node has the coordinates of those above it, too.
+    below = _nodes_below({path for path, _ in places.values()}, dims)
+    clashes = dims & {leaf for _, leaf in places.values()}
+    for each in stacks:
+        clashes |= below.get(places[each.name][0], set()).intersection(each.dims)
+    return clashes
+
+
+def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[str]]:
+    """Find which of some names the nodes anywhere below each node have."""
+    below: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        components = path.split("/")[1:]
+        for depth, component in enumerate(components):
+            if component in names:
+                for above in range(depth + 1):
+                    below["/" + "/".join(components[:above])].add(component)
+    return below
+
+
 def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Position] | None:
     """Take the indices out of a path; None if there are none."""
     template: list[str | None] = []
@@ -145,11 +243,9 @@ def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Positi
     position: list[int] = []
     base = _FIRST
     for part in path:
-        # "007" is a name: as a number it would come back as "7".
-        is_index = part.isdecimal() and part.isascii() and (part[0] != "0" or part == "0")
-        if is_index and (only is None or base in only):
+        if _is_index(part) and (only is None or base in only):
             template.append(None)
-            bases.append(base)
+            bases.append(base or _FIRST)
             position.append(int(part))
         else:
             template.append(part)
@@ -157,6 +253,12 @@ def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Positi
     if not position or len(position) == len(path):
         return None
     return _Pattern(tuple(template), tuple(bases)), tuple(position)
+
+
+def _is_index(part: str) -> bool:
+    """Tell whether a component is a whole number; ``007`` would come back as ``7``."""
+    is_number = part.isdecimal() and part.isascii() and (part[0] != "0" or part == "0")
+    return is_number and len(part) <= _LONGEST_INDEX
 
 
 def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
@@ -185,17 +287,15 @@ def _product(indices: tuple[tuple[int, ...], ...]) -> list[_Position]:
     return places
 
 
-def _named(grids: list[_Grid], order: Mapping[str, int]) -> list[Stack]:
-    """Name variables and dimensions; a grid whose name is a tensor's is left unstacked."""
+def _named(grids: list[_Grid], order: Mapping[str, int], reserved: Collection[str]) -> list[Stack]:
+    """Name variables and dimensions; nothing is named like a tensor."""
     grids = sorted(grids, key=lambda grid: (-len(grid.members), order[grid.members[0]]))
-    taken = set(order)
+    free = _FreeNames(order)
     named: list[tuple[str, _Grid]] = []
     for grid in grids:
         plain = ".".join(part for part in grid.pattern.template if part is not None)
-        name = _free(plain, taken)
-        taken.add(name)
-        named.append((name, grid))
-    dims = _dimensions(grids, taken)
+        named.append((free.take(plain), grid))
+    dims = _dimensions(grids, _FreeNames({*order, *reserved, *(name for name, _ in named)}))
     stacks = [
         Stack(
             name,
@@ -220,7 +320,7 @@ def _dimension_keys(grid: _Grid) -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 def _dimensions(
-    grids: list[_Grid], taken: Collection[str]
+    grids: list[_Grid], free: _FreeNames
 ) -> dict[tuple[str, int, tuple[int, ...]], str]:
     """Name the dimensions: the largest set of indices has the plain name of its base.
 
@@ -230,18 +330,26 @@ def _dimensions(
     for key in sorted({key for grid in grids for key in _dimension_keys(grid)}):
         by_base[key[0]].append(key)
     names: dict[tuple[str, int, tuple[int, ...]], str] = {}
-    used = set(taken)
     for base, keys in by_base.items():
         largest = max(keys, key=lambda key: (len(key[2]), -key[1], key[2]))
         for key in [largest, *(key for key in keys if key != largest)]:
-            names[key] = _free(base, used)
-            used.add(names[key])
+            names[key] = free.take(base)
     return names
 
 
-def _free(name: str, taken: Collection[str]) -> str:
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
+class _FreeNames:
+    """Names that are not taken: the wanted one, or that with a number behind it."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        # Where the last search ended: a hostile file can want one name ten thousand times.
+        self._numbers: Counter[str] = Counter()
+
+    def take(self, wanted: str) -> str:
+        """Give a name and take it."""
+        name = wanted
+        while name in self._taken:
+            self._numbers[wanted] += 1
+            name = f"{wanted}_{self._numbers[wanted]}"
+        self._taken.add(name)
+        return name

@@ -1,0 +1,159 @@
+"""Tensors of one kind as one array: the leading axes are a grid, each position of it a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from operator import index
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from xckpt.arrays import lazy_arrays
+from xckpt.arrays.chunks import Chunks, chunks_along_slowest
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.selection import AxisKey, result_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.arrays import ReadOptions
+    from xckpt.index import Tensor
+    from xckpt.storage import Source
+
+__all__ = ["StackedArray", "TensorArrays"]
+
+# Members smaller than this share chunks, which are at most so large: to read 61 biases at once is
+# one task then, and to read one of them still reads that one.
+_SMALL = 1 << 20
+_LARGEST_SHARED = 16 << 20
+
+
+class TensorArrays(Sequence[LazyArray]):
+    """The lazy arrays of many tensors, each made when it is asked for.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        From an index.
+    role : str or None
+        Which part of them is shown, None where it is the whole.
+    sources : mapping of (str or None) to Source
+        The file under None, its shards under their names.
+    options : ReadOptions
+        How to read values.
+    """
+
+    __slots__ = ("options", "role", "sources", "tensors")
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        role: str | None,
+        sources: Mapping[str | None, Source],
+        options: ReadOptions,
+    ) -> None:
+        self.tensors = tensors
+        self.role = role
+        self.sources = sources
+        self.options = options
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @overload
+    def __getitem__(self, position: int) -> LazyArray: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> TensorArrays: ...
+
+    def __getitem__(self, position: int | slice) -> LazyArray | TensorArrays:
+        if isinstance(position, slice):
+            return TensorArrays(self.tensors[position], self.role, self.sources, self.options)
+        return lazy_arrays(self.tensors[position], self.sources, self.options)[self.role]
+
+
+class StackedArray(LazyArray):
+    """Arrays of one shape and dtype as one array with more axes in front.
+
+    Parameters
+    ----------
+    name : str
+        Of the variable, for messages; a member's errors have the member's.
+    members : sequence of LazyArray
+        In C order over the grid, at least one.
+    grid : tuple of int
+        Extents of the leading axes.
+    """
+
+    __slots__ = ("grid", "members")
+
+    def __init__(self, name: str, members: Sequence[LazyArray], grid: tuple[int, ...]) -> None:
+        first = members[0]
+        super().__init__(name, first.source, (*grid, *first.shape), first.dtype)
+        self.members = members
+        self.grid = grid
+
+    def chunks(self, target: int) -> Chunks:
+        """Give a chunk or several to each member; small members share some."""
+        first = self.members[0]
+        inner = first.chunks(target)
+        nbytes = prod(first.shape) * self.dtype.itemsize
+        if nbytes < _SMALL and all(len(sizes) == 1 for sizes in inner):
+            return chunks_along_slowest(self.grid, nbytes, min(target, _LARGEST_SHARED)) + inner
+        return tuple((1,) * count for count in self.grid) + inner
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """Give an array without elements, of the kind that the members give."""
+        return self.members[0].empty(shape)
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
+        shape = result_shape(self.shape, key)
+        if 0 in shape:
+            return self.empty(shape)
+        if all(isinstance(entry, int) for entry in outer):
+            return self.members[self._position(outer)][inner]
+        places = product(*map(_positions, outer, self.grid))
+        chosen = [self.members[self._position(place)] for place in places]
+        if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
+            return _sparse_stack([member[inner] for member in chosen], shape)
+        return _stack(chosen, inner, shape, self.dtype)
+
+    def _position(self, place: Sequence[AxisKey]) -> int:
+        position = 0
+        for step, count in zip(place, self.grid, strict=True):
+            position = position * count + index(step)  # type: ignore[arg-type]  # only integers
+        return position
+
+
+def _positions(entry: AxisKey, count: int) -> list[int]:
+    if isinstance(entry, slice):
+        return list(range(count)[entry])
+    return [int(step) for step in np.atleast_1d(entry)]
+
+
+def _stack(
+    members: list[LazyArray], inner: tuple[AxisKey, ...], shape: tuple[int, ...], dtype: Any
+) -> Any:
+    """Read members into one array; each is let go before the next is read."""
+    if len(members) == 1:
+        return members[0][inner].reshape(shape)
+    stacked = np.empty(shape, dtype)
+    flat = stacked.reshape(len(members), *_tail(shape, inner))
+    for place, member in enumerate(members):
+        flat[place] = member[inner]
+    return stacked
+
+
+def _tail(shape: tuple[int, ...], inner: tuple[AxisKey, ...]) -> tuple[int, ...]:
+    """Give the axes that the selection of a member has."""
+    kept = sum(not isinstance(entry, int) for entry in inner)
+    return shape[len(shape) - kept :]
+
+
+def _sparse_stack(blocks: list[Any], shape: tuple[int, ...]) -> Any:
+    import sparse
+
+    return sparse.stack(blocks).reshape(shape)

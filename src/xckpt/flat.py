@@ -1,0 +1,126 @@
+"""Datasets and trees seen alike: variables by the flat names of their tensors, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xarray as xr
+
+from xckpt.labels import flat_name, tree_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Flat", "flatten", "rebuild"]
+
+
+class Flat(NamedTuple):
+    """A Dataset or a tree without its structure.
+
+    Parameters
+    ----------
+    variables : dict of str to Variable
+        The data variables, by the flat name of the tensor.
+    nodes : dict of str to str
+        The path of the node that each of them is in, from the root of the whole tree.
+    coords : dict of str to dict of str to Variable
+        The coordinates of each node, by path; ``"/"`` is a Dataset itself.
+    """
+
+    variables: dict[Any, xr.Variable]
+    nodes: dict[Any, str]
+    coords: dict[str, dict[Any, xr.Variable]]
+
+    def indexes(self, path: str) -> dict[Any, xr.Variable]:
+        """Give the index coordinates of a node, those that it inherits included."""
+        found: dict[Any, xr.Variable] = {}
+        while True:
+            here = self.coords.get(path, {})
+            found = {n: v for n, v in here.items() if v.dims in {(n,), ()}} | found
+            if path == "/":
+                return found
+            path = path.rpartition("/")[0] or "/"
+
+
+def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
+    """Collect all variables, in time proportional to their number.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        Opened by us or not.
+
+    Returns
+    -------
+    Flat
+        With the variables themselves, not copies.
+
+    Raises
+    ------
+    ValueError
+        If two variables of a tree have one flat name.
+    """
+    flat = Flat({}, {}, {})
+    if isinstance(obj, xr.DataTree):
+        flat.coords.update((node.path, dict(node.coords.variables)) for node in obj.parents)
+    for path, ds in _datasets(obj):
+        flat.coords[path] = dict(ds.coords.variables)
+        for name, variable in ds.variables.items():
+            if name in flat.coords[path]:
+                continue
+            tensor: Any = name if obj is ds else flat_name(path, str(name))
+            if tensor in flat.variables:
+                raise ValueError(f"two variables of the tree are called {tensor!r} when it is flat")
+            flat.variables[tensor] = variable
+            flat.nodes[tensor] = path
+    return flat
+
+
+def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
+    """Make an object like another one of other variables.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        What gives the kind, the attributes and the encoding.
+    flat : Flat
+        The new variables and coordinates; where they are in a tree, their names say. Coordinates
+        with dimensions that no variable beside them has are left out; index coordinates go
+        wherever their dimension is used below them.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        As `obj`.
+    """
+    if isinstance(obj, xr.Dataset):
+        return _dataset(obj, flat.variables, flat.coords["/"])
+    nodes: dict[str, dict[Any, xr.Variable]] = {obj.path: {}}
+    paths = {name: variable.encoding.get("path") for name, variable in flat.variables.items()}
+    for name, (path, leaf) in tree_paths(paths).items():
+        nodes.setdefault(path, {})[leaf] = flat.variables[name]
+    old = dict(_datasets(obj))
+    datasets = {}
+    for path in nodes | {path: {} for path, ds in old.items() if ds.attrs}:
+        coords = {**flat.indexes(path), **flat.coords.get(path, {})}
+        below = "/" + path.removeprefix(obj.path).lstrip("/")
+        datasets[below] = _dataset(old.get(path, xr.Dataset()), nodes.get(path, {}), coords)
+    return xr.DataTree.from_dict(datasets, name=obj.name)
+
+
+def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
+    if isinstance(obj, xr.Dataset):
+        yield "/", obj
+        return
+    for node in obj.subtree:
+        yield node.path, node.to_dataset(inherit=False)
+
+
+def _dataset(
+    old: xr.Dataset, variables: Mapping[Any, xr.Variable], coords: Mapping[Any, xr.Variable]
+) -> xr.Dataset:
+    dims = {dim for variable in variables.values() for dim in variable.dims}
+    kept = {n: v for n, v in coords.items() if n not in variables and dims.issuperset(v.dims)}
+    new = xr.Dataset(variables, kept, old.attrs)
+    new.encoding = dict(old.encoding)
+    return new

@@ -1,0 +1,268 @@
+"""Which arrays of an Index become variables: whole tensors, parts of them, and stacks of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from xckpt.arrays import LazyArray, lazy_arrays
+from xckpt.arrays.stacked import StackedArray, TensorArrays
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.labels.selection import closest
+from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree
+from xckpt.storage.shard import ShardSource
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from xckpt.index import Index, Tensor
+    from xckpt.options import OpenOptions
+    from xckpt.storage import Source
+
+__all__ = ["Listed", "Listing", "list_arrays", "stacked_modules"]
+
+# Shown in a message.
+_MOST_MODULES = 8
+
+
+class Stacked(NamedTuple):
+    """How tensors were stacked, and the array of each of them."""
+
+    stack: Stack
+    members: TensorArrays
+
+
+class Listed(NamedTuple):
+    """An array that becomes a variable.
+
+    Parameters
+    ----------
+    name : str
+        Of the variable.
+    lazy : LazyArray
+        Its values.
+    tensor : Tensor
+        That it shows, the first where it shows several.
+    role : str or None
+        The part of it that is shown, None where it is the whole.
+    stacked : Stacked or None
+        Where it shows several.
+    """
+
+    name: str
+    lazy: LazyArray
+    tensor: Tensor
+    role: str | None
+    stacked: Stacked | None = None
+
+    @property
+    def stacked_dims(self) -> tuple[str, ...]:
+        """Names of the axes that stacking made."""
+        return () if self.stacked is None else self.stacked.stack.dims
+
+    @property
+    def suggested(self) -> tuple[str | None, ...] | None:
+        """Names of a tensor's axes that the file gives."""
+        return self.tensor.dims if self.role is None else None
+
+    @property
+    def path(self) -> tuple[str, ...] | None:
+        """Where it is in the tree of modules, where the dots of its name do not say so."""
+        if self.tensor.path is None:
+            return None
+        path = self.tensor.path
+        if self.stacked is not None:
+            path = tuple(part for part in self.stacked.stack.template if part is not None)
+        return path if self.role is None else (*path[:-1], f"{path[-1]}:{self.role}")
+
+
+class Listing(NamedTuple):
+    """What becomes of an Index.
+
+    Parameters
+    ----------
+    arrays : list of Listed
+        In the order of the variables.
+    flat_order : tuple of str
+        Names of the variables in the order that they have when nothing is stacked.
+    """
+
+    arrays: list[Listed]
+    flat_order: tuple[str, ...]
+
+
+def list_arrays(
+    source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
+) -> Listing:
+    """List what becomes a variable; nothing is built for what is left out.
+
+    Parameters
+    ----------
+    source : Source
+        The file.
+    index : Index
+        What it holds.
+    options : OpenOptions
+        Which tensors, and how.
+    for_tree : bool
+        Whether variables go into a tree: stacked dimensions then keep clear of its nodes.
+
+    Returns
+    -------
+    Listing
+        Whole tensors in file order, a stack in the place of its first member; then the parts of
+        those that are shown in parts.
+    """
+    dropped = options.drop_variables
+    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
+    tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
+    stacks = _stacks(tensors, options, for_tree=for_tree)
+    members = {name for each in stacks.values() for name in each.members}
+    sources: dict[str | None, Source] = {
+        label: ShardSource(source, shard, label) for label, shard in index.shards.items()
+    }
+    sources[None] = source
+    whole: dict[str, Listed] = {}
+    composite: list[Listed] = []
+    for tensor in tensors:
+        stacked = stacks.get(tensor.name)
+        if stacked is None and tensor.name in members:
+            continue
+        for listed in _arrays(tensor, stacked, index, sources, options):
+            if listed.role is None:
+                whole[listed.name] = listed
+            else:
+                composite.append(listed)
+    parts: dict[str, Listed] = {}
+    for listed in composite:
+        name = free_name(f"{listed.name}:{listed.role}", whole.keys() | parts.keys())
+        parts[name] = listed._replace(name=name)
+    arrays = [each for name, each in (whole | parts).items() if name not in drop]
+    return Listing(arrays, _flat_order(arrays, tensors))
+
+
+def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
+    """Give the modules that the option `stack` names, None for all.
+
+    Raises
+    ------
+    TypeError
+        If it is not True, a name or a collection of names.
+    """
+    if stack is True:
+        return None
+    modules = {stack} if isinstance(stack, str) else stack
+    # A mapping or a number is a mistake, not a collection of names.
+    if not isinstance(modules, set | frozenset | list | tuple) or not all(
+        isinstance(module, str) for module in modules
+    ):
+        raise TypeError(
+            "stack takes True, the name of a numbered module ('layers') or a list of them, "
+            f"not {stack!r}"
+        )
+    return modules
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Name a variable that is no tensor; tensors have their exact names, so it gives way."""
+    while name in taken:
+        name = f"{name}:"
+    return name
+
+
+def _arrays(
+    tensor: Tensor,
+    stacked: Stack | None,
+    index: Index,
+    sources: Mapping[str | None, Source],
+    options: OpenOptions,
+) -> Iterator[Listed]:
+    """Give what a tensor, or the stack that it is the first of, is shown as."""
+    arrays = lazy_arrays(tensor, sources, options.reading)
+    if stacked is None:
+        for role, lazy in arrays.items():
+            yield Listed(tensor.name, lazy, tensor, role)
+        return
+    tensors = tuple([index.tensors[name] for name in stacked.members])
+    for role in arrays:
+        members = TensorArrays(tensors, role, sources, options.reading)
+        lazy = StackedArray(stacked.name, members, stacked.shape)
+        yield Listed(stacked.name, lazy, tensor, role, Stacked(stacked, members))
+
+
+def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> dict[str, Stack]:
+    """Find what is to be stacked, by the first tensor of each stack in file order."""
+    if options.stack is False:
+        return {}
+    only = stacked_modules(options.stack)
+    names = AxisNames(options.dims)
+    kinds = {tensor.name: _kind(tensor, names, options) for tensor in tensors}
+    paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
+    warn_of_unknown_modules(kinds, only, stacklevel=7)
+    parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
+    reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
+    stacks = (stack_in_tree if for_tree else stack)(kinds, only, paths, reserved)
+    order = {name: number for number, name in enumerate(kinds)}
+    return {min(each.members, key=order.__getitem__): each for each in stacks}
+
+
+def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
+    """Tell whether a tensor is shown as its parts."""
+    return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
+
+
+def _kind(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
+    """Give all that the members of a stack have in common."""
+    parts = None
+    if _in_parts(tensor, options):
+        parts = tuple([(role, part.dtype, part.shape) for role, part in tensor.parts.items()])
+    return (
+        tensor.shape,
+        tensor.dtype,
+        tensor.layout,
+        tensor.order,
+        tensor.dims,
+        tensor.quantization,
+        tensor.problem is None,
+        parts,
+        names.callers(tensor.name) if options.dims else None,
+    )
+
+
+def warn_of_unknown_modules(
+    names: Collection[str], modules: Collection[str] | None, stacklevel: int = 4
+) -> None:
+    """Warn of modules to stack that no name has, with those that there are."""
+    there = numbered_modules(names) if modules is not None else []
+    unknown = [module for module in modules or () if module not in there]
+    if not unknown:
+        return
+    listed = ", ".join(shown(module) for module in there[:_MOST_MODULES]) or "none"
+    asked = ", ".join(map(shown, unknown))
+    text = f"stack: no numbered module is called {asked}; there are: {listed}"
+    warnings.warn(text, CheckpointWarning, stacklevel=stacklevel)
+
+
+def _flat_order(arrays: list[Listed], tensors: list[Tensor]) -> tuple[str, ...]:
+    """Give the order of variables when nothing is stacked: whole tensors, then parts."""
+    if all(each.stacked is None for each in arrays):
+        return tuple([each.name for each in arrays])
+    parts: dict[str, list[str]] = {}
+    for each in arrays:
+        if each.role is not None:
+            of = [each.tensor.name] if each.stacked is None else each.stacked.stack.members
+            for name in of:
+                parts.setdefault(name, []).append(f"{name}:{each.role}")
+    whole = [tensor.name for tensor in tensors if tensor.name not in parts]
+    return (*whole, *(part for t in tensors for part in parts.get(t.name, ())))
+
+
+def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
+    chosen = select(index.tensors, wanted)
+    if wanted is not None and not chosen and index.tensors:
+        alike = ", ".join(shown(name) for name in closest(index.tensors, wanted))
+        hint = f"; similar names: {alike}" if alike else ""
+        text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
+        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=7)
+    return chosen

@@ -1,0 +1,371 @@
+"""Stacking an open Dataset or tree, and the inverse: ``ds.ckpt.stack()``, ``ds.ckpt.unstack()``.
+
+What was stacked says so in ``encoding["stack"]``: the template of the names, the dimensions and
+the indices along them, and what each member was as a variable of its own. Which members are left
+after a selection, the coordinates tell.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+from xarray.core.indexing import ExplicitlyIndexed
+
+from xckpt.arrays.chunks import target_nbytes
+from xckpt.arrays.graph import TensorGraph, tensor_array
+from xckpt.arrays.stacked import StackedArray
+from xckpt.datasets import add_coords
+from xckpt.errors import shown
+from xckpt.flat import Flat, flatten, rebuild
+from xckpt.labels import tree_paths
+from xckpt.labels.attributes import stacked_attrs
+from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree
+from xckpt.listing import stacked_modules, warn_of_unknown_modules
+from xckpt.variables import LazyVariable, Member, Members, preferred_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["member_names", "member_variables", "stack_modules", "unstack_modules"]
+
+
+def stack_modules(
+    obj: xr.Dataset | xr.DataTree,
+    modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
+) -> Any:
+    """Make numbered modules dimensions.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        Whose variables have the names of tensors. Those that are stacked already stay as they
+        are.
+    modules : True, str, or list of str, default True
+        The modules whose numbers become dimensions, by default all.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        Lazy wherever `obj` is.
+
+    Raises
+    ------
+    TypeError
+        If `modules` is none of these.
+    """
+    only = stacked_modules(modules)
+    flat = flatten(obj)
+    warn_of_unknown_modules([n for n in flat.variables if isinstance(n, str)], only)
+    new, dropped = _stacked(obj, flat, _stacks(obj, flat, only))
+    result = rebuild(obj, new)
+    if len(new.variables) < len(flat.variables):
+        order = obj.encoding.get("flat_order", tuple(flat.variables))
+        before = obj.encoding.get("dropped_attrs", {})
+        result.encoding |= {"flat_order": order, "dropped_attrs": before | dropped}
+    return result
+
+
+def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
+    """Give every stacked tensor a variable of its own again, the inverse of `stack_modules`.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        Opened with `stack`, or stacked later. A selection of it gives the tensors that are left;
+        variables that were computed from stacked ones stay as they are.
+
+    Returns
+    -------
+    xarray.Dataset or xarray.DataTree
+        In the order of the file. Where nothing was done to a variable in between, its tensors
+        are what they were before, to the last attribute.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be told which tensors are left, or a variable has the name of one.
+    """
+    flat = flatten(obj)
+    new = Flat({}, {}, flat.coords)
+    stacked_dims: set[str] = set()
+    for name, variable in flat.variables.items():
+        info = variable.encoding.get("stack")
+        if info is None:
+            members = {name: variable}
+        else:
+            members = member_variables(name, variable, flat.indexes(flat.nodes[name]))
+            stacked_dims.update(info["dims"])
+        for member, unstacked in members.items():
+            if member in new.variables:
+                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
+            new.variables[member] = unstacked
+    order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
+    in_order = sorted(new.variables, key=lambda name: order.get(name, len(order)))
+    coords = {
+        path: {n: v for n, v in here.items() if n not in stacked_dims or v.dims}
+        for path, here in flat.coords.items()
+    }
+    result = rebuild(obj, Flat({name: new.variables[name] for name in in_order}, {}, coords))
+    for key in ("flat_order", "dropped_attrs"):
+        result.encoding.pop(key, None)
+    return result
+
+
+def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
+    """Give the names of the tensors that are stacked in a variable.
+
+    Parameters
+    ----------
+    name : str
+        Flat name of the variable.
+    variable : xarray.Variable
+        Stacked or not.
+    indexes : mapping of str to Variable
+        The coordinates that tell which are left.
+
+    Returns
+    -------
+    list of str
+        In C order along the stacked dimensions, in the order in which they were stacked.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be told which tensors are left.
+    """
+    info = variable.encoding.get("stack")
+    if info is None:
+        return [name]
+    indices = tuple([_indices(name, variable, dim, indexes) for dim in info["dims"]])
+    return _flat_names(info, indices)
+
+
+def member_variables(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> dict[str, xr.Variable]:
+    """Give the variables of the tensors that a stacked variable still has.
+
+    Parameters
+    ----------
+    name : str
+        Flat name of the variable.
+    variable : xarray.Variable
+        Stacked.
+    indexes : mapping of str to Variable
+        The coordinates that tell which are left.
+
+    Returns
+    -------
+    dict of str to xarray.Variable
+        By flat name, in the order of `member_names`.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be told which tensors are left.
+    """
+    info = variable.encoding["stack"]
+    indices = tuple([_indices(name, variable, dim, indexes) for dim in info["dims"]])
+    places = product(*(range(len(along)) for along in indices))
+    known = [{index: at for at, index in enumerate(along)} for along in info["indices"]]
+    dims = tuple([dim for dim in variable.dims if dim not in info["dims"]])
+    is_whole = _is_whole(variable, info)
+    found: dict[str, xr.Variable] = {}
+    for member, place in zip(_flat_names(info, indices), places, strict=True):
+        was = _was(info, known, [along[at] for along, at in zip(indices, place, strict=True)])
+        if is_whole and was.data is not None:
+            data = was.data
+        else:
+            data = variable.data[_key(variable, info["dims"], place)]
+        attrs = _attrs(variable.attrs, was.attrs, info["shared_attrs"])
+        encoding = dict(was.encoding)
+        if isinstance(data, da.Array):
+            encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
+        found[member] = LazyVariable.of(dims, data, attrs, encoding)
+    return found
+
+
+# --- stacking ------------------------------------------------------------------------------------
+
+
+def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
+    kinds, others = {}, []
+    for name, variable in flat.variables.items():
+        if isinstance(name, str) and "stack" not in variable.encoding:
+            kinds[name] = _kind(variable)
+        else:
+            others.append(str(name))
+    stated = {name: flat.variables[name].encoding.get("path") for name in kinds}
+    paths = {name: path for name, path in stated.items() if path is not None}
+    reserved = {str(dim) for variable in flat.variables.values() for dim in variable.dims}
+    reserved |= {str(name) for coords in flat.coords.values() for name in coords}
+    reserved |= set(others)
+    if isinstance(obj, xr.DataTree):
+        return stack_in_tree(kinds, only, paths, reserved, others)
+    return stack(kinds, only, paths, reserved)
+
+
+def _kind(variable: xr.Variable) -> tuple[Any, ...]:
+    """Give all that the members of a stack have in common."""
+    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    stored = [str(variable.encoding.get(key)) for key in ("layout", "dtype", "order", "part")]
+    kinds = (type(data), type(getattr(data, "_meta", None)))
+    return (variable.dims, variable.shape, variable.dtype, *kinds, *stored)
+
+
+def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[str, list[str]]]:
+    """Put stacks in the places of their first members; list the attributes that are lost."""
+    members = {name for each in stacks for name in each.members}
+    order = {name: at for at, name in enumerate(flat.variables)}
+    firsts = {min(each.members, key=order.__getitem__): each for each in stacks}
+    variables: dict[str, xr.Variable] = {}
+    coords = {path: dict(here) for path, here in flat.coords.items()}
+    dropped: dict[str, list[str]] = {}
+    places = _places(obj, flat, stacks, members)
+    for name, variable in flat.variables.items():
+        each = firsts.get(name)
+        if each is None:
+            if name not in members:
+                variables[name] = variable
+            continue
+        attrs = stacked_attrs([flat.variables[member].attrs for member in each.members])
+        variables[each.name] = _stack_variable(each, flat, attrs.shared)
+        path, leaf = places[each.name]
+        add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables)
+        if attrs.dropped:
+            dropped[each.name] = attrs.dropped
+    return Flat(variables, {}, coords), dropped
+
+
+def _places(
+    obj: Any, flat: Flat, stacks: Sequence[Stack], members: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    """Say where stacks are: the path of the node, and the name in it."""
+    if isinstance(obj, xr.Dataset):
+        return {each.name: ("/", each.name) for each in stacks}
+    paths = {n: v.encoding.get("path") for n, v in flat.variables.items() if n not in members}
+    for each in stacks:
+        stated = "path" in flat.variables[each.members[0]].encoding
+        paths[each.name] = _without_indices(each.template) if stated else None
+    return tree_paths(paths)
+
+
+def _without_indices(template: tuple[str | None, ...]) -> tuple[str, ...]:
+    return tuple([part for part in template if part is not None])
+
+
+def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Variable:
+    variables = [flat.variables[name] for name in each.members]
+    first = variables[0]
+    data = _stack_arrays(each, [_array(variable) for variable in variables])
+    members = Members(_as_member(variable) for variable in variables)
+    keys = ("layout", "source", "dtype", "order", "part")
+    encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
+    encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
+    if "path" in first.encoding:
+        encoding["path"] = _without_indices(each.template)
+    encoding["stack"] = {
+        "template": each.template,
+        "dims": each.dims,
+        "indices": each.indices,
+        "suffix": "",
+        "shared_attrs": tuple(shared),
+        "array": getattr(data, "name", None),
+        "members": members,
+    }
+    return LazyVariable.of((*each.dims, *first.dims), data, shared or None, encoding)
+
+
+def _array(variable: xr.Variable) -> Any:
+    """Give the array of a variable without reading what another engine left lazy."""
+    if isinstance(variable._data, ExplicitlyIndexed):  # noqa: SLF001  `data` would read it
+        return variable.chunk().data
+    return variable.data
+
+
+def _as_member(variable: xr.Variable) -> Member:
+    """Say what a variable was; values in memory are not kept twice."""
+    data = variable._data  # noqa: SLF001
+    lazy = data if isinstance(data, da.Array) and isinstance(data.dask, TensorGraph) else None
+    return Member(dict(variable.attrs), dict(variable.encoding), lazy)
+
+
+def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:
+    """Stack arrays along the grid; lazy ones of tensors stay one chunk or several each."""
+    if all(isinstance(array, da.Array) and isinstance(array.dask, TensorGraph) for array in arrays):
+        lazy = StackedArray(each.name, [array.dask.lazy for array in arrays], each.shape)
+        told = "\0".join([each.name, *(array.name for array in arrays)])
+        token = blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        chunks = lazy.chunks(target_nbytes())
+        return tensor_array(lazy, f"{each.name}-{token}", chunks, lazy.empty((0,) * lazy.ndim))
+    if not any(isinstance(array, da.Array) for array in arrays):
+        return np.stack(arrays).reshape((*each.shape, *arrays[0].shape))
+    for count in reversed(each.shape):
+        rows = range(0, len(arrays), count)
+        arrays = [da.stack(arrays[row : row + count]) for row in rows]
+    return arrays[0]
+
+
+# --- unstacking ----------------------------------------------------------------------------------
+
+
+def _indices(
+    name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
+) -> tuple[int, ...]:
+    """Read from a coordinate which indices are left along a stacked dimension."""
+    coord = indexes.get(dim)
+    if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
+        raise ValueError(
+            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
+            "its tensors are left: unstack before that dimension or coordinate is renamed or "
+            "dropped"
+        )
+    values = np.atleast_1d(coord.values)
+    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
+        raise ValueError(
+            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
+            "has something else than whole numbers, or one of them twice"
+        )
+    return tuple(values.tolist())
+
+
+def _is_whole(variable: xr.Variable, info: Mapping[str, Any]) -> bool:
+    """Tell whether a variable has the very array that was stacked."""
+    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    made = isinstance(data, da.Array) and data.name == info["array"]
+    return made and variable.dims[: len(info["dims"])] == info["dims"]
+
+
+def _was(info: Mapping[str, Any], known: list[dict[int, int]], place: list[int]) -> Member:
+    """Give what a member was; one that was not there before has nothing to remember."""
+    position = 0
+    for along, index in zip(known, place, strict=True):
+        if index not in along:
+            return Member({}, {}, None)
+        position = position * len(along) + along[index]
+    member: Member = info["members"][position]
+    return member
+
+
+def _key(variable: xr.Variable, dims: Collection[Any], place: tuple[int, ...]) -> tuple[Any, ...]:
+    at = iter(place)
+    positions = dict(zip(dims, at, strict=True))
+    return tuple([positions.get(dim, slice(None)) for dim in variable.dims])
+
+
+def _attrs(
+    now: Mapping[Any, Any], was: Mapping[Any, Any], shared: Collection[Any]
+) -> dict[Any, Any] | None:
+    """Join a member's own attributes with what the stack's have become."""
+    kept = {key: value for key, value in was.items() if key not in shared or key in now}
+    return kept | dict(now) or None
+
+
+def _flat_names(info: Mapping[str, Any], indices: tuple[tuple[int, ...], ...]) -> list[str]:
+    suffix: str = info["suffix"]
+    return [name + suffix for name in flat_names(info["template"], indices)]

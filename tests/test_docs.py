@@ -1,0 +1,28 @@
+"""Examples of the documentation give what they show."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
+
+if TYPE_CHECKING:
+    import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_stacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, family in {"gpt2-xl": gpt, "resnet50": resnet, "moe": mixture_of_experts}.items():
+        write_ztensor(tmp_path / f"{name}.zt", dict(family()))
+    text = (DOCS / "stacking.md").read_text(encoding="utf-8")
+    # The end of a code block would be taken for output.
+    text = text.replace("```", "")
+    test = doctest.DocTestParser().get_doctest(text, {}, "stacking.md", "stacking.md", 0)
+    runner = doctest.DocTestRunner()
+    runner.run(test)
+    assert runner.failures == 0
+    assert runner.tries > 15
