@@ -77,7 +77,9 @@ def test_descriptions(path: Path) -> None:
             key: expected[key] for key in ("kind", "config", "runtime")
         }
         wanted = {"kind", "config"} | ({"runtime"} if expected["runtime"] else set())
-        assert ds.attrs.keys() == wanted
+        has_ids = any(int(entry.get("stored_base_id") or "0", 16) for entry in expected["entries"])
+        assert ds.attrs.keys() == wanted | ({"ids"} if has_ids else set())
+        assert ds.attrs.get("ids") == ("stored" if has_ids else None)
     else:
         assert not ds.attrs
     for entry in expected["entries"]:

@@ -13,7 +13,11 @@ import xarray as xr
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.backend import CheckpointBackend
+from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError
+from xckpt.index import Index
+from xckpt.plan import Plan
+from xckpt.storage.digests import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +51,45 @@ def test_an_engine_has_the_options_of_its_format(engine: CheckpointBackend) -> N
     assert source.name == "source"
     named = {option.name for option in options if option.kind is not Parameter.VAR_KEYWORD}
     assert named == set(engine.format_options)
+
+
+WRITTEN = [name for name in FORMATS if hasattr(formats.get(name), "plan")]
+LAYOUTS = {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_format_says_of_its_files_is_known_elsewhere(name: str) -> None:
+    writer = formats.get_writer(name)
+    assert writer.format == name
+    assert len(set(writer.writes)) == len(writer.writes) > 0
+    assert set(writer.writes) <= set(ELEMENT_TYPES)
+    assert {"dense"} <= set(writer.layouts) <= LAYOUTS
+    assert set(writer.encodings) <= {"zstd", "zstd-seekable"}
+    assert all(map(is_known, writer.digests))
+    assert set(writer.orders) <= {"C", "F"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_options_of_a_plan_are_keywords_with_defaults(name: str) -> None:
+    writer = formats.get_writer(name)
+    index, *options = signature(writer.plan).parameters.values()
+    assert index.name == "index"
+    assert {option.name for option in options} == set(writer.options)
+    assert {option.kind for option in options} <= {Parameter.KEYWORD_ONLY}
+    assert all(option.default is not Parameter.empty for option in options)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_plan_of_nothing_is_a_plan(name: str) -> None:
+    assert isinstance(formats.get_writer(name).plan(Index(name, "", {})), Plan)
+
+
+def test_a_format_that_is_only_read_has_no_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("xckpt.formats.burnpack.plan")
+    with pytest.raises(ValueError, match=r"'burnpack' is only read; written are: .*ztensor"):
+        formats.get_writer("burnpack")
+    with pytest.raises(ValueError, match="unknown format 'onnx'"):
+        formats.get_writer("onnx")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -516,7 +516,8 @@ def test_components_of_other_formats_have_their_types() -> None:
         },
     }
     tensor = read(v12_file({"q": entry})).tensors["q"]
-    assert (tensor.layout, tensor.dtype, tensor.attrs) == ("structural", "int32", {"bits": 4})
+    assert (tensor.layout, tensor.dtype) == ("structural", "int32")
+    assert tensor.attrs == {"bits": 4, "ztensor_layout": "quantized_group"}
     assert {role: (part.dtype, part.shape) for role, part in tensor.parts.items()} == {
         "packed_weight": ("int32", (32,)),
         "scales": ("float16", (16,)),

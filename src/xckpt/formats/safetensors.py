@@ -25,6 +25,11 @@ So are shapes that numpy cannot represent.
 
 Not said is how 6-bit elements share bytes: their tensors are listed, and their values not read.
 
+What is written equals what the package writes, byte for byte: tensors with wide elements first,
+then by name; the header padded so that data begin at a multiple of 8. (Of several metadata the
+package chooses an order by chance; here it is the order of the attributes.) Names of axes are text in
+``__metadata__`` under the key ``xckpt.dims``, which other readers ignore.
+
 References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
 rules have the names of its ``SafeTensorError``.
 """
@@ -37,14 +42,16 @@ from collections import Counter
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.dims import DIMS_KEY, dims_text, with_dims
 from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan
 
 if TYPE_CHECKING:
     from xckpt.formats import Readable
 
-__all__ = ["NAME", "SUFFIXES", "detect", "read"]
+__all__ = ["FILE_ATTRS", "NAME", "SUFFIXES", "TENSOR_ATTRS", "WRITES", "detect", "plan", "read"]
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors",)
@@ -77,6 +84,11 @@ _DTYPES = {
     "U64": "uint64",
 }
 _UNREAD = {"F6_E2M3": 6, "F6_E3M2": 6}
+WRITES = tuple(_DTYPES.values())
+#: Any attribute of the file: text as it is, all else as JSON text. None of a tensor.
+FILE_ATTRS = None
+TENSOR_ATTRS = ()
+
 _BITS = {name: ELEMENT_TYPES[dtype].bits for name, dtype in _DTYPES.items()} | _UNREAD
 
 # Of numpy.
@@ -134,6 +146,7 @@ def read(source: Readable) -> Index:
     entries = _parse(header)
     attrs = _metadata(entries.pop("__metadata__", None))
     tensors = _tensors(entries, _HEAD + len(header), source.size)
+    tensors = with_dims(tensors, attrs.pop(DIMS_KEY, None))
     return Index(NAME, "", tensors, attrs, source.name, source.size)
 
 
@@ -275,6 +288,116 @@ def _check_depth(value: Any, levels: int) -> None:
             raise _broken(f"the header is nested deeper than {_DEEPEST} levels")
         for inner in value.values() if type(value) is dict else value:
             _check_depth(inner, levels - 1)
+
+
+def plan(index: Index) -> Plan:
+    """Lay a safetensors file out.
+
+    Parameters
+    ----------
+    index : Index
+        What is to be written.
+
+    Returns
+    -------
+    Plan
+        The header, and the data without a gap.
+
+    Raises
+    ------
+    UnsupportedError
+        If a name, an element type, a layout or an attribute has no place in the format.
+    """
+    tensors = sorted(index.tensors.values(), key=_writing_order)
+    sizes = [_nbytes_written(tensor) for tensor in tensors]
+    header = _written_header(index, tensors, sizes)
+    offset = _HEAD + len(header)
+    extents = []
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
+        extents.append(Extent(tensor.name, "data", tensor.parts["data"], offset))
+        offset += nbytes
+    head = Literal(0, len(header).to_bytes(_HEAD, "little") + header)
+    return Plan((head,), tuple(extents), nbytes=offset)
+
+
+def _writing_order(tensor: Tensor) -> tuple[int, str]:
+    if tensor.dtype not in _RANKS:
+        raise _unwritable(f"there is no element type for {tensor.dtype}", "Dtype", tensor)
+    return _RANKS[tensor.dtype], tensor.name
+
+
+# The package sorts by its enumeration of types, largest first.
+_RANKS = {dtype: -rank for rank, dtype in enumerate(_DTYPES.values())}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def _nbytes_written(tensor: Tensor) -> int:
+    if tensor.layout != "dense" or tensor.order != "C":
+        reason = f"{tensor.layout} tensors in {tensor.order} order have no place in this format"
+        raise _unwritable(reason, "Layout", tensor)
+    bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
+    if bits % 8:
+        raise _unwritable(f"{bits} bits of data are no whole bytes", "MisalignedSlice", tensor)
+    return bits // 8
+
+
+def _written_header(index: Index, tensors: list[Tensor], sizes: list[int]) -> bytes:
+    entries: dict[str, Any] = {}
+    metadata = {str(k): _as_text(k, v) for k, v in index.attrs.items()}
+    dims = dims_text(index.tensors)
+    if dims is not None:
+        metadata[DIMS_KEY] = dims
+    if metadata:
+        entries["__metadata__"] = metadata
+    start = 0
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
+        if tensor.name == "__metadata__":
+            raise _unwritable("the name has another meaning here", "Name", tensor, _RENAME)
+        entries[tensor.name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, start + nbytes),
+        }
+        start += nbytes
+    header = _json(entries, tensors)
+    if len(header) > _LARGEST_HEADER:
+        reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
+        raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
+    return header + b" " * (-len(header) % 8)
+
+
+def _json(entries: dict[str, Any], tensors: list[Tensor]) -> bytes:
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        pass
+    for tensor in tensors:
+        if any("\ud800" <= character <= "\udfff" for character in tensor.name):
+            raise _unwritable("a lone surrogate is no text", "Name", tensor, _RENAME)
+    raise UnsupportedError("an attribute has a lone surrogate, which is no text", rule="Metadata")
+
+
+_RENAME = "Rename it: ds.rename({old: new})"
+
+
+def _as_text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"the attribute {shown(str(name))} cannot be text: {error}",
+            rule="Metadata",
+            hint="Make it text, or remove it from ds.attrs",
+        ) from None
+
+
+def _unwritable(
+    reason: str, rule: str, tensor: Tensor, hint: str | None = None
+) -> UnsupportedError:
+    return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
 
 def _broken(

@@ -39,8 +39,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
+from xckpt.formats.burnpack.axes import module_axes
 from xckpt.formats.burnpack.metadata import decode, mapping, mistyped, struct
+from xckpt.formats.burnpack.plan import (
+    FILE_ATTRS,
+    LAYOUTS,
+    TENSOR_ATTRS,
+    WRITE_OPTIONS,
+    WRITES,
+    is_inline,
+    plan,
+)
 from xckpt.formats.burnpack.tensors import check_ranges, listed, scalar, tensor
 from xckpt.index import Index, Tensor
 
@@ -51,7 +62,20 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.burnpack.tensors import Listed
 
-__all__ = ["NAME", "SUFFIXES", "detect", "read"]
+__all__ = [
+    "FILE_ATTRS",
+    "LAYOUTS",
+    "NAME",
+    "SUFFIXES",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "detect",
+    "is_inline",
+    "module_axes",
+    "plan",
+    "read",
+]
 
 NAME = "burnpack"
 SUFFIXES = (".bpk",)
@@ -132,6 +156,7 @@ def read(source: Readable, layout: Layout | None = None) -> Index:
         tensors = {each.name: tensor(each, start) for each in found}
         _add_scalars(tensors, mapping("scalars", root.get("scalars", {})))
         attrs = _attributes(root)
+        tensors = with_dims(tensors, attrs.pop(DIMS_KEY, None))
     except CheckpointError as error:
         if error.offset is None:
             error.offset = _HEADER

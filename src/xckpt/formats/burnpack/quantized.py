@@ -40,7 +40,7 @@ from xckpt.formats.burnpack.metadata import (
 )
 from xckpt.index import Part, Quantization
 
-__all__ = ["Scheme", "split"]
+__all__ = ["MOST_BLOCK_AXES", "SCALE_TYPES", "Scheme", "split"]
 
 _NEW = frozenset({"value", "store", "mode", "tensor", "block"})
 _OLD = frozenset({"value", "store", "mode", "param", "level"})
@@ -52,14 +52,14 @@ _PLAIN_STORES: dict[str, tuple[str, int | None]] = {
     "Native": ("Native", None),
     "U32": ("PackedU32", 0),
 }
-_SCALE_TYPES = {
+SCALE_TYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
     "UE8M0": "float8_e8m0fnu",
     "UE4M3": "float8_e4m3fn",  # its sign bit is never set
 }
-_MOST_BLOCK_AXES = 5
+MOST_BLOCK_AXES = 5
 _WORD_BITS = 32
 
 
@@ -226,17 +226,17 @@ def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, 
     """Place the scales, which end where the range does."""
     parts: dict[str, Part] = {}
     if scheme.block is None:
-        dtype = _SCALE_TYPES[scheme.tensor or "F32"]
+        dtype = SCALE_TYPES[scheme.tensor or "F32"]
         size = nbytes_of(dtype, 1)
         return {"scales": Part(dtype, (), end - size, size)}
     if scheme.tensor is not None:
-        dtype = _SCALE_TYPES[scheme.tensor]
+        dtype = SCALE_TYPES[scheme.tensor]
         size = nbytes_of(dtype, 1)
         end -= size
         parts["global"] = Part(dtype, (), end, size)
     blocks = _block_extents(scheme, shape)
     grid = tuple(-(-n // extent) for n, extent in zip(shape, blocks, strict=True))
-    dtype = _SCALE_TYPES[scheme.block_scale or "F32"]
+    dtype = SCALE_TYPES[scheme.block_scale or "F32"]
     size = nbytes_of(dtype, prod(grid))
     return {"scales": Part(dtype, grid, end - size, size), **parts}
 
@@ -244,19 +244,19 @@ def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, 
 def _new_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
     tensor = optional(fields.get("tensor"))
     if tensor is not None:
-        tensor = unit("tensor", tensor, _SCALE_TYPES)
+        tensor = unit("tensor", tensor, SCALE_TYPES)
     block = optional(fields.get("block"))
     if block is None:
         return tensor, None, None
     inner = struct("block", block, {"size", "dtype"})
-    scale = unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
+    scale = unit("dtype of block", inner.get("dtype"), SCALE_TYPES)
     return tensor, _block_size(inner.get("size")), scale
 
 
 def _old_scales(
     fields: dict[str, Any],
 ) -> tuple[str | None, tuple[int, ...] | None, str | None, bool]:
-    param = unit("param", fields.get("param"), _SCALE_TYPES)
+    param = unit("param", fields.get("param"), SCALE_TYPES)
     level, content = variant("level", fields.get("level"))
     if level == "Tensor":
         if content is not UNIT:
@@ -266,7 +266,7 @@ def _old_scales(
         return None, _block_size(content), param, True
     if level == "BlockTensor":
         inner = struct("BlockTensor", content, {"block", "global"})
-        whole = unit("global", inner.get("global"), _SCALE_TYPES)
+        whole = unit("global", inner.get("global"), SCALE_TYPES)
         return whole, _block_size(inner.get("block")), param, False
     raise unknown("level", level)
 
@@ -287,10 +287,10 @@ def _store(value: Any) -> tuple[str, int | None]:
 def _block_size(value: Any) -> tuple[int, ...]:
     fields = struct("block size", value, {"storage", "len"})
     storage, count = fields.get("storage"), fields.get("len")
-    if type(storage) is not list or len(storage) != _MOST_BLOCK_AXES:
-        raise mistyped("'storage' of a block size", storage, f"{_MOST_BLOCK_AXES} integers")
-    if type(count) is not int or not 0 < count <= _MOST_BLOCK_AXES:
-        raise mistyped("'len' of a block size", count, f"1 to {_MOST_BLOCK_AXES}")
+    if type(storage) is not list or len(storage) != MOST_BLOCK_AXES:
+        raise mistyped("'storage' of a block size", storage, f"{MOST_BLOCK_AXES} integers")
+    if type(count) is not int or not 0 < count <= MOST_BLOCK_AXES:
+        raise mistyped("'len' of a block size", count, f"1 to {MOST_BLOCK_AXES}")
     extents = tuple(storage[:count])
     for extent in extents:
         if type(extent) is not int or not 0 < extent < 256:

@@ -23,14 +23,23 @@ from xckpt.index import Part, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Listed", "check_ranges", "listed", "scalar", "tensor"]
+__all__ = [
+    "BOOLEANS",
+    "ELEMENTS",
+    "SCALARS",
+    "Listed",
+    "check_ranges",
+    "listed",
+    "scalar",
+    "tensor",
+]
 
 _FIELDS = frozenset({"dtype", "shape", "data_offsets", "param_id"})
 _MOST_AXES = 64  # numpy's limit
 _MOST_ELEMENTS = ((1 << 63) - 1) // 8  # numpy counts the bytes of an array in 63 bits
 
 # Element types, and bytes of one element.
-_ELEMENTS = {
+ELEMENTS = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "Flex32": ("float32", 4),
@@ -46,8 +55,8 @@ _ELEMENTS = {
     "U8": ("uint8", 1),
     "Bool": ("bool", 1),
 }
-_BOOLEANS = {"Native": ("bool", 1), "U8": ("bool", 1), "U32": ("bool32", 4)}
-_SCALARS: Mapping[str, tuple[str, type, str]] = {
+BOOLEANS = {"Native": ("bool", 1), "U8": ("bool", 1), "U32": ("bool32", 4)}
+SCALARS: Mapping[str, tuple[str, type, str]] = {
     "Int": ("int64", int, "<q"),
     "UInt": ("uint64", int, "<Q"),
     "Float": ("float64", float, "<d"),
@@ -200,7 +209,7 @@ def _tensor(name: str, fields: dict[str, Any], offset: int, nbytes: int) -> Tens
     shape = _shape(fields.get("shape"))
     attrs = _attributes(fields.get("param_id"))
     dtype = fields.get("dtype")
-    element = _ELEMENTS.get(dtype) if type(dtype) is str else None
+    element = ELEMENTS.get(dtype) if type(dtype) is str else None
     if element is None:
         return _composed(_Typeless(name, shape, offset, nbytes, attrs), dtype)
     if dtype == "Flex32":
@@ -212,19 +221,19 @@ def _tensor(name: str, fields: dict[str, Any], offset: int, nbytes: int) -> Tens
 def _composed(found: _Typeless, dtype: Any) -> Tensor:
     """Describe a tensor whose type has more to it than a name."""
     kind, content = variant("dtype", dtype)
-    if kind in _ELEMENTS and kind != "Bool":
+    if kind in ELEMENTS and kind != "Bool":
         raise mistyped("dtype", dtype, "a variant without content")
     try:
         if kind == "QFloat":
             return _quantized(found, Scheme.parse(content))
         if kind != "Bool":
             raise unknown("dtype", kind)
-        store = unit("Bool", content, _BOOLEANS)
+        store = unit("Bool", content, BOOLEANS)
     except UnsupportedError as problem:
         return _unreadable(found, kind, problem)
     if store != "Native":
         found.attrs["burn_dtype"] = json.dumps({"Bool": store})
-    part = _dense(_BOOLEANS[store], found.shape, found.offset, found.nbytes)
+    part = _dense(BOOLEANS[store], found.shape, found.offset, found.nbytes)
     return Tensor(found.name, part.dtype, found.shape, {"data": part}, attrs=found.attrs)
 
 
@@ -315,10 +324,10 @@ def scalar(name: str, value: Any, offset: int) -> Tensor:
         If the value is not of its kind.
     """
     kind, content = variant(f"scalar {shown(name)}", value)
-    if kind not in _SCALARS:
+    if kind not in SCALARS:
         problem = unknown("scalar", kind)
         return _unreadable(_Typeless(name, (), offset, 0, {"scalar": kind}), kind, problem)
-    dtype, python_type, layout = _SCALARS[kind]
+    dtype, python_type, layout = SCALARS[kind]
     if type(content) is not python_type:
         raise mistyped(f"scalar {shown(name)}", content, kind)
     try:

@@ -28,7 +28,8 @@ which must then fill it exactly.
 The base id is made of the name (see `xckpt.identity`), and 0 where it is not stored; names of
 parameters are ASCII. Entries may be in any order, with gaps between data, and share them. All of
 ``config`` is the config of a gpt up to the end of 2025, and later an object with ``kind``,
-``config`` and perhaps ``runtime``.
+``config`` and perhaps ``runtime``. gpt.rs ignores what else there is; names of axes that the kind
+of model does not give are there as one text, under the key ``xckpt.dims``.
 
 References: docs/file_formats.md, crates/gpt-rs/src/checkpoint, src/io/tensor_archive.rs and
 scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c78c3 (version 1),
@@ -38,13 +39,15 @@ scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c
 from __future__ import annotations
 
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xckpt.cursor import Cursor
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats.gptrs.axes import ModelAxes
-from xckpt.formats.gptrs.config import parse_config
+from xckpt.formats.gptrs.config import LARGEST_CONFIG, parse_config
 from xckpt.formats.gptrs.entries import BINCODE, COMPACT, indexed_entries, inline_entries
+from xckpt.formats.gptrs.plan import FILE_ATTRS, TENSOR_ATTRS, WRITE_OPTIONS, WRITES, plan
 from xckpt.formats.gptrs.tensors import Tensors
 from xckpt.identity import base_id, param_key
 from xckpt.index import Index
@@ -53,7 +56,20 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.gptrs.config import ModelConfig
 
-__all__ = ["NAME", "SHARED_SUFFIXES", "SUFFIXES", "base_id", "detect", "param_key", "read"]
+__all__ = [
+    "FILE_ATTRS",
+    "NAME",
+    "SHARED_SUFFIXES",
+    "SUFFIXES",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "base_id",
+    "detect",
+    "param_key",
+    "plan",
+    "read",
+]
 
 NAME = "gptrs"
 # Upstream has no fixed ones; these are those of its tools and its documentation.
@@ -61,7 +77,6 @@ SUFFIXES = (".bin", ".ten", ".gptrs")
 SHARED_SUFFIXES = (".bin",)
 
 _CHECKPOINT, _ARCHIVE = b"GPTRSCHK", b"GPTRSTEN"
-_LARGEST_CONFIG = 1 << 26
 _U32 = Struct("<I")
 
 
@@ -103,7 +118,7 @@ def read(source: Readable) -> Index:
     Index
         Every tensor, with the attributes ``requires_grad`` and, in checkpoints, ``base_id``: 32
         hexadecimal digits of the number, the highest first. The attributes of a checkpoint are
-        its ``kind``, ``config`` and ``runtime``.
+        its ``kind``, ``config`` and ``runtime``, and ``ids="stored"`` where it has base ids.
 
     Raises
     ------
@@ -122,25 +137,32 @@ def read(source: Readable) -> Index:
     config = _config(cursor) if magic == _CHECKPOINT else None
     tensors, dialect = (_inline if version == 1 else _indexed)(cursor, source.size, config)
     warnings = tensors.warnings()
+    attrs = _attrs(config, tensors)
     if config is not None and config.warning is not None:
         warnings = (config.warning, *warnings)
     return Index(
         format=NAME,
         version=dialect,
-        tensors=tensors.found,
-        attrs={} if config is None else config.attrs,
+        tensors=with_dims(tensors.found, attrs.pop(DIMS_KEY, None)),
+        attrs=attrs,
         source=source.name,
         nbytes=source.size,
         warnings=warnings,
     )
 
 
+def _attrs(config: ModelConfig | None, tensors: Tensors) -> dict[str, Any]:
+    if config is None:
+        return {}
+    return config.attrs | ({"ids": "stored"} if tensors.has_ids else {})
+
+
 def _config(cursor: Cursor) -> ModelConfig:
     length = cursor.number(_U32, "length of the config")
     start = cursor.at
-    if _LARGEST_CONFIG < length <= cursor.left:
+    if LARGEST_CONFIG < length <= cursor.left:
         raise FormatError(
-            f"a config of {length} bytes is larger than {_LARGEST_CONFIG}",
+            f"a config of {length} bytes is larger than {LARGEST_CONFIG}",
             offset=start,
             rule="ConfigLength",
         )

@@ -1,14 +1,19 @@
-"""The config of a checkpoint: strict JSON, and what it says of the model."""
+"""The config of a checkpoint: strict JSON, and what it says of the model; read and written."""
 
 from __future__ import annotations
 
 import json
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, shown
+from xckpt.errors import FormatError, UnsupportedError, shown
 
-__all__ = ["ModelConfig", "parse_config"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LARGEST_CONFIG", "ModelConfig", "parse_config", "write_config"]
+
+LARGEST_CONFIG = 1 << 26
 
 # As serde_json, which the reference reader uses.
 _DEEPEST = 127
@@ -21,6 +26,12 @@ _GPT_COUNTS = (
     "num_layers",
     "num_heads",
     "mlp_ratio",
+)
+_STREAMING_COUNTS = (
+    "device_budget_bytes",
+    "cache_budget_cap_bytes",
+    "prefetch_layers",
+    "small_param_persist_threshold",
 )
 
 
@@ -129,8 +140,11 @@ def _is_gpt_config(value: Any) -> bool:
     counts = [value.get(key) for key in _GPT_COUNTS]
     if not all(type(count) is int and 0 <= count < _COUNTS for count in counts):
         return False
-    overrides = value.get("functional_overrides", {})
-    return type(overrides) is dict and all(map(_is_policy, overrides.values()))
+    return _are_overrides(value.get("functional_overrides", {}))
+
+
+def _are_overrides(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_policy, value.values()))
 
 
 def _is_policy(value: Any) -> bool:
@@ -150,3 +164,63 @@ def _is_cache_size(option: str) -> bool:
     digits = option.removeprefix("cache=").removeprefix("+")
     is_number = option.startswith("cache=") and digits.isascii() and digits.isdigit()
     return is_number and len(digits.lstrip("0")) <= 20 and 0 < int(digits) < _COUNTS
+
+
+def write_config(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:
+    """Write a config as gpt.rs's exporter does: compact, in ASCII, keys as they are.
+
+    Parameters
+    ----------
+    kind : str
+        Kind of the model.
+    config : object
+        What belongs to that kind, any JSON.
+    more : mapping
+        What stands beside these: ``runtime``, and what gpt.rs ignores.
+
+    Returns
+    -------
+    bytes
+        JSON.
+
+    Raises
+    ------
+    UnsupportedError
+        If it cannot be JSON that comes back as it is (rule ConfigJson), or gpt.rs would refuse
+        the runtime (ConfigRuntime).
+    """
+    value = {"kind": kind, "config": config, **more}
+    if "runtime" in more and not _is_runtime(more["runtime"]):
+        reason = "the attribute runtime is not a runtime config that gpt.rs takes"
+        raise UnsupportedError(reason, rule="ConfigRuntime", hint="Correct it, or remove it")
+    try:
+        return _json_that_comes_back(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedError(
+            f"kind and config cannot be written as JSON: {error}",
+            rule="ConfigJson",
+            hint="It takes dicts with text as keys, lists, texts, finite numbers, booleans, None",
+        ) from error
+
+
+def _json_that_comes_back(value: Any) -> bytes:
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    if len(data) > LARGEST_CONFIG:
+        raise ValueError(f"{len(data)} bytes are more than {LARGEST_CONFIG}")
+    # Keys that are numbers become texts, and tuples lists.
+    if _strict_json(data) != value:
+        raise ValueError("something else would come back")
+    return data
+
+
+def _is_runtime(value: Any) -> bool:
+    """Tell whether gpt.rs takes this as a runtime config; it ignores keys that it does not know."""
+    if type(value) is not dict or not _are_overrides(value.get("functional_overrides", {})):
+        return False
+    streaming = value.get("weight_streaming", {})
+    if type(streaming) is not dict or type(streaming.get("enabled", False)) is not bool:
+        return False
+    counts = [streaming.get(key) for key in _STREAMING_COUNTS]
+    return type(streaming.get("device_weights_percent")) in {int, float, type(None)} and all(
+        count is None or (type(count) is int and 0 <= count < _COUNTS) for count in counts
+    )

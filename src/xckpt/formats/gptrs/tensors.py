@@ -36,9 +36,25 @@ class Tensors:
         Names of axes, for a checkpoint of a known kind.
     ids : bool
         Whether the tensors are parameters, which have base ids.
+
+    Attributes
+    ----------
+    found : dict of str to Tensor
+        In the order of the file.
+    has_ids : bool
+        Whether the file has base ids, or leaves them all to be made of the names.
     """
 
-    __slots__ = ("_axes", "_data_start", "_ids", "_nameless", "_ranges", "_size", "found")
+    __slots__ = (
+        "_axes",
+        "_data_start",
+        "_ids",
+        "_nameless",
+        "_ranges",
+        "_size",
+        "found",
+        "has_ids",
+    )
 
     def __init__(
         self, data_start: int, size: int, *, axes: ModelAxes | None = None, ids: bool = False
@@ -51,6 +67,7 @@ class Tensors:
         # By range of bytes, the first tensor that is there: equal ranges are shared on purpose.
         self._ranges: dict[tuple[int, int], str] = {}
         self.found: dict[str, Tensor] = {}
+        self.has_ids = False
 
     def add(self, entries: Iterable[Entry]) -> Tensors:
         """Make the tensors that a file describes.
@@ -105,6 +122,7 @@ class Tensors:
             raise _broken(
                 entry, f"the base id {_hex(entry.stored_id)} is stored, expected {wanted}", "BaseId"
             )
+        self.has_ids = self.has_ids or entry.stored_id != 0
         if expected is None:
             self._nameless.append(entry.name)
         else:

@@ -22,7 +22,8 @@ they go on to the end of the file.
 
 **The data are nowhere**: upstream writes a ``.checkpoint`` like this and no more. Readers and
 writers after it have added them in several ways (`xckpt.formats.mlcp.payload`), which the size of
-the file tells apart; the custom field ``payload`` may say it. Where no data are found, nor files
+the file tells apart; the custom field ``payload`` may say it, and another, ``xckpt.dims``, the
+names of axes. Where no data are found, nor files
 beside the checkpoint that have them, tensors are listed, and their values are missing.
 
 Upstream's reader ignores what follows the last record and does not compare records with metadata,
@@ -37,9 +38,11 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import FormatError, PayloadMissingError, UnsupportedError, shown
 from xckpt.formats.mlcp.companions import (
     CHECKPOINT_MAGIC,
+    METADATA_SUFFIX,
     SHARD_MAGIC,
     candidates,
     look_beside,
@@ -48,6 +51,7 @@ from xckpt.formats.mlcp.companions import (
 from xckpt.formats.mlcp.cursor import NetCursor
 from xckpt.formats.mlcp.metadata import parse
 from xckpt.formats.mlcp.payload import find_payload, read_as
+from xckpt.formats.mlcp.plan import FILE_ATTRS, TENSOR_ATTRS, WRITE_OPTIONS, WRITES, plan
 from xckpt.formats.mlcp.records import same_tensors
 from xckpt.formats.mlcp.tensors import ListedShard, make_tensors, variable_name
 from xckpt.index import Index
@@ -60,11 +64,23 @@ if TYPE_CHECKING:
     from xckpt.formats.mlcp.payload import Body
     from xckpt.index import Shard
 
-__all__ = ["NAME", "SHARED_SUFFIXES", "SUFFIXES", "detect", "read", "variable_name"]
+__all__ = [
+    "FILE_ATTRS",
+    "NAME",
+    "SHARED_SUFFIXES",
+    "SUFFIXES",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "detect",
+    "plan",
+    "read",
+    "variable_name",
+]
 
 NAME = "mlcp"
-SUFFIXES = (".checkpoint", ".metadata.json")
-SHARED_SUFFIXES = (".metadata.json",)
+SUFFIXES = (".checkpoint", METADATA_SUFFIX)
+SHARED_SUFFIXES = (METADATA_SUFFIX,)
 
 Payload = Literal["none", "inline", "per_shard", "tail", "companion"]
 
@@ -108,7 +124,7 @@ def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the regi
     if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
         return True
     path = name.partition("?")[0] if "://" in name else name
-    is_named = path.lower().endswith(".metadata.json")
+    is_named = path.lower().endswith(METADATA_SUFFIX)
     return is_named and _OBJECT.match(head) is not None and _FIELD.search(head) is not None
 
 
@@ -260,7 +276,7 @@ def _index(source: Readable, version: str, metadata: Metadata, data: _Data, rest
     return Index(
         format=NAME,
         version=version,
-        tensors=make_tensors(data.shards),
+        tensors=with_dims(make_tensors(data.shards), metadata.custom_field(DIMS_KEY)),
         attrs={**metadata.fields, "payload": data.where, "metadata_json": metadata.text},
         source=source.name,
         nbytes=source.size,

@@ -34,13 +34,21 @@ if TYPE_CHECKING:
     from xckpt.formats.mlcp.records import Record
     from xckpt.formats.mlcp.tensors import ListedShard
 
-__all__ = ["CHECKPOINT_MAGIC", "SHARD_MAGIC", "candidates", "look_beside", "metadata_name"]
+__all__ = [
+    "CHECKPOINT_MAGIC",
+    "METADATA_SUFFIX",
+    "SHARD_MAGIC",
+    "candidates",
+    "look_beside",
+    "metadata_name",
+]
 
 CHECKPOINT_MAGIC = b"PCLM"
 SHARD_MAGIC = b"RAHS"
+METADATA_SUFFIX = ".metadata.json"
 
 _SHARD_FILE = re.compile(r"(.+)_shard_-?\d+\.(?:shard|bin)", re.DOTALL)
-_SUFFIXES = (".checkpoint", ".metadata.json")
+_SUFFIXES = (".checkpoint", METADATA_SUFFIX)
 
 
 class ShardFile(NamedTuple):
@@ -88,7 +96,7 @@ def metadata_name(path: str) -> str:
     'step_100.metadata.json'
     """
     found = _SHARD_FILE.fullmatch(_file_name(path))
-    return f"{found[1] if found else 'PREFIX'}.metadata.json"
+    return f"{found[1] if found else 'PREFIX'}{METADATA_SUFFIX}"
 
 
 def candidates(path: str, rank: int, said: ShardMetadata | None = None) -> tuple[str, ...]:

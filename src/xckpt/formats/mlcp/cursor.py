@@ -7,7 +7,7 @@ from struct import Struct
 from xckpt.cursor import Cursor
 from xckpt.errors import FormatError
 
-__all__ = ["NetCursor"]
+__all__ = ["NetCursor", "written_string"]
 
 _I32 = Struct("<i")
 _LARGEST_I32 = (1 << 31) - 1
@@ -125,3 +125,29 @@ class NetCursor(Cursor):
                 return length
         reason = f"{what}: its length is not one of 31 bits in at most 5 bytes"
         raise FormatError(reason, offset=at, rule="StringLength")
+
+
+def written_string(text: str) -> bytes:
+    """Write a text after its length in groups of 7 bits, the lowest first.
+
+    Parameters
+    ----------
+    text : str
+        Any text without lone surrogates.
+
+    Returns
+    -------
+    bytes
+        What `NetCursor.string` reads.
+
+    Examples
+    --------
+    >>> written_string("Float32")
+    b'\\x07Float32'
+    """
+    data = text.encode()
+    left, length = len(data), bytearray()
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes([*length, left]) + data

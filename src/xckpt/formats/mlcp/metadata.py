@@ -32,7 +32,7 @@ from xckpt.formats.mlcp.records import DATA_TYPES, MOST_AXES, Record, check_shap
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Metadata", "ShardMetadata", "parse"]
+__all__ = ["Metadata", "ShardMetadata", "check_fields", "parse"]
 
 _DEEPEST = 64
 _NUMBERED = tuple(DATA_TYPES.values())
@@ -141,8 +141,12 @@ class Metadata(NamedTuple):
 
     @property
     def marker(self) -> str | None:
-        """Where the data are, if it is said: of all custom fields, the one that is ours."""
-        found: str | None = (self.fields.get("customFields") or {}).get("payload")
+        """Where the data are, if it is said."""
+        return self.custom_field("payload")
+
+    def custom_field(self, name: str) -> str | None:
+        """Give a custom field, if it is there."""
+        found: str | None = (self.fields.get("customFields") or {}).get(name)
         return found
 
 
@@ -169,7 +173,7 @@ def parse(data: bytes, at: int) -> Metadata:
     """
     try:
         text, fields, repeated = _decoded(data)
-        _check_fields(fields)
+        check_fields(fields)
         shards = _shards(fields)
         records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
     except FormatError as error:
@@ -219,7 +223,19 @@ def _check_depth(value: dict[str, Any] | list[Any], levels: int) -> None:
             _check_depth(inner, levels - 1)
 
 
-def _check_fields(fields: Mapping[str, Any]) -> None:
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Check that the fields of metadata have the types that upstream's classes have.
+
+    Parameters
+    ----------
+    fields : mapping
+        Metadata, of which fields may be absent.
+
+    Raises
+    ------
+    FormatError
+        If one of them has another type (rule Metadata). Shards and tensors are not looked into.
+    """
     _check(fields, _FIELDS, "")
     for name in ("sharding", "shardingStrategy"):
         _check(fields.get(name) or {}, _SHARDING, f"{name}.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import prod
-from struct import Struct
+from struct import Struct, pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import FormatError, shown
+from xckpt.formats.mlcp.cursor import written_string
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "read_block",
     "same_tensors",
     "size_error",
+    "written_block",
 ]
 
 #: In the order of their numbers in metadata.
@@ -43,6 +45,7 @@ DATA_TYPES = {
 #: numpy's.
 MOST_AXES = 64
 
+_SPELLED = {dtype: name for name, dtype in DATA_TYPES.items()}
 _NBYTES = {name: ELEMENT_TYPES[name].bits // 8 for name in DATA_TYPES.values()}
 _EXTENTS_AND_SIZE = [Struct(f"<{axes + 1}q") for axes in range(MOST_AXES + 1)]
 _LARGEST = (1 << 63) - 1
@@ -151,6 +154,29 @@ def _read_rank(cursor: NetCursor) -> int:
         reason = f"a tensor of {axes} axes; numpy has at most {MOST_AXES}"
         raise FormatError(reason, rule="Shape")
     return axes
+
+
+def written_block(records: Sequence[Record]) -> bytes:
+    """Write the records of a shard.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        All of them.
+
+    Returns
+    -------
+    bytes
+        What `read_block` reads.
+    """
+    written = [pack("<i", len(records))]
+    for name, dtype, shape, nbytes in records:
+        encoded = name.encode()
+        axes = len(shape)
+        extents = _EXTENTS_AND_SIZE[axes].pack(*shape, nbytes)
+        written += [pack("<i", len(encoded)), encoded, written_string(_SPELLED[dtype])]
+        written += [pack("<i", axes), extents]
+    return b"".join(written)
 
 
 def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:

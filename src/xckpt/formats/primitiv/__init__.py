@@ -33,15 +33,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xckpt.errors import FormatError
+from xckpt.formats.primitiv.axes import module_axes
 from xckpt.formats.primitiv.contents import KINDS, Notes, read_content
 from xckpt.formats.primitiv.names import variable_name
+from xckpt.formats.primitiv.plan import (
+    FILE_ATTRS,
+    ORDERS,
+    TENSOR_ATTRS,
+    WRITE_OPTIONS,
+    WRITES,
+    plan,
+)
 from xckpt.formats.primitiv.scan import Scan
 from xckpt.index import Index
 
 if TYPE_CHECKING:
     from xckpt.formats import Readable
 
-__all__ = ["NAME", "SHARED_SUFFIXES", "SUFFIXES", "detect", "read", "variable_name"]
+__all__ = [
+    "FILE_ATTRS",
+    "NAME",
+    "ORDERS",
+    "SHARED_SUFFIXES",
+    "SUFFIXES",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "detect",
+    "module_axes",
+    "plan",
+    "read",
+    "variable_name",
+]
 
 NAME = "primitiv"
 SUFFIXES = (".primitiv", ".model", ".optimizer", ".param")

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from xckpt.formats.primitiv.scan import Scan
 
-__all__ = ["KINDS", "Content", "Notes", "read_content"]
+__all__ = ["KINDS", "MOST_DIMS", "Content", "Notes", "optimizer_class", "read_content"]
 
 _VERSION = (0, 1)
-_MOST_DIMS = 8
+MOST_DIMS = 8
 _ELEMENTS = 1 << 32
 # Each statistic repeats the name of its parameter: a small file must not make gigabytes of names.
 _LONGEST_NAMES = 1 << 20
@@ -208,8 +208,8 @@ def _shape(scan: Scan) -> tuple[list[int], int, int]:
     """Read dims, without the trailing ones that are 1, and batch; count the elements."""
     start = scan.at
     count = scan.length(ARRAY, "dims")
-    if count > _MOST_DIMS:
-        text = f"{count} dims are more than {_MOST_DIMS}"
+    if count > MOST_DIMS:
+        text = f"{count} dims are more than {MOST_DIMS}"
         raise FormatError(text, offset=start, rule="ShapeDepth")
     *dims, batch = scan.uint32s(count + 1, "dims and batch")
     size = prod(dims) * batch
@@ -241,7 +241,7 @@ def _data(scan: Scan, expected: int) -> int:
 def _optimizer_file(scan: Scan, notes: Notes) -> Content:
     integers = _settings(scan, notes, "uint_configs", scan.uint32)
     floats = _settings(scan, notes, "float_configs", scan.float32)
-    optimizer = _optimizer([*integers, *floats])
+    optimizer = optimizer_class([*integers, *floats])
     told = {} if optimizer is None else {"optimizer": optimizer}
     return {}, {**told, "uint_configs": integers, "float_configs": floats}
 
@@ -260,8 +260,24 @@ def _settings(
     return settings
 
 
-def _optimizer(names: Iterable[str]) -> str | None:
-    """Infer the class of an optimizer, which no file states, from the names of its settings."""
+def optimizer_class(names: Iterable[str]) -> str | None:
+    """Infer the class of an optimizer, which no file states, from the names of its settings.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of all settings.
+
+    Returns
+    -------
+    str or None
+        What stands before a dot in them, if that is one thing.
+
+    Examples
+    --------
+    >>> optimizer_class(["Optimizer.epoch", "Adam.alpha", "Adam.eps"])
+    'Adam'
+    """
     found = {name.partition(".")[0] for name in names if "." in name} - _COMMON
     classes = found & _OPTIMIZERS or found
     return classes.pop() if len(classes) == 1 else None

@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["is_utf8", "stat_path", "value_path", "variable_name"]
+__all__ = [
+    "is_utf8",
+    "key_and_stat",
+    "key_and_stat_at",
+    "stat_path",
+    "value_path",
+    "variable_name",
+]
 
 _BYTES = re.compile("[\udc80-\udcff]")
 _IN_ELEMENT = re.compile("[%.:\udc80-\udcff]")
 _IN_STAT = re.compile("[%\udc80-\udcff]")
 _IN_LEAF = re.compile("[%:]")
+_ESCAPE = re.compile("%([0-9A-F]{2})")
+_ERRORS = "surrogateescape"
 # Longer keys state no path: a tree then splits their names, which it does up to a depth.
 _DEEPEST = 64
 
@@ -94,6 +103,54 @@ def stat_path(path: tuple[str, ...] | None, stat: str) -> tuple[str, ...] | None
     return None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
 
 
+def key_and_stat(name: str) -> tuple[list[str], str | None] | None:
+    """Take the name of a variable apart, as `variable_name` joined it.
+
+    Parameters
+    ----------
+    name : str
+        Any text.
+
+    Returns
+    -------
+    tuple of (list of str, str or None), or None
+        Elements of the parameter's key, and the name of the statistic, where it is one. None if
+        `variable_name` never makes this name.
+
+    Examples
+    --------
+    >>> key_and_stat("a%2Eb.w:Adam.m1")
+    (['a.b', 'w'], 'Adam.m1')
+    >>> key_and_stat("100%") is None
+    True
+    """
+    joined, colon, escaped = name.partition(":")
+    key = ["" if element == "%" else _unescaped(element) for element in joined.split(".")]
+    stat = _unescaped(escaped) if colon else None
+    if variable_name(key, stat) != name or not all(map(_comes_back, (*key, stat or ""))):
+        return None
+    return key, stat
+
+
+def key_and_stat_at(path: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take a place in a tree apart, as `value_path` and `stat_path` made it.
+
+    Parameters
+    ----------
+    path : sequence of str
+        Modules, and the tensor's own name last.
+
+    Returns
+    -------
+    key : list of str
+        Elements of the parameter's key.
+    stat : str or None
+        Name of the statistic, where it is one.
+    """
+    own, colon, stat = path[-1].partition(":")
+    return [*path[:-1], _unescaped(own)], stat if colon else None
+
+
 def is_utf8(text: str) -> bool:
     """Tell whether a text has no bytes that are not UTF-8.
 
@@ -113,3 +170,15 @@ def is_utf8(text: str) -> bool:
 def _escaped(match: re.Match[str]) -> str:
     # The low byte of a lone surrogate is the byte that it stands for.
     return f"%{ord(match[0]) & 0xFF:02X}"
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPE.sub(lambda match: bytes.fromhex(match[1]).decode("ascii", _ERRORS), text)
+
+
+def _comes_back(text: str) -> bool:
+    """Tell whether reading gives the text back: not if its single bytes make up a character."""
+    try:
+        return text.encode("utf-8", _ERRORS).decode("utf-8", _ERRORS) == text
+    except UnicodeEncodeError:
+        return False

@@ -13,15 +13,15 @@ from xckpt.errors import FormatError, UnsupportedError
 if TYPE_CHECKING:
     from xckpt.formats import Readable
 
-__all__ = ["ARRAY", "BIN", "MAP", "Kind", "Scan"]
+__all__ = ["ARRAY", "BIN", "FLOAT32", "MAP", "STR", "UINT32", "Kind", "Scan"]
 
 _WINDOW = 4096
 # Where values are small, reading some of them costs less than a read for each header.
 _LARGEST_NEAR_STEP, _STEPS_AHEAD = 1 << 15, 4
 # What the bytes of damaged files may claim is no reason to read them as one name.
 _LONGEST_TEXT = 1 << 24
-_UINT32 = 0xCE
-_FLOAT32 = 0xCA
+UINT32 = 0xCE
+FLOAT32 = 0xCA
 
 
 class Kind(NamedTuple):
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 _SHORT_TEXT = range(0xA0, 0xC0)
-_STR = Kind("str", _SHORT_TEXT, {0xD9: 1, 0xDA: 2, 0xDB: 4})
+STR = Kind("str", _SHORT_TEXT, {0xD9: 1, 0xDA: 2, 0xDB: 4})
 BIN = Kind("bin", range(0), {0xC4: 1, 0xC5: 2, 0xC6: 4})
 ARRAY = Kind("array", range(0x90, 0xA0), {0xDC: 2, 0xDD: 4})
 MAP = Kind("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
@@ -85,12 +85,12 @@ class Scan:
         FormatError
             If something else is here, or the file ends; so for all methods.
         """
-        return int.from_bytes(self._number(_UINT32, "uint32", what), "big")
+        return int.from_bytes(self._number(UINT32, "uint32", what), "big")
 
     def uint32s(self, count: int, what: str) -> list[int]:
         """Read some integers that follow each other; see `uint32`."""
         found = self._peek(5 * count)
-        if found[::5].count(_UINT32) == count and len(found) == 5 * count:
+        if found[::5].count(UINT32) == count and len(found) == 5 * count:
             self.at += 5 * count
             return list(unpack(">" + "xI" * count, found))
         # One at a time, to find which is wrong.
@@ -98,7 +98,7 @@ class Scan:
 
     def float32(self, what: str) -> float:
         """Read a number of type float32; see `uint32`."""
-        value: float = unpack(">f", self._number(_FLOAT32, "float32", what))[0]
+        value: float = unpack(">f", self._number(FLOAT32, "float32", what))[0]
         return value
 
     def length(self, kind: Kind, what: str) -> int:
@@ -177,7 +177,7 @@ class Scan:
         return self._window[:nbytes]
 
     def _long_text(self, what: str) -> bytes:
-        nbytes = self.length(_STR, what)
+        nbytes = self.length(STR, what)
         found = self._peek(min(nbytes, _LONGEST_TEXT))
         start = self.skip(nbytes, what)
         if nbytes > _LONGEST_TEXT:

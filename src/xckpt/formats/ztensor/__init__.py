@@ -49,13 +49,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xckpt.errors import FormatError
-from xckpt.formats.ztensor import v0, v1, v2
+from xckpt.formats.ztensor import container_v2, v0, v1, v2
+from xckpt.formats.ztensor.plan import (
+    DIGESTS,
+    ENCODINGS,
+    FILE_ATTRS,
+    LAYOUTS,
+    TENSOR_ATTRS,
+    WRITE_OPTIONS,
+    WRITES,
+    plan,
+    plan_append,
+)
 
 if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.index import Index
 
-__all__ = ["NAME", "SUFFIXES", "detect", "read"]
+__all__ = [
+    "DIGESTS",
+    "ENCODINGS",
+    "FILE_ATTRS",
+    "LAYOUTS",
+    "NAME",
+    "SUFFIXES",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "detect",
+    "plan",
+    "plan_append",
+    "read",
+]
 
 NAME = "ztensor"
 SUFFIXES = (".zt",)
@@ -85,7 +110,7 @@ def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the regi
     >>> detect(b"ZTEN1000" + bytes(56), 4096, "m.zt")
     True
     """
-    return head.startswith((v0.MAGIC, v1.MAGIC, v2.MAGIC))
+    return head.startswith((v0.MAGIC, v1.MAGIC, container_v2.MAGIC))
 
 
 def read(source: Readable) -> Index:
@@ -115,7 +140,7 @@ def read(source: Readable) -> Index:
             rule="FileTooSmall",
         )
     magic = bytes(source.read(0, 8))
-    if magic == v2.MAGIC:
+    if magic == container_v2.MAGIC:
         return v2.read(source)
     tail = bytes(source.read(size - 16, 16))
     if magic == v0.MAGIC:

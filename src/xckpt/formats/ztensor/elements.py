@@ -18,6 +18,7 @@ __all__ = [
     "SHORT",
     "SHORT_1",
     "TYPES_1",
+    "WRITTEN",
     "wrong_carrier",
 ]
 
@@ -81,6 +82,9 @@ TYPES_1: Mapping[str, tuple[str, str]] = {
     },
     "f8_e4m3": ("float8_e4m3fn", "u8"),
 }
+
+# What version 2 has, and with it every version that is written; wide and common ones first.
+WRITTEN = tuple(dict.fromkeys([*LONG, *(dtype for dtype, _ in REGISTERED_TYPES.values())]))
 
 INTEGERS = frozenset(name for name in LONG if name.startswith(("int", "uint")))
 

@@ -18,6 +18,7 @@ from xckpt.formats.ztensor.layouts import (
     wrong_dense_size,
 )
 from xckpt.formats.ztensor.manifest import attributes, decode, locate, mapping, mistyped, text
+from xckpt.formats.ztensor.storable import LAYOUT_KEY
 from xckpt.formats.ztensor.unknown import unknown_element, unknown_encodings
 from xckpt.index import Index, Part, Tensor
 
@@ -130,7 +131,7 @@ def _tensor(name: str, entry: Mapping[Any, Any], extents: Extents) -> Tensor:
         shape,
         {"data": flat(blob)},
         "structural",
-        attrs=attrs,
+        attrs={**attrs, LAYOUT_KEY: entry["layout"]},
         problem=problem,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats.ztensor.elements import (
     LONG,
@@ -29,6 +30,7 @@ from xckpt.formats.ztensor.layouts import (
     wrong_dense_size,
 )
 from xckpt.formats.ztensor.manifest import attributes, decode, locate, mapping, mistyped, text
+from xckpt.formats.ztensor.storable import LAYOUT_KEY
 from xckpt.formats.ztensor.unknown import unknown_element, unknown_encoding, unknown_encodings
 from xckpt.index import Index, Part, Tensor
 
@@ -87,10 +89,11 @@ def read(source: Readable, tail: bytes) -> Index:
         if error.offset is None:
             error.offset = start
         raise
+    dims = attrs.pop(DIMS_KEY, None)
     return Index(
         format="ztensor",
         version=version,
-        tensors=tensors,
+        tensors=tensors if dims is None else with_dims(tensors, dims),
         attrs=attrs,
         source=source.name,
         nbytes=source.size,
@@ -224,7 +227,7 @@ class _Reading:
             shape,
             parts,
             "structural",
-            attrs=self._attrs(entry, {}),
+            attrs={**self._attrs(entry, {}), LAYOUT_KEY: entry["format"]},
             problem=unknown_encodings(name, encodings, _ENCODINGS),
         )
 

@@ -11,9 +11,18 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats.ztensor.container_v2 import (
+    ALIGNMENT,
+    FOOTER_NBYTES,
+    LONGEST_NAME,
+    SMALLEST,
+    Footer,
+    read_manifest,
+)
 from xckpt.formats.ztensor.elements import (
     REGISTERED_TYPES,
     SHORT,
@@ -26,14 +35,13 @@ from xckpt.formats.ztensor.layouts import (
     wrong_dense_size,
 )
 from xckpt.formats.ztensor.manifest import (
-    LARGEST,
     attributes,
-    decode_deterministic,
     mapping,
     mistyped,
     text,
 )
 from xckpt.formats.ztensor.profiles import ARRAYS, profile, shown_as_parts
+from xckpt.formats.ztensor.storable import LAYOUT_KEY
 from xckpt.formats.ztensor.unknown import unknown_element, unknown_encoding, unknown_encodings
 from xckpt.index import Index, Part, Shard, Tensor
 
@@ -42,26 +50,13 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Readable
 
-__all__ = ["MAGIC", "read"]
+__all__ = ["ENCODINGS", "read"]
 
-MAGIC = b"\x89ZT2\r\n\x1a\n"
-
-_FOOTER = 40
-_SMALLEST = 48
-_VERSION = 2
-_ALIGNMENT = 4096
-_LONGEST_NAME = 1024
 
 _DIGEST = re.compile(r"[a-z0-9]+:[0-9a-f]+")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _ROLES = frozenset({"data", "values", "indices", "indptr", "coords", "scales", "zeros"})
-_ENCODINGS = {"zt.zstd-seekable/1": "zstd-seekable"}
-
-
-class _Footer(NamedTuple):
-    offset: int
-    length: int
-    digest: int
+ENCODINGS = {"zt.zstd-seekable/1": "zstd-seekable"}
 
 
 def read(source: Readable) -> Index:
@@ -82,15 +77,13 @@ def read(source: Readable) -> Index:
     FormatError
         If the file breaks a rule.
     """
-    footer = _footer(source)
-    if footer is None:
+    found = read_manifest(source)
+    if found is None:
         return Index(
             format="ztensor", version="2", tensors={}, source=source.name, nbytes=source.size
         )
-    data = bytes(source.read(footer.offset, footer.length))
+    footer, root = found
     try:
-        _check_hash(data, footer.digest)
-        root = mapping("manifest", decode_deterministic(data))
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
         shards = _shards(root, source.name)
@@ -101,78 +94,16 @@ def read(source: Readable) -> Index:
         if error.offset is None:
             error.offset = footer.offset
         raise
+    dims = attrs.pop(DIMS_KEY, None)
     return Index(
         format="ztensor",
         version="2",
-        tensors=tensors,
+        tensors=tensors if dims is None else with_dims(tensors, dims),
         attrs=attrs,
         source=source.name,
         nbytes=source.size,
         shards=shards,
     )
-
-
-def _footer(source: Readable) -> _Footer | None:
-    size = source.size
-    if size < _SMALLEST:
-        raise FormatError(
-            f"{size} bytes: expected {_SMALLEST} or more", offset=0, rule="FileTooSmall"
-        )
-    footer = bytes(source.read(size - _FOOTER, _FOOTER))
-    if footer[32:] != MAGIC:
-        raise FormatError(
-            f"the file ends {footer[32:]!r}, not with the magic",
-            offset=size - 8,
-            rule="FooterMagic",
-            hint="It may be truncated",
-        )
-    version = int.from_bytes(footer[24:28], "little")
-    if version != _VERSION:
-        raise FormatError(f"version {version}: expected 2", offset=size - 16, rule="Version")
-    found = _Footer(*(int.from_bytes(footer[at : at + 8], "little") for at in (0, 8, 16)))
-    return _checked_footer(found, size)
-
-
-def _checked_footer(footer: _Footer, size: int) -> _Footer | None:
-    at = size - _FOOTER
-    if footer.length == 0:
-        if footer.offset or footer.digest:
-            raise FormatError(
-                "a data shard with the offset or the hash of a manifest",
-                offset=at,
-                rule="ManifestBounds",
-            )
-        return None
-    if footer.length > LARGEST:
-        raise FormatError(
-            f"a manifest of {footer.length} bytes is larger than {LARGEST}",
-            offset=at + 8,
-            rule="ManifestTooLarge",
-        )
-    if footer.offset % _ALIGNMENT or footer.offset == 0:
-        raise FormatError(
-            f"the manifest's offset {footer.offset} is no positive multiple of {_ALIGNMENT}",
-            offset=at,
-            rule="BlobAlignment",
-        )
-    if footer.offset + footer.length > at:
-        raise FormatError(
-            f"the manifest ends at {footer.offset + footer.length}, the data at {at}",
-            offset=at,
-            rule="ManifestBounds",
-        )
-    return footer
-
-
-def _check_hash(data: bytes, expected: int) -> None:
-    import xxhash
-
-    found = xxhash.xxh3_64_intdigest(data)
-    if found != expected:
-        raise FormatError(
-            f"the manifest's hash is {found:016x}, the footer says {expected:016x}",
-            rule="ManifestHash",
-        )
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
@@ -184,7 +115,7 @@ def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
         _check_shard_name(name)
         fields = mapping("shard", entry)
         size = _number("size", fields.get("size"))
-        if size < _SMALLEST:
+        if size < SMALLEST:
             raise FormatError(f"the shard {name!r} has {size} bytes", rule="Schema")
         digest = _checked_digest(fields.get("digest"))
         # Where its resolvers look: beside the referring file, then in a store by content.
@@ -206,9 +137,9 @@ def _check_shard_name(name: Any) -> None:
 
 def _checked_name(field: str, value: Any) -> str:
     name = text(field, value)
-    if not name or "\0" in name or (len(name) > 255 and len(name.encode()) > _LONGEST_NAME):
+    if not name or "\0" in name or (len(name) > 255 and len(name.encode()) > LONGEST_NAME):
         raise FormatError(
-            f"{field} {shown(name)}: expected 1 to {_LONGEST_NAME} bytes without NUL", rule="Name"
+            f"{field} {shown(name)}: expected 1 to {LONGEST_NAME} bytes without NUL", rule="Name"
         )
     return name
 
@@ -244,16 +175,16 @@ class _Reading:
     ----------
     size : int
         Size of the file in bytes.
-    manifest : _Footer
+    manifest : Footer
         Where the manifest is.
     shards : mapping of str to Shard
         The files that parts may be in.
     """
 
-    def __init__(self, size: int, manifest: _Footer, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, size: int, manifest: Footer, shards: Mapping[str, Shard]) -> None:
         # By file, None being this one: where data end, and the ranges referred to.
-        self._ends: dict[str | None, int] = {None: size - _FOOTER}
-        self._ends.update((name, shard.size - _FOOTER) for name, shard in shards.items())
+        self._ends: dict[str | None, int] = {None: size - FOOTER_NBYTES}
+        self._ends.update((name, shard.size - FOOTER_NBYTES) for name, shard in shards.items())
         self._ranges: dict[str | None, list[tuple[int, int]]] = {name: [] for name in self._ends}
         self._ranges[None].append((manifest.offset, manifest.offset + manifest.length))
 
@@ -289,6 +220,19 @@ class _Reading:
         if not parts:
             raise FormatError("an object without parts", rule="Schema")
         attrs = _attributes(entry)
+        tensor = self._assembled(name, shape, layout, parts, attrs)
+        if tensor.layout == "structural":
+            return replace(tensor, attrs={**attrs, LAYOUT_KEY: layout})
+        return tensor
+
+    def _assembled(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        layout: str,
+        parts: dict[Any, Any],
+        attrs: dict[str, Any],
+    ) -> Tensor:
         try:
             if layout == "dense":
                 return self._dense(name, shape, parts, attrs)
@@ -321,7 +265,7 @@ class _Reading:
             role: self._part(name, role, part, understood=False) for role, part in parts.items()
         }
         encodings = [(part.get("encoding"), part["blob"][0]) for part in parts.values()]
-        problem = unknown_encodings(name, encodings, (None, *_ENCODINGS))
+        problem = unknown_encodings(name, encodings, (None, *ENCODINGS))
         return shown_as_parts(name, shape, built, attrs, problem)
 
     def _part(
@@ -346,7 +290,7 @@ class _Reading:
         if understood and dtype is None:
             raise unknown_element(spelled, name)
         if encoding is not None:
-            known = _ENCODINGS.get(encoding)
+            known = ENCODINGS.get(encoding)
             if understood and known is None:
                 raise unknown_encoding(encoding, name, offset)
             encoding = known or encoding
@@ -364,9 +308,9 @@ class _Reading:
         )
 
     def _check_range(self, file: str | None, offset: int, nbytes: int) -> None:
-        if offset % _ALIGNMENT or offset == 0:
+        if offset % ALIGNMENT or offset == 0:
             raise FormatError(
-                f"a blob at {offset}: expected a positive multiple of {_ALIGNMENT}",
+                f"a blob at {offset}: expected a positive multiple of {ALIGNMENT}",
                 rule="BlobAlignment",
             )
         data_end = self._ends.get(file)

@@ -1,0 +1,305 @@
+"""Writing burnpack files, byte for byte as burn does.
+
+Names are in the order of their UTF-8 bytes, data in the order of the index, each tensor at a
+multiple of 256, with nothing behind the last. Maps without entries and param_ids that there are
+none of are left out. Integers and floats are in their shortest form.
+
+Scalars have their value in the metadata, which come first: it must be in the index, as the
+`inline` bytes of their part.
+"""
+
+from __future__ import annotations
+
+import json
+import struct as binary
+from hashlib import blake2b
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.dims import DIMS_KEY, dims_text
+from xckpt.dtypes import nbytes_of
+from xckpt.errors import UnsupportedError, shown
+from xckpt.formats.burnpack.encode import encode_metadata
+from xckpt.formats.burnpack.schemes import placed_parts, scheme_of, spelled_scheme
+from xckpt.formats.burnpack.tensors import ELEMENTS, SCALARS
+from xckpt.index import Part
+from xckpt.plan import Extent, Literal, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.index import Index, Tensor
+
+__all__ = [
+    "FILE_ATTRS",
+    "LAYOUTS",
+    "TENSOR_ATTRS",
+    "WRITES",
+    "WRITE_OPTIONS",
+    "is_inline",
+    "plan",
+]
+
+WRITES = (*dict.fromkeys(dtype for dtype, _ in ELEMENTS.values()), "bool32")
+LAYOUTS = ("dense", "quantized", "structural")
+WRITE_OPTIONS = ("dialect", "param_ids")
+TENSOR_ATTRS = ("param_id", "burn_dtype", "scalar")
+FILE_ATTRS = None
+
+_ALIGNMENT = 256
+_DIALECTS = ("0.20", "0.21", "0.22")
+_NAMES = {dtype: name for name, (dtype, _) in ELEMENTS.items() if name not in {"Flex32", "Bool"}}
+
+
+class _Options(NamedTuple):
+    dialect: str
+    make_ids: bool
+
+
+def is_inline(tensor: Tensor) -> bool:
+    """Tell whether the value of a tensor is in the metadata.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Any.
+
+    Returns
+    -------
+    bool
+        True for a scalar.
+    """
+    return "scalar" in tensor.attrs and not tensor.shape
+
+
+def plan(index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
+    """Plan a burnpack file.
+
+    Parameters
+    ----------
+    index : Index
+        What is written.
+    dialect : {"0.22", "0.21", "0.20"}
+        Which burn must read the file. 0.20 has another type of booleans than its successors, and
+        both have other schemes of quantised tensors than burn after 0.22.0-pre.2.
+    param_ids : {"keep", "make"}
+        What tensors without a ``param_id`` get: none, or one made from their name. Burn makes
+        random ones when it reads a file that lacks them.
+
+    Returns
+    -------
+    Plan
+        Of the whole file, with its size.
+
+    Raises
+    ------
+    UnsupportedError
+        If burnpack has no room for something.
+    ValueError
+        If an option is none of these, or a scalar has no value.
+    """
+    if dialect not in _DIALECTS:
+        raise ValueError(f"dialect={dialect!r}: expected one of {', '.join(_DIALECTS)}")
+    if param_ids not in {"keep", "make"}:
+        raise ValueError(f"param_ids={param_ids!r}: expected 'keep' or 'make'")
+    options = _Options(dialect, param_ids == "make")
+    scalars = {name for name, tensor in index.tensors.items() if is_inline(tensor)}
+    tensors = {name: each for name, each in index.tensors.items() if name not in scalars}
+    descriptors, extents, end = _placed(tensors, options)
+    metadata = encode_metadata(
+        descriptors,
+        _attributes(index),
+        {_scalar_name(name, tensors): _scalar(index.tensors[name]) for name in scalars},
+    )
+    head = b"NRUB" + binary.pack("<HI", 1, len(metadata)) + metadata
+    start = _aligned(len(head))
+    placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
+    return Plan((Literal(0, head),), placed, _ALIGNMENT, start + end)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _placed(
+    tensors: Mapping[str, Tensor], options: _Options
+) -> tuple[dict[str, Any], list[Extent], int]:
+    """Describe tensors, with offsets from where data begin, and return where they end."""
+    descriptors: dict[str, Any] = {}
+    extents: list[Extent] = []
+    end = 0
+    for name, tensor in tensors.items():
+        _check_text("the name", name, name)
+        dtype, parts = _typed(tensor, options)
+        start = _aligned(end)
+        extents += [
+            Extent(name, role, _raw(part), start + part.offset) for role, part in parts.items()
+        ]
+        end = start + sum(part.nbytes for part in parts.values())
+        descriptors[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        param_id = _param_id(tensor, options)
+        if param_id is not None:
+            descriptors[name]["param_id"] = param_id
+    return descriptors, extents, end
+
+
+def _raw(part: Part) -> Part:
+    return Part(part.dtype, part.shape, 0, part.nbytes)
+
+
+def _typed(tensor: Tensor, options: _Options) -> tuple[Any, Mapping[str, Part]]:
+    """Return the dtype of a tensor as the metadata have it, and its parts with their offsets."""
+    if tensor.order != "C":
+        raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
+    for part in tensor.parts.values():
+        if part.encoding is not None or part.digest is not None:
+            raise UnsupportedError(
+                "burnpack has neither compression nor digests", tensor=tensor.name, rule="Encoding"
+            )
+    if tensor.layout in {"quantized", "structural"}:
+        scheme = scheme_of(tensor)
+        spelled = spelled_scheme(scheme, old=options.dialect != "0.22")
+        if spelled is None:
+            raise _not_before("0.22", f"the scheme {scheme}", tensor)
+        return {"QFloat": spelled}, placed_parts(tensor, scheme)
+    if tensor.layout != "dense" or set(tensor.parts) != {"data"}:
+        raise UnsupportedError(
+            f"burnpack has no {tensor.layout} layout",
+            tensor=tensor.name,
+            rule="Layout",
+            hint="Save it dense",
+        )
+    dtype = tensor.parts["data"].dtype
+    return _dtype(tensor, dtype, options), {"data": _dense(tensor, dtype)}
+
+
+def _dense(tensor: Tensor, dtype: str) -> Part:
+    nbytes = nbytes_of(dtype, prod(tensor.shape))
+    found = tensor.parts["data"].nbytes
+    if found != nbytes:
+        raise ValueError(
+            f"{shown(tensor.name)}: {found} bytes, but {dtype} of {tensor.shape} has {nbytes}"
+        )
+    return Part(dtype, tensor.shape, 0, nbytes)
+
+
+def _dtype(tensor: Tensor, dtype: str, options: _Options) -> Any:
+    stated = tensor.attrs.get("burn_dtype")
+    if dtype == "bool" and options.dialect == "0.20":
+        return "Bool"
+    if dtype == "bool":
+        return {"Bool": "U8" if stated == json.dumps({"Bool": "U8"}) else "Native"}
+    if dtype == "bool32":
+        if options.dialect == "0.20":
+            raise _not_before("0.21", "booleans of 32 bits", tensor)
+        return {"Bool": "U32"}
+    if dtype == "float32" and stated == "Flex32":
+        return stated
+    if dtype not in _NAMES:
+        raise UnsupportedError(
+            f"burnpack has no {shown(dtype)[1:-1]}",
+            tensor=tensor.name,
+            rule="Dtype",
+            hint=f"It has {', '.join(WRITES)}",
+        )
+    return _NAMES[dtype]
+
+
+def _not_before(dialect: str, what: str, tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"burn has {what} from {dialect} on",
+        tensor=tensor.name,
+        rule="Dialect",
+        hint=f"Write dialect={dialect!r}",
+    )
+
+
+def _param_id(tensor: Tensor, options: _Options) -> int | None:
+    stated = tensor.attrs.get("param_id")
+    if stated is None:
+        return _made_id(tensor.name) if options.make_ids else None
+    text = str(stated)
+    if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64:
+        return int(text)
+    raise UnsupportedError(
+        f"the param_id {shown(text)} is no unsigned integer of 64 bits",
+        tensor=tensor.name,
+        rule="ParamId",
+        hint="Give it in decimal digits, or leave it out",
+    )
+
+
+def _made_id(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _attributes(index: Index) -> dict[str, str]:
+    """Return the metadata of the file: texts, and what is none as JSON."""
+    if DIMS_KEY in index.attrs:
+        raise UnsupportedError(
+            f"the attribute {DIMS_KEY!r} is where names of axes are kept",
+            rule="Metadata",
+            hint="Rename it",
+        )
+    texts = {key: _text(key, value) for key, value in index.attrs.items()}
+    dims = dims_text(index.tensors)
+    if dims is not None:
+        texts[DIMS_KEY] = dims
+    for key, text in texts.items():
+        _check_text("the attribute", key)
+        _check_text("an attribute", text)
+    return texts
+
+
+def _text(key: str, value: Any) -> str:
+    if type(key) is not str:
+        raise _no_text(f"an attribute is named by a {type(key).__name__}")
+    if type(value) is str:
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _no_text(f"the attribute {shown(key)} is of type {type(value).__name__}") from None
+
+
+def _no_text(reason: str) -> UnsupportedError:
+    return UnsupportedError(reason, rule="Metadata", hint="Give it as text, or leave it out")
+
+
+def _check_text(what: str, text: str, tensor: str | None = None) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedError(
+            f"{what} {shown(text)} has lone surrogates, which are no characters",
+            tensor=tensor,
+            rule="Name",
+            hint="Rename it",
+        ) from None
+
+
+def _scalar_name(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of a scalar, which has another one if a tensor has it too."""
+    _check_text("the name", name, name)
+    own = name.removesuffix(":scalar")
+    return own if own in tensors else name
+
+
+def _scalar(tensor: Tensor) -> tuple[str, Any]:
+    """Return the kind of a scalar and its value."""
+    kind, data = tensor.attrs["scalar"], tensor.parts["data"].inline
+    dtype, _, layout = SCALARS.get(kind, ("", object, ""))
+    if tensor.dtype != dtype:
+        raise UnsupportedError(
+            f"a scalar of the kind {shown(str(kind))} and the type {tensor.dtype}",
+            tensor=tensor.name,
+            rule="Scalar",
+            hint="Kinds are " + ", ".join(f"{name} ({of[0]})" for name, of in SCALARS.items()),
+        )
+    if data is None:
+        raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")
+    return kind, binary.unpack(layout, data)[0]

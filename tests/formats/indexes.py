@@ -1,0 +1,144 @@
+"""Indexes to be written, with the bytes of their parts, for tests: by hand or by hypothesis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import shake_128
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.index import Index, Part, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Data = dict[tuple[str, str], bytes]
+
+
+def part(dtype: str, shape: tuple[int, ...], **fields: Any) -> Part:
+    """Make a part as it is wanted: of a size, and nowhere."""
+    return Part(dtype, shape, -1, nbytes_of(dtype, prod(shape)), **fields)
+
+
+def dense(name: str, dtype: str = "float32", shape: tuple[int, ...] = (2, 3), **of: Any) -> Tensor:
+    """Make a dense tensor; fields of its part are those that a `Part` has."""
+    fields = {key: of.pop(key) for key in ("encoding", "digest", "inline") if key in of}
+    return Tensor(name, dtype, shape, {"data": part(dtype, shape, **fields)}, **of)
+
+
+def csr(name: str, dtype: str, shape: tuple[int, int], nonzero: int, index: str) -> Tensor:
+    """Make rows of a sparse matrix."""
+    parts = {
+        "indices": part(index, (nonzero,)),
+        "indptr": part(index, (shape[0] + 1,)),
+        "values": part(dtype, (nonzero,)),
+    }
+    return Tensor(name, dtype, shape, parts, "sparse_csr")
+
+
+def coo(name: str, dtype: str, shape: tuple[int, ...], nonzero: int, index: str) -> Tensor:
+    """Make a list of coordinates."""
+    parts = {"coords": part(index, (len(shape), nonzero)), "values": part(dtype, (nonzero,))}
+    return Tensor(name, dtype, shape, parts, "sparse_coo")
+
+
+def index_of(*tensors: Tensor, **attrs: Any) -> Index:
+    """Make an index of tensors, with attributes of the file."""
+    return Index("made", "", {tensor.name: tensor for tensor in tensors}, attrs)
+
+
+def filled(index: Index) -> Data:
+    """Make bytes for all parts, which differ wherever they can."""
+    return {
+        (name, role): shake_128(f"{name}/{role}".encode()).digest(part.nbytes)
+        for name, tensor in index.tensors.items()
+        for role, part in tensor.parts.items()
+    }
+
+
+def plain(index: Index) -> tuple[Any, ...]:
+    """Give what two indexes of equal content have in common, wherever their bytes are."""
+    tensors = {
+        name: replace(
+            tensor,
+            dims=tensor.dims if any(tensor.dims or ()) else None,
+            strict=False,
+            parts={
+                role: Part(part.dtype, part.shape, 0, part.decoded_nbytes or part.nbytes)
+                for role, part in tensor.parts.items()
+            },
+        )
+        for name, tensor in index.tensors.items()
+    }
+    return tensors, dict(index.attrs)
+
+
+shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), max_size=5).map(tuple)
+texts = st.text(max_size=12)
+_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 64), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | texts
+    | st.binary(max_size=5)
+)
+_keys = texts | st.integers(-300, 300) | st.booleans() | st.none() | st.binary(max_size=2)
+values = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def attributes(names: st.SearchStrategy[str] = texts) -> st.SearchStrategy[dict[str, Any]]:
+    """Attributes of any type that CBOR has."""
+    return st.dictionaries(names.filter(lambda name: name != "type"), values, max_size=3)
+
+
+@st.composite
+def indexes(
+    draw: st.DrawFn,
+    tensors: st.SearchStrategy[Tensor],
+    attrs: st.SearchStrategy[Mapping[str, Any]],
+    names: st.SearchStrategy[str] = texts,
+) -> Index:
+    """Draw indexes of some tensors, with names of their own and some dims."""
+    chosen: Sequence[str] = draw(st.lists(names, max_size=5, unique=True))
+    found = {}
+    for name in chosen:
+        tensor = draw(tensors)
+        axis = st.none() | st.text(min_size=1, max_size=3)
+        dims = draw(st.none() | st.tuples(*[axis] * tensor.ndim))
+        found[name] = replace(tensor, name=name, dims=dims)
+    return Index("made", "", found, draw(attrs))
+
+
+@st.composite
+def dense_tensors(
+    draw: st.DrawFn,
+    /,
+    dtypes: Sequence[str],
+    attrs: st.SearchStrategy[dict[str, Any]],
+    **of: st.SearchStrategy[str | None],
+) -> Tensor:
+    """Draw dense tensors; strategies for fields of their parts by name."""
+    fields = {key: draw(strategy) for key, strategy in of.items()}
+    dtype = draw(st.sampled_from(dtypes))
+    return dense("", dtype, draw(shapes), attrs=draw(attrs), **fields)
+
+
+@st.composite
+def sparse_tensors(draw: st.DrawFn, dtypes: Sequence[str], index_types: Sequence[str]) -> Tensor:
+    """Draw sparse tensors of both layouts."""
+    dtype, index = draw(st.sampled_from(dtypes)), draw(st.sampled_from(index_types))
+    nonzero = draw(st.integers(0, 5))
+    if draw(st.booleans()):
+        return csr("", dtype, (draw(st.integers(0, 4)), draw(st.integers(0, 4))), nonzero, index)
+    return coo("", dtype, draw(shapes.filter(bool)), nonzero, index)
+
+
+WHOLE_BYTES = [name for name, element in ELEMENT_TYPES.items() if element.bits >= 8]

@@ -1,0 +1,152 @@
+"""Files made from a `Plan` and the bytes of its parts: what writing does, in memory and plainly."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import xxhash
+import zstandard
+
+from xckpt.plan import Extent, Literal, Plan, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from xckpt.index import Index, Part
+
+Key = tuple[str, str]
+
+FRAME_NBYTES = 1 << 20
+
+
+def wanted(index: Index, file: bytes) -> tuple[Index, dict[Key, bytes]]:
+    """Return what is wanted of a copy of a file: its index with raw sizes, and all raw bytes."""
+    data: dict[Key, bytes] = {}
+    tensors = {}
+    for name, tensor in index.tensors.items():
+        parts = {}
+        for role, part in tensor.parts.items():
+            raw = data[name, role] = raw_bytes(part, file)
+            digest = None if part.digest is None else part.digest.partition(":")[0]
+            parts[role] = replace(part, offset=-1, nbytes=len(raw), digest=digest)
+        tensors[name] = replace(tensor, parts=parts)
+    return replace(index, tensors=tensors), data
+
+
+def raw_bytes(part: Part, file: bytes) -> bytes:
+    """Return the decoded bytes of a part."""
+    assert part.shard is None
+    if part.inline is not None:
+        return part.inline
+    stored = file[part.offset : part.offset + part.nbytes]
+    if part.encoding is None:
+        return stored
+    with zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True) as stream:
+        return stream.read()
+
+
+def materialize(
+    plan: Plan,
+    data: Mapping[Key, bytes],
+    old: bytes = b"",
+    stored: Mapping[Key, bytes] | None = None,
+) -> bytes:
+    """Write the file of a plan; `data` has the raw bytes of every (tensor, role).
+
+    With `old`, that file is written over, as appending does. With `stored`, parts that are
+    compressed are there as they are stored.
+    """
+    return materialize_all(plan, data, old, stored)[""]
+
+
+def materialize_all(
+    plan: Plan,
+    data: Mapping[Key, bytes],
+    old: bytes = b"",
+    stored: Mapping[Key, bytes] | None = None,
+) -> dict[str, bytes]:
+    """Write the file of a plan, by the name ``""``, and its companions by theirs."""
+    writing = _Writing(data, stored or {})
+    files = {"": bytearray(old)}
+    for name, companion in plan.companions.items():
+        files[name] = bytearray()
+        writing.put_extents(companion, files[name])
+    writing.put_extents(plan, files[""])
+    for name, each in (*plan.companions.items(), ("", plan)):
+        for literal in each.finish(writing.written):
+            _put(files[name], literal)
+        if each.nbytes is not None:
+            assert len(files[name]) <= each.nbytes
+            files[name].extend(bytes(each.nbytes - len(files[name])))
+    return {name: bytes(file) for name, file in files.items()}
+
+
+class _Writing:
+    """Where the parts of a checkpoint went."""
+
+    def __init__(self, data: Mapping[Key, bytes], stored: Mapping[Key, bytes]) -> None:
+        self.written: dict[Key, Written] = {}
+        self._data = data
+        self._stored = stored
+
+    def put_extents(self, plan: Plan, file: bytearray) -> None:
+        for literal in plan.literals:
+            _put(file, literal)
+        for extent in plan.extents:
+            key = (extent.tensor, extent.role)
+            assert key not in self.written
+            self.written[key] = self._put_part(file, extent, plan.alignment)
+
+    def _put_part(self, file: bytearray, extent: Extent, alignment: int) -> Written:
+        key, part = (extent.tensor, extent.role), extent.part
+        raw = stored = self._data[key]
+        assert len(raw) == part.nbytes, (extent, len(raw))
+        if part.encoding is not None:
+            stored = self._stored[key] if self._stored else _ENCODERS[part.encoding](raw)
+        offset = -(-len(file) // alignment) * alignment if extent.offset is None else extent.offset
+        _put(file, Literal(offset, stored))
+        digest = None
+        if part.digest is not None:
+            covered = stored if part.digest_of == "stored" else raw
+            digest = f"{part.digest}:{_DIGESTS[part.digest](covered)}"
+        return Written(offset, len(stored), digest)
+
+
+def _put(file: bytearray, literal: Literal) -> None:
+    offset = len(file) if literal.offset is None else literal.offset
+    file.extend(bytes(max(0, offset - len(file))))
+    file[offset : offset + len(literal.data)] = literal.data
+
+
+def _zstd(raw: bytes) -> bytes:
+    compressor = zstandard.ZstdCompressor(level=3).compressobj()
+    return compressor.compress(raw) + compressor.flush()
+
+
+def _zstd_seekable(raw: bytes) -> bytes:
+    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+    pieces = [raw[at : at + FRAME_NBYTES] for at in range(0, len(raw), FRAME_NBYTES)]
+    frames = [compressor.compress(piece) for piece in pieces]
+    entries = b"".join(
+        len(number).to_bytes(4, "little")
+        for frame, piece in zip(frames, pieces, strict=True)
+        for number in (frame, piece)
+    )
+    footer = len(frames).to_bytes(4, "little") + b"\0" + (0x8F92EAB1).to_bytes(4, "little")
+    head = (0x184D2A5E).to_bytes(4, "little") + (len(entries) + len(footer)).to_bytes(4, "little")
+    return b"".join((*frames, head, entries, footer))
+
+
+_ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "zstd": _zstd,
+    "zstd-seekable": _zstd_seekable,
+}
+
+_DIGESTS: Mapping[str, Callable[[bytes], str]] = {
+    "crc32c": lambda data: f"{google_crc32c.value(data):08x}",
+    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+    "xxh3": xxhash.xxh3_64_hexdigest,
+}

@@ -1,0 +1,531 @@
+"""zTensor files as they are planned: read again, and equal to what other writers make."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import golden_files
+from tests.formats.indexes import (
+    attributes,
+    coo,
+    csr,
+    dense,
+    dense_tensors,
+    filled,
+    index_of,
+    indexes,
+    part,
+    plain,
+    sparse_tensors,
+)
+from tests.formats.planned import materialize, raw_bytes, wanted
+from tests.sources import CountingSource
+from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.errors import FormatError, UnsupportedError
+from xckpt.formats import ztensor
+from xckpt.index import Index, Part, Quantization, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+V1_TYPES = [dtype for dtype in ztensor.WRITES if dtype in ztensor.elements.LONG]
+V2_NAMES = st.text(min_size=1, max_size=12).filter(lambda name: "\0" not in name)
+
+
+def read(data: bytes) -> Index:
+    return ztensor.read(CountingSource(data))
+
+
+def written(index: Index, **options: Any) -> bytes:
+    return materialize(ztensor.plan(index, **options), filled(index))
+
+
+def manifest_of(file: bytes) -> dict[str, Any]:
+    size = int.from_bytes(file[-8:], "little")
+    manifest: dict[str, Any] = cbor2.loads(file[-8 - size : -8])
+    return manifest
+
+
+@given(
+    indexes(
+        dense_tensors(
+            V1_TYPES,
+            attributes(),
+            encoding=st.sampled_from([None, "zstd"]),
+            digest=st.sampled_from([None, "crc32c", "sha256"]),
+        )
+        | sparse_tensors(V1_TYPES, ["uint64"]),
+        attributes().map(lambda attrs: {"generator": "a test", **attrs}),
+    )
+)
+def test_version_1_gives_back_what_was_planned(index: Index) -> None:
+    if type(index.attrs["generator"]) is not str:
+        index = replace(index, attrs={**index.attrs, "generator": "a test"})
+    _check_round_trip(index, version="1.0")
+
+
+@given(
+    indexes(
+        dense_tensors(
+            ztensor.WRITES,
+            attributes(V2_NAMES),
+            encoding=st.sampled_from([None, "zstd-seekable"]),
+            digest=st.sampled_from(["xxh3", "sha256"]),
+        )
+        | sparse_tensors(ztensor.WRITES, ["uint32", "uint64"]),
+        attributes(V2_NAMES),
+        V2_NAMES,
+    ),
+    st.sampled_from([4096, 65536]),
+)
+def test_version_2_gives_back_what_was_planned(index: Index, alignment: int) -> None:
+    _check_round_trip(index, version="2", alignment=alignment)
+
+
+def _check_round_trip(index: Index, **options: Any) -> None:
+    data = filled(index)
+    file = materialize(ztensor.plan(index, **options), data)
+    found = read(file)
+    assert found.version == options["version"]
+    assert found.warnings == ()
+    assert {n: t.problem for n, t in found.tensors.items() if t.problem} == {}
+    assert list(found.tensors) == _order(index, options["version"])
+    # Raw sizes of compressed parts are not in every manifest: decode all of them.
+    copy, copied = wanted(found, file)
+    assert plain(_known(copy)) == plain(_known(index))
+    assert copied == data
+    for name, tensor in index.tensors.items():
+        for role, wish in tensor.parts.items():
+            got = found.tensors[name].parts[role]
+            assert got.encoding == wish.encoding
+            assert (got.digest or "").partition(":")[0] == (
+                wish.digest or ("xxh3" if options["version"] == "2" else "")
+            )
+
+
+def _order(index: Index, version: str) -> list[str]:
+    names = sorted(index.tensors, key=str.encode)
+    return sorted(names, key=lambda name: len(name.encode())) if version == "2" else names
+
+
+def _known(index: Index) -> Index:
+    """Give parts their shapes, which manifests do not tell of those that are compressed."""
+    tensors = {
+        name: replace(
+            tensor,
+            parts={
+                role: replace(part, shape=None, decoded_nbytes=None)
+                for role, part in tensor.parts.items()
+            },
+        )
+        for name, tensor in index.tensors.items()
+    }
+    return replace(index, tensors=tensors)
+
+
+def test_a_plan_pickles_and_finishes_alike_each_time() -> None:
+    for version in ("1.0", "2"):
+        index = index_of(dense("w", attrs={"a": 1}), dense("v", "int8", encoding="zstd"))
+        plan = ztensor.plan(index, version=version)
+        file = materialize(plan, filled(index))
+        assert materialize(plan, filled(index)) == file
+        assert materialize(pickle.loads(pickle.dumps(plan)), filled(index)) == file
+
+
+# Files of the reference implementation
+
+
+def by_offset(index: Index) -> Index:
+    """Order tensors as their data are, which the order of a manifest is not."""
+    placed = sorted(
+        index.tensors.items(), key=lambda item: [part.offset for part in item[1].parts.values()]
+    )
+    return replace(index, tensors=dict(placed))
+
+
+@pytest.mark.parametrize("path", golden_files("ztensor/real_v10_*.zt"), ids=lambda path: path.stem)
+def test_version_1_equals_what_its_reference_writes(path: Path) -> None:
+    file = path.read_bytes()
+    original = by_offset(read(file))
+    index, data = wanted(original, file)
+    # What a compressor makes of the same bytes differs between its versions.
+    stored = {
+        (name, role): file[part.offset :][: part.nbytes]
+        for name, tensor in original.tensors.items()
+        for role, part in tensor.parts.items()
+    }
+    assert materialize(ztensor.plan(index), data, stored=stored) == file
+
+
+@pytest.mark.parametrize(
+    ("name", "alignment"),
+    [("v2_stream", 4096), ("v2_converted_from_safetensors", 4096), ("v2_empty", None)],
+)
+def test_version_2_equals_what_its_reference_writes(
+    golden: Path, name: str, alignment: int | None
+) -> None:
+    file = (golden / "ztensor" / f"{name}.zt").read_bytes()
+    index, data = wanted(read(file), file)
+    assert materialize(ztensor.plan(index, version="2", alignment=alignment), data) == file
+
+
+@pytest.mark.parametrize("version", ["1.0", "2"])
+@pytest.mark.parametrize(
+    "path", golden_files("ztensor/*.zt", ".expected.json"), ids=lambda path: path.stem
+)
+def test_a_copy_of_a_golden_file_has_its_content(path: Path, version: str) -> None:
+    file = path.read_bytes()
+    original = read(file)
+    if original.shards or any(tensor.problem for tensor in original.tensors.values()):
+        pytest.skip("its data are elsewhere, or cannot be read")
+    index, data = wanted(original, file)
+    refusal = _refusal(index, version)
+    if refusal is not None:
+        assert refusal.rule in ({"Dtype", "Layout", "Digest"} if version == "1.0" else {"Digest"})
+        assert refusal.hint is not None
+        return
+    copy = materialize(ztensor.plan(index, version=version), data)
+    found, copied = wanted(read(copy), copy)
+    for name, tensor in index.tensors.items():
+        assert (found.tensors[name].shape, found.tensors[name].layout) == (
+            tensor.shape,
+            tensor.layout,
+        )
+        for role in tensor.parts:
+            old, new = tensor.parts[role].dtype, found.tensors[name].parts[role].dtype
+            if old == new:
+                assert copied[name, role] == data[name, role]
+            else:
+                assert role in {"indices", "indptr", "coords"}
+    assert {**found.attrs, "generator": ""} == {**original.attrs, "generator": ""}
+
+
+def _refusal(index: Index, version: str) -> UnsupportedError | None:
+    try:
+        ztensor.plan(index, version=version)
+    except UnsupportedError as error:
+        return error
+    return None
+
+
+# Version 1.0
+
+
+def test_version_1_puts_blobs_in_order_and_the_manifest_behind_them() -> None:
+    index = index_of(dense("b", "int8", (70,)), dense("a", "int16", (1,)), dense("e", shape=(0,)))
+    plan = ztensor.plan(index)
+    assert [(extent.tensor, extent.offset) for extent in plan.extents] == [
+        ("b", 64),
+        ("a", 192),
+        ("e", 256),
+    ]
+    file = written(index)
+    manifest = manifest_of(file)
+    assert list(manifest) == ["version", "generator", "attributes", "tensors"]
+    assert list(manifest["tensors"]) == ["a", "b", "e"]
+    assert list(manifest["tensors"]["a"]) == ["dtype", "shape", "format", "components"]
+    assert file[256:].startswith(cbor2.dumps(manifest))
+    assert file[134:192] == bytes(58)
+
+
+def test_only_what_is_behind_a_compressed_part_has_no_offset() -> None:
+    index = index_of(dense("a"), dense("b", encoding="zstd"), dense("c"))
+    for version, offsets in (("1.0", [64, 128, None]), ("2", [1 << 16, 2 << 16, None])):
+        plan = ztensor.plan(index, version=version)
+        assert [extent.offset for extent in plan.extents] == offsets
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stated"),
+    [
+        ("crc32c", "crc32c:0x"),
+        ("xxh3", "crc32c:0x"),
+        ("sha256", "sha256:"),
+    ],
+)
+def test_version_1_spells_digests_as_its_specification(wanted: str, stated: str) -> None:
+    file = written(index_of(dense("w", digest=wanted)))
+    digest = manifest_of(file)["tensors"]["w"]["components"]["data"]["digest"]
+    assert digest.startswith(stated)
+    value = digest.removeprefix(stated)
+    assert value == (value.upper() if "0x" in stated else value.lower())
+
+
+def test_names_of_axes_are_a_text_in_the_attributes_of_the_file() -> None:
+    index = index_of(dense("w", dims=("rows", None)), dense("v"), dense("s", shape=(), dims=()))
+    attrs = manifest_of(written(index))["attributes"]
+    assert attrs == {"xckpt.dims": '{"w":["rows",null]}'}
+    for version in ("1.0", "2"):
+        found = read(written(index, version=version))
+        assert "xckpt.dims" not in found.attrs
+        assert {name: tensor.dims for name, tensor in found.tensors.items()} == {
+            "w": ("rows", None),
+            "v": None,
+            "s": None,
+        }
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(dense("w", dtype) for dtype in sorted(set(ztensor.WRITES) - set(V1_TYPES))),
+        Tensor("w", "float32", (4,), {"data": part("int8", (4,))}, "quantized"),
+        Tensor(
+            "w",
+            "int32",
+            (4,),
+            {"x": part("int32", (4,))},
+            "structural",
+            attrs={"ztensor_layout": "acme/1"},
+        ),
+    ],
+    ids=lambda tensor: tensor.dtype,
+)
+def test_what_version_1_lacks_is_an_error_that_names_version_2(tensor: Tensor) -> None:
+    with pytest.raises(UnsupportedError, match=r"tensor 'w': version 1\.0 has no") as caught:
+        ztensor.plan(index_of(tensor))
+    assert caught.value.hint == "Write version='2', which has it"
+
+
+def test_indices_get_a_type_that_the_version_has() -> None:
+    narrow = index_of(csr("w", "int8", (2, 3), 4, "uint32"), coo("v", "int8", (2, 3), 4, "int16"))
+    for version, index_type, size in (("1.0", "uint64", 8), ("2", "uint32", 4)):
+        plan = ztensor.plan(narrow, version=version)
+        parts = {(e.tensor, e.role): (e.part.dtype, e.part.nbytes) for e in plan.extents}
+        assert parts["w", "indptr"] == (index_type, 3 * size)
+        assert parts["w", "indices"] == (index_type, 4 * size)
+        assert parts["v", "coords"] == (index_type, 8 * size)
+    signed = ztensor.plan(index_of(coo("v", "int8", (2, 3), 4, "int64")), version="2")
+    assert [extent.part.dtype for extent in signed.extents] == ["uint64", "int8"]
+
+
+# Version 2
+
+
+def test_version_2_shares_one_blob_without_bytes() -> None:
+    index = index_of(dense("a"), dense("x", shape=(0,)), dense("y", "int8", (3, 0)), dense("z"))
+    found = read(written(index, version="2")).tensors
+    assert [found[name].parts["data"].offset for name in "axyz"] == [
+        1 << 16,
+        2 << 16,
+        2 << 16,
+        2 << 16,
+    ]
+
+
+def test_the_type_of_a_component_is_that_of_the_part() -> None:
+    index = index_of(
+        dense("w", "complex64", attrs={"type": "complex64"}), dense("v", attrs={"type": "x"})
+    )
+    found = read(written(index, version="2")).tensors
+    assert (found["w"].attrs, found["v"].attrs) == ({}, {"type": "x"})
+
+
+PROFILED = {
+    "groups": (
+        Quantization((1, 8), "uint8", 4, 32, 1, zero=None, scale_axes=(0, 1)),
+        {
+            "data": part("uint32", (4, 2)),
+            "scales": part("float16", (4, 2)),
+            "zeros": part("uint8", (4, 2)),
+        },
+    ),
+    "implied": (
+        Quantization((4, 1), "uint8", 4, 8, 1, msb_first=True, zero=8, scale_axes=(1, 0)),
+        {"data": part("uint8", (4, 8)), "scales": part("bfloat16", (16, 1))},
+    ),
+    "bytes": (
+        Quantization((1, 16), "int8", 8, 8, 1),
+        {"data": part("int8", (4, 16)), "scales": part("float32", (4, 1))},
+    ),
+    "microscaled": (
+        Quantization((1, 8), "float4_e2m1fn", 4, 4, 1, scale_axes=(0, 1)),
+        {"data": part("float4_e2m1fn", (4, 16)), "scales": part("float8_e8m0fnu", (4, 2))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROFILED)
+def test_a_quantisation_becomes_the_attributes_of_a_layout(case: str) -> None:
+    quantization, parts = PROFILED[case]
+    tensor = Tensor(
+        "q", "float32", (4, 16), parts, "quantized", attrs={"k": 1}, quantization=quantization
+    )
+    found = read(written(index_of(tensor), version="2")).tensors["q"]
+    assert found.layout == "quantized"
+    expected = quantization
+    if not quantization.scale_axes:
+        expected = replace(quantization, scale_axes=(0, 1))
+    assert found.quantization == expected
+    assert found.attrs["k"] == 1
+    assert {role: each.shape for role, each in found.parts.items()} == {
+        role: each.shape for role, each in parts.items()
+    }
+    copy = replace(found, parts={r: replace(p, digest="xxh3") for r, p in found.parts.items()})
+    again = read(written(index_of(copy), version="2")).tensors["q"]
+    assert (again.attrs, again.quantization) == (found.attrs, found.quantization)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block": (2, 8)},
+        {"global_scale": True},
+        {"word_bits": 4},
+        {"scale_axes": (1, 0)},
+        {"code": "int8"},
+    ],
+)
+def test_a_quantisation_that_no_layout_has_is_refused(changes: dict[str, Any]) -> None:
+    quantization, parts = PROFILED["groups"]
+    odd = replace(quantization, **changes)
+    tensor = Tensor("q", "float32", (4, 16), parts, "quantized", quantization=odd)
+    with pytest.raises(UnsupportedError, match="tensor 'q': quantised as no layout") as caught:
+        ztensor.plan(index_of(tensor), version="2")
+    assert caught.value.hint == "Save the values that it decodes to"
+
+
+def structural(layout: Any, parts: Mapping[str, Part] | None = None, **attrs: Any) -> Tensor:
+    attrs["ztensor_layout"] = layout
+    return Tensor(
+        "w", "uint8", (32,), parts or {"data": part("uint8", (18,))}, "structural", attrs=attrs
+    )
+
+
+def test_parts_of_other_layouts_keep_its_name() -> None:
+    for version in ("1.0", "2"):
+        found = read(written(index_of(structural("acme/1", k=1)), version=version)).tensors["w"]
+        assert (found.layout, found.problem) == ("structural", None)
+        assert found.attrs == {"k": 1, "ztensor_layout": "acme/1"}
+    gguf = structural("gguf.q4_0/1", elems_per_block=32, block_bytes=18)
+    assert read(written(index_of(gguf), version="2")).tensors["w"].attrs == gguf.attrs
+
+
+@pytest.mark.parametrize(
+    ("tensor", "version"),
+    [
+        (structural(None), "1.0"),
+        (structural("dense"), "1.0"),
+        (structural(None), "2"),
+        (structural("zt.sparse_csr/1"), "2"),
+    ],
+)
+def test_parts_of_a_layout_without_a_name_are_refused(tensor: Tensor, version: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"without a name .*'ztensor_layout'"):
+        ztensor.plan(index_of(tensor), version=version)
+
+
+def test_parts_must_be_of_the_layout_they_name() -> None:
+    with pytest.raises(FormatError, match=r"tensor 'w'.*'data' has 18 bytes"):
+        ztensor.plan(
+            index_of(structural("gguf.q4_0/1", elems_per_block=16, block_bytes=18)), version="2"
+        )
+
+
+# Both versions
+
+
+@pytest.mark.parametrize("version", ["1.0", "2"])
+@pytest.mark.parametrize(
+    ("index", "rule"),
+    [
+        (index_of(dense("\ud800")), "Name"),
+        (index_of(dense("w", dims=("\ud800", None))), "Name"),
+        (index_of(dense("w"), a="\ud800"), "Name"),
+        (index_of(dense("w"), a=1 << 64), "Attributes"),
+        (index_of(dense("w"), a=object()), "Attributes"),
+        (index_of(dense("w"), a={(): 1}), "Attributes"),
+        (index_of(dense("w", attrs={"a": {1, 2}})), "Attributes"),
+        (index_of(dense("w"), **{"xckpt.dims": "{}"}), "Attributes"),
+        (Index("made", "", {}, {cast("str", 1): 2}), "Attributes"),
+        (index_of(dense("w", "bool32")), "Dtype"),
+        (index_of(dense("w", order="F")), "Order"),
+        (index_of(dense("w", encoding="lz4")), "Compression"),
+        (index_of(dense("w", digest="md5")), "Digest"),
+    ],
+)
+def test_what_no_version_has_is_an_error(index: Index, rule: str, version: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        ztensor.plan(index, version=version)
+    assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "é" * 513])
+def test_version_2_has_names_of_limited_length(name: str) -> None:
+    shaped = structural("acme/1", {name: part("uint8", (1,))})
+    for index in (
+        index_of(dense(name)),
+        index_of(**{name: 1}),
+        index_of(dense("w", attrs={name: 1})),
+        index_of(shaped),
+    ):
+        with pytest.raises(UnsupportedError, match="1 to 1024 bytes"):
+            ztensor.plan(index, version="2")
+        assert read(written(index)).attrs
+
+
+@pytest.mark.parametrize(("version", "deepest"), [("1.0", 125), ("2", 30)])
+def test_attributes_nest_as_deep_as_readers_go(version: str, deepest: int) -> None:
+    nested: Any = 0
+    for _ in range(deepest - 1):
+        nested = [nested]
+    found = read(written(index_of(dense("w", attrs={"a": nested})), version=version))
+    assert found.tensors["w"].attrs == {"a": nested}
+    with pytest.raises(UnsupportedError, match="nested too deep"):
+        ztensor.plan(index_of(dense("w", attrs={"a": [nested]})), version=version)
+    assert read(written(index_of(a=[nested]), version=version)).attrs["a"] == [nested]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        replace(dense("w"), shape=(7,)),
+        replace(dense("w"), parts={}),
+        replace(dense("w"), parts={**dense("w").parts, "more": part("int8", (1,))}),
+        replace(csr("w", "int8", (2, 3), 4, "uint64"), shape=(3, 3)),
+        replace(coo("w", "int8", (2, 3), 4, "uint64"), shape=(2, 3, 4)),
+        coo("w", "int8", (), 4, "uint64"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tensor: Tensor) -> None:
+    for version in ("1.0", "2"):
+        with pytest.raises(FormatError, match="tensor 'w'"):
+            ztensor.plan(index_of(tensor), version=version)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"version": "1.1"},
+        {"version": 2},
+        {"alignment": 4096},
+        {"version": "2", "alignment": 64},
+        {"version": "2", "alignment": 5000},
+        {"version": "2", "alignment": 0},
+    ],
+)
+def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"version|alignment"):
+        ztensor.plan(index_of(), **options)
+
+
+def test_every_declared_element_type_is_one() -> None:
+    assert set(ztensor.WRITES) == set(ELEMENT_TYPES) - {"bool32"}
+    assert len(set(ztensor.WRITES)) == len(ztensor.WRITES)
+
+
+def test_the_digest_of_a_compressed_part_is_of_its_version_s_bytes() -> None:
+    index = index_of(dense("w", "int8", (3000,), encoding="zstd", digest="sha256"))
+    for version, covered in (("1.0", "stored"), ("2", "decoded")):
+        file = written(index, version=version)
+        stored = read(file).tensors["w"].parts["data"]
+        assert stored.digest_of == covered
+        assert raw_bytes(stored, file) == filled(index)["w", "data"]
