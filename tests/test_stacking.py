@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xckpt
+from benchmarks.checkpoints import mixture_of_experts, write_ztensor
 from tests.formats.burnpack_files import burnpack
 from tests.formats.burnpack_files import dense as burnpack_dense
 from tests.formats.ztensor_files import dense_v1, v1_file
@@ -24,6 +25,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.datasets import make_dataset
 from xckpt.options import OpenOptions
+from xckpt.stacking import member_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,6 +124,26 @@ def test_every_tensor_is_at_one_position() -> None:
     found = np.concatenate([np.ravel(row) for row in rows])
     expected = np.concatenate([array.ravel() for array in arrays.values()])
     assert sorted(found.tolist()) == sorted(expected.tolist())
+
+
+def test_every_one_of_ninety_thousand_tensors_is_at_one_position(tmp_path: Path) -> None:
+    path = tmp_path / "moe.zt"
+    write_ztensor(path, dict(mixture_of_experts()))
+    index = xckpt.read_index(path)
+    ds = xr.open_dataset(path, engine="ztensor", stack=True)
+    found = []
+    for name, variable in ds.variables.items():
+        if name in ds.coords:
+            continue
+        lazy = variable.data.dask.lazy
+        names = member_names(str(name), variable, ds.coords.variables)
+        members = lazy.members if len(names) > 1 else [lazy]
+        for tensor, member in zip(names, members, strict=True):
+            assert member.reader.part == index.tensors[tensor].parts["data"]
+            assert variable.shape[variable.ndim - member.ndim :] == index.tensors[tensor].shape
+        found += names
+    assert len(found) == len(index.tensors)
+    assert set(found) == set(index.tensors)
 
 
 def test_only_some_modules() -> None:
