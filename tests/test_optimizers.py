@@ -209,3 +209,15 @@ def test_many_parameters(tmp_path: Path) -> None:
     state = {f"{i}.m1": dense(BIAS, param_id=i) for i in range(1000)}
     joined = xckpt.join_optimizer(model, opened(tmp_path, "o", state))
     assert [*joined.variables][1000:] == [f"m.{name.split('.')[0]}.w:m1" for name in sorted(state)]
+
+
+def test_stacked_models_are_taken_apart(tmp_path: Path) -> None:
+    ids = {"h.0.w": 5, "h.1.w": 6}
+    model = {name: dense(WEIGHT, param_id=number) for name, number in ids.items()}
+    state = {f"{number}.moment": dense(WEIGHT + number, param_id=number) for number in (5, 6)}
+    optimizer = opened(tmp_path, "optim", state)
+    stacked = opened(tmp_path, "model", model, options={"stack": True})
+    assert list(stacked.data_vars) == ["h.w"]
+    joined = xckpt.join_optimizer(stacked, optimizer)
+    assert list(joined.variables) == ["h.0.w", "h.1.w", "h.0.w:moment", "h.1.w:moment"]
+    np.testing.assert_array_equal(joined["h.1.w:moment"], WEIGHT + 6)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNames
+from xckpt.stacking import unstack_modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     Parameters
     ----------
     model : xarray.Dataset
-        A checkpoint of a module, as it was opened.
+        A checkpoint of a module, as it was opened. What is stacked is taken apart first.
     optimizer : xarray.Dataset
         The record of its optimizer.
 
@@ -62,6 +63,7 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     >>> ds["conv1.weight:momentum.moment_1"].dims == ds["conv1.weight"].dims  # doctest: +SKIP
     True
     """
+    model, optimizer = unstack_modules(model), unstack_modules(optimizer)
     parameters = _parameters(model)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
     found: list[_State] = []

@@ -91,6 +91,8 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
         If it cannot be told which tensors are left, or a variable has the name of one.
     """
     flat = flatten(obj)
+    if not any("stack" in variable.encoding for variable in flat.variables.values()):
+        return obj.copy()
     new = Flat({}, {}, flat.coords)
     stacked_dims: set[str] = set()
     for name, variable in flat.variables.items():
