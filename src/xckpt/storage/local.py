@@ -171,11 +171,17 @@ class LocalSource(Source):
         """Read a range of bytes into memory of its own; see `Source.read`."""
         self._check_range(offset, nbytes)
         memory = empty(nbytes)
+        self.read_into(offset, memory)
+        return memory
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into given memory; see `Source.read_into`."""
+        nbytes = len(memory)
+        self._check_range(offset, nbytes)
         found = self._descriptor().read_into(memory, offset)
         if found < nbytes:
             raise self._changed(f"it ends {nbytes - found} bytes before the end of a read")
         self._check_unchanged()  # once is enough, and only afterwards does it cover the read
-        return memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Give a range of bytes of the file's memory map; see `Source.view`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from xckpt.errors import FormatError
@@ -10,6 +11,9 @@ from xckpt.storage.ranges import merge, split
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+    from contextlib import AbstractContextManager
+
+    from xckpt.index import Shard
 
 __all__ = ["Source"]
 
@@ -69,6 +73,28 @@ class Source(ABC):
         """
         return self.read(offset, nbytes)
 
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into memory that is there already.
+
+        Memory that is used again and again stays in the caches of the processor; new memory has
+        to be given to the process, page by page, each time.
+
+        Parameters
+        ----------
+        offset : int
+            First byte.
+        memory : memoryview
+            Writable bytes, all of which are filled.
+
+        Raises
+        ------
+        FormatError
+            If the range is not inside the file; nothing is written then.
+        FileChangedError
+            If the file is no longer the one that was opened.
+        """
+        memory[:] = self.view(offset, len(memory))
+
     def read_ranges(
         self, ranges: Sequence[tuple[int, int]], *, gap: int = 1 << 20
     ) -> list[memoryview]:
@@ -102,6 +128,16 @@ class Source(ABC):
     def close(self) -> None:  # noqa: B027  nothing is open for bytes in memory
         """Let go of what this process has open for the file; the next read opens it again."""
 
+    def reading_header(self) -> AbstractContextManager[Source]:
+        """Give a source to read the header of the file from, for as long as that takes.
+
+        Returns
+        -------
+        context manager
+            Of a source of the same file; requests over a network are fewer with it.
+        """
+        return nullcontext(self)
+
     @abstractmethod
     def sibling(self, name: str) -> Source:
         """Open another file by its path relative to the folder of this one.
@@ -123,6 +159,25 @@ class Source(ABC):
         UnsupportedError
             If this source has no folder (bytes in memory).
         """
+
+    def shard(self, label: str, shard: Shard) -> Source:
+        """Give a file that this one refers to.
+
+        Parameters
+        ----------
+        label : str
+            What this file calls it.
+        shard : Shard
+            What this file says of it.
+
+        Returns
+        -------
+        Source
+            It may be missing until it is read.
+        """
+        from xckpt.storage.shard import ShardSource  # which is a Source
+
+        return ShardSource(self, shard, label)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Source) or type(self) is not type(other):

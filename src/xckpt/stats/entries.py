@@ -1,0 +1,302 @@
+"""What there is to describe: the variables of an object, and the tensors they are made of."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from xckpt.arrays.graph import TensorGraph, TensorLayer
+from xckpt.arrays.stacked import StackedArray
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.index import Index
+from xckpt.labels.stacking import flat_names
+from xckpt.stats.along import LONGEST_ROW
+from xckpt.stats.chunked import ChunkedTensor
+from xckpt.stats.kinds import require_numbers
+from xckpt.stats.passes import Member
+from xckpt.stats.readers import ArrayReader, reader_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterator, Mapping
+
+    from xckpt.arrays.lazy import LazyArray
+    from xckpt.stats.reader import Reader
+
+__all__ = ["Contents", "Entry", "contents_of", "member_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A variable, and the tensors that are described one by one.
+
+    Parameters
+    ----------
+    name : hashable
+        Of the variable in the result.
+    dims : tuple of hashable
+        Those that stay: along which tensors are stacked.
+    shape : tuple of int
+        Extent along them.
+    members : tuple of Member
+        The tensors; the last dimension varies fastest. None where short rows of the variable are
+        described together.
+    variable : xarray.Variable
+        What is described.
+    """
+
+    name: Hashable
+    dims: tuple[Hashable, ...]
+    shape: tuple[int, ...]
+    members: tuple[Member, ...]
+    variable: xr.Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is described.
+
+    Parameters
+    ----------
+    variables : dict of hashable to xarray.Variable
+        Data variables by their names in the result.
+    coords : mapping of hashable to xarray.Variable
+        Coordinates.
+    source : str
+        Where it was read from, empty if nobody knows.
+    """
+
+    variables: dict[Hashable, xr.Variable]
+    coords: Mapping[Hashable, xr.Variable]
+    source: str
+
+    def entries(self, dims: Collection[Hashable] | None = None) -> list[Entry]:
+        """List variables of numbers with their tensors; others are left out with a warning.
+
+        Parameters
+        ----------
+        dims : collection of hashable, optional
+            Dimensions that are reduced; by default all but those along which tensors are stacked.
+
+        Returns
+        -------
+        list of Entry
+            Variables without any of these dimensions are left out.
+
+        Raises
+        ------
+        ValueError
+            If no variable has one of the dimensions.
+        """
+        unknown = set(dims or ()) - {dim for v in self.variables.values() for dim in v.dims}
+        if unknown:
+            raise ValueError(f"no variable has the dimension {shown(str(min(unknown, key=str)))}")
+        found = []
+        for name, variable in self.variables.items():
+            if dims is not None and not set(dims) & set(variable.dims):
+                continue
+            try:
+                found.append(self._entry(name, variable, dims))
+            except TypeError as error:
+                text = f"{shown(str(name))} has no statistics: {error}"
+                warnings.warn(text, CheckpointWarning, stacklevel=4)
+        return found
+
+    def _entry(
+        self, name: Hashable, variable: xr.Variable, reduced: Collection[Hashable] | None
+    ) -> Entry:
+        if reduced is None:
+            stacked = variable.encoding.get("stack", {}).get("dims", ())
+            dims = tuple(dim for dim in variable.dims if dim in stacked)
+        else:
+            dims = tuple(dim for dim in variable.dims if dim not in reduced)
+            if prod(variable.sizes[dim] for dim in reduced if dim in variable.dims) <= LONGEST_ROW:
+                require_numbers(variable.dtype)
+                return Entry(name, dims, _shape(variable, dims), (), variable)
+        lazy = _lazy_array(variable)
+        shape = _shape(variable, dims)
+        members: tuple[Member, ...]
+        if lazy is not None and not dims:
+            members = (Member(_flat_name(name, variable), reader_of(lazy)),)
+        elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
+            part = _part_suffix(variable)
+            members = tuple(Member(m.name + part, reader_of(m)) for m in lazy.members)
+        else:
+            names = member_names(name, variable, dims, self.coords)
+            arrays = _split(variable.transpose(*dims, ...), len(dims))
+            pairs = zip(names, arrays, strict=True)
+            members = tuple(Member(n, _reader(array)) for n, array in pairs)
+        return Entry(name, dims, shape, members, variable)
+
+
+def member_names(
+    name: Hashable,
+    variable: xr.Variable,
+    dims: tuple[Hashable, ...],
+    coords: Mapping[Hashable, xr.Variable],
+) -> list[str]:
+    """Name the tensors along stacked dimensions, some of which may have been cut.
+
+    Parameters
+    ----------
+    name : hashable
+        Of the variable.
+    variable : xarray.Variable
+        With the encoding that tells how it was stacked.
+    dims : tuple of hashable
+        The dimensions along which there are several tensors.
+    coords : mapping of hashable to xarray.Variable
+        Coordinates, for the indices that are left.
+
+    Returns
+    -------
+    list of str
+        The last dimension varies fastest. Names in the file where these can be told.
+    """
+    stack = variable.encoding.get("stack", {})
+    if not stack and not dims:
+        return [_flat_name(name, variable)]
+    indices = []
+    for dim, along in zip(stack.get("dims", ()), stack.get("indices", ()), strict=True):
+        coord = coords.get(dim)
+        left = along if coord is None else np.atleast_1d(coord.values).tolist()
+        indices.append(tuple(int(i) for i in left))
+    fits = set(dims) <= set(stack.get("dims", ()))
+    if not fits or prod(map(len, indices)) != prod(variable.sizes[dim] for dim in dims):
+        return _numbered(name, variable, dims)
+    names = flat_names(stack["template"], tuple(indices))
+    return [each + _part_suffix(variable) for each in names]
+
+
+def contents_of(obj: Any) -> Contents:
+    """Find what there is to describe.
+
+    Parameters
+    ----------
+    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        Paths may be URLs. The tensors of a tree are named as in its file, or by their paths.
+
+    Returns
+    -------
+    Contents
+        No data is read for it.
+
+    Raises
+    ------
+    TypeError
+        If it is something else.
+    """
+    if isinstance(obj, xr.Dataset):
+        coords = {name: obj.variables[name] for name in obj.coords}
+        variables = {n: v for n, v in obj.variables.items() if n not in coords}
+        return Contents(variables, coords, str(obj.encoding.get("source", "")))
+    if isinstance(obj, xr.DataArray):
+        coords = {name: coord.variable for name, coord in obj.coords.items()}
+        name = "data" if obj.name is None else obj.name
+        return Contents({name: obj.variable}, coords, str(obj.encoding.get("source", "")))
+    if isinstance(obj, xr.DataTree):
+        return _tree_contents(obj)
+    if isinstance(obj, Index | str | bytes | os.PathLike) or hasattr(obj, "read"):
+        return _file_contents(obj)
+    raise TypeError(
+        f"expected a path, an Index, a Dataset, a DataArray or a DataTree, got {type(obj).__name__}"
+    )
+
+
+def _file_contents(obj: Any) -> Contents:
+    from xckpt.opening import open_index
+
+    if isinstance(obj, Index):
+        return contents_of(xr.open_dataset(obj.source, engine=obj.format))
+    source, index = open_index(obj)
+    contents = contents_of(xr.open_dataset(obj, engine=index.format))
+    return Contents(contents.variables, contents.coords, source.name)
+
+
+def _tree_contents(tree: xr.DataTree) -> Contents:
+    variables: dict[Hashable, xr.Variable] = {}
+    coords: dict[Hashable, xr.Variable] = {}
+    for node in tree.subtree:
+        inside = dict(node.coords)
+        coords |= {name: coord.variable for name, coord in inside.items()}
+        for leaf, variable in node.variables.items():
+            if leaf not in inside:
+                path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
+                name = _flat_name(path, variable)
+                variables[path if name in variables else name] = variable
+    return Contents(variables, coords, str(tree.root.encoding.get("source", "")))
+
+
+def _lazy_array(variable: xr.Variable) -> LazyArray | None:
+    """Give the array in the file, if a variable is that and nothing was computed from it."""
+    # `chunks` and `data` ask in general ways what kind of array it is: half of the time for
+    # thousands of small tensors.
+    array = variable._data  # noqa: SLF001
+    if not isinstance(array, da.Array):
+        return None
+    graph = array.dask
+    lazy: LazyArray
+    if isinstance(graph, TensorGraph):
+        lazy = graph._tensor[0]  # noqa: SLF001  our own
+        return lazy
+    # Another cut of the same values.
+    layers = [layer for name, layer in graph.layers.items() if not name.startswith("rechunk-")]
+    if len(layers) == 1 and isinstance(layers[0], TensorLayer):
+        lazy = layers[0].lazy
+        return lazy if lazy.shape == array.shape else None
+    return None
+
+
+def _reader(array: Any) -> Reader | ChunkedTensor:
+    if hasattr(array, "dask"):
+        return ChunkedTensor(array)
+    reader = ArrayReader(array)
+    reader.local = True
+    return reader
+
+
+def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
+    """Give the array of a variable for each position along its first dimensions."""
+    array = variable.data if variable.chunks is not None else _Values(variable)
+    positions = np.ndindex(*variable.shape[:ndim])
+    return (array[position] if position else array for position in positions)
+
+
+class _Values:
+    """The values of a variable, of which no more are loaded than are asked for."""
+
+    def __init__(self, variable: xr.Variable) -> None:
+        self.variable = variable
+        self.shape, self.dtype = variable.shape, variable.dtype
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        part = self.variable[key]
+        # Only whole members are asked for without a slice.
+        if any(isinstance(each, slice) for each in key) or not part.ndim:
+            return part.data
+        return _Values(part)
+
+
+def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]:
+    return tuple(variable.sizes[dim] for dim in dims)
+
+
+def _flat_name(name: Hashable, variable: xr.Variable) -> str:
+    flat = str(variable.encoding.get("tensor", name))
+    return flat + _part_suffix(variable) if "tensor" in variable.encoding else flat
+
+
+def _part_suffix(variable: xr.Variable) -> str:
+    part = variable.encoding.get("part")
+    return "" if part is None else f":{part}"
+
+
+def _numbered(name: Hashable, variable: xr.Variable, dims: tuple[Hashable, ...]) -> list[str]:
+    positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
+    return [f"{name}[{', '.join(map(str, position))}]" for position in positions]

@@ -1,0 +1,340 @@
+"""Compiled loops over blocks of elements: one element type and one loop each.
+
+A loop with one purpose is vectorised by LLVM; several in one body are not, and take ten times as
+long. They are called one after another on leaves of `LEAF` elements, which stay in the L2 cache.
+
+Floating-point sums are never reassociated: they are kept in `LANES` accumulators, a vector
+operation whatever the width of the machine's vectors is. So all machines get the same bits.
+
+Elements of 8 and 16 bits are only counted by their bit patterns.
+
+Each function is optimised again within whatever calls it, so calls are nested but once: the first
+use of a type shall not take long.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from xckpt.stats.compiled import compiled, inlined
+from xckpt.stats.moments import LEAF
+
+__all__ = ["LANES", "count_floats", "count_integers", "count_patterns"]
+
+LANES = 256
+#: Rows of lanes that are added before they reach the accumulators.
+ROWS = 4
+#: One row of lanes in so many is enough to find where the elements of a leaf are about.
+SAMPLED = 8
+#: Magnitudes beyond two to this power have fourth powers that leave the range of float64.
+WIDE = 200
+
+
+@compiled
+def _extremes(bits: Any, magnitude: Any, shift: Any) -> Any:
+    """Find the smallest and the largest key; keys are integers in the order of the floats."""
+    low = magnitude
+    high = ~magnitude
+    for i in range(bits.size):
+        key = bits[i] ^ ((bits[i] >> shift) & magnitude)
+        low = min(low, key)
+        high = max(high, key)
+    return low, high
+
+
+@compiled
+def _zeros(bits: Any, magnitude: Any) -> Any:
+    count = np.int32(0)
+    for i in range(bits.size):
+        count = np.int32(count + np.int32((bits[i] & magnitude) == 0))
+    return count
+
+
+@inlined
+def _equal(bits: Any, pattern: Any) -> Any:
+    count = np.int32(0)
+    for i in range(bits.size):
+        count = np.int32(count + np.int32(bits[i] == pattern))
+    return count
+
+
+@inlined
+def _take_finite(x: Any, scratch: Any) -> Any:
+    """Move finite elements to the front of `scratch`; count them and the NaN."""
+    kept = 0
+    nans = 0
+    for i in range(x.size):
+        scratch[kept] = x[i]
+        kept += np.isfinite(x[i])
+        nans += np.isnan(x[i])
+    return kept, nans
+
+
+@inlined
+def _scale(x: Any, exponent: Any, scratch: Any) -> None:
+    """Multiply by a power of two that may itself be out of range."""
+    first = -exponent // 2
+    one = math.ldexp(1.0, first)
+    other = math.ldexp(1.0, -exponent - first)
+    for i in range(x.size):
+        scratch[i] = x[i] * one * other
+
+
+@compiled
+def _center(x: Any, sums: Any) -> Any:
+    """Find a number within three standard deviations of the mean, from every eighth row."""
+    if x.size < LANES:
+        total = 0.0
+        for i in range(x.size):
+            total += x[i]
+        return total / x.size
+    for j in range(LANES):
+        sums[j] = 0.0
+    rows = 0
+    for row in range(0, x.size - LANES + 1, SAMPLED * LANES):
+        rows += 1
+        for j in range(LANES):
+            sums[j] += np.float64(x[row + j])
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            sums[j] += sums[width + j]
+    return sums[0] / (rows * LANES)
+
+
+@compiled
+def _powers(x: Any, center: Any, sums: Any) -> None:
+    """Add up the first four powers of the distances from `center`."""
+    for j in range(4 * LANES):
+        sums[j] = 0.0
+    step = ROWS * LANES
+    whole = x.size // step * step
+    for row in range(0, whole, step):
+        for j in range(LANES):
+            a = np.float64(x[row + j]) - center
+            b = np.float64(x[row + LANES + j]) - center
+            c = np.float64(x[row + 2 * LANES + j]) - center
+            d = np.float64(x[row + 3 * LANES + j]) - center
+            aa, bb, cc, dd = a * a, b * b, c * c, d * d
+            sums[j] += (a + b) + (c + d)
+            sums[LANES + j] += (aa + bb) + (cc + dd)
+            sums[2 * LANES + j] += (a * aa + b * bb) + (c * cc + d * dd)
+            sums[3 * LANES + j] += (aa * aa + bb * bb) + (cc * cc + dd * dd)
+    for i in range(whole, x.size):
+        j = (i - whole) % LANES
+        a = np.float64(x[i]) - center
+        aa = a * a
+        sums[j] += a
+        sums[LANES + j] += aa
+        sums[2 * LANES + j] += a * aa
+        sums[3 * LANES + j] += aa * aa
+    width = LANES
+    while width > 1:
+        width //= 2
+        for power in range(4):
+            for j in range(width):
+                sums[power * LANES + j] += sums[power * LANES + width + j]
+
+
+@inlined
+def _describe(size: Any, center: Any, exponent: Any, sums: Any, node: Any) -> None:
+    """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
+    n = np.float64(size)
+    s1, s2, s3, s4 = sums[0], sums[LANES], sums[2 * LANES], sums[3 * LANES]
+    m = s1 / n
+    node[0] = n
+    node[1] = center
+    node[2] = m
+    node[3] = max(0.0, s2 - m * s1)
+    node[4] = s3 - 3.0 * m * s2 + 2.0 * m * m * s1
+    node[5] = max(0.0, s4 - 4.0 * m * s3 + 6.0 * m * m * s2 - 3.0 * m * m * m * s1)
+    node[6] = exponent
+
+
+@compiled
+def _count_codes(bits: Any, shift: Any, one: Any, other: Any) -> None:
+    """Count the upper bits of each element, in two tables by turns.
+
+    With one table, equal values one after another would wait for each other's counter.
+    """
+    whole = bits.size // 2 * 2
+    for i in range(0, whole, 2):
+        one[bits[i] >> shift] += np.uint32(1)
+        other[bits[i + 1] >> shift] += np.uint32(1)
+    for i in range(whole, bits.size):
+        one[bits[i] >> shift] += np.uint32(1)
+
+
+@inlined
+def _exponent(low: Any, high: Any) -> Any:
+    """Give the power of two to divide float64 by, whose smallest and largest keys are given."""
+    # The largest magnitude, as a pattern, has the exponent above 52 bits of a fraction.
+    largest = max(low, ~low, high, ~high)
+    exponent = (largest >> 52) - 1022
+    if largest == 0 or abs(exponent) <= WIDE:
+        return 0
+    # Few different ones, so that leaves seldom have to be brought to a common one.
+    return 256 * ((exponent + 128) // 256)
+
+
+@compiled
+def count_floats(  # noqa: PLR0917  compiled functions have no keywords
+    x: Any, bits: Any, codes: Any, shift: Any, constants: Any, tables: Any, out: Any
+) -> None:
+    """Describe a block of float32 or float64.
+
+    Parameters
+    ----------
+    x : array of float
+        At most as many leaves as `out` has rows.
+    bits : array of int
+        The same memory as signed integers.
+    codes : array of uint
+        The same memory as unsigned integers.
+    shift : uint
+        Bits that are no part of a code.
+    constants : array of int
+        Of the type of `bits`: all bits but the sign; the pattern of infinity; shift of the sign.
+    tables : array of uint32, shape (2, codes)
+        Counters, added to.
+    out : tuple of arrays
+        ``nodes`` float64 (leaves, 7); ``extremes`` of the type of `bits`, smallest and largest
+        key of a finite element so far; ``tally`` int64: NaN, infinities, zeros, negative zeros;
+        ``zeros`` int64 (leaves,); ``scratch`` like one leaf; ``sums`` float64 (4 * lanes,).
+    """
+    nodes, extremes, tally, zeros, scratch, sums = out
+    magnitude, infinity, sign = constants[0], constants[1], constants[2]
+    for leaf in range((x.size + LEAF - 1) // LEAF):
+        start, stop = leaf * LEAF, min(x.size, (leaf + 1) * LEAF)
+        values = x[start:stop]
+        pattern = bits[start:stop]
+        _count_codes(codes[start:stop], shift, tables[0], tables[1])
+        zeros[leaf] = _zeros(pattern, magnitude)
+        tally[2] += zeros[leaf]
+        if zeros[leaf]:
+            tally[3] += _equal(pattern, ~magnitude)
+        low, high = _extremes(pattern, magnitude, sign)
+        if high >= infinity or low <= ~infinity:
+            count, nans = _take_finite(values, scratch)
+            tally[0] += nans
+            tally[1] += values.size - count - nans
+            values = scratch[:count]
+            low, high = _extremes(values.view(bits.dtype), magnitude, sign)
+            if count == 0:
+                nodes[leaf] = 0.0
+                continue
+        extremes[0] = min(extremes[0], low)
+        extremes[1] = max(extremes[1], high)
+        exponent = _exponent(low, high) if x.itemsize == 8 else 0
+        if exponent:
+            _scale(values, exponent, scratch)
+            values = scratch[: values.size]
+        center = np.float64(values[0]) if low == high else _center(values, sums)
+        _powers(values, center, sums)
+        _describe(values.size, center, exponent, sums, nodes[leaf])
+
+
+@compiled
+def _integer_extremes(x: Any) -> Any:
+    low = x[0]
+    high = x[0]
+    for i in range(x.size):
+        low = min(low, x[i])
+        high = max(high, x[i])
+    return low, high
+
+
+@compiled
+def count_integers(x: Any, tables: Any, out: Any) -> None:
+    """Describe a block of integers of 32 or 64 bits.
+
+    Parameters
+    ----------
+    x : array of int or uint
+        At most as many leaves as `out` has rows.
+    tables : array of uint32, shape (2, codes)
+        Counters of the upper bits of the elements as float64, added to.
+    out : tuple of arrays
+        ``nodes`` float64 (leaves, 7); ``extremes`` of the type of `x`, smallest and largest so
+        far; ``tally`` int64: zeros, sum of the lower 32 bits, sum of the others; ``zeros`` int64
+        (leaves,); ``scratch`` float64 (leaf,); ``sums`` float64 (4 * lanes,).
+    """
+    nodes, extremes, tally, zeros, scratch, sums = out
+    for leaf in range((x.size + LEAF - 1) // LEAF):
+        values = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
+        low, high = _integer_extremes(values)
+        extremes[0] = min(extremes[0], low)
+        extremes[1] = max(extremes[1], high)
+        part = scratch[: values.size]
+        for i in range(values.size):
+            part[i] = values[i]
+        bits = part.view(np.uint64)
+        _count_codes(bits, np.uint64(45), tables[0], tables[1])
+        zeros[leaf] = _zeros(bits.view(np.int64), np.int64(0x7FFFFFFFFFFFFFFF))
+        tally[0] += zeros[leaf]
+        lower = np.int64(0)
+        upper = np.int64(0)
+        for i in range(values.size):
+            wide = np.uint64(values[i])
+            lower += np.int64(wide & np.uint64(0xFFFFFFFF))
+            upper += np.int64(values[i] >> np.uint64(32))
+        tally[1] += lower
+        tally[2] += upper
+        # Distances from the smallest are exact where the elements as float64 are not.
+        for i in range(values.size):
+            part[i] = np.float64(np.uint64(values[i]) - np.uint64(low))
+        center = 0.0 if low == high else _center(part, sums)
+        _powers(part, center, sums)
+        _describe(part.size, center, 0, sums, nodes[leaf])
+        _move(nodes[leaf], low)
+
+
+@inlined
+def _move(node: Any, low: Any) -> None:
+    """Add an integer to the mean of a leaf, with all its bits."""
+    upper = np.float64(low >> np.uint64(32)) * 4294967296.0
+    lower = np.float64(np.uint64(low) & np.uint64(0xFFFFFFFF))
+    total = upper + lower
+    rest = lower - (total - upper)
+    high = total + node[1]
+    back = high - total
+    rest += (total - (high - back)) + (node[1] - back)
+    node[1] = high
+    node[2] += rest
+
+
+@inlined
+def _counted_zeros(one: Any, other: Any, negative_zero: Any) -> Any:
+    count = np.int64(one[0]) + np.int64(other[0])
+    if negative_zero:
+        count += np.int64(one[negative_zero]) + np.int64(other[negative_zero])
+    return count
+
+
+@compiled
+def count_patterns(x: Any, tables: Any, negative_zero: Any, zeros: Any) -> None:
+    """Count the bit patterns of a block of elements of 8 or 16 bits.
+
+    Parameters
+    ----------
+    x : array of uint8 or uint16
+        Bit patterns.
+    tables : array of uint32, shape (2, patterns)
+        Counters, added to.
+    negative_zero : int
+        The other pattern that means zero; 0 if there is none.
+    zeros : array of int64
+        Zeros in each leaf, written.
+    """
+    one, other = tables[0], tables[1]
+    before = _counted_zeros(one, other, negative_zero)
+    for leaf in range((x.size + LEAF - 1) // LEAF):
+        start, stop = leaf * LEAF, min(x.size, (leaf + 1) * LEAF)
+        _count_codes(x[start:stop], x.dtype.type(0), one, other)
+        after = _counted_zeros(one, other, negative_zero)
+        zeros[leaf] = after - before
+        before = after

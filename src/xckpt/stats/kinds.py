@@ -1,0 +1,210 @@
+"""Kinds of elements: how they are counted, and which numbers the counted codes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Kind", "kind_named", "kind_of", "require_numbers"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_NUMPY_NAMES = frozenset(
+    ["bool", "float16", "float32", "float64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
+# Sign, exponent and seven bits of the fraction of a float64, as the upper half of a float32 has.
+_WIDE_BITS = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the elements of a type are counted.
+
+    Parameters
+    ----------
+    name : str
+        Name of the type in numpy or ml_dtypes.
+    bits : int
+        Bits of an element; below 8 the others of its byte mean nothing.
+    code_bits : int
+        Bits of a code: all bits of an element of 8 or 16 bits; sign, exponent and seven bits of
+        the fraction of a larger one.
+    exact : bool
+        Whether a code stands for one value.
+    integer : bool
+        Whether elements are integers of 32 or 64 bits.
+    """
+
+    name: str
+    bits: int
+    code_bits: int
+    exact: bool
+    integer: bool
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type that blocks are given to the kernels in."""
+        return _dtype(self.name)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in memory."""
+        return self.dtype.itemsize
+
+    @property
+    def unsigned(self) -> np.dtype[Any]:
+        """The type of bit patterns."""
+        return np.dtype(f"u{self.itemsize}")
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether the sign bit alone is a zero."""
+        if not self.exact:
+            return not self.integer
+        return bool(self.values[1 << (self.bits - 1)] == 0)
+
+    @property
+    def magnitude(self) -> int:
+        """The bits of a pattern of which none is set in a zero."""
+        return (1 << (self.bits - 1 if self.has_negative_zero else self.bits)) - 1
+
+    @property
+    def values(self) -> Array:
+        """The value of each code of an exact kind, as float64."""
+        return _values(self.name)
+
+    def bounds(self, codes: Array) -> tuple[Array, Array]:
+        """Give the values that have certain codes, those of a kind that is not exact.
+
+        Parameters
+        ----------
+        codes : array of int
+            Of finite elements.
+
+        Returns
+        -------
+        nearest, farthest : array of float64
+            The value next to zero, and a bound beyond the one farthest from it, with their signs.
+        """
+        codes = codes.astype(np.uint64)
+        if self.name == "float32":
+            low = (codes << np.uint64(16)).astype(np.uint32).view(np.float32).astype(np.float64)
+            exponents = (codes >> np.uint64(7)).astype(np.int64) & 0xFF
+            width = np.ldexp(1.0, np.maximum(exponents, 1) - 134)
+        else:
+            low = (codes << np.uint64(45)).view(np.float64)
+            exponents = (codes >> np.uint64(7)).astype(np.int64) & 0x7FF
+            width = np.ldexp(1.0, np.maximum(exponents, 1) - 1030)
+        # Not by adding one to the code: the code after the last finite one is that of infinity.
+        with np.errstate(over="ignore"):
+            return low, low + np.copysign(width, low)
+
+
+def kind_of(dtype: np.dtype[Any]) -> Kind | None:
+    """Find how the elements of an array are counted.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of numpy or ml_dtypes.
+
+    Returns
+    -------
+    Kind or None
+        None for what has no order, or is no number.
+    """
+    name = dtype.name
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        name = "float64"  # the extended precision of this machine is no type of any file
+    try:
+        return kind_named(name)
+    except KeyError:
+        return None
+
+
+def require_numbers(dtype: np.dtype[Any]) -> Kind:
+    """Find how the elements of an array, or the magnitudes of complex ones, are counted.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of numpy or ml_dtypes.
+
+    Returns
+    -------
+    Kind
+        Of the elements.
+
+    Raises
+    ------
+    TypeError
+        If they are no numbers.
+    """
+    kind = kind_of(np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype)
+    if kind is None:
+        raise TypeError(f"elements of type {dtype} are no numbers")
+    return kind
+
+
+@cache
+def kind_named(name: str) -> Kind:
+    """Find a kind by the name of its type.
+
+    Parameters
+    ----------
+    name : str
+        Of numpy or ml_dtypes.
+
+    Returns
+    -------
+    Kind
+        Of that type.
+
+    Raises
+    ------
+    KeyError
+        If it is no type of numbers.
+    """
+    dtype = _dtype(name)
+    if name in {"float32", "float64", "int32", "int64", "uint32", "uint64"}:
+        code_bits = 16 if name == "float32" else _WIDE_BITS
+        return Kind(name, 8 * dtype.itemsize, code_bits, exact=False, integer=dtype.kind in "iu")
+    return Kind(name, _bits(dtype), 8 * dtype.itemsize, exact=True, integer=False)
+
+
+def _bits(dtype: np.dtype[Any]) -> int:
+    if dtype.kind != "V" and dtype.name in _NUMPY_NAMES:
+        return 8 * dtype.itemsize
+    import ml_dtypes
+
+    info = ml_dtypes.iinfo if "int" in dtype.name else ml_dtypes.finfo
+    return int(info(dtype).bits)
+
+
+@cache
+def _dtype(name: str) -> np.dtype[Any]:
+    if name in _NUMPY_NAMES:
+        return np.dtype(name)
+    import ml_dtypes
+
+    extension = getattr(ml_dtypes, name, None)
+    if not isinstance(extension, type):
+        raise KeyError(name)
+    return np.dtype(extension)
+
+
+@cache
+def _values(name: str) -> Array:
+    dtype = _dtype(name)
+    bits = 8 * dtype.itemsize
+    codes = np.arange(1 << bits, dtype=f"u{dtype.itemsize}")
+    if dtype.kind == "b":
+        return np.minimum(codes, 1).astype(np.float64)
+    # Of types with fewer bits than a byte the others do not count: ml_dtypes ignores them.
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return codes.view(dtype).astype(np.float64)

@@ -1,0 +1,181 @@
+"""Count, mean and central moments of a sequence, merged in one order whatever the blocks are.
+
+A sequence is cut into leaves of `LEAF` elements at fixed positions. Leaves are merged as the
+leaves of a binary tree, neighbours with neighbours: a node stands for ``2**level`` leaves from a
+multiple of that number on. So the result depends on nothing but the sequence: not on the blocks
+that it was read in, nor on their order.
+
+Reference: Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances" (1979); Pébay, "Formulas for robust, one-pass parallel computation of covariances and
+arbitrary-order statistical moments" (SAND2008-6212), for the third and the fourth.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["EMPTY", "LEAF", "MergeTree", "MomentTree", "Moments", "merge", "runs"]
+
+#: Elements of a leaf: 64 KiB of float32, so that several loops find it in the L2 cache.
+LEAF = 1 << 14
+
+#: Number of elements; their mean in two parts, because the difference of two means that are
+#: large and nearly equal would lose its digits; sums of the second to the fourth powers of the
+#: distances from it; and the power of two that the elements were divided by.
+Moments = tuple[float, float, float, float, float, float, float]
+
+Node = TypeVar("Node")
+
+EMPTY: Moments = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Give the moments of two sequences one after the other.
+
+    Parameters
+    ----------
+    a, b : Moments
+        Of both parts.
+
+    Returns
+    -------
+    Moments
+        Of the whole. `kernels` compiles this function; both give the same bits.
+    """
+    na, ha, la, a2, a3, a4, scale = a
+    nb, hb, lb, b2, b3, b4, other = b
+    if na == 0.0:
+        return b
+    if nb == 0.0:
+        return a
+    if scale != other:
+        f = math.ldexp(1.0, -int(abs(scale - other)))
+        if scale < other:
+            ha, la, a2, a3, a4 = ha * f, la * f, a2 * f * f, a3 * f * f * f, a4 * f * f * f * f
+            scale = other
+        else:
+            hb, lb, b2, b3, b4 = hb * f, lb * f, b2 * f * f, b3 * f * f * f, b4 * f * f * f * f
+    n = na + nb
+    ra, rb = na / n, nb / n
+    delta = (hb - ha) + (lb - la)
+    step = delta * delta * ra * rb
+    rest = la + delta * rb
+    high = ha + rest
+    low = rest - (high - ha)
+    m2 = a2 + b2 + step * n
+    m3 = a3 + b3 + step * delta * (na - nb) + 3.0 * delta * (ra * b2 - rb * a2)
+    m4 = (
+        a4
+        + b4
+        + step * delta * delta * n * (ra * ra - ra * rb + rb * rb)
+        + 6.0 * delta * delta * (ra * ra * b2 + rb * rb * a2)
+        + 4.0 * delta * (ra * b3 - rb * a3)
+    )
+    return n, high, low, m2, m3, m4, scale
+
+
+class MergeTree(ABC, Generic[Node]):
+    """The nodes that are known of a tree, merged as far as they go.
+
+    Leaves come in any order.
+    """
+
+    __slots__ = ("nodes",)
+
+    #: Of no elements.
+    empty: ClassVar[Any]
+
+    def __init__(self) -> None:
+        #: By level and by number within the level.
+        self.nodes: dict[tuple[int, int], Node] = {}
+
+    @staticmethod
+    @abstractmethod
+    def merged(a: Any, b: Any) -> Any:
+        """Give the node of two sequences one after the other."""
+
+    def add(self, level: int, number: int, node: Node) -> None:
+        """Add a node, and merge it with its neighbours.
+
+        Parameters
+        ----------
+        level, number : int
+            It stands for the leaves from ``number << level`` up to, and without,
+            ``(number + 1) << level``.
+        node : tuple
+            Of these leaves.
+        """
+        nodes = self.nodes
+        while (neighbour := nodes.pop((level, number ^ 1), None)) is not None:
+            ours, theirs = (neighbour, node) if number & 1 else (node, neighbour)
+            node = self.merged(ours, theirs)
+            level, number = level + 1, number >> 1
+        nodes[level, number] = node
+
+    def update(self, nodes: Iterable[tuple[tuple[int, int], Node]]) -> None:
+        """Add nodes of another tree over the same sequence.
+
+        Parameters
+        ----------
+        nodes : iterable of ((int, int), tuple)
+            Items of its `nodes`; no leaf may be in both trees.
+        """
+        for (level, number), node in nodes:
+            self.add(level, number, node)
+
+    def total(self) -> Node:
+        """Give what is known of all elements, once all leaves are there."""
+        total: Node = self.empty
+        for _, node in sorted(self.nodes.items(), key=_position, reverse=True):
+            total = self.merged(node, total)
+        return total
+
+
+class MomentTree(MergeTree[Moments]):
+    """The tree of moments."""
+
+    __slots__ = ()
+
+    empty = EMPTY
+
+    @staticmethod
+    def merged(a: Any, b: Any) -> Any:
+        """Give the moments of two sequences one after the other."""
+        return merge(a, b)
+
+
+def _position(item: tuple[tuple[int, int], Any]) -> int:
+    (level, number), _ = item
+    return number << level
+
+
+def runs(first: int, count: int) -> Iterable[tuple[int, int]]:
+    """Cut a range of leaves into the largest nodes of the tree.
+
+    Parameters
+    ----------
+    first, count : int
+        The range.
+
+    Yields
+    ------
+    level, number : int
+        As for `MomentTree.add`.
+
+    Examples
+    --------
+    >>> list(runs(6, 7))
+    [(1, 3), (2, 2), (0, 12)]
+    """
+    while count:
+        level = count.bit_length() - 1
+        if first:
+            level = min(level, (first & -first).bit_length() - 1)
+        yield level, first >> level
+        first += 1 << level
+        count -= 1 << level

@@ -1,0 +1,362 @@
+"""Two tensors as one sequence of pairs, whatever their layouts, orders and element types are."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+
+from xckpt.arrays.dense import DenseArray
+from xckpt.errors import CheckpointError
+from xckpt.stats.chunked import ChunkedTensor
+from xckpt.stats.kinds import require_numbers
+from xckpt.stats.moments import LEAF
+from xckpt.stats.pair_blocks import Sides
+from xckpt.stats.reader import Reader
+from xckpt.stats.readers import ArrayReader, SparseReader
+from xckpt.stats.workspace import Workspace
+from xckpt.storage.local import is_mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xckpt.arrays.sparse import COOArray, CSRArray
+
+__all__ = ["ChunkedPair", "PairReader", "pair_of", "shape_of"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Stored bytes of both sides of two sparse tensors that are looked at at a time.
+_SPARSE_NBYTES = 16 << 20
+
+
+def shape_of(reader: Reader | ChunkedTensor) -> tuple[int, ...]:
+    """Give the shape of a tensor.
+
+    Parameters
+    ----------
+    reader : Reader or ChunkedTensor
+        Of its elements.
+
+    Returns
+    -------
+    tuple of int
+        Logical shape.
+    """
+    shape: tuple[int, ...] = _array(reader).shape
+    return shape
+
+
+def pair_of(
+    first: Reader | ChunkedTensor, second: Reader | ChunkedTensor
+) -> PairReader | ChunkedPair:
+    """Find how two tensors are best read side by side.
+
+    Parameters
+    ----------
+    first, second : Reader or ChunkedTensor
+        Of tensors of one shape.
+
+    Returns
+    -------
+    PairReader or ChunkedPair
+        Their elements, those at the same place together.
+    """
+    if isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor):
+        return ChunkedPair(first, second)
+    identity = None
+    if first.identity is not None and second.identity is not None:
+        (ours, *ours_read), (theirs, *theirs_read) = first.identity, second.identity
+        identity = ((*ours, *theirs), len(ours), *ours_read, *theirs_read)
+    pair: PairReader
+    if isinstance(first, SparseReader) and isinstance(second, SparseReader):
+        pair = SparsePairReader(first, second)
+    else:
+        pair = PairReader(*_aligned(_plain(first), _plain(second)))
+    pair.identity = identity
+    return pair
+
+
+class PairReader(Reader):
+    """Two tensors whose elements are read in the same order.
+
+    Its blocks are mappings with both sides as ``"a"`` and ``"b"``; each but the last has whole
+    leaves.
+
+    Parameters
+    ----------
+    first, second : Reader
+        Of the same size.
+    """
+
+    row = 0
+
+    def __init__(self, first: Reader, second: Reader) -> None:
+        self.first = first
+        self.second = second
+        # The larger one: tasks are cut by its size.
+        self.kind = max(first.kind, second.kind, key=lambda kind: kind.itemsize)
+        self.size = first.size
+        self.nbytes = first.nbytes + second.nbytes
+        self.whole = first.whole or second.whole
+        self.local = first.local or second.local
+        self.place = first.place
+
+    @property
+    def sides(self) -> Sides:
+        """What the elements are."""
+        return Sides(_type_name(self.first), _type_name(self.second))
+
+    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
+        """Read some of the pairs; see `Reader.blocks`."""
+        itemsizes = self.first.kind.itemsize, self.second.kind.itemsize
+        leaves = max(1, workspace.buffer.nbytes // (sum(itemsizes) * LEAF))
+        # A power of two: nodes of the tree of sums.
+        step = LEAF << (leaves.bit_length() - 1)
+        cut = step * itemsizes[0]
+        ours, theirs = Workspace(0), Workspace(0)
+        ours.buffer = workspace.buffer[:cut]
+        theirs.buffer = workspace.buffer[cut : cut + step * itemsizes[1]]
+        first = _Stream(self.first, start, stop, ours)
+        second = _Stream(self.second, start, stop, theirs)
+        for at in range(start, stop, step):
+            count = min(step, stop - at)
+            yield at, {"a": first.take(count), "b": second.take(count)}
+
+
+class _Stream:
+    """The blocks of a reader, cut anew.
+
+    Parameters
+    ----------
+    reader : Reader
+        Of the elements.
+    start, stop : int
+        Half-open range of them.
+    workspace : Workspace
+        For `reader` alone.
+    """
+
+    def __init__(self, reader: Reader, start: int, stop: int, workspace: Workspace) -> None:
+        self.reader = reader
+        self.blocks = reader.blocks(start, stop, workspace)
+        self.left: Array = np.empty(0)
+
+    def take(self, count: int) -> Array:
+        """Give the next elements; valid until the next ones are asked for."""
+        if not len(self.left):
+            self.left = self._next()
+        if len(self.left) < count:
+            # What is left would be overwritten.
+            taken = np.empty(count, self.left.dtype)
+            filled = 0
+            while filled < count:
+                part = self.left[: count - filled] if len(self.left) else self._next()
+                if not len(self.left):
+                    self.left = part
+                    continue
+                taken[filled : filled + len(part)] = part
+                filled += len(part)
+                self.left = self.left[len(part) :]
+            return taken
+        found, self.left = self.left[:count], self.left[count:]
+        return found
+
+    def _next(self) -> Array:
+        try:
+            return next(self.blocks)[1]
+        except CheckpointError as error:
+            error.located(path=self.reader.place[0] or None)
+            raise
+
+
+class SparsePairReader(PairReader):
+    """The values that one of two sparse tensors stores, or both; never made dense.
+
+    Positions are those among these values; of the zeros that neither stores, as many as fill the
+    last leaf are given too.
+
+    Parameters
+    ----------
+    first, second : SparseReader
+        Of the same shape.
+    """
+
+    def __init__(self, first: SparseReader, second: SparseReader) -> None:
+        super().__init__(first, second)
+        self.arrays = first.lazy, second.lazy
+
+    @property
+    def sides(self) -> Sides:
+        """What the elements are."""
+        return Sides(self.first.kind.name, self.second.kind.name, sparse=True)
+
+    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
+        """Read all stored values; see `Reader.blocks`."""
+        at = 0
+        kept = [np.empty(0, array.dtype) for array in self.arrays]
+        for values in self._unions():
+            kept = [np.concatenate(each) for each in zip(kept, values, strict=True)]
+            count = len(kept[0]) // LEAF * LEAF
+            if count:
+                yield at, {"a": kept[0][:count], "b": kept[1][:count]}
+                at += count
+                kept = [each[count:] for each in kept]
+        if len(kept[0]):
+            count = min(LEAF, self.size - at)
+            kept = [np.pad(each, (0, count - len(each))) for each in kept]
+            yield at, {"a": kept[0], "b": kept[1]}
+
+    def _unions(self) -> Iterator[tuple[Array, Array]]:
+        """Give what either side stores in some rows, in the order of the places."""
+        a, b = self.arrays
+        rows = a.shape[0]
+        step = max(1, rows * _SPARSE_NBYTES // max(1, self.nbytes))
+        for row in range(0, rows, step):
+            places, values = zip(*(_stored(each, row, row + step) for each in (a, b)), strict=True)
+            union = np.union1d(*places)
+            found = [np.zeros(len(union), each.dtype) for each in values]
+            for each, where, stored in zip(found, places, values, strict=True):
+                each[np.searchsorted(union, where)] = stored
+            yield found[0], found[1]
+
+
+def _stored(array: CSRArray | COOArray, start: int, stop: int) -> tuple[Array, Array]:
+    """Give the places within some rows that have values, as numbers, and these."""
+    block = array[start:stop]
+    places = np.ravel_multi_index(tuple(block.coords), block.shape)
+    return places, block.data
+
+
+class ChunkedPair(ChunkedTensor):
+    """Two tensors of which at least one is a dask array: chunks of pairs.
+
+    Parameters
+    ----------
+    first, second : Reader or ChunkedTensor
+        Of tensors of one shape; cut as the first of them that is a dask array.
+    """
+
+    def __init__(self, first: Reader | ChunkedTensor, second: Reader | ChunkedTensor) -> None:
+        import dask.array as da
+
+        leading = first if isinstance(first, ChunkedTensor) else second
+        super().__init__(_array(leading))
+        chunks = self.array.chunks
+        a, b = _dask_array(first, chunks), _dask_array(second, chunks)
+        dtype = np.dtype([("a", a.dtype), ("b", b.dtype)])
+        meta = np.empty((0,) * a.ndim, dtype)
+        self.sides = Sides(_dtype_name(a.dtype), _dtype_name(b.dtype))
+        self.array = da.map_blocks(_paired, a, b, dtype=dtype, meta=meta)
+        self.nbytes = first.nbytes + second.nbytes
+        self.row = 0
+
+
+def _dask_array(reader: Reader | ChunkedTensor, chunks: Any) -> Any:
+    import dask.array as da
+
+    array = _array(reader)
+    if isinstance(reader, ChunkedTensor):
+        return array.rechunk(chunks)
+    meta = np.empty((0,) * len(array.shape), array.dtype)
+    return da.from_array(array, chunks, f"xckpt-compare-{uuid4().hex}", meta=meta)
+
+
+def _paired(a: Any, b: Any) -> Array:
+    dense = [np.asarray(x.todense() if hasattr(x, "todense") else x) for x in (a, b)]
+    block = np.empty(dense[0].shape, [("a", dense[0].dtype), ("b", dense[1].dtype)])
+    block["a"], block["b"] = dense
+    return block
+
+
+class _TransposedArray:
+    """An array with its axes reversed; only what is asked for is read."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.shape, self.dtype = array.shape[::-1], array.dtype
+
+    def __getitem__(self, key: Any) -> Any:
+        if key is ...:
+            return self.array[...].T
+        chosen = key if isinstance(key, tuple) else (key,)
+        missing = (slice(None),) * (len(self.shape) - len(chosen))
+        return self.array[(*chosen, *missing)[::-1]].T
+
+
+class _LoadedReader(ArrayReader):
+    """An array that is costly to read in pieces: all of it is in memory while it is read."""
+
+    whole = True
+
+    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
+        """Read some of the elements; see `Reader.blocks`."""
+        yield from ArrayReader(self.array[...]).blocks(start, stop, workspace)
+
+
+def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
+    """Bring tensors to one order of elements: that of the one that is costly to read otherwise."""
+    orders = _order(first), _order(second)
+    if orders[0] == orders[1]:
+        return first, second
+    if not _is_sliceable(second) and _is_sliceable(first):
+        return _reordered(first, orders[1]), second
+    return first, _reordered(second, orders[0])
+
+
+def _order(reader: Reader) -> str:
+    """Tell in which order a reader gives the elements."""
+    lazy = _array(reader)
+    if isinstance(reader, ArrayReader) or not isinstance(lazy, DenseArray):
+        return "C"
+    several = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
+    return lazy.order if several else "C"
+
+
+def _reordered(reader: Reader, order: str) -> Reader:
+    """Read the elements in another order than they are stored in."""
+    array = _array(reader)
+    kind = ArrayReader if _is_sliceable(reader) else _LoadedReader
+    new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
+    new.place, new.local = reader.place, reader.local
+    return new
+
+
+def _is_sliceable(reader: Reader) -> bool:
+    """Tell whether any slice costs no more than what is in it."""
+    lazy = _array(reader)
+    if not isinstance(lazy, DenseArray):
+        return reader.local
+    part = lazy.reader.part
+    if part.encoding is not None:
+        return False
+    return part.inline is not None or is_mapped(lazy.source.view(part.offset, 1))
+
+
+def _plain(reader: Reader) -> Reader:
+    """Give a reader of all elements as they are: no magnitudes, no zeros left out."""
+    if isinstance(reader, SparseReader):
+        lazy = copy(reader.lazy)
+        lazy.sparse = False
+        dense = ArrayReader(lazy, reader.nbytes)
+        dense.place = reader.place
+        return dense
+    if isinstance(reader, ArrayReader) and reader.complex:
+        reader = copy(reader)
+        reader.complex = False
+    return reader
+
+
+def _array(reader: Any) -> Any:
+    """Give the array that a reader reads."""
+    return reader.lazy if hasattr(reader, "lazy") else reader.array
+
+
+def _type_name(reader: Reader) -> str:
+    return "complex128" if _array(reader).dtype.kind == "c" else reader.kind.name
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return "complex128" if dtype.kind == "c" else require_numbers(dtype).name

@@ -1,0 +1,204 @@
+"""One pass over many tensors, wherever their elements come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xckpt.opening import paused_collector
+from xckpt.stats import chunked, scan
+from xckpt.stats.chunked import ChunkedTensor
+from xckpt.stats.progress import reporting
+from xckpt.stats.sketch import Sketch, SketchSum
+from xckpt.stats.store import open_stores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.stats.blocks import Sketcher
+    from xckpt.stats.kinds import Kind
+    from xckpt.stats.reader import Reader
+    from xckpt.stats.scan import Operation
+    from xckpt.stats.workspace import Workspace
+
+__all__ = ["Member", "one_pass", "sketches"]
+
+# What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
+_STRETCH = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor that is described on its own.
+
+    Parameters
+    ----------
+    name : str
+        Its own name in the file.
+    reader : Reader or ChunkedTensor
+        Its elements.
+    """
+
+    name: str
+    reader: Reader | ChunkedTensor
+
+
+class SketchPass:
+    """The operation that makes sketches."""
+
+    def start(
+        self, kind: Kind, size: int, row: int, argument: Any, workspace: Workspace
+    ) -> Sketcher:
+        """Begin with some elements of a tensor."""
+        from xckpt.stats.blocks import Sketcher
+
+        return Sketcher(kind, size, row, workspace)
+
+
+def sketches(
+    members: Sequence[Member],
+    finish: Callable[[int, Sketch], Any] | None = None,
+    *,
+    progress: bool | Callable[[int], object] | None = None,
+    cache: bool = True,
+) -> list[Any]:
+    """Sketch tensors, those that are kept from an earlier scan without reading them.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        The tensors.
+    finish : callable, optional
+        Called with the number and the sketch of a tensor, as soon as it is complete. Sketches of
+        thousands of tensors are too large to keep; what it returns should be smaller. By default
+        it is the sketch itself.
+    progress : bool or callable, optional
+        See `reporting`.
+    cache : bool
+        Whether to keep sketches, and to use those that are kept.
+
+    Returns
+    -------
+    list
+        What `finish` returned for each tensor.
+    """
+    results: list[Any] = [None] * len(members)
+    with open_stores([member.reader for member in members], enabled=cache) as stores:
+        wanted: list[list[tuple[int, int]]] = []
+        parts: dict[tuple[int, int], _Part] = {}
+        totals: dict[int, SketchSum] = {}
+        missing: list[int] = []
+
+        def add(number: int, sketch: Sketch) -> None:
+            reader = members[number].reader
+            total = totals.pop(number, None) or SketchSum(reader.kind, reader.size)
+            total.add(sketch)
+            missing[number] -= 1
+            if missing[number]:
+                totals[number] = total
+                return
+            whole = total.result()
+            results[number] = whole if finish is None else finish(number, whole)
+
+        def receive(number: int, stretch: int, sketch: Sketch) -> None:
+            part = parts.get((number, stretch))
+            finished = part.add(sketch) if part is not None else None
+            if finished is None:
+                return
+            del parts[number, stretch]
+            store = stores[number]
+            if store is not None:
+                store.put(wanted[number][stretch], finished)
+            add(number, finished)
+
+        with paused_collector():
+            for number, (member, store) in enumerate(zip(members, stores, strict=True)):
+                stretches = _stretches(member.reader)
+                missing.append(len(stretches))
+                wanted.append([])
+                for stretch in stretches:
+                    kept = store.get(stretch) if store is not None else None
+                    if kept is not None:
+                        add(number, kept)
+                        continue
+                    parts[number, len(wanted[-1])] = _Part(member.reader, *stretch)
+                    wanted[-1].append(stretch)
+        nothing = [None] * len(members)
+        one_pass(members, SketchPass(), nothing, receive, progress=progress, wanted=wanted)
+    return results
+
+
+class _Part:
+    """Waits for all sketches of one stretch of a tensor."""
+
+    __slots__ = ("_missing", "_reader", "_total")
+
+    def __init__(self, reader: Reader | ChunkedTensor, start: int, stop: int) -> None:
+        self._reader = reader
+        self._missing = stop - start
+        self._total: SketchSum | None = None
+
+    def add(self, sketch: Sketch) -> Sketch | None:
+        """Add a sketch; give that of the whole stretch if it was the last one."""
+        self._missing -= sketch.count
+        if self._total is None:
+            if self._missing <= 0:
+                return sketch
+            self._total = SketchSum(self._reader.kind, self._reader.size)
+        self._total.add(sketch)
+        return self._total.result() if self._missing <= 0 else None
+
+
+def one_pass(
+    members: Sequence[Member],
+    operation: Operation,
+    arguments: Sequence[Any],
+    receive: Callable[[int, int, Any], None],
+    *,
+    progress: bool | Callable[[int], object] | None,
+    wanted: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> None:
+    """Do something with all elements of some tensors.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        The tensors.
+    operation : Operation
+        What to do.
+    arguments : sequence of object
+        What the operation wants to know of each tensor.
+    receive : callable
+        Called with the number of a tensor, of a stretch of it, and a result for a part of that.
+    progress : bool or callable, optional
+        See `reporting`.
+    wanted : sequence of sequence of (int, int), optional
+        Stretches of each tensor, by default all of it.
+    """
+    if wanted is None:
+        wanted = [_stretches(member.reader) for member in members]
+    jobs: list[scan.Job] = []
+    numbers: list[int] = []
+    arrays: list[tuple[ChunkedTensor, Any]] = []
+    places: list[int] = []
+    for number, (member, argument) in enumerate(zip(members, arguments, strict=True)):
+        if not wanted[number]:
+            continue
+        if isinstance(member.reader, ChunkedTensor):
+            arrays.append((member.reader, argument))
+            places.append(number)
+        else:
+            jobs.append(scan.Job(member.name, member.reader, argument, wanted[number]))
+            numbers.append(number)
+    total = sum(members[n].reader.nbytes for n in (*numbers, *places))
+    with reporting(progress, total) as report:
+        if jobs:
+            scan.run(jobs, operation, lambda n, s, r: receive(numbers[n], s, r), report)
+        chunked.run(arrays, operation, lambda n, r: receive(places[n], 0, r), report)
+
+
+def _stretches(reader: Reader | ChunkedTensor) -> list[tuple[int, int]]:
+    size = reader.size
+    if isinstance(reader, ChunkedTensor) or reader.whole or size <= _STRETCH:
+        return [(0, size)]
+    return [(start, min(start + _STRETCH, size)) for start in range(0, size, _STRETCH)]

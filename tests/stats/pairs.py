@@ -1,0 +1,55 @@
+"""Comparisons computed the slow way, to compare with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from xckpt.stats.comparison import MEASURES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def compared(a: Array, b: Array) -> dict[str, float]:
+    """Compare two arrays of one shape, of types whose values are all float64."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
+    either_nan = np.isnan(x) | np.isnan(y)
+    equal = (x == y) | (np.isnan(x) & np.isnan(y))
+    finite = np.isfinite(x) & np.isfinite(y)
+    found = {
+        "status": float(not equal.all()),
+        "count": x.size,
+        "equal_fraction": equal.mean() if x.size else 1.0,
+        "nan": int((either_nan & ~equal).sum()),
+        "inf": int((~finite & ~either_nan & ~equal).sum()),
+    }
+    if equal.all():
+        return found | {"max_abs": 0.0, "rmse": 0.0, "rel_l2": 0.0, "cosine": 1.0}
+    x, y = x[finite], y[finite]
+    if not x.size:
+        return found | dict.fromkeys(MEASURES[-4:], math.nan)
+    d = np.abs(x - y)
+    squares = [math.fsum(each * each) for each in (d, x, y)]
+    return found | {
+        "max_abs": d.max(),
+        "rmse": math.sqrt(squares[0] / x.size),
+        "rel_l2": relative(squares[0], squares[1]),
+        "cosine": cosine(squares, math.fsum(x * y)),
+    }
+
+
+def relative(difference: float, squares: float) -> float:
+    if not squares:
+        return math.inf if difference else 0.0
+    return math.sqrt(difference / squares)
+
+
+def cosine(squares: list[float], product: float) -> float:
+    if not squares[0]:
+        return 1.0
+    if not (squares[1] and squares[2]):
+        return math.nan
+    return product / math.sqrt(squares[1]) / math.sqrt(squares[2])

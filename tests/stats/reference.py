@@ -1,0 +1,127 @@
+"""Statistics computed the slow way, to compare with."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.stats.blocks import Sketcher
+from xckpt.stats.describe import describe, statistic_names
+from xckpt.stats.kinds import kind_of
+from xckpt.stats.result import QUANTILES
+from xckpt.stats.sketch import Sketch, SketchSum
+from xckpt.stats.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SMALL_FLOATS = (
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float8_e3m4",
+    "float6_e2m3fn",
+    "float4_e2m1fn",
+)
+FLOATS = ("float32", "float64", *SMALL_FLOATS)
+SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16", "int4", "uint4", "bool")
+LARGE_INTEGERS = ("int32", "uint32", "int64", "uint64")
+NAMES = statistic_names(QUANTILES)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def sketch_of(values: Array, cuts: Iterable[int] = (), row: int = 0) -> Sketch:
+    """Sketch an array, in pieces that are cut at some positions."""
+    kind = kind_of(values.dtype)
+    assert kind is not None
+    flat = values.reshape(-1)
+    total = SketchSum(kind, flat.size)
+    workspace = Workspace(1 << 18)
+    bounds = [0, *cuts, flat.size]
+    for start, stop in pairwise(bounds):
+        sketcher = Sketcher(kind, flat.size, row, workspace)
+        if stop > start:
+            sketcher.update(start, flat[start:stop])
+        total.add(sketcher.result())
+    return total.result()
+
+
+def stats_of(values: Array, quantiles: Sequence[float] = QUANTILES) -> dict[str, float]:
+    """Describe an array."""
+    found = describe(sketch_of(values), quantiles)
+    return dict(zip(statistic_names(quantiles), found, strict=True))
+
+
+def exact_stats(values: Array) -> dict[str, float]:
+    """Describe an array with fractions: nothing is rounded before the end."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        wide = values.astype(np.float64).reshape(-1)
+    found = counted(values)
+    finite = wide[np.isfinite(wide)]
+    if not finite.size:
+        return found
+    exact = (
+        [Fraction(int(x)) for x in values.reshape(-1)]
+        if values.dtype.kind in "iu"
+        else [Fraction(float(x)) for x in finite]
+    )
+    n = len(exact)
+    mean = sum(exact, Fraction(0)) / n
+    m2, m3, m4 = (sum(((x - mean) ** p for x in exact), Fraction(0)) / n for p in (2, 3, 4))
+    squares = sum((x * x for x in exact), Fraction(0))
+    found |= {
+        "mean": float(mean),
+        "std": root(m2),
+        "rms": root(squares / n),
+        "l2": root(squares),
+        "skew": math.copysign(root(m3**2 / m2**3), m3) if m2 else math.nan,
+        "kurtosis": float(m4 / m2**2 - 3) if m2 else math.nan,
+    }
+    return found
+
+
+def counted(values: Array) -> dict[str, float]:
+    """Count elements, and find extremes and quantiles, as numpy does."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        wide = values.astype(np.float64).reshape(-1)
+    finite = wide[np.isfinite(wide)]
+    found: dict[str, float] = dict.fromkeys(NAMES, math.nan)
+    numbers = wide[~np.isnan(wide)]
+    found |= {
+        "count": wide.size,
+        "nan": int(np.isnan(wide).sum()),
+        "inf": int(np.isinf(wide).sum()),
+        "zero": int((wide == 0).sum()),
+        "l2": 0.0,
+        "unique": len(np.unique(numbers)) if values.dtype.itemsize <= 2 else math.nan,
+    }
+    if finite.size:
+        chosen = np.quantile(finite, np.array(QUANTILES), method="nearest")
+        found |= {f"q{q:g}": float(v) for q, v in zip(QUANTILES, chosen, strict=True)}
+        found |= {"min": finite.min(), "max": finite.max(), "absmax": np.abs(finite).max()}
+    return found
+
+
+def root(x: Fraction) -> float:
+    """Give the square root, rounded once."""
+    if not x:
+        return 0.0
+    shift = 256
+    scaled = (x.numerator << 2 * shift) // x.denominator
+    found = math.isqrt(scaled)
+    return float(Fraction(2 * found + 1, 2 << shift))

@@ -1,0 +1,89 @@
+"""Histograms from sketches: every element is in one bin, and the bins are as they say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.stats.checkpoints import model, write
+from tests.stats.reference import dtype_of
+from xckpt.stats import histogram
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def counts(values: Any, **options: Any) -> xr.Dataset:
+    return histogram(xr.Dataset({"x": ("a", values)}), **options)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "int32", "int8"])
+@pytest.mark.parametrize("bins", [3, 10, 101])
+def test_the_symmetric_scale_is_exact(name: str, bins: int) -> None:
+    values = (np.random.default_rng(0).standard_normal(20_000) * 20).astype(dtype_of(name))
+    values[:50] = 0
+    h = counts(values, bins=bins)
+    edges = np.append(h["bin_left"], h["bin_right"][-1])
+    wanted, _ = np.histogram(values.astype(np.float64), edges)
+    np.testing.assert_array_equal(h["x"], wanted)
+    assert h["x"].sum() == 20_000
+    assert h["x"].dtype == np.int64
+    assert 3 <= h.sizes["bin"] <= bins
+    assert (h["bin_left"] < h["bin"]).all()
+    assert (h["bin"] < h["bin_right"]).all()
+
+
+def test_the_bin_around_zero_has_the_zeros() -> None:
+    h = counts(np.array([0.0, -0.0, 0, 1e-3, -5, 7]))
+    zero = h.where((h["bin_left"] < 0) & (h["bin_right"] > 0), drop=True)
+    assert zero["x"].item() == 3
+
+
+def test_the_linear_scale() -> None:
+    values = np.random.default_rng(0).integers(-100, 101, 5000).astype(np.int8)
+    h = counts(values, bins=10, scale="linear")
+    wanted, edges = np.histogram(values, 10)
+    np.testing.assert_array_equal(h["x"], wanted)
+    np.testing.assert_allclose(h["bin_left"], edges[:-1])
+
+
+def test_edges_as_given_and_what_is_beyond_them() -> None:
+    h = counts(np.array([-1, 0, 1, 2, 3, 4, np.nan, np.inf], np.float16), bins=[0, 2, 3])
+    assert h["x"].values.tolist() == [2, 2]
+    for wrong in ([1], [2, 1], [1, 1]):
+        with pytest.raises(ValueError, match="ascend"):
+            counts(np.ones(3), bins=wrong)
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros(5), np.full(5, 3.0), np.empty(0), np.full(3, np.nan), np.array([-2.0, -2])]
+)
+@pytest.mark.parametrize("scale", ["symlog", "linear"])
+def test_few_different_values(values: Any, scale: Any) -> None:
+    h = counts(values, scale=scale)
+    assert h["x"].sum() == np.isfinite(values).sum()
+
+
+def test_values_of_one_sign() -> None:
+    for sign in (1, -1):
+        values = sign * np.random.default_rng(0).random(1000) + sign
+        assert counts(values)["x"].sum() == 1000
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="'symlog' or 'linear'"):
+        counts(np.ones(3), scale="log")
+    with pytest.raises(ValueError, match="at least one bin"):
+        counts(np.ones(3), bins=0)
+
+
+def test_tensors_share_bins_and_stacked_dimensions_stay(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", model())
+    h = histogram(xr.open_dataset(path, engine="safetensors", stack=True), bins=20)
+    assert h["layers.w"].dims == ("bin", "layers")
+    assert h["layers.w"].sum("bin").values.tolist() == [48 * 32] * 3
+    assert h["layers"].values.tolist() == [0, 1, 2]
+    assert h["none"].sum() == 0

@@ -1,0 +1,99 @@
+"""The same bits come out however a tensor is cut, and in whatever order the parts come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stats.reference import sketch_of
+from xckpt.stats.compiled import merge as compiled_merge
+from xckpt.stats.moments import EMPTY, LEAF, MomentTree, merge, runs
+
+VALUES = np.random.default_rng(0).standard_normal(7 * LEAF + 1234).astype(np.float32) * 3 + 1
+
+
+def facts(sketch: Any) -> tuple[Any, ...]:
+    """Give all of a sketch, for comparison."""
+    return (
+        sketch.count,
+        sketch.moments(),
+        sketch.codes.tolist(),
+        sketch.counts.tolist(),
+        sketch.low,
+        sketch.high,
+        (sketch.dead, sketch.open),
+        sketch.pieces,
+    )
+
+
+@given(st.lists(st.integers(0, VALUES.size), max_size=8).map(sorted))
+@settings(max_examples=60)
+def test_cuts_at_any_positions(cuts: list[int]) -> None:
+    assert facts(sketch_of(VALUES, cuts, row=100)) == facts(sketch_of(VALUES, row=100))
+
+
+@given(st.permutations(range(9)))
+@settings(max_examples=40)
+def test_leaves_in_any_order(order: list[int]) -> None:
+    rng = np.random.default_rng(1)
+    leaves = [(10.0, *rng.standard_normal(2), *rng.random(3), 0.0) for _ in range(9)]
+    forward, shuffled = MomentTree(), MomentTree()
+    for number in range(9):
+        forward.add(0, number, leaves[number])
+        shuffled.add(0, order[number], leaves[order[number]])
+    assert forward.total() == shuffled.total()
+
+
+def test_both_versions_of_merge_give_the_same_bits() -> None:
+    rng = np.random.default_rng(2)
+    compiled = compiled_merge
+    for _ in range(300):
+        a, b = (
+            (
+                float(rng.integers(0, 4) * 100),
+                *(rng.standard_normal(5) * 10.0 ** rng.integers(-9, 9)).tolist(),
+                float(rng.choice([0, 0, 0, 256, -768])),
+            )
+            for _ in range(2)
+        )
+        assert merge(a, b) == compiled(a, b)
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    node = (5.0, 1.0, 1e-17, 2.0, 3.0, 4.0, 0.0)
+    assert merge(EMPTY, node) == node == merge(node, EMPTY)
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 20))
+def test_runs_cover_a_range_by_aligned_nodes(first: int, count: int) -> None:
+    at = first
+    for level, number in runs(first, count):
+        assert number << level == at
+        at += 1 << level
+    assert at == first + count
+
+
+@pytest.mark.parametrize("row", [2, 3, 1000, LEAF, LEAF + 1, 3 * LEAF])
+def test_dead_rows_are_counted_across_blocks(row: int) -> None:
+    rng = np.random.default_rng(row)
+    rows = VALUES.size // row
+    for name in ("float32", "uint16", "int64"):
+        values = (VALUES[: rows * row] * 1000).astype(name).reshape(rows, row)
+        values[values == 0] = 1
+        dead = rng.random(rows) < 0.5
+        values[dead] = 0
+        values[~dead, 0] = 0
+        sketch = sketch_of(values, [row // 2, 5 * LEAF // 2], row=row)
+        assert (sketch.dead, sketch.open) == (int(dead.sum()), {}), name
+
+
+def test_negative_zeros_make_a_dead_row() -> None:
+    for name in ("float32", "float16"):
+        values = np.zeros((3, 40), name)
+        values[1] = -0.0
+        values[2, 39] = 1
+        assert sketch_of(values, row=40).dead == 2

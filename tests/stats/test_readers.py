@@ -1,0 +1,258 @@
+"""Tensors in every layout and encoding are described as numpy would."""
+
+from __future__ import annotations
+
+import pickle
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zstandard
+
+from tests.conftest import golden_files
+from tests.sources import CountingSource
+from tests.stats.reference import counted, exact_stats
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.parts import PartReader
+from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.errors import CheckpointError, IntegrityError
+from xckpt.index import Part, Tensor
+from xckpt.stats import stats
+from xckpt.stats.describe import describe
+from xckpt.stats.passes import Member, sketches
+from xckpt.stats.readers import ArrayReader, DenseReader, RawReader, reader_of
+from xckpt.stats.result import QUANTILES
+from xckpt.stats.workspace import Workspace
+from xckpt.storage import digests
+
+if TYPE_CHECKING:
+    from xckpt.stats.reader import Reader
+
+NAMES = ("count", "nan", "inf", "zero", "min", "max", "absmax")
+
+
+def dense(values: np.ndarray[Any, Any], dtype: str, data: bytes, **part: Any) -> DenseArray:
+    described = Part(dtype, values.shape, 0, len(data), **part)
+    return DenseArray("t", PartReader(CountingSource(data), described), values.shape)
+
+
+def check(reader: Reader, values: np.ndarray[Any, Any]) -> Any:
+    """Compare the statistics of a reader, whole and in two halves, with those of an array."""
+    reader = pickle.loads(pickle.dumps(reader))
+    (sketch,) = sketches([Member("t", reader)], cache=False)
+    found = describe(sketch, QUANTILES)
+    wanted = exact_stats(np.asarray(values))
+    for name, value in zip(NAMES, found, strict=False):
+        assert value == wanted[name] or np.isnan(wanted[name]), name
+    assert found[7] == pytest.approx(wanted["mean"], rel=1e-13, abs=1e-15, nan_ok=True)
+    assert found[8] == pytest.approx(wanted["std"], rel=1e-13, nan_ok=True)
+    if not reader.whole:
+        blocks = list(reader.blocks(reader.size // 3, reader.size, Workspace(1 << 16)))
+        assert sum(len(each) for _, each in blocks) == reader.size - reader.size // 3
+    return sketch
+
+
+VALUES = np.random.default_rng(0).standard_normal((60, 50)).astype(np.float32)
+
+
+def test_raw_elements_are_read_into_one_buffer() -> None:
+    reader = reader_of(dense(VALUES, "float32", VALUES.tobytes()))
+    assert isinstance(reader, RawReader)
+    check(reader, VALUES)
+    workspace = Workspace(1 << 10)
+    for _, values in reader.blocks(0, VALUES.size, workspace):
+        assert np.shares_memory(values, workspace.buffer)
+
+
+def test_fortran_order() -> None:
+    part = Part("float32", VALUES.shape, 0, VALUES.nbytes)
+    source = CountingSource(VALUES.tobytes("F"))
+    lazy = DenseArray("t", PartReader(source, part), VALUES.shape, order="F")
+    assert check(reader_of(lazy), VALUES).row == 60
+
+
+def test_big_endian_elements() -> None:
+    data = VALUES.astype(">f4").tobytes()
+    reader = reader_of(dense(VALUES, "float32", data, byteorder="big"))
+    assert isinstance(reader, DenseReader)
+    check(reader, VALUES)
+
+
+def test_booleans_other_than_one_are_true() -> None:
+    codes = np.random.default_rng(0).integers(0, 4, (9, 9)).astype(np.uint8)
+    check(reader_of(dense(codes, "bool", codes.tobytes())), codes != 0)
+    words = codes.astype("<u4") << 8
+    check(reader_of(dense(words, "bool32", words.tobytes())), codes != 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 5000])
+def test_packed_four_bit_floats(size: int) -> None:
+    import ml_dtypes
+
+    codes = np.random.default_rng(size).integers(0, 16, size + size % 2).astype(np.uint8)
+    data = (codes[::2] | codes[1::2] << 4).tobytes()
+    values = codes[:size].view(ml_dtypes.float4_e2m1fn)
+    sketch = check(reader_of(dense(values, "float4_e2m1fn", data)), values)
+    assert sketch.kind == "float4_e2m1fn"
+
+
+def test_one_element_and_none() -> None:
+    for shape in ((), (0,), (3, 0), (1, 1)):
+        values = np.ones(shape, np.float32)
+        check(reader_of(dense(values, "float32", values.tobytes())), values)
+
+
+@pytest.mark.parametrize("of", ["stored", "decoded"])
+def test_compressed_elements_are_streamed(of: Any) -> None:
+    values = np.random.default_rng(0).integers(0, 50, 1_500_000).astype(np.float32)
+    data = zstandard.ZstdCompressor(level=1).compress(values.tobytes())
+    hasher = digests.Hasher("xxh3")
+    hasher.update(data if of == "stored" else values.tobytes())
+    part: dict[str, Any] = {"encoding": "zstd", "decoded_nbytes": values.nbytes, "digest_of": of}
+    reader = reader_of(dense(values, "float32", data, digest=hasher.digest(), **part))
+    assert reader.whole
+    (sketch,) = sketches([Member("t", reader)], cache=False)
+    assert describe(sketch, [])[7] == pytest.approx(values.astype(float).mean(), rel=1e-14)
+    wrong = reader_of(dense(values, "float32", data, digest="xxh3:0123456789abcdef", **part))
+    with pytest.raises(IntegrityError, match="'t'"):
+        sketches([Member("t", wrong)], cache=False)
+
+
+def sparse_tensor(layout: str, dense_values: np.ndarray[Any, Any]) -> CSRArray | COOArray:
+    rows, columns = np.nonzero(dense_values)
+    values = dense_values[rows, columns]
+    arrays = {"values": values.astype("<f4")}
+    if layout == "sparse_csr":
+        counts = np.bincount(rows, minlength=len(dense_values))
+        arrays |= {"indices": columns.astype("<u4"), "indptr": np.r_[0, counts.cumsum()]}
+    else:
+        # Some elements in two halves, which add up, and in no order.
+        order = np.random.default_rng(0).permutation(len(values) + 5)
+        coords = np.stack([np.r_[rows, rows[:5]], np.r_[columns, columns[:5]]])[:, order]
+        halves = np.r_[values, values[:5]]
+        halves[:5] = 0.25
+        halves[-5:] = values[:5] - 0.25
+        arrays = {"values": halves[order].astype("<f4"), "coords": coords}
+    parts, data = {}, b""
+    for role, array in arrays.items():
+        stored = np.ascontiguousarray(array)
+        name = stored.dtype.name
+        parts[role] = Part(name, stored.shape, len(data), stored.nbytes)
+        data += stored.tobytes()
+    tensor: Any = Tensor("t", "float32", dense_values.shape, parts, layout=layout)  # type: ignore[arg-type]
+    source = CountingSource(data)
+    readers = {role: PartReader(source, part) for role, part in parts.items()}
+    kind = CSRArray if layout == "sparse_csr" else COOArray
+    return kind(tensor, readers)
+
+
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_coo"])
+@pytest.mark.parametrize("piece", [1 << 6, 4 << 20])
+def test_sparse_tensors_count_implied_zeros(
+    layout: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(0).integers(-8, 9, (80, 30)).astype(np.float32)
+    values[np.random.default_rng(1).random(values.shape) < 0.8] = 0
+    values[10:20] = 0
+    lazy = sparse_tensor(layout, values)
+    (whole,) = sketches([Member("t", reader_of(lazy))], cache=False)
+    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", piece)
+    sketch = check(reader_of(lazy), values)
+    assert sketch.dead == (values == 0).all(axis=1).sum() >= 10
+    assert sketch.implied == prod(values.shape) - np.count_nonzero(values)
+    assert sketch.moments() == whole.moments()
+
+
+def test_sparse_tensors_are_never_made_dense() -> None:
+    shape = (1 << 40, 1 << 20)
+    parts = {
+        "values": Part("float32", (2,), 0, 8),
+        "coords": Part("int64", (2, 2), 8, 32),
+    }
+    data = np.array([3, 4], "<f4").tobytes()
+    data += np.array([[5, 1 << 39], [7, 9]], "<i8").tobytes()
+    tensor = Tensor("t", "float32", shape, parts, layout="sparse_coo")
+    source = CountingSource(data)
+    lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
+    (sketch,) = sketches([Member("t", reader_of(lazy))], cache=False)
+    found = describe(sketch, [0.5])
+    assert found[0] == prod(shape)
+    assert found[3] == prod(shape) - 2
+    assert found[10] == 5.0
+
+
+@pytest.mark.parametrize("shape", [(7, 11, 13), (1, 1, 1000), (5,), (2, 0, 3), (1000, 1)])
+def test_anything_that_is_indexed_like_an_array(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", 100)
+    values = np.random.default_rng(0).standard_normal(shape)
+    reader = ArrayReader(values)
+    for start in range(0, max(1, values.size), 17):
+        for stop in (start + 1, start + 40, values.size):
+            blocks = list(reader.blocks(start, min(stop, values.size), Workspace(1 << 16)))
+            at = start
+            for position, block in blocks:
+                assert position == at
+                at += len(block)
+            if blocks:
+                joined = np.concatenate([block for _, block in blocks])
+                np.testing.assert_array_equal(joined, values.reshape(-1)[start:stop])
+
+
+PATTERNS = ("ztensor/*.zt", "burnpack/*.bpk", "mlcp/*.*", "gptrs/*.bin", "primitiv/*.*")
+GOLDEN = [
+    path
+    for pattern in PATTERNS
+    for path in golden_files(pattern)
+    if not isinstance(path, Path) or path.suffix not in {".npz", ".shard", ".json"}
+]
+
+
+def readable(path: Path) -> xr.Dataset | None:
+    """Open a golden file with the tensors of numbers whose values can be had."""
+    import xckpt
+
+    try:
+        index = xckpt.read_index(path)
+        ds = xr.open_dataset(path, engine=index.format)
+    except CheckpointError:
+        return None
+    good = {}
+    for name, variable in ds.variables.items():
+        try:
+            values = variable.compute()
+        except CheckpointError:
+            continue
+        if values.dtype.kind in "biuf":
+            good[name] = values
+    return ds[list(good)].assign_attrs(computed=good)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+def test_golden_files(path: Path) -> None:
+    ds = readable(path)
+    if ds is None:
+        pytest.skip("not a readable checkpoint of numbers")
+    st = stats(ds)
+    assert set(st.data_vars) == set(ds.data_vars)
+    for name, variable in ds.attrs["computed"].items():
+        values = variable.values
+        wanted = counted(values)
+        wide = values[np.isfinite(values)].astype(np.float64)
+        if wide.size:
+            wanted["mean"], wanted["std"] = float(wide.mean()), float(wide.std())
+            wanted["l2"] = float(np.linalg.norm(wide))
+        found = dict(zip(st["statistic"].to_numpy(), st.variables[name].values, strict=True))
+        for statistic in ("count", "nan", "inf", "zero", "min", "max", "absmax"):
+            np.testing.assert_allclose(found[statistic], wanted[statistic], err_msg=str(name))
+        # The largest numbers of both signs leave nothing of the others in numpy's mean.
+        near = 1e-9 + 1e-15 * float(np.nan_to_num(wanted["absmax"]))
+        for statistic in ("mean", "std", "l2", "q0.05", "q0.5", "q0.999"):
+            np.testing.assert_allclose(
+                found[statistic], wanted[statistic], rtol=2.0**-8, atol=near, err_msg=str(name)
+            )

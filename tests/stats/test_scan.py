@@ -1,0 +1,206 @@
+"""The same bits come out on any number of threads, on a cluster, and from any chunks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.stats.checkpoints import write
+from xckpt.stats import scan, stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    large = rng.standard_normal((2500, 2000)).astype(np.float32)
+    large[7] = 0
+    large[99, 5] = np.nan
+    tensors: dict[str, Any] = {f"small.{i}": rng.standard_normal((i + 1, 33)) for i in range(20)}
+    tensors |= {"large": large, "half": large[:300].astype(ml_dtypes.bfloat16)}
+    tensors["whole"] = (np.nan_to_num(large[:500]) * 1e6).astype(np.int64)
+    return write(tmp_path_factory.mktemp("scan") / "m.safetensors", tensors)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> xr.Dataset:
+    with dask.config.set(num_workers=1):
+        return stats(path, cache=False)
+
+
+def opened(path: Path, **options: Any) -> xr.Dataset:
+    ds: xr.Dataset = xr.open_dataset(path, engine="safetensors", **options)
+    return ds
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("task_nbytes", [1 << 16, 1 << 20, 16 << 20])
+def test_threads_and_tasks(
+    path: Path,
+    expected: xr.Dataset,
+    threads: int,
+    task_nbytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan, "_TASK_NBYTES", task_nbytes)
+    with dask.config.set(num_workers=threads):
+        xr.testing.assert_identical(stats(path, cache=False), expected)
+
+
+@pytest.mark.parametrize("size", ["100kiB", "1MiB", "16MiB", "128MiB"])
+def test_chunks(path: Path, expected: xr.Dataset, size: str) -> None:
+    with dask.config.set({"array.chunk-size": size}):
+        ds = opened(path)
+        xr.testing.assert_equal(stats(ds, cache=False), expected)
+        # The same values as arrays that nobody knows to be read from a file.
+        computed = ds.map(lambda x: x if x.dtype.kind == "i" else x * 1.0, keep_attrs=True)
+        found = stats(computed, cache=False)
+    for name in ("large", "whole", "small.19"):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_chunks_that_are_no_runs(path: Path, expected: xr.Dataset) -> None:
+    ds = opened(path).chunk(77)
+    xr.testing.assert_equal(stats(ds, cache=False), expected)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed")
+    with (
+        dask.config.set({"distributed.worker.memory.terminate": False}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_a_cluster(path: Path, expected: xr.Dataset) -> None:
+    told: list[int] = []
+    found = stats(opened(path), cache=False, progress=told.append)
+    xr.testing.assert_identical(found, stats(path, cache=False))
+    xr.testing.assert_equal(found, expected)
+    assert told[-1] == path.stat().st_size - int.from_bytes(path.read_bytes()[:8], "little") - 8
+    computed = opened(path)[["large"]] * 1.0
+    np.testing.assert_array_equal(stats(computed)["large"], expected["large"])
+    local = xr.Dataset({"x": ("a", np.arange(10.0))})
+    assert stats(local)["x"].sel(statistic="mean") == 4.5
+    deferred = stats(opened(path), cache=False, compute=False)
+    xr.testing.assert_equal(deferred.compute(), expected)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_costs_time_only(
+    path: Path, expected: xr.Dataset, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "_CLUSTER_TASK_NBYTES", 1 << 19)
+    victims = list(client.run(os.getpid).values())
+    killed: list[int] = []
+
+    def kill_one(_: int) -> None:
+        if not killed:
+            killed.append(victims[0])
+            os.kill(victims[0], signal.SIGKILL)
+
+    found = stats(opened(path), cache=False, progress=kill_one)
+    assert killed
+    xr.testing.assert_equal(found, expected)
+
+
+def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:
+    from xckpt.stats.blocks import Sketcher
+    from xckpt.stats.kinds import kind_named
+    from xckpt.stats.workspace import Workspace
+
+    workspace, kind = Workspace(), kind_named("float32")
+    Sketcher(kind, 1000, 0, workspace).update(0, np.ones(1000, np.float32))
+    sketcher = Sketcher(kind, 3, 0, workspace)
+    sketcher.update(0, np.array([1, 2, 2], np.float32))
+    assert sketcher.result().counts.tolist() == [1, 2]
+
+
+def test_an_interrupt_ends_all_threads(path: Path) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stats(path, cache=False, progress=interrupt)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(t.name.startswith("xckpt-stats") for t in threading.enumerate()):
+            return
+        time.sleep(0.01)
+    pytest.fail("threads are still there")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for another process")
+def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "huge.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[68719476736],"data_offsets":[0,274877906944]}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 38))
+    code = (
+        "import sys, xckpt.stats\n"
+        "started = lambda n: (print('on', flush=True), sys.stdout.flush())\n"
+        f"xckpt.stats.stats({str(path)!r}, cache=False, progress=started)\n"
+    )
+    with subprocess.Popen(  # noqa: S603  our own code
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[536870912],"data_offsets":[0,2147483648]}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 31))
+    code = f"""
+import threading, time
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+import xarray, dask.array, xckpt.stats, xckpt.stats.blocks, xckpt.backend
+before, peak, done = anonymous(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+xckpt.stats.stats({str(path)!r}, cache=False, progress=False)
+done.set()
+watcher.join()
+print(peak - before)
+"""
+    run = subprocess.run(  # noqa: S603  our own code
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 300 << 20

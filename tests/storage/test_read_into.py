@@ -1,0 +1,41 @@
+"""Reading into memory that is there already, from every kind of source."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from xckpt.errors import FileChangedError, FormatError
+from xckpt.storage import open_source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.mark.parametrize("kind", ["path", "no maps", "bytes", "object"])
+def test_it_fills_memory_and_nothing_around(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    given: Any = {"bytes": DATA, "object": io.BytesIO(DATA)}.get(kind, path)
+    source = open_source(given, mmap=kind != "no maps")
+    buffer = np.full(1000, 255, np.uint8)
+    source.read_into(77, buffer[10:500].data)
+    assert buffer[10:500].tobytes() == DATA[77:567]
+    assert (buffer[:10] == 255).all()
+    assert (buffer[500:] == 255).all()
+    with pytest.raises(FormatError):
+        source.read_into(len(DATA) - 5, buffer.data)
+
+
+def test_a_file_that_changed(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    source = open_source(path)
+    path.write_bytes(DATA[:100])
+    with pytest.raises(FileChangedError):
+        source.read_into(0, memoryview(bytearray(200)))
