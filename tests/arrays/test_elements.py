@@ -38,6 +38,17 @@ def test_eight_bit_floats_decode_as_ml_dtypes(name: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+def test_float8_e5m2_keeps_the_payloads_of_nan() -> None:
+    """It is the upper half of a float16, as bfloat16 is of a float32."""
+    patterns = np.arange(256, dtype=np.uint8)
+    bits = elements(patterns.data, "float8_e5m2", decode=True).view(np.uint32)
+    nan = patterns & 0x7F > 0x7C
+    assert nan.sum() == 6
+    codes = patterns[nan].astype(np.uint32)
+    expected = (codes & 0x80) << 24 | 0x7F800000 | (codes & 3) << 21
+    np.testing.assert_array_equal(bits[nan], expected)
+
+
 @pytest.mark.parametrize("name", [n for n, e in ELEMENT_TYPES.items() if e.bits >= 8])
 def test_stored_types_are_views(name: str) -> None:
     data = memoryview(bytes(64))

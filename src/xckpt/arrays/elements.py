@@ -82,7 +82,13 @@ def _float_table(dtype: str) -> Array:
     """All values of an 8-bit (or unpacked 4-bit) float type, indexed by bit pattern."""
     count = 1 << ELEMENT_TYPES[dtype].bits
     codes = np.arange(count, dtype=np.uint8)
-    return codes.view(stored_dtype(dtype)).astype(decoded_dtype(dtype))
+    table = codes.view(stored_dtype(dtype)).astype(decoded_dtype(dtype))
+    if dtype == "float8_e5m2":
+        # The only one of them whose NaN have payloads; ml_dtypes' cast gives all the same one.
+        nan = np.isnan(table)
+        bits = codes[nan].astype(np.uint32)
+        table[nan] = ((bits & 0x80) << 24 | 0x7F800000 | (bits & 3) << 21).view(np.float32)
+    return table
 
 
 def unpack_codes(

@@ -13,13 +13,17 @@ from xckpt.storage.source import Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "open_source", "release"]
+__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "release"]
 
 _FILE = "file://"
 
 
 def open_source(
-    obj: Any, *, storage_options: Mapping[str, Any] | None = None, mmap: bool = True
+    obj: Any,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    mmap: bool = True,
+    first: int = 0,
 ) -> Source:
     """Open whatever holds the bytes of a file.
 
@@ -31,6 +35,8 @@ def open_source(
         For fsspec; local paths need none.
     mmap : bool
         Whether a local file may be mapped into memory.
+    first : int
+        Bytes of the beginning of a remote file that are read at once, where that saves a request.
 
     Returns
     -------
@@ -65,8 +71,8 @@ def open_source(
             f"expected a path, a URL, bytes or an open binary file, got {type(obj).__name__}"
         )
     if is_remote(obj):
-        return _open_url(obj, storage_options)
-    return LocalSource(_local_path(obj), mmap=mmap)
+        return _open_url(obj, storage_options, first)
+    return LocalSource(local_path(obj), mmap=mmap)
 
 
 def is_remote(obj: object) -> bool:
@@ -90,15 +96,41 @@ def is_remote(obj: object) -> bool:
     return isinstance(obj, str) and is_url(obj) and not _is_file_url(obj)
 
 
-def _open_url(url: str, storage_options: Mapping[str, Any] | None) -> Source:
+def _open_url(url: str, storage_options: Mapping[str, Any] | None, first: int) -> Source:
     if url.startswith(("http://", "https://")):
         from xckpt.storage.web import HttpSource
 
-        return HttpSource(url, storage_options)
-    return FsspecSource(url, storage_options)
+        return HttpSource(url, storage_options, first=first)
+    if url.startswith(("s3://", "s3a://")) and "::" not in url:
+        from xckpt.storage.s3 import S3Source
+
+        return S3Source(url, storage_options, first=first)
+    return FsspecSource(url, storage_options, first=first)
 
 
-def _local_path(path: str) -> str:
+def local_path(path: str) -> str:
+    """Give the path of a local file.
+
+    Parameters
+    ----------
+    path : str
+        A path, or a ``file://`` URL.
+
+    Returns
+    -------
+    str
+        A path as it is.
+
+    Raises
+    ------
+    ValueError
+        If the URL names another machine.
+
+    Examples
+    --------
+    >>> local_path("file:///tmp/a%20b.zt")
+    '/tmp/a b.zt'
+    """
     if not _is_file_url(path):
         return path
     from urllib.request import url2pathname  # imports all of http and email

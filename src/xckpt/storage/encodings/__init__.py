@@ -8,12 +8,18 @@ from xckpt.storage.encodings.seekable import (
     read_seek_table,
     read_seekable,
 )
-from xckpt.storage.encodings.zstd import decompress, decompress_prefix, decompressed_nbytes
+from xckpt.storage.encodings.zstd import (
+    decompress,
+    decompress_prefix,
+    decompressed_blocks,
+    decompressed_nbytes,
+)
 
 __all__ = [
     "SeekTable",
     "decompress",
     "decompress_prefix",
+    "decompressed_blocks",
     "decompressed_nbytes",
     "read_frames",
     "read_seek_table",

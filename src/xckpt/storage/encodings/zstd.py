@@ -25,6 +25,7 @@ __all__ = [
     "decompress",
     "decompress_into",
     "decompress_prefix",
+    "decompressed_blocks",
     "decompressed_nbytes",
     "malformed",
 ]
@@ -125,6 +126,42 @@ def decompressed_nbytes(stored: memoryview | bytes, limit: int) -> int:
     return total - len(_END)
 
 
+def decompressed_blocks(
+    stored: memoryview | bytes, nbytes: int, block_nbytes: int
+) -> Iterator[memoryview]:
+    """Decode a whole stream block by block, in memory of constant size.
+
+    Parameters
+    ----------
+    stored : memoryview or bytes
+        All of the stream.
+    nbytes : int
+        How many bytes it must decode to.
+    block_nbytes : int
+        Size of the blocks; the last may be smaller.
+
+    Yields
+    ------
+    memoryview
+        The next decoded bytes, in memory of their own.
+
+    Raises
+    ------
+    FormatError
+        If it is corrupt, cut short, or decodes to fewer or more bytes; the blocks before it have
+        been given by then.
+    """
+    stream = _closed(stored)
+    for start in range(0, nbytes, block_nbytes):
+        block = np.empty(min(block_nbytes, nbytes - start), np.uint8)
+        with _decoding():
+            found = _fill(stream, block)
+        if found < len(block):
+            raise malformed(f"a zstd stream decodes to fewer than {nbytes} bytes")
+        yield block.data
+    _expect_end(stream, nbytes)
+
+
 def decompress_into(stored: memoryview | bytes, decoded: NDArray[np.uint8]) -> None:
     """Decode a whole stream that must fill an array exactly.
 
@@ -144,6 +181,12 @@ def decompress_into(stored: memoryview | bytes, decoded: NDArray[np.uint8]) -> N
     with _decoding():
         stream = _closed(stored)
         _fill(stream, decoded)
+    _expect_end(stream, nbytes)
+
+
+def _expect_end(stream: Any, nbytes: int) -> None:
+    """Check that a stream that was opened by `_closed` ends here."""
+    with _decoding():
         tail = stream.read(len(_END) + 1)
     if len(tail) > len(_END):
         raise malformed(f"a zstd stream decodes to more than {nbytes} bytes")

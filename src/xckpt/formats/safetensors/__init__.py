@@ -25,11 +25,6 @@ So are shapes that numpy cannot represent.
 
 Not said is how 6-bit elements share bytes: their tensors are listed, and their values not read.
 
-What is written equals what the package writes, byte for byte: tensors with wide elements first,
-then by name; the header padded so that data begin at a multiple of 8. (Of several metadata the
-package chooses an order by chance; here it is the order of the attributes.) Names of axes are text in
-``__metadata__`` under the key ``xckpt.dims``, which other readers ignore.
-
 References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
 rules have the names of its ``SafeTensorError``.
 """
@@ -42,11 +37,12 @@ from collections import Counter
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dims import DIMS_KEY, dims_text, with_dims
+from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats.safetensors.header import DTYPES, LARGEST_HEADER, LENGTH_NBYTES
+from xckpt.formats.safetensors.plan import FILE_ATTRS, TENSOR_ATTRS, WRITES, plan
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan
 
 if TYPE_CHECKING:
     from xckpt.formats import Readable
@@ -56,40 +52,11 @@ __all__ = ["FILE_ATTRS", "NAME", "SUFFIXES", "TENSOR_ATTRS", "WRITES", "detect",
 NAME = "safetensors"
 SUFFIXES = (".safetensors",)
 
-_HEAD = 8
-_LARGEST_HEADER = 100_000_000
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 
-_DTYPES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn",  # two in a byte, the first in its low half
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
 _UNREAD = {"F6_E2M3": 6, "F6_E3M2": 6}
-WRITES = tuple(_DTYPES.values())
-#: Any attribute of the file: text as it is, all else as JSON text. None of a tensor.
-FILE_ATTRS = None
-TENSOR_ATTRS = ()
-
-_BITS = {name: ELEMENT_TYPES[dtype].bits for name, dtype in _DTYPES.items()} | _UNREAD
+_BITS = {name: ELEMENT_TYPES[dtype].bits for name, dtype in DTYPES.items()} | _UNREAD
 
 # Of numpy.
 _MOST_AXES = 64
@@ -118,8 +85,8 @@ def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the regi
     >>> detect(b'\\x02\\0\\0\\0\\0\\0\\0\\0{}', 10, "m.safetensors")
     True
     """
-    length = int.from_bytes(head[:_HEAD], "little")
-    return length <= _LARGEST_HEADER and _BEGINNING.match(head, _HEAD) is not None
+    length = int.from_bytes(head[:LENGTH_NBYTES], "little")
+    return length <= LARGEST_HEADER and _BEGINNING.match(head, LENGTH_NBYTES) is not None
 
 
 def read(source: Readable) -> Index:
@@ -145,22 +112,22 @@ def read(source: Readable) -> Index:
     header = _header(source)
     entries = _parse(header)
     attrs = _metadata(entries.pop("__metadata__", None))
-    tensors = _tensors(entries, _HEAD + len(header), source.size)
+    tensors = _tensors(entries, LENGTH_NBYTES + len(header), source.size)
     tensors = with_dims(tensors, attrs.pop(DIMS_KEY, None))
     return Index(NAME, "", tensors, attrs, source.name, source.size)
 
 
 def _header(source: Readable) -> bytes:
     size = source.size
-    if size < _HEAD:
+    if size < LENGTH_NBYTES:
         raise _broken(f"{size} bytes are too few for a length", "HeaderTooSmall", 0)
-    length = int.from_bytes(source.read(0, _HEAD), "little")
-    if length > _LARGEST_HEADER:
-        raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
-    if length > size - _HEAD:
+    length = int.from_bytes(source.read(0, LENGTH_NBYTES), "little")
+    if length > LARGEST_HEADER:
+        raise _broken(f"a header of {length} > {LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
+    if length > size - LENGTH_NBYTES:
         reason = f"a header of {length} bytes is not in a file of {size}"
         raise _broken(reason, "InvalidHeaderLength", 0)
-    return bytes(source.read(_HEAD, length))
+    return bytes(source.read(LENGTH_NBYTES, length))
 
 
 def _parse(header: bytes) -> dict[str, Any]:
@@ -242,8 +209,8 @@ def _tensor(name: str, entry: Any, start: int) -> Tensor:
         raise _broken(f"the offsets {offsets} are no range", "InvalidOffset")
     offset, nbytes = start + offsets[0], offsets[1] - offsets[0]
     _check_size(dtype, shape, nbytes)
-    if dtype in _DTYPES:
-        part = Part(_DTYPES[dtype], shape, offset, nbytes)
+    if dtype in DTYPES:
+        part = Part(DTYPES[dtype], shape, offset, nbytes)
         return Tensor(name, part.dtype, shape, {"data": part})
     reason = f"how {dtype} elements share bytes is not defined"
     problem = UnsupportedError(reason, tensor=name, offset=offset, rule="Dtype")
@@ -256,7 +223,7 @@ def _dtype(value: Any) -> str:
         raise _broken("'dtype' must be text")
     if value not in _BITS:
         reason = f"the element type {shown(value)} is not one of {', '.join(_BITS)}"
-        raise UnsupportedError(reason, offset=_HEAD, rule="Dtype")
+        raise UnsupportedError(reason, offset=LENGTH_NBYTES, rule="Dtype")
     return value
 
 
@@ -290,117 +257,7 @@ def _check_depth(value: Any, levels: int) -> None:
             _check_depth(inner, levels - 1)
 
 
-def plan(index: Index) -> Plan:
-    """Lay a safetensors file out.
-
-    Parameters
-    ----------
-    index : Index
-        What is to be written.
-
-    Returns
-    -------
-    Plan
-        The header, and the data without a gap.
-
-    Raises
-    ------
-    UnsupportedError
-        If a name, an element type, a layout or an attribute has no place in the format.
-    """
-    tensors = sorted(index.tensors.values(), key=_writing_order)
-    sizes = [_nbytes_written(tensor) for tensor in tensors]
-    header = _written_header(index, tensors, sizes)
-    offset = _HEAD + len(header)
-    extents = []
-    for tensor, nbytes in zip(tensors, sizes, strict=True):
-        extents.append(Extent(tensor.name, "data", tensor.parts["data"], offset))
-        offset += nbytes
-    head = Literal(0, len(header).to_bytes(_HEAD, "little") + header)
-    return Plan((head,), tuple(extents), nbytes=offset)
-
-
-def _writing_order(tensor: Tensor) -> tuple[int, str]:
-    if tensor.dtype not in _RANKS:
-        raise _unwritable(f"there is no element type for {tensor.dtype}", "Dtype", tensor)
-    return _RANKS[tensor.dtype], tensor.name
-
-
-# The package sorts by its enumeration of types, largest first.
-_RANKS = {dtype: -rank for rank, dtype in enumerate(_DTYPES.values())}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-
-
-def _nbytes_written(tensor: Tensor) -> int:
-    if tensor.layout != "dense" or tensor.order != "C":
-        reason = f"{tensor.layout} tensors in {tensor.order} order have no place in this format"
-        raise _unwritable(reason, "Layout", tensor)
-    bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
-    if bits % 8:
-        raise _unwritable(f"{bits} bits of data are no whole bytes", "MisalignedSlice", tensor)
-    return bits // 8
-
-
-def _written_header(index: Index, tensors: list[Tensor], sizes: list[int]) -> bytes:
-    entries: dict[str, Any] = {}
-    metadata = {str(k): _as_text(k, v) for k, v in index.attrs.items()}
-    dims = dims_text(index.tensors)
-    if dims is not None:
-        metadata[DIMS_KEY] = dims
-    if metadata:
-        entries["__metadata__"] = metadata
-    start = 0
-    for tensor, nbytes in zip(tensors, sizes, strict=True):
-        if tensor.name == "__metadata__":
-            raise _unwritable("the name has another meaning here", "Name", tensor, _RENAME)
-        entries[tensor.name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": (start, start + nbytes),
-        }
-        start += nbytes
-    header = _json(entries, tensors)
-    if len(header) > _LARGEST_HEADER:
-        reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
-        raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
-    return header + b" " * (-len(header) % 8)
-
-
-def _json(entries: dict[str, Any], tensors: list[Tensor]) -> bytes:
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        pass
-    for tensor in tensors:
-        if any("\ud800" <= character <= "\udfff" for character in tensor.name):
-            raise _unwritable("a lone surrogate is no text", "Name", tensor, _RENAME)
-    raise UnsupportedError("an attribute has a lone surrogate, which is no text", rule="Metadata")
-
-
-_RENAME = "Rename it: ds.rename({old: new})"
-
-
-def _as_text(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(
-            f"the attribute {shown(str(name))} cannot be text: {error}",
-            rule="Metadata",
-            hint="Make it text, or remove it from ds.attrs",
-        ) from None
-
-
-def _unwritable(
-    reason: str, rule: str, tensor: Tensor, hint: str | None = None
-) -> UnsupportedError:
-    return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
-
-
 def _broken(
-    reason: str, rule: str = "InvalidHeaderDeserialization", offset: int = _HEAD
+    reason: str, rule: str = "InvalidHeaderDeserialization", offset: int = LENGTH_NBYTES
 ) -> FormatError:
     return FormatError(reason, offset=offset, rule=rule)

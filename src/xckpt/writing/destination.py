@@ -1,0 +1,194 @@
+"""Where and how a checkpoint is written: what all ways of writing have in common."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from xckpt import formats
+from xckpt.errors import CheckpointError
+from xckpt.storage import is_remote, local_path
+from xckpt.storage.siblings import components
+from xckpt.storage.sink import Sink
+from xckpt.storage.upload import UploadSink
+from xckpt.writing.casting import check_cast
+from xckpt.writing.executor import Job
+from xckpt.writing.fitting import fit
+from xckpt.writing.requests import Requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from xckpt.formats import Writer
+    from xckpt.plan import Plan
+    from xckpt.writing.casting import Cast
+    from xckpt.writing.entries import Contents
+    from xckpt.writing.fitting import Notes
+    from xckpt.writing.items import Item
+
+__all__ = ["Destination"]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A file that is to be written.
+
+    Parameters
+    ----------
+    path : str
+        A path or URL.
+    writer : Writer
+        Its format.
+    requests : Requests
+        How tensors are stored.
+    cast : {"exact", "allow", "never"}
+        What conversions may lose.
+    overwrite : bool
+        Whether a file may be replaced.
+    storage_options : dict or None
+        For fsspec.
+    format_options : mapping
+        Of the format's own.
+    """
+
+    path: str
+    writer: Writer
+    requests: Requests
+    cast: Cast
+    overwrite: bool
+    storage_options: dict[str, Any] | None
+    format_options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        engine: str | None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None,
+        cast: Cast,
+        overwrite: bool,
+        storage_options: dict[str, Any] | None,
+        format_options: Mapping[str, Any],
+    ) -> Self:
+        """Check what a user asked for.
+
+        Parameters are those of `xckpt.save`.
+
+        Raises
+        ------
+        TypeError
+            If an option is not known.
+        ValueError
+            If a value is not, or no format.
+        """
+        check_cast(cast)
+        target = os.fspath(path)
+        writer = formats.get_writer(engine or _format_of(target))
+        for option in format_options:
+            if option not in writer.options:
+                raise TypeError(_unknown(option, writer))
+        return cls(
+            target if is_remote(target) else local_path(target),
+            writer,
+            Requests(encoding),
+            cast,
+            overwrite,
+            storage_options,
+            format_options,
+        )
+
+    def job(
+        self,
+        contents: Contents,
+        notes: Notes,
+        plan: Callable[..., Plan] | None = None,
+        *,
+        before: Item | None = None,
+    ) -> Job:
+        """Lay the file out; nothing is written yet.
+
+        Parameters
+        ----------
+        contents : Contents
+            What is to be written.
+        notes : Notes
+            Collects what the user should know.
+        plan : callable, optional
+            ``plan(index, **options)``; by default that of the format for a new file.
+        before : Item, optional
+            What the file begins with, ahead of all that is planned.
+
+        Returns
+        -------
+        Job
+            To be run.
+
+        Raises
+        ------
+        UnsupportedError
+            If the format cannot hold something.
+        """
+        try:
+            fitted = fit(contents, self.writer, self.requests, self.cast, notes)
+            planned = (plan or self.writer.plan)(fitted.index, **self.format_options)
+            sink = partial(_open_sink, self.path, self.overwrite, self.storage_options)
+            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            return Job(planned, fitted, self.cast, sink, label, before=before)
+        except CheckpointError as error:
+            raise error.located(path=self.path) from error.__cause__
+
+    def open_sink(self) -> Sink:
+        """Begin the file."""
+        return _open_sink(self.path, self.overwrite, self.storage_options)
+
+
+def _open_sink(
+    path: str,
+    overwrite: bool,  # noqa: FBT001  by position, for partial
+    storage_options: dict[str, Any] | None,
+    companion: str | None = None,
+) -> Sink:
+    if companion is not None:
+        folder, slash, _ = path.rpartition("/")
+        path = folder + slash + "/".join(components(companion))
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
+
+
+def _format_of(path: str) -> str:
+    """Find the format that a file name ends like."""
+    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
+    modules = [formats.get(known) for known in formats.names()]
+    found = {
+        module.NAME: suffix
+        for module in modules
+        for suffix in module.SUFFIXES
+        if name.endswith(suffix)
+    }
+    if len(found) > 1:
+        shared = {m.NAME: getattr(m, "SHARED_SUFFIXES", ()) for m in modules}
+        found = {each: s for each, s in found.items() if s not in shared[each]} or found
+    if len(found) == 1:
+        return next(iter(found))
+    which = "several formats have" if found else "no format has"
+    engines = ", ".join(map(repr, found or formats.names()))
+    raise ValueError(
+        f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
+    )
+
+
+def _unknown(option: str, writer: Writer) -> str:
+    known = (
+        *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
+        *writer.options,
+    )
+    alike = get_close_matches(option, known, n=1)
+    hint = (
+        f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(writer.options) or 'none'}"
+    )
+    return f"format {writer.format!r} has no option {option!r} for writing; {hint}"

@@ -1,0 +1,88 @@
+"""Plans of safetensors files: what the package writes, and what cannot be written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.formats.planned import materialize
+from tests.sources import CountingSource
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.errors import UnsupportedError
+from xckpt.formats.safetensors import WRITES, plan, read
+from xckpt.index import Index, Part, Tensor
+
+PLAIN = [name for name in WRITES if ELEMENT_TYPES[name].bits >= 8]
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], **fields: object) -> Tensor:
+    count = int(np.prod(shape, dtype=np.int64))
+    part = Part(dtype, shape, 0, nbytes_of(dtype, count))
+    return Tensor(name, dtype, shape, {"data": part}, **fields)  # type: ignore[arg-type]
+
+
+def index(*tensors: Tensor, **attrs: object) -> Index:
+    return Index("safetensors", "", {each.name: each for each in tensors}, attrs)
+
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+kinds = st.tuples(st.sampled_from(PLAIN), shapes)
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), kinds), st.dictionaries(st.text(), st.text(), max_size=1)
+)
+def test_equal_to_the_package(
+    described: dict[str, tuple[str, tuple[int, ...]]], attrs: dict
+) -> None:
+    described.pop("__metadata__", None)
+    attrs.pop("xckpt.dims", None)
+    arrays = {n: np.zeros(shape, stored_dtype(dtype)) for n, (dtype, shape) in described.items()}
+    wanted = index(*[tensor(name, *kind) for name, kind in described.items()])
+    planned = plan(Index("", "", wanted.tensors, attrs))
+    data = {(name, "data"): array.tobytes() for name, array in arrays.items()}
+    file = materialize(planned, data)
+    assert file == safetensors.numpy.save(arrays, attrs or None)
+    again = read(CountingSource(file))
+    assert again.attrs == attrs
+    assert {n: (t.dtype, t.shape) for n, t in again.tensors.items()} == described
+
+
+def test_names_of_axes_are_kept() -> None:
+    wanted = index(tensor("w", "float32", (2, 3), dims=("out", None)), tensor("b", "int8", (2,)))
+    data = {("w", "data"): bytes(24), ("b", "data"): bytes(2)}
+    again = read(CountingSource(materialize(plan(wanted), data)))
+    assert again.tensors["w"].dims == ("out", None)
+    assert again.tensors["b"].dims is None
+    assert again.attrs == {}
+
+
+@pytest.mark.parametrize(
+    ("bad", "rule"),
+    [
+        (tensor("w", "complex128", (1,)), "Dtype"),
+        (tensor("w", "float4_e2m1fn", (3,)), "MisalignedSlice"),
+        (tensor("__metadata__", "int8", (1,)), "Name"),
+        (tensor("\ud800", "int8", (1,)), "Name"),
+        (tensor("w", "int8", (1,), layout="structural"), "Layout"),
+        (tensor("w", "int8", (2, 2), order="F"), "Layout"),
+    ],
+)
+def test_what_has_no_place(bad: Tensor, rule: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        plan(index(bad))
+    assert (caught.value.tensor, caught.value.rule) == (bad.name, rule)
+
+
+def test_attributes_without_a_place() -> None:
+    for value in (object(), float("nan"), "\ud800"):
+        with pytest.raises(UnsupportedError, match="attribute"):
+            plan(index(note=value))
+
+
+def test_a_header_that_is_too_long() -> None:
+    with pytest.raises(UnsupportedError, match="HeaderTooLarge"):
+        plan(index(note="x" * 100_000_001))

@@ -1,0 +1,262 @@
+"""New files: complete or absent, whoever else writes, and as ordinary files are."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from xckpt.errors import UnsupportedError
+from xckpt.storage.partial import PARTIAL_SUFFIX
+from xckpt.storage.sink import Sink
+from xckpt.storage.upload import UploadSink
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def written(target: Path, data: bytes, *, overwrite: bool = False) -> None:
+    sink = Sink(target, overwrite=overwrite)
+    sink.write(data, 0)
+    sink.commit()
+
+
+def test_nothing_is_there_before_commit(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    sink = Sink(target)
+    sink.resize(5)
+    sink.write(b"ab", 3)
+    assert not target.exists()
+    sink.write(memoryview(b"xyz"), 0)
+    sink.commit()
+    assert target.read_bytes() == b"xyzab"
+    assert names(tmp_path) == ["m.zt"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_abort_leaves_what_was_there(tmp_path: Path, *, overwrite: bool) -> None:
+    target = tmp_path / "m.zt"
+    if overwrite:
+        target.write_bytes(b"old")
+    sink = Sink(target, overwrite=overwrite)
+    sink.write(b"new bytes", 0)
+    sink.abort()
+    sink.abort()
+    assert names(tmp_path) == (["m.zt"] if overwrite else [])
+    assert not overwrite or target.read_bytes() == b"old"
+
+
+def test_a_sink_that_is_forgotten_removes_its_file(tmp_path: Path) -> None:
+    Sink(tmp_path / "m.zt").write(b"new", 0)
+    gc.collect()
+    assert names(tmp_path) == []
+
+
+def test_an_error_in_a_with_block_aborts(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with Sink(tmp_path / "m.zt") as sink:
+            sink.write(b"new", 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == []
+
+
+def test_an_existing_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    target.write_bytes(b"old")
+    with pytest.raises(FileExistsError, match=r"overwrite=True.*m\.zt"):
+        Sink(target)
+    assert names(tmp_path) == ["m.zt"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_came_meanwhile_is_refused_at_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
+) -> None:
+    if not links:
+
+        def no_links(*_: object) -> None:
+            raise OSError(errno.EPERM, "no hard links here")
+
+        monkeypatch.setattr(os, "link", no_links)
+    target = tmp_path / "m.zt"
+    sink = Sink(target)
+    sink.write(b"new", 0)
+    target.write_bytes(b"somebody else's")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        sink.commit()
+    assert target.read_bytes() == b"somebody else's"
+    assert names(tmp_path) == ["m.zt"]
+    target.unlink()
+    written(target, b"new")
+    assert target.read_bytes() == b"new"
+
+
+def test_permissions_of_a_new_file_follow_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        written(tmp_path / "m.zt", b"new")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "m.zt").stat().st_mode) == 0o640
+
+
+def test_permissions_of_a_replaced_file_are_kept_also_while_writing(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    target.write_bytes(b"old")
+    target.chmod(0o600)
+    sink = Sink(target, overwrite=True)
+    assert stat.S_IMODE(Path(sink.path).stat().st_mode) == 0o600
+    sink.commit()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+def test_through_a_link_the_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "m.zt", tmp_path / "link.zt"
+    target.write_bytes(b"old")
+    link.symlink_to("real/m.zt")
+    written(link, b"new", overwrite=True)
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert names(tmp_path) == ["link.zt", "real"]
+
+
+def test_only_files_can_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        Sink(tmp_path, overwrite=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnsupportedError, match="regular file"):
+        Sink(tmp_path / "pipe", overwrite=True)
+    with pytest.raises(FileNotFoundError):
+        Sink(tmp_path / "absent" / "m.zt")
+
+
+def test_names_that_are_as_long_as_can_be(tmp_path: Path) -> None:
+    target = tmp_path / ("ü" * 127)
+    written(target, b"new")
+    assert target.read_bytes() == b"new"
+
+
+def test_left_overs_are_removed_and_files_in_use_are_not(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    mine = Sink(target)
+    left = tmp_path / f".m.zt.0badcafe{PARTIAL_SUFFIX}"
+    others = [f".m.zt.b.0badcafe{PARTIAL_SUFFIX}", f"m.zt.0badcafe{PARTIAL_SUFFIX}", ".m.zt.swp"]
+    for name in (left.name, *others):
+        (tmp_path / name).write_bytes(b"partial")
+    with Sink(target) as second:
+        assert sorted(names(tmp_path)) == sorted(
+            [Path(p.path).name for p in (mine, second)] + others
+        )
+    mine.commit()
+    assert names(tmp_path) == sorted(["m.zt", *others])
+
+
+def test_a_killed_writer_leaves_a_file_that_the_next_one_removes(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    target.write_bytes(b"old")
+    code = (
+        "import sys, time; from xckpt.storage.sink import Sink\n"
+        "sink = Sink(sys.argv[1], overwrite=True); sink.write(b'new', 0)\n"
+        "print('written', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:  # noqa: S603  our own code
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with Sink(target, overwrite=True):
+            assert len(names(tmp_path)) == 3
+        writer.send_signal(signal.SIGKILL)
+    assert len(names(tmp_path)) == 2
+    assert target.read_bytes() == b"old"
+    written(target, b"new", overwrite=True)
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_a_forked_child_does_not_remove_the_file(tmp_path: Path) -> None:
+    sink = Sink(tmp_path / "m.zt")
+    sink.write(b"new", 0)
+    child = multiprocessing.get_context("fork").Process(target=sink.abort)
+    child.start()
+    child.join()
+    sink.commit()
+    assert (tmp_path / "m.zt").read_bytes() == b"new"
+
+
+def test_a_pickled_sink_writes_to_the_same_file_and_does_not_own_it(tmp_path: Path) -> None:
+    sink = Sink(tmp_path / "m.zt")
+    sink.resize(6)
+    other = pickle.loads(pickle.dumps(sink))
+    other.write(b"def", 3)
+    other.abort()
+    sink.write(b"abc", 0)
+    sink.commit()
+    assert (tmp_path / "m.zt").read_bytes() == b"abcdef"
+
+
+def test_an_error_of_the_disk_names_the_target(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        sink = Sink(tmp_path / "m.zt")
+        with pytest.raises(OSError, match=r"m\.zt") as caught:
+            sink.write(bytes(2 << 20), 0)
+        sink.abort()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert caught.value.errno == errno.EFBIG
+    assert names(tmp_path) == []
+
+
+def test_many_writers_at_once_each_leave_a_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    code = (
+        "import sys; from xckpt.storage.sink import Sink\n"
+        "for _ in range(50):\n"
+        "    sink = Sink(sys.argv[1], overwrite=True)\n"
+        "    sink.write(sys.argv[2].encode() * 100_000, 0); sink.commit()\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, target, letter])  # noqa: S603  our own code
+        for letter in "ab"
+    ]
+    deadline = time.monotonic() + 60
+    while any(writer.poll() is None for writer in writers) and time.monotonic() < deadline:
+        if target.exists():
+            assert len(set(target.read_bytes())) == 1
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_upload() -> None:
+    memory = fsspec.filesystem("memory")
+    sink = UploadSink("memory://uploads/m.zt")
+    sink.write(b"new", 0)
+    assert not memory.exists("/uploads/m.zt")
+    sink.commit()
+    assert memory.cat("/uploads/m.zt") == b"new"
+    assert not Path(sink.path).exists()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        UploadSink("memory://uploads/m.zt")
+    with UploadSink("memory://uploads/m.zt", overwrite=True) as aborted:
+        aborted.write(b"other", 0)
+    assert memory.cat("/uploads/m.zt") == b"new"
+    memory.rm("/uploads", recursive=True)

@@ -1,0 +1,294 @@
+"""Appending: what was there stays, what is new is there too, and nothing in between is seen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import sparse
+import xarray as xr
+
+from tests.writing.killed import kill_at_random_moments
+from tests.writing.saved import ENGINES, assert_same_bits
+from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
+from xckpt.storage.partial import PARTIAL_SUFFIX
+from xckpt.storage.sink import Sink
+from xckpt.writing import append, convert, save, verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VERSIONS = ["1.0", "2"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def opened(path: Path, **options: Any) -> xr.Dataset:
+    return xr.open_dataset(path, engine="ztensor", verify=True, **options)
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Give a version of files that grow."""
+    return str(request.param)
+
+
+@pytest.fixture
+def model(version: str, tmp_path: Path) -> Path:
+    """A file with a tensor that is compressed, one that is large, attributes and axes."""
+    rng = np.random.default_rng(0)
+    ds = xr.Dataset(
+        {
+            "w": (("out", "in"), rng.random((300, 1000))),
+            "packed": ("in", rng.integers(0, 3, 1000)),
+            "b": ("out", rng.random(300, "f4")),
+        },
+        attrs={"licence": "MIT", "epoch": "1"},
+    )
+    encoding = {"packed": {"compression": "zstd"}, "*": {"digest": "sha256"}}
+    save(ds, tmp_path / "m.zt", encoding=encoding, version=version)
+    return tmp_path / "m.zt"
+
+
+def test_the_old_bytes_stay_and_all_tensors_are_there(model: Path) -> None:
+    before, old = model.read_bytes(), opened(model).load()
+    noise = np.random.default_rng(1).random((40, 1000))
+    new = xr.Dataset(
+        {
+            "head": (("vocab", "in"), noise),
+            "lazy": (("vocab", "in"), da.from_array(noise, chunks=(7, 300))),
+            "columns": (("in", "vocab"), da.from_array(noise, chunks=(20, 30)).T),
+            "small": ("vocab", np.arange(40, dtype=">i2")),
+            "none": ((), np.float32(2.5)),
+        },
+        attrs={"epoch": "2", "seed": "7"},
+    )
+    packed = {"compression": "zstd", "digest": "sha256"}
+    append(new, model, encoding={"lazy": packed, "head": packed})
+    assert model.read_bytes().startswith(before)
+    found = opened(model)
+    assert found.attrs == {"licence": "MIT", "epoch": "2", "seed": "7"} | {
+        name: value for name, value in found.attrs.items() if name == "generator"
+    }
+    assert set(found.variables) == set(old.variables) | set(new.variables)
+    for ds in (old, new):
+        for name, variable in ds.variables.items():
+            assert found[name].dims == variable.dims
+            assert_same_bits(found[name].values, variable.values)
+    assert found["lazy"].encoding["compression"].startswith("zstd")
+    assert verify(model).ok
+    assert names(model.parent) == ["m.zt"]
+
+
+def test_generation_upon_generation(model: Path) -> None:
+    for number in range(5):
+        append(xr.Dataset({f"g{number}": ("n", np.full(1000, number))}), model)
+    found = opened(model)
+    assert [int(found[f"g{n}"].max()) for n in range(5)] == list(range(5))
+    assert found["w"].shape == (300, 1000)
+
+
+def test_sparse_tensors_and_trees(model: Path) -> None:
+    eye = sparse.COO.from_numpy(np.eye(5))
+    tree = xr.DataTree.from_dict({"/a/b": xr.Dataset({"s": (("r", "c"), eye)})})
+    append(tree, model)
+    assert read_index(model).tensors["a.b.s"].layout == "sparse_csr"
+    assert np.array_equal(opened(model)["a.b.s"].values, np.eye(5))
+
+
+def test_names_are_taken_unless_they_are_replaced(model: Path) -> None:
+    before = model.read_bytes()
+    new = xr.Dataset({"b": ("out", np.ones(300)), "c": ("out", np.ones(300))})
+    with pytest.raises(ValueError, match=r"has a tensor 'b'; replace=True"):
+        append(new, model)
+    assert model.read_bytes() == before
+    append(new, model, replace=True)
+    assert opened(model)["b"].values.tolist() == [1.0] * 300
+    assert verify(model).ok
+    grown = model.stat().st_size
+    convert(model, model, overwrite=True, version=read_index(model).version)
+    assert model.stat().st_size < grown, "what was replaced is left out"
+    assert opened(model)["b"].values.tolist() == [1.0] * 300
+
+
+def test_tensors_of_the_file_itself_under_new_names(model: Path) -> None:
+    ds = opened(model)
+    append(ds.rename({name: f"copy.{name}" for name in ds.variables}), model)
+    again = opened(model)
+    for name in ("w", "packed", "b"):
+        assert_same_bits(again[f"copy.{name}"].values, again[name].values)
+    with pytest.raises(FileChangedError):
+        ds["w"].compute()
+
+
+def test_what_is_dropped_is_told_and_what_is_wrong_is_refused(model: Path) -> None:
+    before = model.read_bytes()
+    ds = xr.Dataset({"v": ("n", np.zeros(2))}, coords={"name": ("n", ["a", "b"])})
+    with pytest.warns(CheckpointWarning, match="without numbers.*'name'") as caught:
+        append(ds, model)
+    assert caught[0].filename == __file__
+    after = model.read_bytes()
+    assert after.startswith(before)
+    with pytest.raises(UnsupportedError, match=r"m\.zt: tensor 'v'.*holds numbers"):
+        append(xr.Dataset({"v": ("n", ["text"])}), model)
+    with pytest.raises(TypeError, match="no option 'dialect'"):
+        append(ds[["v"]], model, dialect="0.20")
+    with pytest.raises(ValueError, match="version"):
+        append(ds[["v"]].rename(v="u"), model, version="3")
+    assert model.read_bytes() == after
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "ztensor"])
+def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})
+    save(ds, tmp_path / "m", engine)
+    before = (tmp_path / "m").read_bytes()
+    with pytest.raises(UnsupportedError, match=rf"'{engine}' cannot grow.*\.merge"):
+        append(ds, tmp_path / "m")
+    assert formats.get_writer(engine).plan_append is None
+    assert (tmp_path / "m").read_bytes() == before
+
+
+def test_only_to_a_file_that_is_there(tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})
+    with pytest.raises(FileNotFoundError):
+        append(ds, tmp_path / "m.zt")
+    bytes_: Any = b"bytes"
+    with pytest.raises(TypeError, match="path or URL"):
+        append(ds, bytes_)
+    for name in ("a", "b"):
+        save(ds.rename(w=name), tmp_path / f"{name}.zt")
+    with pytest.raises(UnsupportedError, match="several files"):
+        append(ds, tmp_path / "*.zt")
+    assert names(tmp_path) == ["a.zt", "b.zt"]
+
+
+def test_a_url(tmp_path: Path) -> None:
+    save(xr.Dataset({"a": ("n", np.arange(3))}), "memory://appended/m.zt")
+    append(xr.Dataset({"b": ("n", np.arange(4))}), "memory://appended/m.zt")
+    found = xr.open_dataset("memory://appended/m.zt", engine="ztensor")
+    assert (found["a"].values.tolist(), found["b"].values.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
+    append(xr.Dataset({"c": ("n", np.arange(5))}), "memory://appended/m.zt")
+    assert len(read_index("memory://appended/m.zt").tensors) == 3
+    assert names(tmp_path) == []
+
+
+def test_permissions_stay_and_links_are_followed(model: Path) -> None:
+    model.chmod(0o640)
+    link = model.with_name("link.zt")
+    link.symlink_to("m.zt")
+    append(xr.Dataset({"c": ("n", np.ones(3))}), link)
+    assert link.is_symlink()
+    assert stat.S_IMODE(model.stat().st_mode) == 0o640
+    assert "c" in read_index(model).tensors
+
+
+def test_an_error_leaves_the_old_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(_: np.ndarray) -> np.ndarray:
+        raise RuntimeError("no such luck")
+
+    before = model.read_bytes()
+    bad = da.map_blocks(fail, da.ones(4, chunks=1), dtype="f8", meta=np.empty(0))
+    with pytest.raises(RuntimeError, match="no such luck"):
+        append(xr.Dataset({"c": ("n", bad)}), model)
+    monkeypatch.setattr(Sink, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        append(xr.Dataset({"c": ("n", np.ones(4))}), model)
+    assert model.read_bytes() == before
+    assert names(model.parent) == ["m.zt"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_of_two_writers_at_once_one_is_refused(model: Path) -> None:
+    refused: list[Any] = []
+
+    def meanwhile(done: int, _: int) -> None:
+        if not refused:
+            with pytest.raises(BlockingIOError, match="another process appends") as error:
+                append(xr.Dataset({"d": ("n", np.ones(3))}), model)
+            refused.append(error)
+        assert done
+
+    append(xr.Dataset({"c": ("n", np.ones(3))}), model, progress=meanwhile)
+    assert len(refused) == 1
+    append(xr.Dataset({"d": ("n", np.ones(3))}), model)
+    assert {"c", "d", "w"} <= set(read_index(model).tensors)
+
+
+def test_what_another_process_wrote_meanwhile_is_not_lost(model: Path) -> None:
+
+    def replacing(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            save(xr.Dataset({"other": ("n", np.ones(3))}), model, overwrite=True)
+        return block
+
+    lazy = da.ones(3, chunks=3).map_blocks(replacing, dtype="f8", meta=np.empty(0))
+    with pytest.raises(FileChangedError):
+        append(xr.Dataset({"c": ("n", lazy)}), model)
+    assert set(read_index(model).tensors) == {"other"}
+
+
+def test_the_kernel_copies_the_old_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "copy_file_range"):
+        pytest.skip("this system has no such call")
+    copied: list[int] = []
+    copy = os.copy_file_range
+
+    def counted(*args: Any) -> int:
+        copied.append(copy(*args))
+        return copied[-1]
+
+    monkeypatch.setattr(os, "copy_file_range", counted)
+    old = model.stat().st_size
+    append(xr.Dataset({"c": ("n", np.ones(3))}), model)
+    assert sum(copied) == old
+
+
+APPENDER = """
+number = int(sys.argv[2])
+noise = np.random.default_rng(number).random((256, 4096))
+while True:
+    ds = xr.Dataset({
+        "lazy": (("a", "b"), da.from_array(noise, chunks=(64, 1000))),
+        "array": (("a", "b"), noise),
+        "number": ((), np.int64(number)),
+    })
+    append(ds, sys.argv[1], replace=True, encoding={"array": {"digest": "sha256"}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork, and no such signal")
+def test_kill_at_any_moment_leaves_a_whole_file(version: str, tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    first = xr.Dataset({"w": ("n", np.arange(1000.0))})
+    save(first, target, version=version)
+    seen = set()
+
+    def check(number: int) -> None:
+        with opened(target) as ds:
+            assert ds["w"].values.tolist() == list(range(1000))
+            if "number" in ds:
+                written = int(ds["number"])
+                noise = np.random.default_rng(written).random((256, 4096))
+                assert np.array_equal(ds["array"].values, noise)
+                assert np.array_equal(ds["lazy"].values, noise)
+                assert written <= number
+                seen.add(written)
+        left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
+        assert len(left) <= 1, "the next writer removes what is left over"
+        save(opened(target)[["w"]], target, version=version, overwrite=True)
+
+    kill_at_random_moments(APPENDER, target, rounds=30, seconds=0.3, check=check)
+    assert len(seen) > 3, "hardly one of the writers came as far as to write"

@@ -1,0 +1,187 @@
+"""Which types are chosen, and that exact conversions are exact, NaN and all."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+
+from xckpt.arrays.elements import elements
+from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import UnsupportedError
+from xckpt.writing.casting import check_cast, choose_type, convert, element_type
+
+# Of one byte or two: all their values can be tried.
+SMALL = [name for name, e in ELEMENT_TYPES.items() if e.bits <= 16]
+IEEE = ["float64", "float32", "float16", "bfloat16", "float8_e5m2"]
+
+
+def all_values(name: str) -> np.ndarray:
+    bits = ELEMENT_TYPES[name].bits
+    if name == "bool":
+        return np.array([False, True])
+    return np.arange(2**bits, dtype=f"u{max(bits, 8) // 8}").view(stored_dtype(name))
+
+
+def codes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+
+
+@pytest.mark.parametrize(
+    ("name", "writes", "expected"),
+    [
+        ("float32", ["float64", "float32"], "float32"),
+        ("bfloat16", ["float16", "float64", "float32"], "float32"),
+        ("float8_e4m3fn", ["float32", "float16", "bfloat16"], "float16"),
+        ("float8_e8m0fnu", ["float16", "bfloat16"], "bfloat16"),
+        ("int8", ["float16", "int64", "int32"], "int32"),
+        ("uint64", ["int64", "uint64"], "uint64"),
+        ("uint32", ["int32", "float32", "float64"], "float64"),
+        ("int16", ["float32"], "float32"),
+        ("bool", ["uint8", "float32"], "uint8"),
+        ("complex64", ["complex128", "float64"], "complex128"),
+        ("float32", ["complex64"], "complex64"),
+    ],
+)
+def test_the_smallest_type_that_holds_all_values(
+    name: str, writes: list[str], expected: str
+) -> None:
+    assert choose_type(name, writes, "exact", tensor="w") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "writes", "nearest"),
+    [
+        ("float64", ["float16", "float32"], "float32"),
+        ("int64", ["int32", "float32"], "int32"),
+        ("uint64", ["float32"], "float32"),
+        ("float16", ["float8_e5m2"], "float8_e5m2"),
+    ],
+)
+def test_the_nearest_type_only_where_that_is_allowed(
+    name: str, writes: list[str], nearest: str
+) -> None:
+    for cast in ("exact", "never"):
+        with pytest.raises(UnsupportedError, match=rf"'w': {name} .* \[Dtype\].*cast='allow'"):
+            choose_type(name, writes, cast, tensor="w")
+    assert choose_type(name, writes, "allow", tensor="w") == nearest
+
+
+def test_never_converts_nothing() -> None:
+    with pytest.raises(UnsupportedError, match="bfloat16"):
+        choose_type("bfloat16", ["float32"], "never", tensor="w")
+    with pytest.raises(UnsupportedError, match="complex64"):
+        choose_type("complex64", ["float64"], "allow", tensor="w")
+    with pytest.raises(ValueError, match="'exact', 'allow' or 'never'"):
+        check_cast("safe")
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("wide", ["float32", "float64", "int32", "complex64", "float16"])
+def test_a_type_that_is_chosen_holds_every_value_and_gives_it_back(name: str, wide: str) -> None:
+    try:
+        chosen = choose_type(name, [wide], "exact", tensor="w")
+    except UnsupportedError:
+        return
+    values = all_values(name)
+    back = convert(convert(values, chosen, "exact"), name, "exact")
+    if name in IEEE or values.dtype.kind in "iub":
+        assert np.array_equal(codes(back), codes(values))
+    else:  # NaN have no payloads to keep
+        assert np.array_equal(back.astype("f8"), values.astype("f8"), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if ELEMENT_TYPES[n].bits == 8])
+def test_what_is_decoded_is_encoded_to_the_same_bits(name: str) -> None:
+    values = all_values(name)
+    decoded = elements(values.view(np.uint8).data, name, decode=True)
+    assert np.array_equal(codes(convert(decoded, name, "exact")), codes(values))
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [*product(IEEE[:2], IEEE[2:])])
+def test_exact_gives_back_each_bit_or_refuses(wide: str, narrow: str) -> None:
+    rng = np.random.default_rng(0)
+    size = stored_dtype(wide).itemsize
+    random = rng.integers(0, 2**63, 2000, np.uint64).astype(f"u{size}").view(wide)
+    special = all_values(narrow)[:: 7 if narrow != "float8_e5m2" else 1]
+    known = convert(special, wide, "exact")
+    for value in [*known, *random]:
+        block = np.array([value], wide)
+        try:
+            written = convert(block, narrow, "exact")
+        except UnsupportedError:
+            assert codes(block)[0] not in codes(known)
+            continue
+        assert codes(convert(written, wide, "exact")) == codes(block)
+
+
+INTEGERS = [f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)]
+
+
+@given(st.data(), st.sampled_from(INTEGERS), st.sampled_from([*INTEGERS, "float32", "float64"]))
+def test_exact_integers(data: Any, source: str, target: str) -> None:
+    value = data.draw(nps.from_dtype(np.dtype(source)))
+    block = np.array([value], source)
+    try:
+        written = convert(block, target, "exact")
+    except UnsupportedError:
+        if target.startswith("float"):
+            assert int(np.dtype(target).type(int(value))) != int(value)
+        else:
+            limits = np.iinfo(target)
+            assert not limits.min <= int(value) <= limits.max
+    else:
+        assert int(written[0]) == int(value)
+
+
+@given(nps.arrays("f8", 3, elements=st.floats(-1e30, 1e30)), st.sampled_from(INTEGERS))
+def test_rounding_to_integers_never_wraps(values: np.ndarray, target: str) -> None:
+    try:
+        written = convert(values, target, "allow")
+    except UnsupportedError:
+        limits = np.iinfo(target)
+        rounded = [round(v) for v in values.tolist()]
+        assert not all(limits.min <= v <= limits.max for v in rounded)
+    else:
+        assert np.array_equal(written.astype("f8"), np.rint(values))
+
+
+def test_the_error_names_the_element_and_what_to_do() -> None:
+    block = np.array([[1.0, 2.0], [3.5, 1.0000001]], "f4")
+    with pytest.raises(UnsupportedError) as caught:
+        convert(block, "bfloat16", "exact", tensor="a\nb", origin=(10, 0))
+    assert str(caught.value).startswith(r"tensor 'a\nb': element [11, 1] is 1.0000001")
+    assert "cast='allow'" in str(caught.value)
+    rounded = convert(block, "bfloat16", "allow")
+    assert rounded.astype("f4").tolist() == [[1, 2], [3.5, 1]]
+
+
+def test_a_sign_of_zero_and_a_part_of_a_complex_number_are_not_lost() -> None:
+    for values, name in [(np.array([-0.0]), "int8"), (np.array([1 + 1j]), "float64")]:
+        with pytest.raises(UnsupportedError, match="element"):
+            convert(values, name, "exact")
+    assert convert(np.array([2 + 0j]), "float64", "exact").tolist() == [2]
+    assert convert(np.array([1 + 1j]), "complex64", "exact").dtype == "<c8"
+
+
+def test_what_is_right_is_not_copied() -> None:
+    values = np.arange(3.0)
+    assert convert(values, "float64", "exact") is values
+    swapped = convert(values.astype(">f8"), "float64", "never")
+    assert swapped.tolist() == [0, 1, 2]
+    assert swapped.dtype == "<f8"
+    narrow = values.astype(ml_dtypes.bfloat16)
+    assert convert(narrow, "bfloat16", "never") is narrow
+
+
+def test_element_types_of_dtypes() -> None:
+    named = {dtype: element_type(np.dtype(dtype)) for dtype in (">f4", "?", "M8[s]", "O", "U3")}
+    assert list(named.values()) == ["float32", "bool", None, None, None]
+    assert element_type(np.dtype(ml_dtypes.float8_e5m2)) == "float8_e5m2"
+    assert element_type(np.dtype([("a", "f4")])) is None

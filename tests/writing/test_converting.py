@@ -1,0 +1,201 @@
+"""Converting: the same tensors in another format, and no damage with a fresh digest."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.conftest import golden_files
+from tests.writing.saved import ENGINES, NO_SCALARS, assert_same_bits
+from xckpt import CheckpointError, CheckpointWarning, IntegrityError, UnsupportedError, read_index
+from xckpt.storage.sink import Sink
+from xckpt.writing import convert, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHOLE: dict[str, Any] = {"version": "2"}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file with several types, large and small tensors, axes and attributes."""
+    rng = np.random.default_rng(0)
+    big = rng.integers(0, 2**16, (700, 1000), np.uint16).view(ml_dtypes.bfloat16)
+    ds = xr.Dataset(
+        {
+            "big": (("out", "in"), big),
+            "small": ("in", rng.random(1000, "f4")),
+            "flags": ("n", np.array([True, False, True])),
+            "half": ("n", np.array([1.5, -0.0, np.inf], "f2")),
+        },
+        attrs={"licence": "MIT"},
+    )
+    save(ds, tmp_path / "m.zt", encoding={"*": {"digest": "crc32c"}}, **WHOLE)
+    return tmp_path / "m.zt"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        convert(model, tmp_path / "new", engine)
+    old = xr.open_dataset(model, engine="ztensor")
+    new = xr.open_dataset(tmp_path / "new", engine=engine)
+    assert set(new.variables) == set(old.variables)
+    for name in old.variables:
+        assert np.array_equal(new[name].values, old[name].values, equal_nan=name != "flags")
+    stored = read_index(tmp_path / "new").tensors["big"].dtype
+    assert stored == ("float32" if engine in {"gptrs", "primitiv"} else "bfloat16")
+
+
+@pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.json"))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_golden_files(engine: str, path: Path, tmp_path: Path) -> None:
+    """Whatever a format takes, it gives back."""
+    options = WHOLE if engine == "ztensor" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        try:
+            convert(path, tmp_path / "new", engine, **options)
+        except CheckpointError:
+            assert names(tmp_path) == []
+            return
+        old = xr.open_dataset(path, engine=read_index(path).format)
+        new = xr.open_dataset(tmp_path / "new", engine=engine)
+    for name, variable in old.variables.items():
+        if name in new.variables and variable.encoding["layout"] != "structural":
+            expected, found = variable.values, new.variables[name].values
+            if engine in NO_SCALARS:  # a number is an array of one, or trailing ones are left out
+                expected = expected.reshape(found.shape)
+            assert found.shape == expected.shape
+            with np.errstate(invalid="ignore"):
+                same = np.array_equal(found, expected, equal_nan=expected.dtype.kind in "fc")
+            assert same, name
+
+
+def test_the_same_format_again_gives_equal_bytes(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "again.zt", **WHOLE)
+    assert (tmp_path / "again.zt").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd-seekable", None])
+@pytest.mark.parametrize("again", ["zstd", "zstd-seekable", None])
+def test_compression(
+    compression: str | None, again: str | None, model: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first.zt", tmp_path / "second.zt"
+    version = "1.0" if "zstd" in (compression, again) else "2"
+    if "zstd-seekable" in (compression, again) and version == "1.0":
+        pytest.skip("no version has both")
+    convert(model, first, encoding={"*": {"compression": compression}}, version=version)
+    convert(first, second, encoding={"*": {"compression": again}}, version=version)
+    assert {t.parts["data"].encoding for t in read_index(second).tensors.values()} <= {again, None}
+    old = xr.open_dataset(model, engine="ztensor", decode=False)
+    new = xr.open_dataset(second, engine="ztensor", decode=False, verify=True)
+    for name in old.variables:
+        assert_same_bits(new[name].values, old[name].values)
+
+
+@pytest.mark.parametrize("target", ["raw", "recoded", "gathered", "compressed"])
+def test_damage_gets_no_fresh_digest(target: str, model: Path, tmp_path: Path) -> None:
+    name = "small" if target == "gathered" else "big"
+    damaged = bytearray(model.read_bytes())
+    damaged[read_index(model).tensors[name].parts["data"].offset + 7] ^= 1
+    model.write_bytes(damaged)
+    options: dict[str, Any] = dict(WHOLE)
+    if target == "recoded":
+        options["encoding"] = {"big": {"dtype": "float32"}}
+    if target == "compressed":
+        options["encoding"] = {"*": {"compression": "zstd-seekable"}}
+    with pytest.raises(IntegrityError, match=rf"'{name}'"):
+        convert(model, tmp_path / "new.zt", **options)
+    assert names(tmp_path) == ["m.zt"]
+    convert(model, tmp_path / "new.zt", verify=False, **options)
+
+
+def test_what_is_lost_is_told_once(model: Path, tmp_path: Path) -> None:
+    with pytest.warns(CheckpointWarning) as caught:
+        convert(model, tmp_path / "m.primitiv")
+    assert len(caught) == 1
+    assert "without a place: 'licence'" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_only_some_tensors(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "new.safetensors", tensors=["b*", "half"])
+    assert set(read_index(tmp_path / "new.safetensors").tensors) == {"big", "half"}
+
+
+def test_in_place(model: Path) -> None:
+    convert(model, model, tensors="b*", overwrite=True, **WHOLE)
+    assert set(read_index(model).tensors) == {"big"}
+    with pytest.raises(FileExistsError):
+        convert(model, model)
+
+
+def test_exact_is_the_default(tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": ("n", [0.1, 0.2])})
+    save(ds, tmp_path / "m.safetensors")
+    with pytest.raises(UnsupportedError, match=r"m\.primitiv: tensor 'w': float64 .*cast='allow'"):
+        convert(tmp_path / "m.safetensors", tmp_path / "m.primitiv")
+    convert(tmp_path / "m.safetensors", tmp_path / "m.primitiv", cast="allow")
+    found = xr.open_dataset(tmp_path / "m.primitiv")["w"]
+    assert found.values.tolist() == np.array([0.1, 0.2], "f4").tolist()
+
+
+def test_holes_stay_holes(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[67108864],"data_offsets":[0,268435456]}}   '
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(1 << 27)
+        file.write(b"data")
+        file.truncate(8 + len(header) + (1 << 28))
+    if path.stat().st_blocks * 512 > 1 << 27:
+        pytest.skip("no sparse files here")
+    convert(path, tmp_path / "new.safetensors")
+    assert (tmp_path / "new.safetensors").stat().st_blocks * 512 < 1 << 25
+    ds = xr.open_dataset(tmp_path / "new.safetensors")
+    assert int((ds["w"] != 0).sum()) == 1
+
+
+def test_without_the_kernels_help(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delattr(os, "copy_file_range")
+    monkeypatch.delattr(os, "SEEK_DATA")
+    convert(model, tmp_path / "slow.zt", verify=False, encoding={"*": {"digest": None}}, **WHOLE)
+    monkeypatch.undo()
+    convert(model, tmp_path / "fast.zt", verify=False, encoding={"*": {"digest": None}}, **WHOLE)
+    assert (tmp_path / "slow.zt").read_bytes() == (tmp_path / "fast.zt").read_bytes()
+
+
+def test_from_bytes_and_from_a_url(model: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/converted/m.zt", model.read_bytes())
+    for number, src in enumerate([model.read_bytes(), "memory://converted/m.zt"]):
+        convert(src, tmp_path / f"{number}.zt", **WHOLE)
+        assert (tmp_path / f"{number}.zt").read_bytes() == model.read_bytes()
+
+
+def test_a_full_disk_leaves_the_old_file(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "new.zt"
+    target.write_bytes(b"old")
+    monkeypatch.setattr(Sink, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(model, target, overwrite=True, **WHOLE)
+    assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["m.zt", "new.zt"]

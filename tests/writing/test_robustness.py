@@ -1,0 +1,174 @@
+"""Writers that are killed, disks that are full, clusters: the old file, or the new one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.writing.killed import kill_at_random_moments
+from xckpt.storage.partial import PARTIAL_SUFFIX
+from xckpt.writing import convert, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROUNDS = 50
+
+WRITER = """
+ds = xr.Dataset({
+    "lazy": (("a", "b"), da.ones((512, 4096), chunks=(64, 1000)) * float(sys.argv[2])),
+    "array": ("n", np.full(1 << 20, float(sys.argv[2]))),
+})
+while True:
+    save(ds, sys.argv[1], overwrite=True, version="2", encoding={"array": {"digest": "sha256"}})
+"""
+
+
+def values(path: Path) -> set[float]:
+    with xr.open_dataset(path, engine="ztensor", verify=True) as ds:
+        return {float(v) for name in ds.variables for v in np.unique(ds[name].values)}
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    save(xr.Dataset({"w": ("n", np.zeros(3))}), target)
+    seen: set[float] = set()
+
+    def check(number: int) -> None:
+        found = values(target)
+        assert len(found) == 1, f"a mixture of {found}"
+        assert found <= {float(n) for n in range(number + 1)}
+        seen.update(found)
+        left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
+        assert len(left) <= 1, "the next writer removes what is left over"
+
+    kill_at_random_moments(WRITER, target, rounds=ROUNDS, seconds=0.4, check=check)
+    assert len(seen) > 3, "hardly one of the writers came as far as to write"
+    save(xr.Dataset({"w": ("n", np.zeros(3))}), target, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.zt"]
+
+
+def test_ctrl_c_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    target.write_bytes(b"old")
+
+    def interrupt(done: int, _: int) -> None:
+        if done > 1 << 20:
+            raise KeyboardInterrupt
+
+    ds = xr.Dataset(
+        {"w": ("n", np.zeros(1 << 22)), "lazy": ("m", da.zeros(1 << 20, chunks=1 << 16))}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        save(ds, target, overwrite=True, progress=interrupt)
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "dask", "columns", "compressed", "convert"])
+def test_a_disk_that_is_full_leaves_the_old_file(kind: str, tmp_path: Path) -> None:
+    """A limit to the size of files makes writes fail where the disk would."""
+    target, source = tmp_path / "m.zt", tmp_path / "source.zt"
+    noise = np.random.default_rng(0).random((512, 1024))
+    save(xr.Dataset({"w": (("a", "b"), noise)}), source)
+    target.write_bytes(b"old")
+    lazy = da.from_array(noise, chunks=(512, 3) if kind == "columns" else 64)
+    data = noise if kind == "numpy" else lazy
+    encoding = {"*": {"compression": "zstd"}} if kind == "compressed" else {}
+
+    def write() -> None:
+        if kind == "convert":
+            convert(source, target, overwrite=True)
+        else:
+            ds = xr.Dataset({"w": (("a", "b"), data)})
+            save(ds, target, overwrite=True, encoding=encoding)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large|No space"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert target.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.zt", "source.zt"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser mounts")
+def test_a_full_file_system(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(  # noqa: S603  our own
+        ["/bin/mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        target = folder / "m.zt"
+        save(xr.Dataset({"w": ("n", np.zeros(1000))}), target)
+        before = target.read_bytes()
+        noise = np.random.default_rng(0).random((1024, 1024))
+        for data in (noise, da.from_array(noise, chunks=(1024, 2)), da.from_array(noise)):
+            for compression in (None, "zstd"):
+                ds = xr.Dataset({"w": (("a", "b"), data)})
+                with pytest.raises(OSError, match="No space left on device"):
+                    save(ds, target, overwrite=True, encoding={"*": {"compression": compression}})
+                assert target.read_bytes() == before
+                assert [path.name for path in folder.iterdir()] == ["m.zt"]
+    finally:
+        subprocess.run(["/bin/umount", str(folder)], check=True)  # noqa: S603  our own
+
+
+@pytest.mark.slow
+def test_workers_of_a_cluster_write(tmp_path: Path) -> None:
+    distributed: Any = pytest.importorskip("distributed")
+    noise = np.random.default_rng(0).random((300, 200))
+    options: dict[str, Any] = {
+        "version": "2",
+        "encoding": {"packed": {"compression": "zstd-seekable"}},
+    }
+
+    def writer(block: np.ndarray) -> np.ndarray:
+        assert os.getpid() != here
+        return block
+
+    here = os.getpid()
+    lazy = da.from_array(noise, chunks=(70, 90)).map_blocks(
+        writer, dtype="f8", meta=np.empty((0, 0))
+    )
+    ds = xr.Dataset({"w": (("a", "b"), lazy), "packed": (("a", "b"), lazy), "v": ("n", noise[0])})
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
+        ) as cluster,
+        distributed.Client(cluster),
+    ):
+        save(ds, tmp_path / "m.zt", **options)
+        later = save(ds, tmp_path / "later.zt", compute=False, **options)
+        later.compute()
+        del later
+        failing = lazy.map_blocks(_fail, dtype="f8", meta=np.empty((0, 0)))
+        with pytest.raises(RuntimeError, match="no such luck"):
+            save(ds.assign(w=(("a", "b"), failing)), tmp_path / "failed.zt", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["later.zt", "m.zt"]
+    for name in ("m.zt", "later.zt"):
+        found = xr.open_dataset(tmp_path / name, engine="ztensor", verify=True)
+        assert np.array_equal(found["w"].values, noise)
+        assert np.array_equal(found["packed"].values, noise)
+        assert np.array_equal(found["v"].values, noise[0])
+
+
+def _fail(_: np.ndarray) -> np.ndarray:
+    raise RuntimeError("no such luck")

@@ -1,0 +1,109 @@
+"""Sparse arrays: written sparse, from memory and from dask, and what was sparse stays so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import sparse
+import xarray as xr
+
+from xckpt import CheckpointWarning, UnsupportedError, read_index
+from xckpt.writing import save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def matrix() -> np.ndarray:
+    dense = np.zeros((12, 7), "f4")
+    dense[[0, 0, 3, 11, 11], [1, 6, 2, 0, 6]] = [1.5, -2, -0.0, 7, np.nan]
+    return dense
+
+
+def forms(dense: np.ndarray) -> dict[str, Any]:
+    coo = sparse.COO.from_numpy(dense) if dense.size else sparse.zeros(dense.shape)
+    bits = np.ascontiguousarray(dense).view("u4")
+    where = np.nonzero(bits)
+    exact = sparse.COO(np.stack(where), dense[where], shape=dense.shape)
+    return {
+        "coo": exact,
+        "gcxs": sparse.GCXS(exact),
+        "dask": da.from_array(exact, chunks=(5, 3)),
+        "rows": da.from_array(exact, chunks=(1, -1)),
+        "plain": coo,
+    }
+
+
+@pytest.mark.parametrize("form", ["coo", "gcxs", "dask", "rows"])
+@pytest.mark.parametrize("version", ["1.0", "2"])
+def test_round_trip_of_a_matrix(form: str, version: str, tmp_path: Path) -> None:
+    dense = matrix()
+    ds = xr.Dataset({"w": (("r", "c"), forms(dense)[form])})
+    save(ds, tmp_path / "m.zt", version=version)
+    tensor = read_index(tmp_path / "m.zt").tensors["w"]
+    assert tensor.layout == "sparse_csr"
+    assert tensor.parts["values"].shape == (5,)
+    found = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"].values
+    assert found.tobytes() == dense.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(40,), (3, 4, 5), (0, 4), (4, 0, 2)])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_any_number_of_axes(shape: tuple[int, ...], lazy: bool, tmp_path: Path) -> None:
+    dense = np.random.default_rng(0).integers(0, 2, shape).astype("f8")
+    array: Any = sparse.COO.from_numpy(dense)
+    if lazy:
+        array = da.from_array(array, chunks=2)
+    dims = [f"a{i}" for i in range(len(shape))]
+    save(xr.Dataset({"w": (dims, array)}), tmp_path / "m.zt", version="2")
+    found = xr.open_dataset(tmp_path / "m.zt", engine="ztensor")["w"]
+    assert found.encoding["layout"] == ("sparse_csr" if len(shape) == 2 else "sparse_coo")
+    assert np.array_equal(found.values, dense)
+
+
+@pytest.mark.parametrize("sparsely", [True, False])
+@pytest.mark.parametrize("load", [True, False])
+def test_what_was_sparse_stays_sparse(sparsely: bool, load: bool, tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": (("r", "c"), forms(matrix())["coo"])})
+    save(ds, tmp_path / "m.zt", version="2")
+    opened = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", sparse=sparsely)
+    save(opened.load() if load else opened, tmp_path / "again.zt", version="2")
+    assert (tmp_path / "again.zt").read_bytes() == (tmp_path / "m.zt").read_bytes()
+
+
+def test_dense_where_a_format_has_no_other_layout_and_where_it_is_asked_for(tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": (("r", "c"), forms(matrix())["dask"])})
+    with pytest.warns(CheckpointWarning, match="sparse_csr tensors written dense: 'w'"):
+        save(ds, tmp_path / "m.safetensors")
+    save(ds, tmp_path / "m.zt", encoding={"w": {"layout": "dense"}})
+    for name, engine in (("m.safetensors", "safetensors"), ("m.zt", "ztensor")):
+        opened = xr.open_dataset(tmp_path / name, engine=engine)
+        assert opened["w"].encoding["layout"] == "dense"
+        assert opened["w"].values.tobytes() == matrix().tobytes()
+    with pytest.raises(UnsupportedError, match="sparse_csr tensors have no place"):
+        save(ds, tmp_path / "n.safetensors", cast="never")
+
+
+def test_what_is_not_stored_is_zero(tmp_path: Path) -> None:
+    ones = sparse.COO(np.zeros((2, 0), int), np.zeros(0), shape=(3, 3), fill_value=1.0)
+    with pytest.raises(UnsupportedError, match=r"'w': what the array does not store is 1\.0"):
+        save(xr.Dataset({"w": (("r", "c"), ones)}), tmp_path / "m.zt")
+
+
+def test_an_array_that_is_not_the_same_twice_is_an_error(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def unsteady(block: Any) -> Any:
+        calls.append(1)
+        dense = np.zeros(block.shape)
+        dense.reshape(-1)[: len(calls)] = 1
+        return sparse.COO.from_numpy(dense)
+
+    meta = sparse.COO.from_numpy(np.zeros((0, 0)))
+    array = da.zeros((4, 4), chunks=4).map_blocks(unsteady, dtype="f8", meta=meta)
+    with pytest.raises(UnsupportedError, match="computed twice"):
+        save(xr.Dataset({"w": (("r", "c"), array)}), tmp_path / "m.zt")
+    assert list(tmp_path.iterdir()) == []

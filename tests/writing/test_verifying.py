@@ -1,0 +1,117 @@
+"""Verifying: what is whole is said to be, and each kind of damage is one finding."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import sparse
+import xarray as xr
+
+from tests.conftest import golden_files
+from xckpt import read_index
+from xckpt.writing import save, verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file with digests, compressed and sparse tensors."""
+    rng = np.random.default_rng(0)
+    ds = xr.Dataset(
+        {
+            "raw": ("n", rng.random(1000)),
+            "packed": ("n", rng.integers(0, 3, 1000)),
+            "sparse": (("r", "c"), sparse.COO.from_numpy(np.eye(5, dtype="f4"))),
+        }
+    )
+    encoding: dict[str, Any] = {
+        "*": {"digest": "crc32c"},
+        "packed": {"compression": "zstd"},
+        "sparse": {"digest": None},
+    }
+    save(ds, tmp_path / "m.zt", encoding=encoding)
+    return tmp_path / "m.zt"
+
+
+def damage(path: Path, tensor: str, role: str, at: int = 5, value: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    where = read_index(path).tensors[tensor].parts[role].offset + at
+    data[where] = data[where] ^ 255 if value is None else value
+    path.write_bytes(data)
+
+
+def test_a_whole_file(model: Path) -> None:
+    report = verify(model)
+    assert report.ok
+    assert (report.tensors, report.digests, report.findings) == (3, 2, ())
+    assert repr(report).startswith(f"{model}: ok  ztensor 1.0 · 3 tensors · 2 digests")
+    assert len(report.to_dataframe()) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "role", "rule"),
+    [
+        ("raw", "data", "Digest"),
+        ("packed", "data", "Encoding"),
+        ("sparse", "indices", "LayoutData"),
+    ],
+)
+def test_damage_is_one_finding(tensor: str, role: str, rule: str, model: Path) -> None:
+    damage(model, tensor, role)
+    report = verify(model)
+    assert not report.ok
+    (finding,) = report.findings
+    assert (finding.severity, finding.tensor, finding.rule) == ("error", tensor, rule)
+    table = report.to_dataframe()
+    assert table.tensor.tolist() == [tensor]
+    assert f"error '{tensor}'" in repr(report)
+    assert "DAMAGED" in repr(report)
+
+
+def test_several_findings(model: Path) -> None:
+    damage(model, "raw", "data")
+    damage(model, "sparse", "indptr", at=0, value=9)
+    assert {finding.tensor for finding in verify(model).findings} == {"raw", "sparse"}
+
+
+def test_what_cannot_be_opened_is_a_finding(model: Path) -> None:
+    model.write_bytes(model.read_bytes()[:-1])
+    report = verify(model)
+    assert not report.ok
+    assert report.findings[0].tensor is None
+    assert verify(b"no checkpoint").findings[0].rule is None
+    with pytest.raises(FileNotFoundError):
+        verify(model.with_name("absent"))
+
+
+def test_a_report_is_short(model: Path) -> None:
+    many = {f"t{i}": ("n", np.zeros(3)) for i in range(30)}
+    save(xr.Dataset(many), model, encoding={"*": {"digest": "sha256"}}, overwrite=True)
+    for name in many:
+        damage(model, name, "data")
+    assert repr(verify(model)).endswith("and 10 more")
+
+
+def test_progress(model: Path) -> None:
+    seen: list[int] = []
+    verify(model, progress=lambda done, _: seen.append(done))
+    assert seen[-1] == sum(t.nbytes for t in read_index(model).tensors.values())
+
+
+@pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.npz"))
+def test_golden_files_are_whole(path: Path) -> None:
+    report = verify(path)
+    # Of a digest by an algorithm that its version does not know, the value is made up.
+    assert report.ok or "digest_unknown" in os.fspath(path), report
+
+
+@pytest.mark.parametrize("path", golden_files("*/bad/*", with_suffix=".txt"))
+def test_malformed_golden_files_are_not(path: Path) -> None:
+    if path.suffix != ".txt":
+        report = verify(path)
+        assert report.findings or path.name in {"config_runtime_bad.bin", "name_empty.bin"}, report
