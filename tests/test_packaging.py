@@ -133,8 +133,16 @@ def test_public_names() -> None:
         "Tensor",
         "UnsupportedError",
         "__version__",
+        "compare",
+        "convert",
+        "findings",
+        "histogram",
         "join_optimizer",
         "read_index",
+        "save",
+        "stats",
+        "table",
+        "verify",
     ]
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from xckpt import stats as stats  # a module that can be called
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Part, Tensor
     from xckpt.opening import read_index
     from xckpt.optimizers import join_optimizer
+    from xckpt.stats import compare, findings, histogram, table
+    from xckpt.writing import append, convert, save, verify
 
 __version__ = "0.1.0.dev0"
 
@@ -37,8 +40,17 @@ __all__ = [
     "Tensor",
     "UnsupportedError",
     "__version__",
+    "append",
+    "compare",
+    "convert",
+    "findings",
+    "histogram",
     "join_optimizer",
     "read_index",
+    "save",
+    "stats",
+    "table",
+    "verify",
 ]
 
 _HOME = {
@@ -52,12 +64,22 @@ _HOME = {
     "PayloadMissingError": "xckpt.errors",
     "Tensor": "xckpt.index",
     "UnsupportedError": "xckpt.errors",
+    "append": "xckpt.writing",
+    "compare": "xckpt.stats",
+    "convert": "xckpt.writing",
+    "findings": "xckpt.stats",
+    "histogram": "xckpt.stats",
     "join_optimizer": "xckpt.optimizers",
     "read_index": "xckpt.opening",
+    "save": "xckpt.writing",
+    "table": "xckpt.stats",
+    "verify": "xckpt.writing",
 }
 
 
 def __getattr__(name: str) -> object:
+    if name == "stats":
+        return import_module("xckpt.stats")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -14,7 +14,10 @@ from xckpt.errors import shown
 from xckpt.identity import stable_id
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    import os
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import pandas as pd
 
     from xckpt.labels import TensorFilter
     from xckpt.notebook.summary import Summary
@@ -163,6 +166,145 @@ class CheckpointAccessor:
         from xckpt.finding import find
 
         return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
+
+    def stats(
+        self,
+        *,
+        quantiles: Sequence[float] | None = None,
+        exact_quantiles: bool = False,
+        dim: Any = None,
+        progress: bool | Callable[[int], object] | None = None,
+        compute: bool = True,
+        cache: bool = True,
+    ) -> xr.Dataset:
+        """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
+
+        Parameters
+        ----------
+        quantiles : sequence of float, optional
+            Between 0 and 1; by default nine of them.
+        exact_quantiles : bool, default False
+            Whether those of large types are to be exact; it takes more passes.
+        dim : hashable or iterable of hashable, optional
+            Dimensions to reduce; by default all but stacked ones.
+        progress : bool or callable, optional
+            Whether to show a bar, or what to call with the bytes done.
+        compute : bool, default True
+            False gives dask arrays.
+        cache : bool, default True
+            Whether to keep what was found of unchanged files.
+
+        Returns
+        -------
+        xarray.Dataset
+            Every variable along ``statistic`` and its stacked dimensions; see `xckpt.stats`.
+
+        Raises
+        ------
+        CheckpointError
+            If a tensor cannot be read.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt.stats()["layers.mlp.w"].sel(statistic="std")  # doctest: +SKIP
+        """
+        from xckpt.stats import QUANTILES, stats
+
+        return stats(
+            self._obj,
+            quantiles=QUANTILES if quantiles is None else quantiles,
+            exact_quantiles=exact_quantiles,
+            dim=dim,
+            progress=progress,
+            compute=compute,
+            cache=cache,
+        )
+
+    def histogram(
+        self, bins: Any = 100, scale: Literal["symlog", "linear"] = "symlog", **options: Any
+    ) -> xr.Dataset:
+        """Count the elements of every tensor in bins.
+
+        Parameters
+        ----------
+        bins : int or sequence of float, default 100
+            Their number, or their edges.
+        scale : {"symlog", "linear"}
+            How a number of bins is spread.
+        **options
+            See `xckpt.histogram`.
+
+        Returns
+        -------
+        xarray.Dataset
+            Every variable along ``bin`` and its stacked dimensions.
+        """
+        from xckpt.stats import histogram
+
+        return histogram(self._obj, bins, scale, **options)
+
+    def findings(self, stats: xr.Dataset | None = None) -> pd.DataFrame:
+        """List the tensors that look wrong: NaN, all zeros, exploding values, ...
+
+        Parameters
+        ----------
+        stats : xarray.Dataset, optional
+            Statistics of this object; by default they are computed, or taken from the cache.
+
+        Returns
+        -------
+        pandas.DataFrame
+            With the columns ``tensor, rule, value, severity``; see `xckpt.findings`.
+        """
+        from xckpt.stats import findings
+
+        return findings(self.stats() if stats is None else stats)
+
+    def table(self) -> pd.DataFrame:
+        """Lay statistics out with one row for each tensor: of what `stats` gives.
+
+        Returns
+        -------
+        pandas.DataFrame
+            See `xckpt.table`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If these are no statistics.
+        """
+        from xckpt.stats import table
+
+        if not isinstance(self._obj, xr.Dataset):
+            raise TypeError("statistics are a Dataset; table() is of ds.ckpt.stats()")
+        return table(self._obj)
+
+    def save(self, path: str | os.PathLike[str], engine: str | None = None, **options: Any) -> Any:
+        """Write to a checkpoint, without loading it into memory; complete, or not at all.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            Where to.
+        engine : str, optional
+            Name of the format; by default the ending of `path` tells.
+        **options
+            See `xckpt.save`: ``encoding``, ``cast``, ``compute``, ``overwrite``, ``progress``,
+            and options of the format's own.
+
+        Returns
+        -------
+        dask.delayed.Delayed or None
+            Only if ``compute`` is false.
+
+        Examples
+        --------
+        >>> ds.ckpt.save("m.zt", encoding={"*": {"compression": "zstd"}})  # doctest: +SKIP
+        """
+        from xckpt.writing import save
+
+        return save(self._obj, path, engine, **options)
 
     def by_base_id(self, base_id: int | bytes | str) -> xr.DataArray:
         """Find a tensor by the id of its name, whatever its name may be.

@@ -31,6 +31,7 @@ __all__ = [
     "PrimitivBackend",
     "SafetensorsBackend",
     "ZTensorBackend",
+    "described",
 ]
 
 
@@ -80,8 +81,9 @@ class CheckpointBackend(BackendEntrypoint):
 
         Parameters
         ----------
-        filename_or_obj : str, os.PathLike, bytes or binary file object
-            A path, an fsspec URL, or the bytes themselves.
+        filename_or_obj : str, os.PathLike, bytes, binary file object, or list of these
+            A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
+            shards (``*.index.json``) are one checkpoint.
         drop_variables : str or iterable of str, optional
             Tensors to leave out, by their exact names.
         **keywords
@@ -110,7 +112,7 @@ class CheckpointBackend(BackendEntrypoint):
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
             ds = make_dataset(source, index, options)
-        return _described(ds, source, index)
+        return described(ds, source, index)
 
     def open_groups_as_dict(
         self,
@@ -137,7 +139,7 @@ class CheckpointBackend(BackendEntrypoint):
         axis_names = getattr(formats.get(index.format), "module_axes", None)
         with paused_collector():
             datasets = make_groups(source, index, options, axis_names)
-        _described(datasets["/"], source, index)
+        described(datasets["/"], source, index)
         return datasets
 
     def open_datatree(
@@ -226,8 +228,23 @@ class ZTensorBackend(CheckpointBackend):
     format = "ztensor"
 
 
-def _described(ds: Dataset, source: Source, index: Index) -> Dataset:
-    """Add what the file says of itself, and how to let go of it."""
+def described(ds: Dataset, source: Source, index: Index) -> Dataset:
+    """Add to a Dataset what the file says of itself, and how to let go of it.
+
+    Parameters
+    ----------
+    ds : xarray.Dataset
+        Of the file; it is changed.
+    source : Source
+        The file.
+    index : Index
+        What it holds.
+
+    Returns
+    -------
+    xarray.Dataset
+        The same one.
+    """
     ds.attrs = dict(index.attrs)
     ds.encoding |= {
         "format": index.format,

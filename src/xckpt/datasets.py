@@ -61,7 +61,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     listing = list_arrays(source, index, options)
     names = AxisNames(options.dims, {each.name for each in listing.arrays})
     _claim(names, listing.arrays)
-    maker = VariableMaker.of(source, options)
+    maker = VariableMaker.of(source, listing.sources, options)
     arrays = {each.name: each for each in listing.arrays}
     group = _group(arrays, arrays, maker, names)
     ds = xr.Dataset(group.variables, group.coords)
@@ -101,7 +101,7 @@ def make_groups(
     nodes = _placed(listing.arrays)
     leaves = {leaf for node in nodes.values() for leaf in node}
     reserved = leaves.union(each.name for each in listing.arrays)
-    maker = VariableMaker.of(source, options)
+    maker = VariableMaker.of(source, listing.sources, options)
     top = AxisNames(options.dims, reserved)
     _claim(top, listing.arrays)
     names = {"": top}

@@ -11,7 +11,7 @@ from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.labels.selection import closest
 from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree
-from xckpt.storage.shard import ShardSource
+from xckpt.storage.shard import sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
-__all__ = ["Listed", "Listing", "list_arrays", "stacked_modules"]
+__all__ = ["Listed", "Listing", "kind_of", "list_arrays", "stacked_modules"]
 
 # Shown in a message.
 _MOST_MODULES = 8
@@ -86,10 +86,13 @@ class Listing(NamedTuple):
         In the order of the variables.
     flat_order : tuple of str
         Names of the variables in the order that they have when nothing is stacked.
+    sources : mapping of (str or None) to Source
+        The file under None, its shards under their names.
     """
 
     arrays: list[Listed]
     flat_order: tuple[str, ...]
+    sources: Mapping[str | None, Source]
 
 
 def list_arrays(
@@ -119,10 +122,7 @@ def list_arrays(
     tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
     stacks = _stacks(tensors, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}
-    sources: dict[str | None, Source] = {
-        label: ShardSource(source, shard, label) for label, shard in index.shards.items()
-    }
-    sources[None] = source
+    sources = sources_of(source, index.shards)
     whole: dict[str, Listed] = {}
     composite: list[Listed] = []
     for tensor in tensors:
@@ -139,7 +139,7 @@ def list_arrays(
         name = free_name(f"{listed.name}:{listed.role}", whole.keys() | parts.keys())
         parts[name] = listed._replace(name=name)
     arrays = [each for name, each in (whole | parts).items() if name not in drop]
-    return Listing(arrays, _flat_order(arrays, tensors))
+    return Listing(arrays, _flat_order(arrays, tensors), sources)
 
 
 def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
@@ -197,7 +197,7 @@ def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> d
         return {}
     only = stacked_modules(options.stack)
     names = AxisNames(options.dims)
-    kinds = {tensor.name: _kind(tensor, names, options) for tensor in tensors}
+    kinds = {tensor.name: kind_of(tensor, names, options) for tensor in tensors}
     paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
     warn_of_unknown_modules(kinds, only, stacklevel=7)
     parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
@@ -212,8 +212,23 @@ def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
-def _kind(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
-    """Give all that the members of a stack have in common."""
+def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
+    """Give all that the members of a stack have in common.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        A member.
+    names : AxisNames
+        Of the caller's `dims`.
+    options : OpenOptions
+        How values are read.
+
+    Returns
+    -------
+    tuple
+        Hashable.
+    """
     parts = None
     if _in_parts(tensor, options):
         parts = tuple([(role, part.dtype, part.shape) for role, part in tensor.parts.items()])

@@ -1,25 +1,37 @@
-"""From a path, URL, open file or bytes to its `Source` and `Index`."""
+"""From paths, URLs, open files or bytes to a `Source` and an `Index`."""
 
 from __future__ import annotations
 
 import gc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
-from xckpt.errors import CheckpointError, CheckpointWarning
-from xckpt.storage import is_remote, open_source
+from xckpt.errors import CheckpointError, CheckpointWarning, MissingShardError
+from xckpt.sharding import FileList, Opened, list_files, merge
+from xckpt.storage import Source, is_remote, open_source
+from xckpt.storage.header import FIRST_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from xckpt.index import Index
-    from xckpt.storage import Source
 
-__all__ = ["is_format", "open_index", "paused_collector", "read_index"]
+__all__ = [
+    "format_of",
+    "is_format",
+    "open_each",
+    "open_index",
+    "paused_collector",
+    "read_index",
+    "warn_of",
+]
 
 _SHOWN_WARNINGS = 3
+# Files whose headers are read at a time.
+_CONCURRENCY = 16
 
 
 @contextmanager
@@ -50,8 +62,9 @@ def open_index(
 
     Parameters
     ----------
-    obj : str, os.PathLike, bytes or binary file object
-        A path, an fsspec URL, or the bytes themselves.
+    obj : str, os.PathLike, bytes, binary file object, or list of these
+        A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
+        shards (``*.index.json``) are one checkpoint.
     format : str, optional
         Name of the format; by default the content tells.
     storage_options : dict, optional
@@ -80,16 +93,74 @@ def open_index(
     CheckpointWarning
         Of what the format's specification lets pass.
     """
-    source = open_source(obj, storage_options=storage_options, mmap=mmap)
-    try:
-        module = formats.detect(source) if format is None else formats.get(format)
+    listed = list_files(obj, storage_options)
+    if listed is None:
+        source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
         with paused_collector():
-            index = module.read(source, **format_options)
+            index = _read(source, format, format_options)
+    else:
+        opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
+        with paused_collector():
+            source, index = merge(listed, opened)
+    warn_of(index)
+    return source, index
+
+
+def open_each(
+    listed: FileList,
+    format: str | None,
+    storage_options: dict[str, Any] | None,
+    format_options: Mapping[str, Any],
+    *,
+    mmap: bool = True,
+) -> list[Opened]:
+    """Open the files of a checkpoint, several at a time, and read their indexes.
+
+    Parameters
+    ----------
+    listed : FileList
+        Which.
+    format, storage_options, format_options, mmap
+        As in `open_index`.
+
+    Returns
+    -------
+    list of Opened
+        Those that are there, in their order.
+
+    Raises
+    ------
+    OSError
+        If one cannot be opened; `MissingShardError` if none is there.
+    CheckpointError
+        If one is malformed or of another format.
+    """
+
+    def opened(file: tuple[str, Any]) -> Opened:
+        label, obj = file
+        if isinstance(obj, Source):
+            source = obj
+        else:
+            source = open_source(
+                obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES
+            )
+        return Opened(label, source, _read(source, format, format_options))
+
+    there = [(label, obj) for label, obj in listed.files.items() if obj is not None]
+    if not there:
+        raise MissingShardError("none of its files is there", path=listed.name)
+    with paused_collector(), ThreadPoolExecutor(min(len(there), _CONCURRENCY)) as threads:
+        return list(threads.map(opened, there))
+
+
+def _read(source: Source, format: str | None, format_options: Mapping[str, Any]) -> Index:
+    try:
+        with source.reading_header() as header:
+            module = formats.detect(header) if format is None else formats.get(format)
+            return module.read(header, **format_options)
     except CheckpointError as error:
         error.located(path=source.name)
         raise
-    _warn(index)
-    return source, index
 
 
 def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> Index:
@@ -97,8 +168,9 @@ def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> I
 
     Parameters
     ----------
-    path : str, os.PathLike, bytes or binary file object
-        A path, an fsspec URL, or the bytes themselves.
+    path : str, os.PathLike, bytes, binary file object, or list of these
+        A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
+        shards (``*.index.json``) are one checkpoint.
     storage_options : dict, optional
         For fsspec.
 
@@ -121,6 +193,35 @@ def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> I
     (32000, 4096)
     """
     return open_index(path, storage_options=storage_options)[1]
+
+
+def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
+    """Find the format of a checkpoint by its content.
+
+    Parameters
+    ----------
+    obj : str, os.PathLike, bytes, binary file object, or list of these
+        As given to `open_index`.
+    storage_options : dict, optional
+        For fsspec.
+
+    Returns
+    -------
+    str
+        Name of the format, of the first where there are several files.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    FormatError
+        If no format knows it.
+    """
+    listed = list_files(obj, storage_options)
+    if listed is not None:
+        obj = next(file for file in listed.files.values() if file is not None)
+    source = obj if isinstance(obj, Source) else open_source(obj, storage_options=storage_options)
+    return formats.detect(source).NAME
 
 
 def is_format(obj: Any, format: str) -> bool:
@@ -149,16 +250,31 @@ def is_format(obj: Any, format: str) -> bool:
         own = tuple(suffix for suffix in module.SUFFIXES if suffix not in shared)
         return str(obj).partition("?")[0].lower().endswith(own)
     try:
-        source = open_source(obj)
+        listed = list_files(obj)
+        if listed is not None:
+            obj = next(file for file in listed.files.values() if file is not None)
+        source = obj if isinstance(obj, Source) else open_source(obj)
         head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
     except PermissionError:
         raise
-    except (OSError, TypeError, ValueError):
+    except (OSError, TypeError, ValueError, StopIteration):
         return False
     return module.detect(head, source.size, source.name)
 
 
-def _warn(index: Index) -> None:
+def warn_of(index: Index) -> None:
+    """Warn of what the specification of a file lets pass.
+
+    Parameters
+    ----------
+    index : Index
+        Of the file.
+
+    Warns
+    -----
+    CheckpointWarning
+        Of the first few.
+    """
     for text in index.warnings[:_SHOWN_WARNINGS]:
         warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=4)
     more = len(index.warnings) - _SHOWN_WARNINGS

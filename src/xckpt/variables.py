@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import dask.array as da
+import numpy as np
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.chunks import Chunks, target_nbytes
-from xckpt.arrays.graph import tensor_array
+from xckpt.arrays.graph import is_stored, slice_stored, tensor_array
+from xckpt.arrays.selection import normalize
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
 
 if TYPE_CHECKING:
@@ -61,6 +63,25 @@ class LazyVariable(xr.Variable):
         variable._encoding = encoding
         return variable
 
+    def __getitem__(self, key: Any) -> Self:
+        """Index as xarray does; integers and slices of what is stored are no tasks of their own."""
+        array: Any = self._data
+        basic = _basic_key(key, self.dims) if is_stored(array) else None
+        if basic is None:
+            return super().__getitem__(key)
+        entries = normalize(basic, array.shape)
+        kept = zip(self.dims, entries, strict=True)
+        dims = tuple([dim for dim, entry in kept if isinstance(entry, slice)])
+        return self._finalize_indexing_result(dims, slice_stored(array, entries))
+
+    # Where an index is a numpy integer, xarray makes a base variable of the result, and whatever
+    # is selected of that would be dask's.
+    def to_base_variable(self) -> xr.Variable:
+        """Give a variable that is no coordinate: this one."""
+        return self._copy(deep=False) if is_stored(self._data) else super().to_base_variable()
+
+    to_variable = to_base_variable
+
     # xarray copies each variable twice on the way from the engine to the user. Should it stop
     # calling this method, nothing breaks: opening takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
@@ -78,6 +99,25 @@ class LazyVariable(xr.Variable):
     def data(self, value: Any) -> None:
         if not isinstance(value, ExplicitlyIndexed):
             _DATA.fset(self, value)
+
+
+def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Give an index as a tuple, None where it has more than integers and slices that go forward."""
+    if isinstance(key, Mapping):
+        if not key.keys() <= set(dims):
+            return None
+        entries = tuple([key.get(dim, slice(None)) for dim in dims])
+    else:
+        entries = key if isinstance(key, tuple) else (key,)
+    return entries if all(map(_is_basic, entries)) else None
+
+
+def _is_basic(entry: Any) -> bool:
+    if isinstance(entry, slice):
+        return entry.step is None or entry.step > 0
+    if entry is Ellipsis:
+        return True
+    return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
 
 
 class Member(NamedTuple):
@@ -117,11 +157,12 @@ class VariableMaker:
     target: int
 
     @classmethod
-    def of(cls, source: Source, options: OpenOptions) -> Self:
-        """Make one for a file that is read with some options."""
+    def of(cls, source: Source, sources: Mapping[str | None, Source], options: OpenOptions) -> Self:
+        """Make one for a file, and all that have parts of it, read with some options."""
         target = target_nbytes()
         own = sorted(options.format_options.items())
-        told = (source.name, source.identity, options.reading, own, target)
+        files = [(file.name, file.identity) for file in sources.values()]
+        told = (files, options.reading, own, target)
         return cls(source.name, _digest(told), target)
 
     def variable(self, listed: Listed, dims: tuple[str, ...]) -> LazyVariable:
@@ -245,6 +286,13 @@ def _encoding(tensor: Tensor, role: str | None, source: str) -> dict[str, Any]:
             encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
     if role is not None:
         encoding["part"] = role
+        # What it takes to make a tensor of its parts again.
+        encoding["whole"] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "quantization": tensor.quantization,
+            "roles": tuple(tensor.parts),
+        }
     if tensor.path is not None:
         leaf = tensor.path[-1] if role is None else f"{tensor.path[-1]}:{role}"
         encoding["path"] = (*tensor.path[:-1], leaf)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, GraphNode, Task, TaskRef
+from dask._task_spec import DataNode, GraphNode, Task
 from dask.array.core import finalize, getter
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
+from xckpt.arrays.sliced import SlicedArray, cut_chunks
 from xckpt.storage import is_mapped, release
 
 if TYPE_CHECKING:
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
 
     from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.lazy import LazyArray
+    from xckpt.arrays.selection import AxisKey
 
-__all__ = ["TensorGraph", "TensorLayer", "tensor_array"]
+__all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_array"]
 
 # Copied from a map before the pages behind it are dropped.
 _PIECE_NBYTES = 16 << 20
@@ -62,9 +65,57 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     # Cached properties of Array, which xarray asks for a dozen times while it builds a Dataset.
     array.__dict__["shape"] = lazy.shape
     array.__dict__["ndim"] = len(lazy.shape)
-    # On the instance, because it is for whole tensors only; a slice of the array is another array.
-    array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
+    # On the instance, because it is for whole tensors only; a slice of the array is another array,
+    # and its chunks may be views of more than they show.
+    if not isinstance(lazy, SlicedArray):
+        array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
     return array
+
+
+def is_stored(array: Any) -> bool:
+    """Tell whether something is an array that `tensor_array` made, to which nothing was done.
+
+    Parameters
+    ----------
+    array : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        True also for what `slice_stored` made of one.
+    """
+    graph = array.dask if isinstance(array, da.Array) else None
+    return isinstance(graph, TensorGraph) and graph.name == array.name
+
+
+def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
+    """Select of a stored array, so that the result is one too.
+
+    Dask adds a layer of tasks for each index, and fuses two of them into one read at most
+    (``dask.array.optimization._optimize_slices``): ``x[5][10]`` would read all of ``x[5]``.
+
+    Parameters
+    ----------
+    array : dask.array.Array
+        One that `is_stored`.
+    key : tuple of int or slice
+        As `xckpt.arrays.selection.normalize` gives it; steps are positive.
+
+    Returns
+    -------
+    dask.array.Array
+        With the values, the shape and the chunks that ``array[key]`` has. All that is known of
+        chunks outside the selection is left behind.
+    """
+    graph = array.dask
+    lazy = graph.lazy.sliced(key)
+    if lazy is graph.lazy:
+        return array
+    told = repr((graph.name, key)).encode("utf-8", "surrogatepass")
+    name = f"{lazy.name}-{blake2b(told, digest_size=16).hexdigest()}"
+    chunks = cut_chunks(array.chunks, key)
+    return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
 
 
 class TensorGraph(HighLevelGraph):
@@ -102,12 +153,19 @@ class TensorGraph(HighLevelGraph):
         """The array in the file."""
         return self._tensor[0]
 
+    @property
+    def name(self) -> str:
+        """Name of the dask array."""
+        return self._tensor[1]
+
 
 class TensorLayer(Layer):
-    """The tasks of an array: getters of chunks on a node that holds the lazy array.
+    """The tasks of an array: getters of chunks.
 
-    This form lets dask fuse a later slice into the read
-    (``dask.array.optimization._optimize_slices``), so that a row of a tensor reads a row.
+    Each holds the part of the lazy array that its chunk is in, and refers to nothing: a stack of
+    15,000 tensors is megabytes, and a task that goes to a worker is to be small. The form lets dask
+    fuse a later slice into the read (``dask.array.optimization._optimize_slices``), so that a row
+    of a tensor reads a row.
 
     Parameters
     ----------
@@ -133,14 +191,7 @@ class TensorLayer(Layer):
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorLayer, (self.lazy, self.name, self.chunks)
 
-    @property
-    def original(self) -> str:
-        """Key of the lazy array itself."""
-        return f"original-{self.name}"
-
     def __getitem__(self, key: Any) -> GraphNode:
-        if key == self.original:
-            return DataNode(key, self.lazy)
         if not isinstance(key, tuple) or len(key) != len(self.chunks) + 1 or key[0] != self.name:
             raise KeyError(key)
         try:
@@ -148,15 +199,16 @@ class TensorLayer(Layer):
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
-        # asarray and lock of the getter: positional, or dask does not see that it is one.
-        return Task(key, getter, TaskRef(self.original), index, False, None)  # noqa: FBT003
+        lazy, index = self.lazy.narrowed(index)
+        # A node, because dask asks what is indexed for its key. asarray and lock of the getter are
+        # positional, or dask does not see that it is one.
+        return Task(key, getter, DataNode(self.name, lazy), index, False, None)  # noqa: FBT003
 
     def __iter__(self) -> Iterator[Any]:
-        yield self.original
         yield from self.get_output_keys()
 
     def __len__(self) -> int:
-        return 1 + prod(len(sizes) for sizes in self.chunks)
+        return prod(len(sizes) for sizes in self.chunks)
 
     def is_materialized(self) -> bool:
         """Tell that tasks are made when asked for."""
@@ -172,9 +224,7 @@ class TensorLayer(Layer):
     ) -> tuple[Layer, Mapping[Any, set[Any]]]:
         """Make only the tasks of some chunks."""
         tasks = {key: self[key] for key in keys if key in self}
-        tasks[self.original] = self[self.original]
-        dependencies = {key: set(task.dependencies) for key, task in tasks.items()}
-        return MaterializedLayer(tasks), dependencies
+        return MaterializedLayer(tasks), {key: set() for key in tasks}
 
 
 @lru_cache(maxsize=4096)

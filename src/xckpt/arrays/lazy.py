@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
-from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take
+from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take, whole
 from xckpt.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -77,6 +77,40 @@ class LazyArray(ABC):
             In dask's form.
         """
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
+
+    def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
+        """Give a selection as an array, from which nothing is read yet.
+
+        Parameters
+        ----------
+        key : tuple of int or slice
+            As `xckpt.arrays.selection.normalize` gives it; steps are positive.
+
+        Returns
+        -------
+        LazyArray
+            Of the simplest kind that has these elements.
+        """
+        from xckpt.arrays.sliced import SlicedArray  # which is a LazyArray
+
+        return self if key == whole(self.shape) else SlicedArray(self, key)
+
+    def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
+        """Give the smallest array that has a selection, for a task that reads no more.
+
+        Parameters
+        ----------
+        key : tuple of int, slice or array
+            As `xckpt.arrays.selection.normalize` gives it.
+
+        Returns
+        -------
+        array : LazyArray
+            One that pickles small.
+        key : tuple of int, slice or array
+            The selection of it.
+        """
+        return self, key
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """Give an array without elements, of the kind and dtype that indexing gives."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from xckpt.errors import CheckpointWarning, FormatError, UnsupportedError
 from xckpt.storage import digests, encodings
+from xckpt.storage.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
 
 __all__ = ["PartReader"]
+
+# A table is read once, not for each of the chunks that need it.
+_tables: Pool[encodings.SeekTable] = Pool(limit=256)
 
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
 _verified: set[Hashable] = set()
@@ -124,9 +128,12 @@ class PartReader:
 
     def _read_seekable(self, start: int, stop: int, nbytes: int) -> memoryview:
         part = self.part
-        decoded = encodings.read_seekable(
-            self.source.view, part.offset, part.nbytes, nbytes, start, stop
+        key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
+        table = _tables.get(
+            key,
+            lambda: encodings.read_seek_table(self.source.view, part.offset, part.nbytes, nbytes),
         )
+        decoded = encodings.read_frames(self.source.view, part.offset, table, start, stop)
         if (start, stop) == (0, nbytes):
             self._check_decoded(None, decoded)
         return decoded

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Run", "contiguous_run", "normalize", "result_shape", "take"]
+__all__ = ["Run", "contiguous_run", "normalize", "result_shape", "take", "whole"]
 
 AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
 
@@ -63,6 +63,22 @@ def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
     if len(entries) != len(shape):
         raise IndexError(f"{len(entries)} indices for an array of {len(shape)} dimensions")
     return tuple(_normalize_axis(e, n) for e, n in zip(entries, shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
+    """Give the index that selects all, as `normalize` spells it.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the array.
+
+    Returns
+    -------
+    tuple of slice
+        One for each axis.
+    """
+    return tuple([slice(0, length, 1) for length in shape])
 
 
 def _normalize_axis(entry: Any, length: int) -> AxisKey:

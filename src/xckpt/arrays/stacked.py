@@ -13,7 +13,7 @@ import numpy as np
 from xckpt.arrays import lazy_arrays
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import AxisKey, result_shape
+from xckpt.arrays.selection import AxisKey, result_shape, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +73,24 @@ class TensorArrays(Sequence[LazyArray]):
             return TensorArrays(self.tensors[position], self.role, self.sources, self.options)
         return lazy_arrays(self.tensors[position], self.sources, self.options)[self.role]
 
+    def take(self, positions: Sequence[int]) -> TensorArrays:
+        """Give some of them, with the files of these alone.
+
+        Parameters
+        ----------
+        positions : sequence of int
+            Which.
+
+        Returns
+        -------
+        TensorArrays
+            In this order.
+        """
+        tensors = tuple([self.tensors[position] for position in positions])
+        labels = {None, *(part.shard for tensor in tensors for part in tensor.parts.values())}
+        sources = {label: self.sources[label] for label in labels}
+        return TensorArrays(tensors, self.role, sources, self.options)
+
 
 class StackedArray(LazyArray):
     """Arrays of one shape and dtype as one array with more axes in front.
@@ -108,6 +126,28 @@ class StackedArray(LazyArray):
         """Give an array without elements, of the kind that the members give."""
         return self.members[0].empty(shape)
 
+    def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
+        """Give fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
+        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
+        if all(isinstance(entry, int) for entry in outer):
+            return self.members[self._position(outer)].sliced(inner)
+        places, grid = self._places(outer)
+        if not places:
+            return LazyArray.sliced(self, key)
+        fewer = self if grid == self.grid else self._with(places, grid)
+        return LazyArray.sliced(fewer, whole(grid) + inner)
+
+    def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
+        """Give the members that are needed; see `LazyArray.narrowed`."""
+        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
+        if all(isinstance(entry, int) for entry in outer):
+            return self.members[self._position(outer)].narrowed(inner)
+        places, grid = self._places(outer)
+        if not places:
+            return self, key
+        members = tuple([self.members[place] for place in places])
+        return StackedArray(self.name, members, grid), whole(grid) + inner
+
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         outer, inner = key[: len(self.grid)], key[len(self.grid) :]
         shape = result_shape(self.shape, key)
@@ -120,6 +160,19 @@ class StackedArray(LazyArray):
         if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
             return _sparse_stack([member[inner] for member in chosen], shape)
         return _stack(chosen, inner, shape, self.dtype)
+
+    def _places(self, outer: Sequence[AxisKey]) -> tuple[list[int], tuple[int, ...]]:
+        """Give the members at some positions of the grid, and the grid that they make."""
+        along = list(map(_positions, outer, self.grid))
+        grid = [len(s) for s, e in zip(along, outer, strict=True) if not isinstance(e, int)]
+        return [self._position(place) for place in product(*along)], tuple(grid)
+
+    def _with(self, places: list[int], grid: tuple[int, ...]) -> LazyArray:
+        """Give an array of some members only."""
+        members = self.members
+        if isinstance(members, TensorArrays):
+            return StackedArray(self.name, members.take(places), grid)
+        return StackedArray(self.name, tuple([members[place] for place in places]), grid)
 
     def _position(self, place: Sequence[AxisKey]) -> int:
         position = 0

@@ -1,4 +1,8 @@
-"""Files behind URLs, through fsspec: one request for each range, no block cache."""
+"""Files behind URLs, through fsspec: one request for each range, no block cache.
+
+Requests that fail for reasons that pass are made again, after a while; of a body that was cut
+short, the rest is requested.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from xckpt.errors import FileChangedError, UnsupportedError
+from xckpt.storage import retrying
+from xckpt.storage.local import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.siblings import components
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = ["FsspecSource", "is_url"]
 
@@ -50,6 +57,8 @@ _VERSION_KEYS = (
 _TRUSTED_SECONDS = 10.0
 _FREE_TO_ASK = frozenset({"memory", "file", "local"})
 _LARGEST_CONCURRENCY = 8
+# Of so many bytes one more failure is tolerated.
+_NBYTES_PER_FAILURE = 16 << 20
 
 
 class _LastCheck:
@@ -94,6 +103,9 @@ class FsspecSource(Source):
         Any URL of fsspec, also a chained one.
     storage_options : dict, optional
         For fsspec. They travel with the source when it is pickled.
+    first : int
+        Bytes of the beginning that are wanted at once, where they can come with the answer that
+        tells size and version; see `take_first`.
 
     Raises
     ------
@@ -105,35 +117,87 @@ class FsspecSource(Source):
         If the server does not tell its size.
     """
 
-    __slots__ = ("storage_options",)
+    __slots__ = ("_first", "storage_options")
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
+    ) -> None:
         self.name = url
         self.storage_options = dict(storage_options or {})
-        self.size, self.identity = self._ask()
+        self._first = memoryview(b"")
+        info, self._first = retrying.retried(url, lambda: self._look(first))
+        self.size, self.identity = self._version_of(info)
         _checks.get(self, _LastCheck).time = time.monotonic()
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        names = ("name", "size", "identity", "storage_options")
+        state = {name: getattr(self, name) for name in names}
+        return None, {**state, "_first": b""}
+
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes by one request; see `Source.read`."""
+        """Read a range of bytes, by one request where it succeeds; see `Source.read`."""
         self._check_range(offset, nbytes)
-        if nbytes == 0:
-            return memoryview(b"")
-        try:
-            data = self._fetch(offset, nbytes)
-        except FileNotFoundError as error:
-            raise self._changed("it is no longer there") from error
-        if len(data) != nbytes:
-            self._check_unchanged(trusted=0)
-            raise OSError(
-                errno.EIO, f"asked for {nbytes} bytes at {offset}, got {len(data)}", self.name
-            )
-        return data
+        pieces: list[memoryview] = []
+        done = failures = 0
+        while done < nbytes:
+            piece, problem = self._attempt(offset + done, nbytes - done)
+            pieces.append(piece)
+            done += len(piece)
+            if done < nbytes:
+                failures += 1
+                if failures >= retrying.ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
+                    raise self._given_up(offset, nbytes, done, problem) from problem
+                retrying.pause(failures)
+        return pieces[0] if len(pieces) == 1 else _joined(pieces, nbytes)
+
+    def take_first(self) -> memoryview:
+        """Hand over the bytes of the beginning that were read when the file was opened, if any.
+
+        Returns
+        -------
+        memoryview
+            The source has them no longer.
+        """
+        first, self._first = memoryview(self._first), memoryview(b"")
+        return first
+
+    def reading_header(self) -> AbstractContextManager[Source]:
+        """Read ahead, and remember; see `Source.reading_header`."""
+        from xckpt.storage.header import reading_header
+
+        return reading_header(self)
 
     def sibling(self, name: str) -> Source:
         """Open another file beside this one; see `Source.sibling`."""
         return type(self)(_sibling_url(self.name, components(name)), self.storage_options)
 
+    def _attempt(self, offset: int, nbytes: int) -> tuple[memoryview, Exception | None]:
+        """Make a request; give what came of the range, and what went wrong if that passes."""
+        try:
+            data = self._fetch(offset, nbytes)
+        except FileNotFoundError as error:
+            raise self._changed("it is no longer there") from error
+        except Exception as error:
+            if not retrying.is_transient(error):
+                raise
+            return memoryview(b""), error
+        if len(data) < nbytes:
+            self._check_unchanged(trusted=0)
+        return data, None
+
+    def _given_up(self, offset: int, nbytes: int, found: int, problem: Exception | None) -> OSError:
+        told = f"asked for {nbytes} bytes at {offset}, got {found}, after {retrying.ATTEMPTS} or "
+        told += "more attempts"
+        if problem is not None:
+            told += f"; the last one failed: {problem}"
+        return OSError(errno.EIO, told, self.name)
+
+    def _look(self, first: int) -> tuple[dict[str, Any], memoryview]:
+        """Find size and version, with the first bytes where these come with the answer."""
+        return self._info(), memoryview(b"")
+
     def _fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Make one request for a range; what it gives may be shorter."""
         self._check_unchanged(trusted=_TRUSTED_SECONDS)
         fs, path = self._file_system()
         return memoryview(_cat(fs, path, offset, offset + nbytes))
@@ -156,15 +220,19 @@ class FsspecSource(Source):
             how = "" if extra is None else f". Install it with: pip install 'xckpt[{extra}]'"
             raise ImportError(f"cannot open {self.name}: {error}{how}") from error
 
-    def _ask(self) -> tuple[int, tuple[Any, ...]]:
-        """Ask for the size and the version of the file."""
+    def _info(self) -> dict[str, Any]:
+        """Ask for what is known of the file."""
         fs, path = self._file_system()
         try:
-            info = fs.info(path)
+            info: dict[str, Any] = fs.info(path)
         except FileNotFoundError as error:
             raise _real_reason(error, self.name) from error
         if info.get("type") == "directory":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
+        return info
+
+    def _version_of(self, info: Mapping[str, Any]) -> tuple[int, tuple[Any, ...]]:
+        """Give the size and the identity of the file."""
         size = info.get("size")
         if type(size) is not int or size < 0:
             raise UnsupportedError(
@@ -184,7 +252,8 @@ class FsspecSource(Source):
         if time.monotonic() - last.time < trusted:
             return
         fs.invalidate_cache(path)
-        if self._ask()[1] != self.identity:
+        info = retrying.retried(self.name, self._info)
+        if self._version_of(info)[1] != self.identity:
             raise self._changed("its size, time or ETag is another")
         last.time = time.monotonic()
 
@@ -192,6 +261,15 @@ class FsspecSource(Source):
         return FileChangedError(
             f"the file changed after it was opened: {how}", path=self.name, hint="Open it again"
         )
+
+
+def _joined(pieces: list[memoryview], nbytes: int) -> memoryview:
+    memory = empty(nbytes)
+    at = 0
+    for piece in pieces:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
+    return memory
 
 
 def _cat(fs: Any, path: str, start: int, stop: int) -> bytes:
@@ -212,7 +290,8 @@ def _real_reason(error: FileNotFoundError, url: str) -> OSError:
     if status in {401, 403}:
         return PermissionError(errno.EACCES, os.strerror(errno.EACCES), url)
     if status not in {None, 404, 410}:
-        return OSError(errno.EIO, f"the server answered {status}", url)
+        passes = retrying.is_transient_status(status)
+        return OSError(errno.EIO if passes else errno.EINVAL, f"the server answered {status}", url)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return OSError(cause.errno or errno.EIO, f"cannot connect: {cause}", url)
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import FormatError, MissingShardError
+from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError
+from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
     from xckpt.index import Shard
 
-__all__ = ["ShardSource"]
+__all__ = ["ShardSource", "ShardedSource", "sources_of"]
+
+# Files that this process found for shards that came to it by pickle, without the file.
+_files: Pool[Source] = Pool(limit=1024)
+
+
+def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
+    """Give the files that the parts of an index are in.
+
+    Parameters
+    ----------
+    source : Source
+        The file that the index was read from.
+    shards : mapping of str to Shard
+        Of the index.
+
+    Returns
+    -------
+    dict of (str or None) to Source
+        The file itself under None, the shards under the names that `Part.shard` uses.
+    """
+    found: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
+    found[None] = source
+    return found
 
 
 class ShardSource(Source):
     """The bytes of a shard; absent shards are noticed when they are read, not when listed.
+
+    A shard without a digest is looked for at once: what is computed from it must have another
+    name when it is another file.
 
     Parameters
     ----------
@@ -26,54 +55,135 @@ class ShardSource(Source):
         What the referring file calls it.
     """
 
-    __slots__ = ("_found", "label", "root", "shard")
+    __slots__ = ("_found", "label", "root", "shard_entry")
 
     def __init__(self, root: Source, shard: Shard, label: str) -> None:
         self.root = root
-        self.shard = shard
+        self.shard_entry = shard
         self.label = label
         self.name = f"{root.name} (shard {label})"
         self.size = shard.size
-        self.identity = (root.name, root.identity, label)
         self._found: Source | None = None
+        version: Hashable = shard.digest
+        if version is None:
+            self._found = self._present()
+            version = None if self._found is None else self._found.identity
+        self.identity = (root.name, root.identity, label, shard.size, version)
 
-    def __reduce__(self) -> tuple[type[ShardSource], tuple[Source, Shard, str]]:
-        return ShardSource, (self.root, self.shard, self.label)
+    def __reduce__(self) -> tuple[Any, ...]:
+        told = (self.root, self.shard_entry, self.label, self.identity, self._found)
+        return _restored, told
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""
-        return self._file().read(offset, nbytes)
+        data: memoryview = self._of_file(lambda file: file.read(offset, nbytes))
+        return data
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Give a range of bytes without a copy where the shard is mapped; see `Source.view`."""
-        return self._file().view(offset, nbytes)
+        data: memoryview = self._of_file(lambda file: file.view(offset, nbytes))
+        return data
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into given memory; see `Source.read_into`."""
+        self._of_file(lambda file: file.read_into(offset, memory))
 
     def sibling(self, name: str) -> Source:
         """Open another file beside the referring one."""
         return self.root.sibling(name)
 
-    def _file(self) -> Source:
+    def close(self) -> None:
+        """Let go of the file; see `Source.close`."""
+        if self._found is not None:
+            self._found.close()
+
+    def _of_file(self, use: Callable[[Source], Any]) -> Any:
         if self._found is None:
-            self._found = self._find()
-        return self._found
+            self._found = _files.get(self.identity, self._find)
+        try:
+            return use(self._found)
+        except FileChangedError:
+            _files.discard(self.identity)
+            raise
+
+    def _present(self) -> Source | None:
+        try:
+            return self._find()
+        except (OSError, CheckpointError):
+            return None
 
     def _find(self) -> Source:
-        for candidate in self.shard.candidates:
+        shard = self.shard_entry
+        for candidate in shard.candidates:
             try:
                 found = self.root.sibling(candidate)
             except FileNotFoundError:
                 continue
-            if found.size != self.shard.size:
+            if found.size != shard.size:
                 raise FormatError(
                     f"shard {self.label!r} has {found.size} bytes, but {self.root.name} says "
-                    f"{self.shard.size}",
+                    f"{shard.size}",
                     path=found.name,
                     rule="ShardIdentity",
                 )
             return found
-        places = ", ".join(self.shard.candidates)
+        places = ", ".join(shard.candidates)
         raise MissingShardError(
             f"shard {self.label!r} is missing",
             path=self.root.name,
             hint=f"Looked beside it for: {places}",
         )
+
+
+def _restored(
+    root: Source, shard: Shard, label: str, identity: Hashable, found: Source | None
+) -> ShardSource:
+    source = object.__new__(ShardSource)
+    source.root, source.shard_entry, source.label = root, shard, label
+    source.name = f"{root.name} (shard {label})"
+    source.size, source.identity = shard.size, identity
+    source._found = found
+    return source
+
+
+class ShardedSource(Source):
+    """Several files that are one checkpoint: all bytes are in the shards.
+
+    Parameters
+    ----------
+    name : str
+        Of all of them, for messages.
+    files : mapping of str to Source
+        By the names that `Part.shard` uses.
+    """
+
+    __slots__ = ("files",)
+
+    def __init__(self, name: str, files: Mapping[str, Source]) -> None:
+        self.name = name
+        self.files = dict(files)
+        self.size = sum(file.size for file in files.values())
+        self.identity = tuple([(label, f.name, f.identity) for label, f in files.items()])
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """There are no bytes but those of the shards."""
+        raise FormatError(
+            f"no {nbytes} bytes at {offset}: these are several files, and data are in each",
+            path=self.name,
+        )
+
+    def sibling(self, name: str) -> Source:
+        """Give one of the files; see `Source.sibling`."""
+        try:
+            return self.files[name]
+        except KeyError:
+            raise FileNotFoundError(f"{name} is not one of the files of {self.name}") from None
+
+    def shard(self, label: str, shard: Shard) -> Source:
+        """Give one of the files, which is open; see `Source.shard`."""
+        return self.files[label] if label in self.files else super().shard(label, shard)
+
+    def close(self) -> None:
+        """Let go of all files; see `Source.close`."""
+        for file in self.files.values():
+            file.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 from typing import TYPE_CHECKING, Any, cast
 
 from xckpt.errors import UnsupportedError
+from xckpt.storage import retrying
 from xckpt.storage.local import empty
 from xckpt.storage.remote import FsspecSource
 
@@ -35,6 +37,28 @@ class HttpSource(FsspecSource):
 
     __slots__ = ()
 
+    def _look(self, first: int) -> tuple[dict[str, Any], memoryview]:
+        if not first:
+            return super()._look(first)
+        from fsspec.asyn import sync
+
+        fs, url = self._file_system()
+        found = sync(fs.loop, self._request_first, fs, url, first)
+        # What is wrong, if something is, asking without a range tells better.
+        return super()._look(0) if found is None else found
+
+    async def _request_first(
+        self, fs: Any, url: str, nbytes: int
+    ) -> tuple[dict[str, Any], memoryview] | None:
+        async with await self._get(fs, url, 0, nbytes) as response:
+            if retrying.is_transient_status(response.status):
+                raise self._refused(response)
+            size = _size_told(response)
+            if size is None or response.headers.get("Content-Encoding", "identity") != "identity":
+                return None
+            said = {key: response.headers.get(key) for key in ("ETag", "Last-Modified")}
+            return {"size": size, **said}, await _body(response, min(nbytes, size))
+
     def _fetch(self, offset: int, nbytes: int) -> memoryview:
         from aiohttp import ClientError
         from fsspec.asyn import sync
@@ -47,6 +71,13 @@ class HttpSource(FsspecSource):
         return data
 
     async def _request(self, fs: Any, url: str, offset: int, nbytes: int) -> memoryview:
+        async with await self._get(fs, url, offset, nbytes) as response:
+            self._check_status(response)
+            self._check_version(response)
+            self._check_answer(response, offset, nbytes)
+            return await _body(response, nbytes)
+
+    async def _get(self, fs: Any, url: str, offset: int, nbytes: int) -> Any:
         session = await fs.set_session()
         options = dict(fs.kwargs)
         options["headers"] = {
@@ -54,11 +85,12 @@ class HttpSource(FsspecSource):
             "Range": f"bytes={offset}-{offset + nbytes - 1}",
             "Accept-Encoding": "identity",
         }
-        async with session.get(fs.encode_url(url), **options) as response:
-            self._check_status(response)
-            self._check_version(response)
-            self._check_answer(response, offset, nbytes)
-            return await _body(response, nbytes)
+        return session.get(fs.encode_url(url), **options)
+
+    def _refused(self, response: ClientResponse) -> OSError:
+        passes = retrying.is_transient_status(response.status)
+        answer = f"the server answered {response.status} {response.reason}"
+        return OSError(errno.EIO if passes else errno.EINVAL, answer, self.name)
 
     def _check_status(self, response: ClientResponse) -> None:
         status = response.status
@@ -69,8 +101,7 @@ class HttpSource(FsspecSource):
         if status in _DENIED:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.name)
         if status not in {_WHOLE, _PARTIAL}:
-            answer = f"the server answered {status} {response.reason}"
-            raise OSError(errno.EIO, answer, self.name)
+            raise self._refused(response)
 
     def _check_version(self, response: ClientResponse) -> None:
         known = dict(self._said())
@@ -117,12 +148,28 @@ class HttpSource(FsspecSource):
 
 async def _body(response: ClientResponse, nbytes: int) -> memoryview:
     """Read the body, or no more than its beginning; shorter where the body is."""
+    from aiohttp import ClientError
+
     memory = empty(nbytes)
     done = 0
-    async for piece in response.content.iter_any():
-        count = min(len(piece), nbytes - done)
-        memory[done : done + count] = piece[:count]
-        done += count
-        if count < len(piece):
-            break  # the rest of the file: the connection is dropped with it
+    # What came before a connection broke is not requested again.
+    with contextlib.suppress(ClientError, ConnectionError, TimeoutError):
+        async for piece in response.content.iter_any():
+            count = min(len(piece), nbytes - done)
+            memory[done : done + count] = piece[:count]
+            done += count
+            if count < len(piece):
+                break  # the rest of the file: the connection is dropped with it
     return memory[:done]
+
+
+def _size_told(response: ClientResponse) -> int | None:
+    """Find the size of the file in the answer to a request for its first bytes."""
+    if response.status == _WHOLE:
+        return response.content_length
+    if response.status != _PARTIAL:
+        return None
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if found is None or found[3] == "*" or int(found[1]) != 0:
+        return None
+    return int(found[3])

@@ -1,0 +1,364 @@
+"""Several files as one checkpoint: lists, globs, ``*.index.json``; their indexes as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from glob import glob
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import FormatError, MissingShardError, shown
+from xckpt.index import Index, Shard, Tensor
+from xckpt.storage import is_remote, local_path, open_source
+from xckpt.storage.shard import ShardedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from xckpt.storage import Source
+
+__all__ = ["FileList", "Opened", "list_files", "merge", "natural_key", "relabelled"]
+
+_INDEX_SUFFIX = ".index.json"
+_LARGEST_INDEX = 256 << 20
+# Shown in a message.
+_MOST_NAMES = 5
+
+
+class FileList(NamedTuple):
+    """The files of a checkpoint.
+
+    Parameters
+    ----------
+    name : str
+        What they are called together, for messages and ``encoding["source"]``.
+    files : dict of str to object
+        What is to be opened, by the name that messages use; None is a file that is not there.
+    weight_map : mapping of str to str, or None
+        By tensor, the file that it is in; None where all tensors of all files count.
+    attrs : mapping
+        What is said of all files together.
+    """
+
+    name: str
+    files: dict[str, Any]
+    weight_map: Mapping[str, str] | None = None
+    attrs: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One of the files.
+
+    Parameters
+    ----------
+    label : str
+        What it is called among the others.
+    source : Source
+        Its bytes.
+    index : Index
+        What it holds.
+    """
+
+    label: str
+    source: Source
+    index: Index
+
+
+def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> FileList | None:
+    """Find out whether something is several files.
+
+    Parameters
+    ----------
+    obj : object
+        As given to ``xarray.open_dataset``: a list or tuple of files, a glob, or an index of
+        shards (``*.index.json``).
+    storage_options : mapping, optional
+        For fsspec.
+
+    Returns
+    -------
+    FileList or None
+        None where it is one file. Files of a glob are in natural order: 2 comes before 10.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a glob matches nothing.
+    FormatError
+        If an index of shards is malformed.
+    ValueError
+        If a list is empty.
+    """
+    if isinstance(obj, list | tuple):
+        return _listed(obj, storage_options)
+    if isinstance(obj, os.PathLike):
+        obj = os.fsdecode(obj)
+    if not isinstance(obj, str):
+        return None
+    if _is_glob(obj):
+        found = _expanded(obj, storage_options)
+        return FileList(_absolute(obj), {path: path for path in found})
+    if obj.partition("?")[0].lower().endswith(_INDEX_SUFFIX):
+        return _indexed(open_source(obj, storage_options=storage_options))
+    return None
+
+
+def natural_key(text: str) -> tuple[Any, ...]:
+    """Give a key that sorts numbers in texts by their values.
+
+    Parameters
+    ----------
+    text : str
+        Any.
+
+    Returns
+    -------
+    tuple
+        For `sorted`.
+
+    Examples
+    --------
+    >>> sorted(["step-10.zt", "step-9.zt"], key=natural_key)
+    ['step-9.zt', 'step-10.zt']
+    """
+    parts = re.split(r"([0-9]+)", text)
+    return tuple([(int(p), p) if at % 2 else (-1, p) for at, p in enumerate(parts)])
+
+
+def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -> FileList:
+    files: dict[str, Any] = {}
+    for obj in objects:
+        text = os.fsdecode(obj) if isinstance(obj, os.PathLike) else obj
+        is_glob = isinstance(text, str) and _is_glob(text)
+        for each in _expanded(text, storage_options) if is_glob else [text]:
+            label = _absolute(each) if isinstance(each, str) else f"<{type(each).__name__}>"
+            if label in files and isinstance(each, str):
+                raise ValueError(f"{label} is there twice")
+            files[label if label not in files else f"{label} {len(files)}"] = each
+    if not files:
+        raise ValueError("a list of no files")
+    first, *others = files
+    return FileList(first if not others else f"{first} and {len(others)} more", files)
+
+
+def _is_glob(path: str) -> bool:
+    """Tell whether a path is a glob; of a URL, only a star counts: others have other meanings."""
+    if is_remote(path):
+        return "*" in path
+    return any(mark in path for mark in "*?[") and not os.path.lexists(_absolute(path))
+
+
+def _absolute(path: str) -> str:
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(local_path(path)))  # noqa: PTH100, PTH111
+
+
+def _expanded(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
+    remote = is_remote(pattern)
+    found = _glob_url(pattern, storage_options) if remote else glob(_absolute(pattern))  # noqa: PTH207
+    if not found:
+        raise FileNotFoundError(f"no file matches {pattern}")
+    return sorted(found, key=natural_key)
+
+
+def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
+    """Expand the glob in a URL, of a chained one in the link that has a path."""
+    from fsspec.core import url_to_fs
+
+    links = pattern.split("::")
+    at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
+    options = dict(storage_options or {})
+    if at:
+        # As fsspec has it, the options of a link in a chain are under its protocol.
+        protocol = links[at].partition("://")[0]
+        options = {**options, **options.pop(protocol, {})}
+        options = {key: value for key, value in options.items() if key not in links[:at]}
+    fs, path = url_to_fs("::".join(links[at:]), **options)
+    scheme = links[at].partition("://")[0]
+    urls = []
+    for each in fs.glob(path):
+        links[at] = each if "://" in each else f"{scheme}://{each}"
+        urls.append("::".join(links))
+    return urls
+
+
+def _indexed(source: Source) -> FileList:
+    """Read an index of shards, as Hugging Face's libraries write it."""
+    if source.size > _LARGEST_INDEX:
+        reason = f"an index of shards has {source.size} bytes, more than {_LARGEST_INDEX}"
+        raise FormatError(reason, path=source.name)
+    try:
+        root = json.loads(bytes(source.read(0, source.size)))
+    except (ValueError, RecursionError) as error:
+        reason = f"an index of shards is no JSON: {error}"
+        raise FormatError(reason, path=source.name, rule="ShardIndex") from error
+    weight_map = root.get("weight_map") if isinstance(root, dict) else None
+    if not isinstance(weight_map, dict) or not _is_text(weight_map.values()):
+        reason = "'weight_map' must map the names of tensors to the names of files"
+        raise FormatError(reason, path=source.name, rule="ShardIndex")
+    attrs = root.get("metadata")
+    files: dict[str, Any] = {}
+    for name in sorted(set(weight_map.values()), key=natural_key):
+        try:
+            files[name] = source.sibling(name)
+        except FileNotFoundError:
+            files[name] = None
+    return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
+
+
+def _is_text(values: Iterable[Any]) -> bool:
+    return all(type(value) is str for value in values)
+
+
+def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
+    """Make one checkpoint of several files.
+
+    Parameters
+    ----------
+    listed : FileList
+        All files.
+    opened : sequence of Opened
+        Those that are there, in the same order.
+
+    Returns
+    -------
+    source : Source
+        All files.
+    index : Index
+        All tensors. Those of a missing file are there without shape and type; their values
+        cannot be read.
+
+    Raises
+    ------
+    FormatError
+        If two files have a tensor of one name, or a file lacks one that it should have.
+    """
+    warnings: list[str] = []
+    tensors = _missing(listed, warnings)
+    files: dict[str, Source] = {}
+    shards: dict[str, Shard] = {}
+    left_out: list[str] = []
+    for each in opened:
+        files[each.label] = each.source
+        shards[each.label] = Shard(each.source.size, None, (each.label,))
+        for name, shard in each.index.shards.items():
+            files[_within(each.label, name)] = each.source.shard(name, shard)
+            shards[_within(each.label, name)] = shard
+        for name, tensor in each.index.tensors.items():
+            if listed.weight_map is not None and listed.weight_map.get(name) != each.label:
+                left_out.append(name)
+                continue
+            if name in tensors:
+                raise _twice(name, tensors[name], each)
+            tensors[name] = relabelled(tensor, each.label)
+        warnings += [f"{each.label}: {text}" for text in each.index.warnings]
+    _check_complete(listed, tensors)
+    if left_out:
+        warnings.append(f"not in the index of shards, and left out: {_some(left_out)}")
+    first = opened[0].index
+    index = Index(
+        first.format,
+        ", ".join(dict.fromkeys(each.index.version for each in opened)),
+        tensors,
+        _merged_attrs(listed, opened, warnings),
+        listed.name,
+        sum(each.source.size for each in opened),
+        shards,
+        tuple(warnings),
+    )
+    return ShardedSource(listed.name, files), index
+
+
+def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
+    """Give a tensor of a file as one of a checkpoint that has this file among others.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        From the index of the file.
+    label : str
+        Of the file.
+    name : str, optional
+        A new name.
+
+    Returns
+    -------
+    Tensor
+        With parts that say which file they are in.
+    """
+    parts = {
+        role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
+    }
+    return replace(tensor, parts=parts, name=tensor.name if name is None else name)
+
+
+def _within(label: str, shard: str | None) -> str:
+    """Name a file that a file refers to."""
+    return label if shard is None else f"{label}: {shard}"
+
+
+def _missing(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
+    """List the tensors of files that are not there: nothing is known of them but their names."""
+    tensors: dict[str, Tensor] = {}
+    lost: dict[str, list[str]] = defaultdict(list)
+    for name, label in (listed.weight_map or {}).items():
+        if listed.files[label] is None:
+            problem = MissingShardError(
+                f"the file {shown(label)}, which has this tensor, is missing",
+                path=listed.name,
+                tensor=name,
+                hint="Put it beside the index of shards, and open that again",
+            )
+            tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
+            lost[label].append(name)
+    for label, names in lost.items():
+        warnings.append(f"{shown(label)} is missing, and with it {_some(names)}")
+    return tensors
+
+
+def _some(names: Sequence[str]) -> str:
+    some = ", ".join(map(shown, names[:_MOST_NAMES]))
+    more = len(names) - _MOST_NAMES
+    return some if more <= 0 else f"{some} and {more} more tensors"
+
+
+def _twice(name: str, before: Tensor, again: Opened) -> FormatError:
+    first = next((part.shard for part in before.parts.values()), None)
+    return FormatError(
+        f"this tensor is in two files: {first} and {again.source.name}",
+        path=again.source.name,
+        tensor=name,
+        rule="DuplicateTensor",
+        hint="Open them apart",
+    )
+
+
+def _check_complete(listed: FileList, tensors: Mapping[str, Tensor]) -> None:
+    for name, label in (listed.weight_map or {}).items():
+        if name not in tensors:
+            raise FormatError(
+                f"the index of shards says that {shown(label)} has this tensor, and it has not",
+                path=listed.name,
+                tensor=name,
+                rule="ShardIndex",
+            )
+
+
+def _merged_attrs(
+    listed: FileList, opened: Sequence[Opened], warnings: list[str]
+) -> dict[str, Any]:
+    """Join attributes; where files disagree, the first that says something is right."""
+    merged = dict(listed.attrs)
+    differing: dict[str, None] = {}
+    for each in opened:
+        for key, value in each.index.attrs.items():
+            if key in merged and (type(merged[key]), merged[key]) != (type(value), value):
+                differing[key] = None
+            merged.setdefault(key, value)
+    if differing:
+        names = ", ".join(shown(str(key)) for key in differing)
+        warnings.append(f"files disagree on the attributes {names}: the first one's are kept")
+    return merged

@@ -1,0 +1,260 @@
+"""The checkpoints of a training run as one Dataset with a dimension for the steps."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from operator import index as as_integer
+from typing import TYPE_CHECKING, Any, Literal
+
+from xckpt.backend import CheckpointBackend, described
+from xckpt.datasets import make_dataset
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.labels import AxisNames, select
+from xckpt.labels.attributes import stacked_attrs
+from xckpt.listing import kind_of
+from xckpt.opening import format_of, open_index, paused_collector
+from xckpt.options import OpenOptions
+from xckpt.sharding import FileList, Opened, list_files, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+    from xckpt.index import Index, Tensor
+
+__all__ = ["open_steps"]
+
+# Files whose headers are read at a time.
+_CONCURRENCY = 16
+# Shown in a message.
+_MOST_NAMES = 5
+# An index in a name has no more digits.
+_LARGEST_STEP = 10**18
+_SUFFIXES = re.compile(r"(\.[A-Za-z][^./]*)+$")
+_LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
+
+
+def open_steps(
+    paths: Any,
+    engine: str | None = None,
+    *,
+    step: Sequence[int] | None = None,
+    dim: str = "step",
+    join: Literal["exact", "inner"] = "exact",
+    **options: Any,
+) -> xr.Dataset:
+    """Open the checkpoints of a training run as one lazy Dataset.
+
+    It is what ``xarray.open_mfdataset(paths, combine="nested", concat_dim=dim)`` gives, without a
+    Dataset for each file: their indexes are merged, and tensors of one name are stacked.
+
+    Parameters
+    ----------
+    paths : str, os.PathLike, or list of these
+        A glob such as ``"run/step-*.zt"``, or files; each may be an index of shards.
+    engine : str, optional
+        Name of the engine; by default the content of the first file tells.
+    step : sequence of int, optional
+        The step of each file, in the order of `paths` (of a glob: natural order). By default the
+        number in their paths in which they differ.
+    dim : str, default "step"
+        Name of the new dimension.
+    join : {"exact", "inner"}, default "exact"
+        What becomes of tensors that some steps lack, or have with another shape or type: an
+        error, or they are left out with a warning.
+    **options
+        As for ``xarray.open_dataset`` with this engine; see `xckpt.options.OpenOptions`. With
+        ``stack=True``, layers are dimensions after `dim`.
+
+    Returns
+    -------
+    xarray.Dataset
+        Steps ascend. Attributes of the files that differ are coordinates along `dim` where they
+        are numbers or short texts.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If steps cannot be told from the paths, or tensors differ and `join` is ``"exact"``.
+    FormatError
+        If a file is malformed.
+
+    Examples
+    --------
+    >>> ds = xckpt.open_steps("run/step-*.zt")  # doctest: +SKIP
+    >>> ds["lm_head"].sel(step=1000)  # doctest: +SKIP
+    """
+    if not dim or "." in dim or dim.isdecimal():
+        raise ValueError(f"dim={dim!r}: a dimension is named by a text without dots")
+    if join not in {"exact", "inner"}:
+        raise ValueError(f"join={join!r}: expected 'exact' or 'inner'")
+    listed = list_files(paths, options.get("storage_options")) or list_files([paths])
+    if listed is None or listed.weight_map is not None:
+        raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
+    numbers = _steps(list(listed.files), step)
+    engine = engine or format_of(listed.files[min(listed.files)], options.get("storage_options"))
+    backends = {cls.format: cls for cls in CheckpointBackend.__subclasses__()}
+    if engine not in backends:
+        raise ValueError(f"engine={engine!r}: expected one of {', '.join(backends)}")
+    own = backends[engine].format_options
+    parsed = OpenOptions.parse(options, engine=engine, own=own)
+    in_order = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda each: each[0])
+    opened = _open_all([file for _, file in in_order], engine, parsed)
+    steps = [number for number, _ in in_order]
+    with paused_collector():
+        return _combined(listed, opened, (dim, steps), join, parsed)
+
+
+def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:
+    """Give the step of each file."""
+    if given is not None:
+        steps = [as_integer(each) for each in given]
+        if len(steps) != len(paths):
+            raise ValueError(f"step= has {len(steps)} numbers for {len(paths)} files")
+    else:
+        steps = _numbers_in(paths)
+    if len(set(steps)) < len(steps) or any(not 0 <= each < _LARGEST_STEP for each in steps):
+        how = "step=" if given is not None else "the file names: say step=[...]"
+        raise ValueError(f"steps must be different numbers from 0 on, not {steps[:8]} from {how}")
+    return steps
+
+
+def _numbers_in(paths: list[str]) -> list[int]:
+    """Find the number in which paths differ, the last one where there are several."""
+    split = [re.split(r"([0-9]+)", path) for path in paths]
+    if len({len(parts) for parts in split}) == 1:
+        for column in range(len(split[0]) - 2, 0, -2):
+            values = [int(parts[column]) for parts in split]
+            if len(set(values)) == len(values) > 1:
+                return values
+    # One file, or names that are built differently: the last number before the suffix.
+    names = [re.split(r"[/\\]", path.partition("?")[0])[-1] for path in paths]
+    found = [_LAST_NUMBER.search(_SUFFIXES.sub("", name)) for name in names]
+    for path, each in zip(paths, found, strict=True):
+        if each is None:
+            raise ValueError(f"no step is in the name of {path}; say step=[...]")
+    return [int(each[1]) for each in found if each is not None]
+
+
+def _open_all(files: list[tuple[str, Any]], engine: str, options: OpenOptions) -> list[Opened]:
+    def opened(file: tuple[str, Any]) -> Opened:
+        label, obj = file
+        source, index = open_index(
+            obj,
+            engine,
+            storage_options=options.storage_options,
+            mmap=options.mmap,
+            **options.format_options,
+        )
+        return Opened(label, source, index)
+
+    with ThreadPoolExecutor(min(len(files), _CONCURRENCY)) as threads:
+        return list(threads.map(opened, files))
+
+
+def _combined(
+    listed: FileList,
+    opened: list[Opened],
+    new: tuple[str, list[int]],
+    join: str,
+    options: OpenOptions,
+) -> xr.Dataset:
+    """Make one Dataset; `new` is the dimension and the step of each file."""
+    dim, steps = new
+    chosen = [_chosen(each.index, options) for each in opened]
+    kept = _common(chosen, [each.label for each in opened], join, options)
+    attrs = stacked_attrs([each.index.attrs for each in opened])
+    renamed = [
+        replace(each, index=_renamed(each.index, tensors, kept, prefix))
+        for each, tensors, prefix in zip(opened, chosen, _prefixes(dim, steps), strict=True)
+    ]
+    source, index = merge(listed._replace(attrs=attrs.shared), renamed)
+    ds = make_dataset(source, index, _stacking(options, dim, steps))
+    ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
+    for name, values in attrs.along.items():
+        free = name
+        while free in ds.variables:
+            free = f"{free}:"
+        ds = ds.assign_coords({free: (dim, values)})
+    if attrs.dropped:
+        names = ", ".join(map(shown, attrs.dropped))
+        text = f"{index.source}: attributes that differ between steps are left out: {names}"
+        warnings.warn(text, CheckpointWarning, stacklevel=3)
+    return described(ds, source, index)
+
+
+def _chosen(index: Index, options: OpenOptions) -> dict[str, Tensor]:
+    dropped = options.drop_variables
+    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
+    names = select(index.tensors, options.tensors)
+    return {name: index.tensors[name] for name in names if name not in drop}
+
+
+def _common(
+    chosen: list[dict[str, Tensor]], labels: list[str], join: str, options: OpenOptions
+) -> set[str]:
+    """Find the tensors that all steps have, of one kind."""
+    names = AxisNames(options.dims)
+    problems: dict[str, str] = {}
+    first = {name: kind_of(tensor, names, options) for name, tensor in chosen[0].items()}
+    for tensors, label in zip(chosen[1:], labels[1:], strict=True):
+        for name, kind in first.items():
+            if name not in tensors:
+                problems.setdefault(name, f"is not in {label}")
+            elif kind_of(tensors[name], names, options) != kind:
+                problems.setdefault(name, f"has another shape, type or layout in {label}")
+        for name in tensors.keys() - first.keys():
+            problems.setdefault(name, f"is in {label}, and not in {labels[0]}")
+    if problems:
+        listed = [f"{shown(name)} {how}" for name, how in problems.items()]
+        some = "; ".join(listed[:_MOST_NAMES])
+        more = len(listed) - _MOST_NAMES
+        text = f"steps have different tensors: {some}" + (f"; {more} more" if more > 0 else "")
+        if join == "exact":
+            raise ValueError(f"{text}. join='inner' leaves them out")
+        warnings.warn(f"{text}: left out", CheckpointWarning, stacklevel=4)
+    return first.keys() - problems.keys()
+
+
+def _prefixes(dim: str, steps: list[int]) -> list[str]:
+    """Name the modules of the steps; one step alone has none, since a stack of one is no stack."""
+    return [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
+
+
+def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix: str) -> Index:
+    """Put tensors below the module of the step: ``step.100.embed``."""
+    new = {
+        prefix + name: replace(tensor, name=prefix + name, path=None)
+        for name, tensor in tensors.items()
+        if name in kept
+    }
+    return replace(index, tensors=new, attrs={}, warnings=())
+
+
+def _stacking(options: OpenOptions, dim: str, steps: list[int]) -> OpenOptions:
+    """Give the options for tensors below steps, all of which are stacked."""
+    unchosen = replace(options, tensors=None, drop_variables=None)
+    if len(steps) == 1:
+        return unchosen
+    asked = options.stack or ()
+    stack: Any = (
+        [dim, *([asked] if isinstance(asked, str) else asked)] if asked is not True else True
+    )
+    dims: dict[str, Sequence[str | None]] = {}
+    for glob, names in (options.dims or {}).items():
+        # Of the variable, and of the tensor.
+        dims |= {f"{dim}.{glob}": names, f"{dim}.*.{glob}": names}
+    return replace(unchosen, dims=dims or None, stack=stack)
+
+
+def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
+    """Call variables as their tensors are called in each file."""
+    taken = {str(name) for name in ds.dims} | {str(name) for name in ds.coords}
+    plain = {name: str(name).removeprefix(f"{dim}.") for name in ds.variables}
+    return ds.rename({old: new for old, new in plain.items() if new != old and new not in taken})

@@ -1,0 +1,148 @@
+"""The headers of remote files: read with few requests, and kept from one session to the next."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xckpt.storage import header_cache
+from xckpt.storage.local import empty
+from xckpt.storage.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from xckpt.storage.remote import FsspecSource
+
+__all__ = ["FIRST_NBYTES", "HeaderSource", "reading_header"]
+
+#: What is read of the beginning of a file as it is opened.
+FIRST_NBYTES = 1 << 16
+
+# A read near the end brings the end: footers say where headers are.
+_TAIL_NBYTES = 1 << 16
+# Reads that go on where the last one ended, or not far behind, bring more each time.
+_SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 4 << 20
+_NEAR = 1 << 20
+# Kept in memory, so that what is read twice is requested once.
+_MOST_KEPT = 64 << 20
+
+
+@contextmanager
+def reading_header(source: FsspecSource) -> Iterator[Source]:
+    """Give a source for reading the header of a remote file with few requests.
+
+    Parameters
+    ----------
+    source : FsspecSource
+        The file.
+
+    Yields
+    ------
+    Source
+        The same file. What was read of it is kept for the next session if there was no error.
+    """
+    first = source.take_first()
+    known = header_cache.load(source, first)
+    header = HeaderSource(source)
+    for start, data in [(0, first)] if known is None else known:
+        header.keep(start, data)
+    yield header
+    if known is None and header.requests and header.complete:
+        header_cache.store(source, header.segments)
+
+
+class HeaderSource(Source):
+    """A remote file that is read ahead, and remembers what it read.
+
+    Where values lie between headers, each header costs a request of 64 KiB; where they are less
+    than 1 MiB apart, the file is read through in requests of up to 4 MiB.
+
+    Parameters
+    ----------
+    source : Source
+        The file.
+
+    Attributes
+    ----------
+    requests : int
+        How many were made.
+    complete : bool
+        Whether all that was read is still there.
+    """
+
+    __slots__ = ("_ahead", "_last", "complete", "requests", "segments", "source")
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.name, self.size, self.identity = source.name, source.size, source.identity
+        self.segments: list[tuple[int, memoryview]] = []
+        self.requests = 0
+        self.complete = True
+        self._ahead = _SMALLEST_AHEAD
+        self._last = 0
+
+    def keep(self, start: int, data: memoryview) -> None:
+        """Remember a range, which must not overlap what is remembered.
+
+        Parameters
+        ----------
+        start : int
+            Offset of its first byte.
+        data : memoryview
+            The bytes.
+        """
+        if not len(data):
+            return
+        self.segments.append((start, data))
+        self.segments.sort(key=lambda segment: segment[0])
+        while sum(len(each) for _, each in self.segments) > _MOST_KEPT and len(self.segments) > 1:
+            # Whoever reads on needs what is behind.
+            drop = 0 if self.segments[0][0] != start else 1
+            self.segments.pop(drop)
+            self.complete = False
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes; see `Source.read`."""
+        self._check_range(offset, nbytes)
+        memory = empty(nbytes)
+        at = offset
+        while at < offset + nbytes:
+            start, data = self._segment_at(at, offset + nbytes)
+            piece = data[at - start : offset + nbytes - start]
+            memory[at - offset : at - offset + len(piece)] = piece
+            at += len(piece)
+        return memory.toreadonly()
+
+    def sibling(self, name: str) -> Source:
+        """Open another file beside this one, to read its header; see `Source.sibling`."""
+        return HeaderSource(self.source.sibling(name))
+
+    def close(self) -> None:
+        """Let go of the file; see `Source.close`."""
+        self.source.close()
+
+    def _segment_at(self, at: int, stop: int) -> tuple[int, memoryview]:
+        """Give the segment that has a byte; bytes up to `stop` are wanted after it."""
+        place = bisect_right(self.segments, at, key=lambda segment: segment[0])
+        if place:
+            start, data = self.segments[place - 1]
+            if at < start + len(data):
+                return start, data
+        before = 0 if not place else self.segments[place - 1][0] + len(self.segments[place - 1][1])
+        after = self.size if place == len(self.segments) else self.segments[place][0]
+        start, end = self._widened(at, min(stop, after), before, after)
+        data = self.source.read(start, end - start)
+        self.requests += 1
+        self._last = end
+        self.keep(start, data)
+        return start, data
+
+    def _widened(self, start: int, stop: int, before: int, after: int) -> tuple[int, int]:
+        """Widen a range to what may be wanted next, between what is there already."""
+        if self.size - start <= _TAIL_NBYTES:
+            return max(before, self.size - _TAIL_NBYTES), after
+        near = 0 <= start - self._last <= _NEAR
+        self._ahead = min(2 * self._ahead, _LARGEST_AHEAD) if near else _SMALLEST_AHEAD
+        return start, min(max(stop, start + self._ahead), after)

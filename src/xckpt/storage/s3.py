@@ -1,0 +1,104 @@
+"""Files in S3: each answer tells which version of the object, and which range, it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from xckpt.storage.local import empty
+from xckpt.storage.remote import FsspecSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["S3Source"]
+
+_CONTENT_RANGE = re.compile(r"bytes 0-\d+/(\d+)")
+_CHANGED = {"PreconditionFailed": "its ETag is another", "412": "its ETag is another"}
+_SHORTER = {"InvalidRange": "it is shorter than it was", "416": "it is shorter than it was"}
+_PIECE_NBYTES = 1 << 20
+
+
+class S3Source(FsspecSource):
+    """An object of a store that speaks the protocol of S3.
+
+    Credentials, endpoints and sessions are those of s3fs. The requests are made here: each says
+    which version of the object it is for, so that no other one is ever read, and no request of its
+    own has to ask.
+    """
+
+    __slots__ = ()
+
+    def _look(self, first: int) -> tuple[dict[str, Any], memoryview]:
+        if not first:
+            return super()._look(first)
+        try:
+            answer, data = self._get(0, first, {})
+        except OSError as error:
+            # An object of no byte has no range; of what is missing, asking tells more.
+            if not isinstance(error, FileNotFoundError) and _code(error) not in _SHORTER:
+                raise
+            return super()._look(0)
+        found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
+        if found is None:
+            return super()._look(0)
+        told = ("ETag", "LastModified", "VersionId")
+        info = {key: answer[key] for key in told if answer.get(key) is not None}
+        return {"size": int(found[1]), **info}, data
+
+    def _fetch(self, offset: int, nbytes: int) -> memoryview:
+        identity: Any = self.identity
+        said = dict(identity[1:])
+        condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
+        try:
+            answer, data = self._get(offset, nbytes, condition)
+        except OSError as error:
+            how = (_CHANGED | _SHORTER).get(_code(error))
+            if how is not None:
+                raise self._changed(how) from error
+            raise
+        # Not all that speak the protocol know conditions.
+        if condition and answer.get("ETag") not in {None, said["ETag"]}:
+            raise self._changed(f"its ETag was {said['ETag']} and is {answer['ETag']}")
+        return data
+
+    def _get(
+        self, offset: int, nbytes: int, condition: Mapping[str, str]
+    ) -> tuple[dict[str, Any], memoryview]:
+        from fsspec.asyn import sync
+
+        fs, path = self._file_system()
+        found: tuple[dict[str, Any], memoryview] = sync(
+            fs.loop, _request, fs, path, offset, nbytes, condition
+        )
+        return found
+
+
+async def _request(
+    fs: Any, path: str, offset: int, nbytes: int, condition: Mapping[str, str]
+) -> tuple[dict[str, Any], memoryview]:
+    from aiohttp import ClientError
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+
+    bucket, key, version = fs.split_path(path)
+    if version is not None:
+        condition = {**condition, "VersionId": version}
+    span = f"bytes={offset}-{offset + nbytes - 1}"
+    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=span, **condition)  # noqa: SLF001
+    memory = empty(nbytes)
+    done = 0
+    # What came before a connection broke is not requested again.
+    with contextlib.suppress(ClientError, BotoCoreError, ConnectionError, TimeoutError):
+        async with answer["Body"] as body:
+            while done < nbytes and (piece := await body.read(_PIECE_NBYTES)):
+                count = min(len(piece), nbytes - done)
+                memory[done : done + count] = piece[:count]
+                done += count
+    return answer, memory[:done]
+
+
+def _code(error: BaseException) -> str:
+    """Give the code of S3 that s3fs made an error of."""
+    answer = getattr(error.__cause__, "response", None)
+    return str(answer["Error"].get("Code")) if isinstance(answer, dict) else ""

@@ -1,0 +1,105 @@
+"""An S3 server for tests: moto's, behind something that counts requests and gets in their way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+BUCKET = "bucket"
+
+
+class S3Server:
+    """Serves objects; ``options`` are what fsspec needs to reach it.
+
+    Attributes
+    ----------
+    requests : list of (str, str, str or None)
+        Method, path and range of each since the last `forget`.
+    nbytes_sent : int
+        Of bodies.
+    latency : float
+        Seconds that each request waits.
+    failing : float
+        Share of requests that fail with status 500, or whose body is cut.
+    refuse : callable
+        Tells by path and range whether a request always fails.
+    """
+
+    def __init__(self) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self.latency = self.failing = 0.0
+        self.refuse: Callable[[str, str | None], bool] = lambda _path, _range: False
+        self.faults = 0
+        self._random = random.Random(0)
+        self._lock = threading.Lock()
+        self.forget()
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.options: dict[str, Any] = {
+            "key": "test",
+            "secret": "test",
+            "client_kwargs": {"endpoint_url": self.url, "region_name": "us-east-1"},
+        }
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.nbytes_sent = 0
+
+    def put(self, **files: bytes) -> None:
+        """Store objects."""
+        from s3fs import S3FileSystem
+
+        fs = S3FileSystem(**self.options)
+        if not fs.exists(BUCKET):
+            fs.call_s3("create_bucket", Bucket=BUCKET)
+        fs.pipe({f"{BUCKET}/{name}": data for name, data in files.items()})
+        self.forget()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        asked = environ.get("HTTP_RANGE")
+        with self._lock:
+            self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], asked))
+            fault = self._random.random() < self.failing
+            cut = fault and self._random.random() < 0.5
+            self.faults += fault
+        time.sleep(self.latency)
+        if (fault and not cut) or self.refuse(environ["PATH_INFO"], asked):
+            start("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
+        return self._counted(self._app(environ, start), cut=cut)
+
+    def _counted(self, body: Any, *, cut: bool) -> Iterator[bytes]:
+        try:
+            for piece in body:
+                sent = piece[: len(piece) // 2] if cut else piece
+                with self._lock:
+                    self.nbytes_sent += len(sent)
+                yield sent
+        finally:
+            if hasattr(body, "close"):
+                body.close()
