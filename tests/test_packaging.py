@@ -23,6 +23,7 @@ CONDA_NAMES = {
     "dask": "dask-core",
     "matplotlib": "matplotlib-base",
     "msgpack": "msgpack-python",
+    "playwright": "playwright-python",
     "xxhash": "python-xxhash",
 }
 ONLY_FOR_DEVELOPERS = {"bench", "docs", "lint"}
@@ -133,6 +134,7 @@ def test_public_names() -> None:
         "Tensor",
         "UnsupportedError",
         "__version__",
+        "append",
         "compare",
         "convert",
         "findings",
