@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import xckpt
 
 project = "xckpt"
@@ -16,5 +20,25 @@ html_title = "xckpt"
 
 autodoc_typehints = "none"
 numpydoc_show_class_members = False
-# Notebooks are shown as they were saved.
-nb_execution_mode = "off"
+
+# Notebooks are stored without outputs and run here, again only when they changed.
+nb_execution_mode = "cache"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 180
+nb_merge_streams = True
+# Bars of progress are gone when a page is read.
+os.environ["TQDM_DISABLE"] = "1"
+
+
+def copy_notebooks(source: Path, target: Path) -> None:
+    """Copy the notebooks beside the pages: Sphinx links to nothing outside of their folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    (target / ".gitignore").write_text("*\n", encoding="utf-8")
+    for notebook in source.glob("*.ipynb"):
+        shutil.copy2(notebook, target)
+
+
+_HERE = Path(__file__).parent
+copy_notebooks(_HERE.parent / "notebooks", _HERE / "notebooks")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.notebook.summary import Summary
+    from xckpt.plots import Plots
 
 __all__ = ["CheckpointAccessor"]
 
@@ -261,8 +262,31 @@ class CheckpointAccessor:
 
         return findings(self.stats() if stats is None else stats)
 
+    def compare(self, other: Any, **options: Any) -> xr.Dataset:
+        """Compare with another checkpoint, tensor by tensor: what changed, and how much.
+
+        Parameters
+        ----------
+        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+            Of whatever format and element types.
+        **options
+            See `xckpt.compare`: ``names``, ``tensors``, ``progress``, ``compute``, ``cache``.
+
+        Returns
+        -------
+        xarray.Dataset
+            Its ``ckpt.table()`` has what changed most first.
+
+        Examples
+        --------
+        >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()  # doctest: +SKIP
+        """
+        from xckpt.stats import compare
+
+        return compare(self._obj, other, **options)
+
     def table(self) -> pd.DataFrame:
-        """Lay statistics out with one row for each tensor: of what `stats` gives.
+        """Lay statistics or a comparison out with one row for each tensor.
 
         Returns
         -------
@@ -277,8 +301,20 @@ class CheckpointAccessor:
         from xckpt.stats import table
 
         if not isinstance(self._obj, xr.Dataset):
-            raise TypeError("statistics are a Dataset; table() is of ds.ckpt.stats()")
+            raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")
         return table(self._obj)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
+
+        Examples
+        --------
+        >>> ds.ckpt.plot.layers("std", "*.q_proj.weight")  # doctest: +SKIP
+        """
+        from xckpt.plots import Plots
+
+        return Plots(self._obj)
 
     def save(self, path: str | os.PathLike[str], engine: str | None = None, **options: Any) -> Any:
         """Write to a checkpoint, without loading it into memory; complete, or not at all.

@@ -1,0 +1,267 @@
+"""Where the bytes are, ``ds.ckpt.plot.treemap``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.notebook.formatting import binary_size, columns, printable, share, shortened
+from xckpt.plots.axes import add_legend, line_styles, luminance, new_axes, require_matplotlib, write
+from xckpt.plots.tensors import tensor_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from matplotlib.axes import Axes
+
+    from xckpt.labels import TensorFilter
+    from xckpt.notebook.folding import Row
+
+__all__ = ["draw_treemap", "squarify"]
+
+_ANY = "*"
+_LONGEST_INDEX = 18
+_POINT_SIZES = (8.0, 6.5)
+_HEAD_HEIGHT = 1.7
+_LINE_HEIGHT = 1.35
+_HIGHEST_HEAD = 0.15
+# In sizes of the font, about this in DejaVu Sans.
+_CHARACTER_WIDTH = 0.62
+_SHORTEST_LABEL = 4
+_LEAST_SHARE = 2e-4
+
+
+class Box(NamedTuple):
+    """A rectangle: its corner at the lower left, and its size."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(slots=True)
+class _Module:
+    """A module, or a tensor in it where `children` is empty; numbers are one child, ``*``."""
+
+    name: str
+    children: dict[str, _Module] = field(default_factory=dict)
+    nbytes: int = 0
+    count: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: Row, path: Sequence[str]) -> None:
+        """Count a tensor here, and in the modules on its path."""
+        self.nbytes += row.nbytes
+        self.count += 1
+        self.dtypes[row.dtype] += row.nbytes
+        if path:
+            first, *rest = path
+            self.children.setdefault(first, _Module(first)).add(row, rest)
+
+
+def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
+    """Draw where the bytes are; see `xckpt.plots.Plots.treemap`."""
+    require_matplotlib()
+    root = _tree(tensor_rows(obj, names))
+    if not root.nbytes:
+        raise ValueError("all tensors are empty")
+    ax = new_axes(ax, 9.0, 5.0)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    kinds = [kind for kind, _ in root.dtypes.most_common()]
+    styles = line_styles(len(kinds))
+    canvas = _Canvas(ax, {k: each["color"] for k, each in zip(kinds, styles, strict=True)})
+    canvas.draw(root, Box(0, 0, 1, 1), ())
+    _add_key(ax, root, canvas.colours)
+    write(ax.title, f"{binary_size(root.nbytes)} in {root.count:,} tensors")
+    return ax
+
+
+def _add_key(ax: Axes, root: _Module, colours: Mapping[str, Any]) -> None:
+    """Explain the colours, below the picture."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour) for colour in colours.values()]
+    labels = [
+        f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
+        for kind in colours
+    ]
+    add_legend(ax, handles, labels, below=True)
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def _tree(rows: Iterable[Row]) -> _Module:
+    root = _Module("")
+    for row in rows:
+        root.add(row, [_ANY if _is_index(part) else part for part in row.name.split(".")])
+    return _without_chains(root)
+
+
+def _is_index(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) <= _LONGEST_INDEX
+
+
+def _without_chains(module: _Module) -> _Module:
+    """Make a module with one child that child; names are joined."""
+    module.children = {name: _without_chains(each) for name, each in module.children.items()}
+    if len(module.children) != 1:
+        return module
+    (child,) = module.children.values()
+    if child.count < module.count:  # there is a tensor of the module's own name
+        return module
+    child.name = f"{module.name}.{child.name}" if module.name else child.name
+    return child
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+class _Canvas:
+    """Axes that boxes are drawn in, and how much text has room there."""
+
+    def __init__(self, ax: Axes, colours: dict[str, Any]) -> None:
+        self.ax = ax
+        self.colours = colours
+        figure: Any = ax.get_figure(root=True)
+        # Before the layout has cut off what titles need, which is little.
+        place, (width, height) = ax.get_position(), figure.get_size_inches()
+        self.inches = place.width * width, place.height * height
+
+    def draw(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
+        """Draw a module with everything in it, below modules whose names are not to be seen."""
+        inside = sorted(module.children.values(), key=lambda child: -child.nbytes)
+        drawn = [child for child in inside if child.nbytes]
+        if not drawn or module.nbytes > sum(child.nbytes for child in drawn):
+            self._fill(module, box, path)
+            return
+        below = self._headed(module, box) if module.name else box
+        path = (*path, module.name) if below == box and module.name else ()
+        boxes = squarify([child.nbytes for child in drawn], below, self.inches)
+        for child, part in zip(drawn, boxes, strict=True):
+            # What nobody could see has its place, but is not drawn.
+            if part.width * part.height > _LEAST_SHARE:
+                self.draw(child, part, path)
+
+    def _headed(self, module: _Module, box: Box) -> Box:
+        """Write the name of a module at its top, and give what is left of its box."""
+        name = printable(module.name)
+        fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
+        height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
+        if not fits or height > _HIGHEST_HEAD * box.height:
+            return box
+        room = self._room(box, fits[0])
+        size = f"  {binary_size(module.nbytes)}"
+        label = self.ax.text(box.x + 0.003, box.y + box.height - height / 2, "", va="center")
+        label.set(fontsize=fits[0], clip_on=True)
+        write(label, name + size if columns(name + size) <= room else name, room)
+        return Box(box.x, box.y, box.width, box.height - height)
+
+    def _room(self, box: Box, size: float) -> int:
+        """Say how many characters have room beside each other."""
+        return int((box.width * self.inches[0] - 0.08) * 72 / (size * _CHARACTER_WIDTH))
+
+    def _fill(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
+        """Draw a box with as much of its label as has room."""
+        from matplotlib.patches import Rectangle
+
+        colour = self.colours[module.dtypes.most_common(1)[0][0]]
+        patch = Rectangle((box.x, box.y), box.width, box.height, facecolor=colour, linewidth=1.5)
+        patch.set_edgecolor(self.ax.get_facecolor())
+        self.ax.add_patch(patch)
+        ink = "black" if luminance(colour) > 0.5 else "white"
+        for size in _POINT_SIZES:
+            most_lines = int(box.height * self.inches[1] * 72 / (_LINE_HEIGHT * size))
+            lines = _label(module, path, self._room(box, size))[:most_lines]
+            if lines:
+                middle = (box.x + box.width / 2, box.y + box.height / 2)
+                text = self.ax.text(*middle, "", size=size, color=ink, ha="center", va="center")
+                text.set(clip_on=True, text="\n".join(lines), parse_math=False)
+                return
+
+
+def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
+    """Give the name, and the number and size of what it stands for, as far as there is room."""
+    parts = [printable(part) for name in (*path, module.name) for part in name.split(".")]
+    # The last two say which tensor it is; what is before them is to be seen around the box.
+    wanted = [[".".join(parts)], [".".join(parts[-2:])], parts[-2:]]
+    names = next((each for each in wanted if max(map(columns, each)) <= room), None)
+    if names is None:
+        names = [shortened(wanted[1][0], room)] if room >= _SHORTEST_LABEL else []
+    times = f"×{module.count:,}  " if module.count > 1 else ""
+    facts = f"{times}{binary_size(module.nbytes)}"
+    return [*names, facts] if names and columns(facts) <= room else names
+
+
+# --- rectangles ----------------------------------------------------------------------------------
+
+
+def squarify(sizes: Sequence[float], box: Box, scale: tuple[float, float] = (1, 1)) -> list[Box]:
+    """Cut a rectangle into rectangles of given areas that are as square as may be.
+
+    Parameters
+    ----------
+    sizes : sequence of float
+        Positive, the largest first; the areas are in proportion to them.
+    box : Box
+        What is cut.
+    scale : tuple of float
+        Size of the units along both axes, for what looks square.
+
+    Returns
+    -------
+    list of Box
+        One for each size. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
+
+    Examples
+    --------
+    >>> squarify([2, 1, 1], Box(0, 0, 2, 1))
+    [Box(x=0, y=0, width=1.0, height=1), Box(x=1.0, y=0.0, width=1.0, height=0.5), \
+Box(x=1.0, y=0.5, width=1.0, height=0.5)]
+    """
+    boxes: list[Box] = []
+    rest = list(sizes)
+    while rest:
+        wide = box.width * scale[0] >= box.height * scale[1]
+        side = (box.height * scale[1]) if wide else (box.width * scale[0])
+        area = box.width * scale[0] * box.height * scale[1] / sum(rest)
+        count = _row_length(rest, side, area)
+        fraction = sum(rest[:count]) / sum(rest)
+        boxes += _row(rest[:count], box, fraction, wide=wide)
+        rest = rest[count:]
+        if wide:
+            used = box.width * fraction
+            box = Box(box.x + used, box.y, box.width - used, box.height)
+        else:
+            used = box.height * fraction
+            box = Box(box.x, box.y, box.width, box.height - used)
+    return boxes
+
+
+def _row_length(sizes: Sequence[float], side: float, area: float) -> int:
+    """Say how many of the next rectangles stand along a side, before they get less square."""
+    best, count = float("inf"), 0
+    for stop in range(1, len(sizes) + 1):
+        total = sum(sizes[:stop]) * area
+        ratios = [side**2 * size * area / total**2 for size in (sizes[0], sizes[stop - 1])]
+        worst = max(max(ratio, 1 / ratio) for ratio in ratios)
+        if worst > best:
+            break
+        best, count = worst, stop
+    return count
+
+
+def _row(sizes: Sequence[float], box: Box, fraction: float, *, wide: bool) -> Iterator[Box]:
+    """Put rectangles side by side: at the left of a wide box, at the top of a high one."""
+    total, at = sum(sizes), 0.0
+    for size in sizes:
+        part = size / total
+        if wide:
+            yield Box(box.x, box.y + at * box.height, box.width * fraction, box.height * part)
+        else:
+            top = box.y + box.height * (1 - fraction)
+            yield Box(box.x + at * box.width, top, box.width * part, box.height * fraction)
+        at += part

@@ -1,0 +1,222 @@
+"""The command line as a whole: errors, exit statuses, streams, hostile names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import xckpt
+from tests.hostile_names import HOSTILE
+from xckpt.cli import main
+from xckpt.errors import IntegrityError, UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make opening a file raise an error."""
+
+    def replace(error: BaseException) -> None:
+        def open_index(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("xckpt.opening.open_index", open_index)
+
+    return replace
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.zt"
+    assert main(["info", str(path)]) == 2
+    assert capsys.readouterr() == ("", f"xckpt: {path}: No such file or directory\n")
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "evil\x1b[2J\n.txt"
+    path.write_text("nothing of the kind")
+    assert main(["info", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"xckpt: {tmp_path}")
+    assert r"evil\x1b[2J\n.txt" in err
+    assert err.count("\n") == 1
+
+
+def test_an_error_says_where_and_what_to_do(fails: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(
+        IntegrityError(
+            "the digest disagrees",
+            path="m.zt",
+            offset=64,
+            tensor="a\x1b[1m",
+            rule="Digest",
+            hint="Copy the file again",
+        )
+    )
+    assert main(["info", "m.zt"]) == 1
+    expected = (
+        r"xckpt: m.zt: tensor 'a\x1b[1m': byte 64: the digest disagrees [Digest]. "
+        "Copy the file again\n"
+    )
+    assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UnsupportedError("a new layout", path="m.zt"), 2, "m.zt: a new layout"),
+        (PermissionError(13, "Permission denied", "m.zt"), 2, "m.zt: Permission denied"),
+        (ConnectionResetError(), 2, "ConnectionResetError"),
+    ],
+)
+def test_what_gives_no_answer_has_status_2(
+    error: Exception, status: int, line: str, fails: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails(error)
+    assert main(["info", "m.zt"]) == status
+    assert capsys.readouterr() == ("", f"xckpt: {line}\n")
+
+
+def test_an_interrupt_is_quiet(fails: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(KeyboardInterrupt())
+    assert main(["info", "m.zt"]) == 130
+    assert capsys.readouterr() == ("", "\n")  # after the ^C that the terminal shows
+
+
+def test_other_errors_are_not_hidden(fails: Any) -> None:
+    fails(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["info", "m.zt"])
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["info"], ["info", "a", "b\x1b[2J"]])
+def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Usage: xckpt")
+    assert "\x1b" not in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"xckpt {xckpt.__version__}\n"
+
+
+def test_help_states_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("info", "stats", "convert", "verify"):
+        assert re.search(rf"^  {command} +\w.*\.$", out, re.MULTILINE)
+    for status in (0, 1, 2, 130):
+        assert re.search(rf"^ +{status}  +\w", out, re.MULTILINE)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    statement = "import sys; from xckpt.cli import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run(  # noqa: S603  our own interpreter and statement
+        [sys.executable, "-c", statement], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.rpartition("\n\n")[2].split()}
+    assert "click" in loaded
+    assert not loaded & {"numpy", "xarray", "dask", "pandas", "rich", "fsspec", "numba"}
+
+
+# --- hostile names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["info"], ["stats"], ["stats", "--findings"], ["verify"]])
+def test_hostile_names_are_inert_where_output_is_piped(
+    command: list[str], hostile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*command, str(hostile)])
+    out, err = capsys.readouterr()
+    assert not [c for c in out + err if not c.isprintable() and c != "\n"]
+    if command != ["verify"]:
+        assert r"\x1b[31mred\x1b[2J" in out
+        assert "[bold red]w[/]" in out
+
+
+def test_hostile_names_are_inert_in_a_terminal(hostile: Path, terminal: Any) -> None:
+    for command in (["info"], ["stats"], ["stats", "--findings"]):
+        out, _ = terminal(*command, str(hostile))
+        assert "[bold red]w[/]" in out
+        assert "<img src=x onerror=alert(1)>" in out
+        assert r"line\nbreak\r\x07" in out
+        assert ":smile: %s" in out
+        assert "\x1b[31mred" not in out
+        assert not set(out) & {"\u202e", "\x07"}
+
+
+def test_json_has_hostile_names_as_they_are(
+    hostile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("info", "stats"):
+        assert main([command, str(hostile), "--json"]) == 0
+        out = capsys.readouterr().out
+        assert out.isascii()
+        assert out.count("\n") == 1
+        assert {tensor["name"] for tensor in json.loads(out)["tensors"]} == set(HOSTILE)
+
+
+# --- as a process --------------------------------------------------------------------------------
+
+
+def run(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-W", "error", "-m", "xckpt", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        **more,
+    )
+
+
+def test_it_runs_as_a_module(checkpoint: Path) -> None:
+    with run("info", str(checkpoint)) as process:
+        out, err = process.communicate()
+    assert out.startswith("<Checkpoint m.zt>")
+    assert (err, process.returncode) == ("", 0)
+
+
+def test_a_reader_that_leaves_early_is_no_news(checkpoint: Path) -> None:
+    with run("info", str(checkpoint), "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_a_terminal_without_the_characters_gets_escapes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with run("info", str(checkpoint)) as process:
+        out, err = process.communicate()
+    assert r" \xb7 " in out
+    assert (err, process.returncode) == ("", 0)
+
+
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    statement = (
+        "import os, signal, sys, time, xckpt.opening\n"
+        "from xckpt.cli import main\n"
+        "def open_index(*_, **__):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "xckpt.opening.open_index = open_index\n"
+        "sys.exit(main(['info', 'm.zt']))\n"
+    )
+    done = subprocess.run(  # noqa: S603  our own interpreter and statement
+        [sys.executable, "-c", statement], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")

@@ -1,0 +1,102 @@
+"""``xckpt compare``: what differs, and the exit status that says whether anything does."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from xckpt.cli import main
+from xckpt.writing import save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("compare")
+    base = xr.Dataset({n: (("a", "b"), np.ones((4, 3), np.float32)) for n in ("u", "v", "w")})
+    save(base, folder / "a.zt")
+    tuned = base.assign(v=base["v"] * 3, w=base["w"] * 1.5).drop_vars("u")
+    save(tuned.assign(x=("a", np.ones(4, np.float32))), folder / "b.safetensors")
+    return str(folder / "a.zt"), str(folder / "b.safetensors")
+
+
+def test_what_differs_most_comes_first(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *pair]) == 1
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["tensor", "status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine"]
+    assert [row[:2] for row in rows[1:]] == [
+        ["u", "only_a"],
+        ["x", "only_b"],
+        ["v", "changed"],
+        ["w", "changed"],
+    ]
+    assert rows[3][2:] == ["0", "2", "2", "2", "1"]
+    assert err == "xckpt: 4 tensors: 2 changed, 1 only in A, 1 only in B\n"
+
+
+def test_equal_files_have_status_0_whatever_their_formats(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = str(tmp_path / "copy.safetensors")
+    assert main(["convert", pair[0], copy, "--dtype", "float64"]) == 0
+    capsys.readouterr()
+    assert main(["compare", pair[0], copy]) == 0
+    assert capsys.readouterr() == ("", "xckpt: 3 tensors: all are the same\n")
+    assert main(["compare", pair[0], copy, "--all"]) == 0
+    assert capsys.readouterr().out.count("same") == 3
+
+
+def test_order_number_and_names_of_rows(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *pair, "--tensors", "[vw]", "--sort", "cosine", "--limit", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err == "xckpt: 2 tensors: 2 changed\n"
+    assert main(["compare", *pair, "--rename", "^u$", "w", "--tensors", "u"]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["u", "changed"]
+
+
+def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *pair, "--json"]) == 1
+    out, err = capsys.readouterr()
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert (document["a"], document["b"], document["same"]) == (*pair, False)
+    rows = {row.pop("name"): row for row in document["tensors"]}
+    assert rows["w"]["status"] == "changed"
+    assert rows["w"]["rel_l2"] == pytest.approx(0.5)
+    assert rows["u"]["rel_l2"] is None
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sort", "size"], "no column 'size'; there are status, count"),
+        (["--tensors", "nothing"], "--tensors matches no tensor of"),
+        (["--rename", "(", ""], "is no regular expression"),
+    ],
+)
+def test_wrong_usage(
+    options: list[str], said: str, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *pair, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
+def test_a_missing_file_is_no_difference(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", pair[0], "missing.zt"]) == 2
+    assert "No such file" in capsys.readouterr().err

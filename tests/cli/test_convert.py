@@ -1,0 +1,134 @@
+"""``xckpt convert``: options of the command and what the new file becomes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_another_format_with_the_same_values(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "m.safetensors"
+    dense = ["--tensors", "*.weight", "--tensors", "*.bias"]
+    assert main(["convert", str(checkpoint), str(new), *dense]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"xckpt: {new}: safetensors, " in err
+    with (
+        xr.open_dataset(checkpoint, engine="ztensor", tensors=["*.weight", "*.bias"]) as old,
+        xr.open_dataset(new, engine="safetensors") as written,
+    ):
+        assert set(written.variables) == set(old.variables)
+        assert written.drop_attrs().equals(old.drop_attrs())
+
+
+def test_how_tensors_are_stored(checkpoint: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.bin"
+    options = [
+        *("--to", "ztensor", "--option", "version=2", "--option", "alignment=4096"),
+        *("--compression", "zstd", "--level", "3"),
+        *("--encode", "*.bias", "compression=none,digest=sha256"),
+        *("--encode", "*norm.weight", "dtype=float64"),
+    ]
+    assert main(["convert", str(checkpoint), str(new), *options]) == 0
+    index = xckpt.read_index(new)
+    assert index.version == "2"
+    bias = index.tensors["model.layers.0.self_attn.q_proj.bias"].parts["data"]
+    assert bias.encoding is None
+    assert (bias.digest or "").startswith("sha256:")
+    assert bias.offset % 4096 == 0
+    weight = index.tensors["model.layers.0.self_attn.q_proj.weight"]
+    assert (weight.parts["data"].encoding or "").startswith("zstd")
+    assert index.tensors["model.norm.weight"].dtype == "float64"
+
+
+def test_the_document_says_what_was_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.zt"
+    assert main(["convert", str(checkpoint), str(new), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "source": str(checkpoint),
+        "destination": str(new),
+        "format": "ztensor",
+        "version": "1.0",
+        "nbytes": new.stat().st_size,
+        "tensors": len(xckpt.read_index(checkpoint).tensors),
+    }
+    assert err == ""
+
+
+def test_what_changes_its_form_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "m.safetensors")]) == 0
+    err = capsys.readouterr().err
+    assert "xckpt: warning: " in err
+    assert "written dense" in err
+    assert ".py" not in err
+
+
+def test_an_existing_file_is_replaced_only_when_asked(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.zt"
+    new.write_bytes(b"precious")
+    assert main(["convert", str(checkpoint), str(new)]) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert new.read_bytes() == b"precious"
+    assert main(["convert", str(checkpoint), str(new), "--overwrite"]) == 0
+    assert xckpt.read_index(new).format == "ztensor"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("new.xyz", [], "name the format with --to"),
+        ("new.zt", ["--option", "version"], "'version' is not KEY=VALUE"),
+        ("new.zt", ["--option", "verzion=2"], "no option 'verzion' for writing"),
+        ("new.zt", ["--option", "version=7"], "expected '1.0' or '2'"),
+        ("new.zt", ["--option", "alignment=big"], "alignment is a whole number, not 'big'"),
+        ("new.checkpoint", ["--option", "multi_shard=yes"], "multi_shard is JSON"),
+        ("new.zt", ["--level", "high"], "level is a whole number, not 'high'"),
+        ("new.zt", ["--level", "99"], "level 99 is not in 1 to 22"),
+        ("new.zt", ["--dtype", "float99"], "'float99' is no element type"),
+        ("new.zt", ["--encode", "*.nothing", "dtype=float32"], "matches no tensor"),
+        ("new.zt", ["--encode", "*", "size=3"], "'size' is not known"),
+    ],
+)
+def test_wrong_options_write_nothing(
+    name: str,
+    options: list[str],
+    said: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / name), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_lose_something_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.zt"
+    arguments = ["convert", str(checkpoint), str(new), "--tensors", "*norm*", "--dtype", "bfloat16"]
+    assert main(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not new.exists()
+    assert main([*arguments, "--cast", "allow"]) == 0
+    assert {each.dtype for each in xckpt.read_index(new).tensors.values()} == {"bfloat16"}

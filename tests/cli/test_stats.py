@@ -1,0 +1,138 @@
+"""``xckpt stats``: columns, order, findings, and a document with all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt.stats
+from xckpt.cli import main
+from xckpt.writing import save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def table(out: str) -> list[dict[str, str]]:
+    """Read a table that was printed as text."""
+    head, *rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.fixture
+def statistics(checkpoint: Path) -> Any:
+    return xckpt.stats.table(xckpt.stats.stats(checkpoint, progress=False))
+
+
+def test_the_table_has_every_tensor_in_the_order_of_the_file(
+    checkpoint: Path, statistics: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", str(checkpoint)]) == 0
+    out, err = capsys.readouterr()
+    rows = table(out)
+    assert [row["tensor"] for row in rows] == statistics.index.tolist()
+    assert [float(row["std"]) for row in rows] == pytest.approx(statistics["std"], rel=1e-3)
+    assert [int(row["nan"]) for row in rows] == statistics["nan"].tolist()
+    first = rows[0]
+    assert (first["dtype"], first["shape"]) == ("float16", "256×16")
+    assert err == ""
+
+
+def test_sorting_by_any_column(
+    checkpoint: Path, statistics: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ["--columns", "kurtosis, nbytes"]
+    assert main(["stats", str(checkpoint), *columns, "--sort", "kurtosis", "--limit", "3"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert [row["tensor"] for row in rows] == statistics.nlargest(3, "kurtosis").index.tolist()
+    assert set(rows[0]) == {"tensor", "kurtosis", "nbytes"}
+    assert main(["stats", str(checkpoint), "--sort", "shape", "--ascending"]) == 0
+    sizes = [np.prod([int(n) for n in row["shape"].split("×")]) for row in table_of(capsys)]
+    assert sizes == sorted(sizes)
+    assert main(["stats", str(checkpoint), "--sort", "name", "--limit", "1"]) == 0
+    assert table_of(capsys)[0]["tensor"] == min(statistics.index)
+
+
+def table_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
+    return table(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("option", ["--sort", "--columns"])
+def test_an_unknown_column(
+    option: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", str(checkpoint), option, "sdt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no column 'sdt'; there are dtype, shape, nbytes, count" in err
+
+
+def test_quantiles_that_are_asked_for(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantiles = ["--quantile", "0.1", "--quantile", "1", "--exact-quantiles"]
+    tensors = ["--tensors", "model.norm.weight"]
+    assert main(["stats", str(checkpoint), *quantiles, *tensors, "--columns", "all"]) == 0
+    row = table_of(capsys)[0]
+    assert [name for name in row if name.startswith("q")] == ["q0.1", "q1"]
+    assert row["q1"] == row["max"]
+
+
+def test_findings_have_a_status(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", str(checkpoint), "--findings"]) == 1
+    rows = table_of(capsys)
+    assert rows[0] == {
+        "tensor": "model.layers.2.mlp.up_proj.weight",
+        "severity": "error",
+        "rule": "nan",
+        "value": "7",
+    }
+    assert ["warning"] * (len(rows) - 1) == [row["severity"] for row in rows[1:]]
+
+
+def test_harmless_findings_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.zt"
+    save(xr.Dataset({"ones": ("x", np.ones(5, np.float32))}), path)
+    assert main(["stats", str(path), "--findings"]) == 0
+    assert [row["severity"] for row in table_of(capsys)] == ["info"]
+    save(xr.Dataset({"w": ("x", np.arange(5.0))}), path, overwrite=True)
+    assert main(["stats", str(path), "--findings"]) == 0
+    assert capsys.readouterr() == ("", "xckpt: no findings\n")
+
+
+def test_the_document_has_statistics_and_findings(
+    checkpoint: Path, statistics: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", str(checkpoint), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert list(document) == ["source", "format", "tensors", "findings"]
+    assert document["format"] == "ztensor"
+    assert len(document["tensors"]) == len(statistics)
+    for row in document["tensors"]:
+        expected = statistics.loc[row["name"]]
+        assert list(row) == ["name", "dtype", "shape", "nbytes", *statistics.columns]
+        for name, value in expected.items():
+            assert row[name] == (None if np.isnan(value) else value)
+    found = xckpt.stats.findings(xckpt.stats.stats(checkpoint, progress=False))
+    assert document["findings"] == found.to_dict("records")
+
+
+def test_a_terminal_gets_a_table_that_fits(checkpoint: Path, terminal: Any) -> None:
+    out, status = terminal("stats", str(checkpoint), columns=80)
+    assert status == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+    table = plain[plain.index("tensor ") :]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" in table
+    assert "too narrow for" in table
+    assert "──" in table
+    assert "\x1b[1m" in out
+
+
+def test_a_terminal_shows_progress(checkpoint: Path, terminal: Any) -> None:
+    out, _ = terminal("stats", str(checkpoint), "--no-cache")
+    assert "statistics" in out
+    assert "iB" in out

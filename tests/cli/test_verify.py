@@ -1,0 +1,70 @@
+"""``xckpt verify``: several files, one status."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    data = bytearray(checkpoint.read_bytes())
+    data[64] ^= 1
+    path = tmp_path / "damaged.zt"
+    path.write_bytes(data)
+    return path
+
+
+def test_a_sound_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{checkpoint}: ok, ztensor 1.0, ")
+    assert err == ""
+
+
+def test_a_damaged_file_among_others(
+    checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(damaged), str(checkpoint)]) == 1
+    out, _ = capsys.readouterr()
+    first, finding, second = out.splitlines()
+    assert first.startswith(f"{damaged}: DAMAGED")
+    assert finding.startswith("  error: tensor 'model.embed_tokens.weight': byte 64: ")
+    assert second.startswith(f"{checkpoint}: ok")
+
+
+def test_a_missing_file_does_not_keep_others_from_being_checked(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.zt"
+    assert main(["verify", str(missing), str(damaged)]) == 2
+    out, err = capsys.readouterr()
+    assert "DAMAGED" in out
+    assert err == f"xckpt: {missing}: No such file or directory\n"
+
+
+def test_the_document(checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint), str(damaged), "--json"]) == 1
+    sound, broken = json.loads(capsys.readouterr().out)["files"]
+    assert (sound["ok"], sound["findings"], sound["path"]) == (True, [], str(checkpoint))
+    assert (broken["ok"], broken["path"]) == (False, str(damaged))
+    (finding,) = broken["findings"]
+    assert finding["tensor"] == "model.embed_tokens.weight"
+    assert (finding["offset"], finding["rule"]) == (64, "Digest")
+
+
+def test_a_file_that_is_no_checkpoint_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut\x1b[2J.zt"
+    path.write_bytes(b"ZTEN1000")
+    assert main(["verify", str(path)]) == 1
+    out, _ = capsys.readouterr()
+    assert r"cut\x1b[2J.zt: DAMAGED" in out

@@ -1,0 +1,98 @@
+"""Bars of what changed, and what the title says of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt.stats
+from tests.hostile_names import HOSTILE
+from xckpt.plots import Plots
+
+
+@pytest.fixture
+def base() -> xr.Dataset:
+    rng = np.random.default_rng(0)
+    return xr.Dataset({f"l.{n}.w": (("a", "b"), rng.normal(size=(5, 6))) for n in range(6)})
+
+
+@pytest.fixture
+def tuned(base: xr.Dataset) -> xr.Dataset:
+    tuned = base.copy(deep=True).drop_vars("l.5.w")
+    tuned["l.1.w"] *= 1.5
+    tuned["l.3.w"] *= 1.01
+    tuned["new"] = ("a", np.ones(5))
+    return tuned
+
+
+def labels(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.get_yticklabels()]
+
+
+def widths(ax: Any) -> list[float]:
+    return [bar.get_width() for bar in ax.patches]
+
+
+def test_bars_of_what_changed_most_changed_at_the_top(base: xr.Dataset, tuned: xr.Dataset) -> None:
+    ax = Plots(base).compare(tuned)
+    ax.figure.canvas.draw()
+    assert labels(ax) == ["l.3.w", "l.1.w"]
+    assert widths(ax) == pytest.approx([0.01, 0.5])
+    assert ax.get_title() == "7 tensors: 3 same, 2 changed, 1 only here, 1 only in the other"
+    assert (ax.get_xlabel(), ax.get_xscale()) == ("rel_l2", "linear")
+
+
+def test_few_bars_another_statistic_and_some_tensors(base: xr.Dataset, tuned: xr.Dataset) -> None:
+    ax = Plots(base).compare(tuned, "max_abs", ["l.1.*", "l.2.*"], most=1, color="red")
+    assert widths(ax) == pytest.approx([float(abs(base["l.1.w"]).max() / 2)])
+    assert ax.get_title() == "2 tensors: 1 same, 1 changed"
+    both = Plots(base).compare(tuned, most=1)
+    assert both.get_title().endswith("the 1 most changed")
+
+
+def test_a_comparison_is_not_made_again(
+    base: xr.Dataset, tuned: xr.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = xckpt.stats.compare(base, tuned)
+    monkeypatch.delattr("xckpt.stats.compare")
+    monkeypatch.setattr("xckpt.stats.compare", None, raising=False)
+    assert len(Plots(base).compare(found, names="l.*").patches) == 2
+    ax = Plots(base).layers("rel_l2", stats=found)
+    (line,) = ax.get_lines()
+    assert np.asarray(line.get_ydata())[:4] == pytest.approx([0, 0.5, 0, 0.01])
+
+
+def test_infinite_changes_have_a_label_and_no_bar(base: xr.Dataset) -> None:
+    zero = xr.zeros_like(base)
+    ax = Plots(zero).compare(base)
+    assert set(widths(ax)) == {0}
+    assert {text.get_text() for text in ax.texts} == {"inf"}
+
+
+def test_a_wide_span_is_logarithmic(base: xr.Dataset, tuned: xr.Dataset) -> None:
+    tuned["l.3.w"] = base["l.3.w"] * (1 + 1e-6)
+    assert Plots(base).compare(tuned).get_xscale() == "log"
+
+
+def test_nothing_changed(base: xr.Dataset) -> None:
+    ax = Plots(base).compare(base.copy(deep=True))
+    assert not ax.patches
+    assert ax.get_title() == "6 tensors: 6 same"
+
+
+def test_hostile_names_are_texts() -> None:
+    ds = xr.Dataset({name: ("x", [1.0, 2.0]) for name in HOSTILE})
+    ax = Plots(ds).compare(ds + 1, most=30)
+    ax.figure.canvas.draw()
+    assert r"\$\frac{a}{b}\$_{c" in labels(ax)
+    assert r"\x1b[31mred\x1b[2J" in labels(ax)
+
+
+def test_wrong_arguments(base: xr.Dataset, tuned: xr.Dataset) -> None:
+    with pytest.raises(ValueError, match="no statistic 'rel'; there are status, count"):
+        Plots(base).compare(tuned, "rel")
+    with pytest.raises(ValueError, match="at least one bar"):
+        Plots(base).compare(tuned, most=0)
