@@ -11,7 +11,16 @@ from pathlib import Path
 from benchmarks.measuring import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-NAMES = ("open", "stack", "slices", "read")
+NAMES = (
+    "open",
+    "stack",
+    "slices",
+    "read",
+    "statistics",
+    "compare",
+    "writing",
+    "explorer",
+)
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
 
 HEAD = """\

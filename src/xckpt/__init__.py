@@ -70,9 +70,12 @@ _HOME = {
     "findings": "xckpt.stats",
     "histogram": "xckpt.stats",
     "join_optimizer": "xckpt.optimizers",
+    # %load_ext xckpt
+    "load_ipython_extension": "xckpt.notebook.extension",
     "read_index": "xckpt.opening",
     "save": "xckpt.writing",
     "table": "xckpt.stats",
+    "unload_ipython_extension": "xckpt.notebook.extension",
     "verify": "xckpt.writing",
 }
 

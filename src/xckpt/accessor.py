@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from xckpt.exploring import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.notebook.summary import Summary
     from xckpt.plots import Plots
@@ -27,6 +27,7 @@ __all__ = ["CheckpointAccessor"]
 
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 _ID_NBYTES = 16
+_NEXT_CALLS = ("ds.ckpt.explore()", "ds.ckpt.stats()")
 _HEX_ID = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 
 
@@ -61,6 +62,15 @@ class CheckpointAccessor:
         if self.format is None:
             return _not_ours(self._obj)
         return render(self._summary())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from xckpt.notebook.html import render
+
+        if self.format is None:
+            return f"<p>{escape(_not_ours(self._obj))}</p>"
+        return render(self._summary(), _NEXT_CALLS)
 
     @property
     def format(self) -> str | None:
@@ -304,6 +314,34 @@ class CheckpointAccessor:
             raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")
         return table(self._obj)
 
+    def explore(self) -> Any:
+        """Search, sort and look into all tensors, in one widget for the notebook.
+
+        Statistics are computed in the background, of the tensor that is selected or of all.
+
+        Returns
+        -------
+        xckpt.notebook.explorer.Explorer
+            ``.selected`` is the name of the selected tensor. Where widgets are not installed
+            (``pip install 'xckpt[widgets]'``) it is the summary.
+
+        Raises
+        ------
+        ValueError
+            If the object was not opened from a checkpoint.
+
+        Warns
+        -----
+        CheckpointWarning
+            If widgets are not installed.
+        """
+        from xckpt.exploring import OpenTensors, explore
+
+        if self.format is None:
+            raise ValueError(_not_ours(self._obj))
+        tensors = OpenTensors(self._obj)
+        return explore(tensors, self._summary(tensors))
+
     @property
     def plot(self) -> Plots:
         """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
@@ -439,31 +477,18 @@ class CheckpointAccessor:
         root = self._obj.root if isinstance(self._obj, xr.DataTree) else self._obj
         return root.encoding
 
-    def _summary(self) -> Summary:
-        from xckpt.notebook.folding import Row
+    def _summary(self, tensors: OpenTensors | None = None) -> Summary:
+        from xckpt.exploring import OpenTensors
         from xckpt.notebook.summary import new_summary
 
-        rows = []
-        dims: dict[str, int] = {}
-        for name, variable, indexes in self._variables():
-            encoding = variable.encoding
-            members = _member_names(name, variable, indexes)
-            stack = encoding.get("stack", {"dims": (), "members": members})
-            along = stack["dims"] if len(members) > 1 or name not in members else ()
-            sizes = zip(variable.dims, variable.shape, strict=True)
-            shape = tuple([size for dim, size in sizes if dim not in along])
-            dtype = str(encoding.get("dtype", variable.dtype))
-            nbytes = encoding.get("nbytes", variable.nbytes) // len(stack["members"])
-            storage, size = _storage(encoding), prod(shape)
-            rows += [Row(member, dtype, shape, nbytes, size, storage) for member in members]
-            dims.update(zip(map(str, variable.dims), variable.shape, strict=True))
+        tensors = OpenTensors(self._obj) if tensors is None else tensors
         return new_summary(
-            rows,
+            tensors.rows,
             title=str(self._encoding.get("source", "")),
             format=str(self.format),
             version=str(self._encoding.get("format_version", "")),
             attrs=self._obj.attrs,
-            dims={dim: size for dim, size in dims.items() if not _SIZE_NAME.fullmatch(dim)},
+            dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
         )
 
     def _variables(self) -> Iterator[tuple[str, xr.Variable, Mapping[Any, xr.Variable]]]:
@@ -499,16 +524,6 @@ def _member_names(
         return member_names(name, variable, indexes)
     except ValueError:
         return [name]
-
-
-def _storage(encoding: dict[Any, Any]) -> str:
-    """Name how a variable is stored, as the summary shows it."""
-    from xckpt.notebook.summary import storage_words
-
-    if "part" in encoding:
-        return storage_words("dense", [encoding.get("compression")])
-    parts = encoding.get("parts", {"data": encoding}).values()
-    return storage_words(encoding.get("layout", "dense"), [p.get("compression") for p in parts])
 
 
 def _base_id_text(base_id: int | bytes | str) -> str:

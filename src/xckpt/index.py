@@ -236,3 +236,8 @@ class Index:
         from xckpt.notebook.summary import summarize_index
 
         return summarize_index(self)
+
+    def _repr_html_(self) -> str:
+        from xckpt.notebook.summary import index_html
+
+        return index_html(self)

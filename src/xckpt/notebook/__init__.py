@@ -1,1 +1,1 @@
-"""What people see: the folded summary of a checkpoint, from metadata alone."""
+"""What people see: the folded summary of a checkpoint as text and HTML, and the explorer."""

@@ -1,11 +1,14 @@
-"""What a checkpoint holds at a glance, from metadata alone: `Summary`, made once, shown as text."""
+"""What a checkpoint holds at a glance, from metadata alone: `Summary`, made once, shown two ways.
+
+`xckpt.notebook.text` and `xckpt.notebook.html` render it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
 from xckpt.notebook.folding import Pattern, Row, fold, one_by_one
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
 
 __all__ = [
+    "Finding",
     "Summary",
     "Total",
+    "index_html",
     "index_summary",
     "new_summary",
     "storage_words",
@@ -60,6 +65,27 @@ class Total:
     nbytes: int
 
 
+class Finding(NamedTuple):
+    """Something in the statistics of a tensor that calls for attention.
+
+    Parameters
+    ----------
+    tensor : str
+        Name of the tensor.
+    rule : str
+        What is wrong: ``"nan"``, ``"all_zero"``, ...
+    value : float
+        How much.
+    severity : str
+        ``"error"``, ``"warning"`` or ``"info"``.
+    """
+
+    tensor: str
+    rule: str
+    value: float
+    severity: str
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a checkpoint holds at a glance.
@@ -93,6 +119,8 @@ class Summary:
         What the file says of itself.
     notes : tuple of str
         What a user should know before relying on the file.
+    findings : tuple of Finding or None
+        The worst first; None where statistics are not known.
     """
 
     title: str
@@ -108,6 +136,7 @@ class Summary:
     dims: Mapping[str, int]
     attrs: Mapping[Any, Any]
     notes: tuple[str, ...]
+    findings: tuple[Finding, ...] | None = None
 
 
 def new_summary(
@@ -120,6 +149,7 @@ def new_summary(
     dims: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     shards: int = 0,
+    findings: Iterable[Finding] | None = None,
 ) -> Summary:
     """Sum up tensors in one pass.
 
@@ -139,6 +169,9 @@ def new_summary(
         What a user should know before relying on the file.
     shards : int
         Number of other files that hold parts.
+    findings : iterable of Finding, optional
+        What statistics have shown, the worst first; such as the rows of a table of
+        `xckpt.stats.findings`.
 
     Returns
     -------
@@ -160,6 +193,7 @@ def new_summary(
         dims=dims or {},
         attrs=attrs,
         notes=tuple(notes),
+        findings=None if findings is None else tuple([Finding(*each) for each in findings]),
     )
 
 
@@ -236,6 +270,24 @@ def summarize_index(index: Index) -> str:
         About twenty lines without colours or a final newline.
     """
     return render(index_summary(index))
+
+
+def index_html(index: Index) -> str:
+    """Write what a file holds as HTML for a notebook.
+
+    Parameters
+    ----------
+    index : Index
+        Of the file.
+
+    Returns
+    -------
+    str
+        As `xckpt.notebook.html.render` gives it.
+    """
+    from xckpt.notebook import html
+
+    return html.render(index_summary(index))
 
 
 def index_summary(index: Index) -> Summary:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xckpt.notebook.formatting import (
     binary_size,
@@ -14,6 +13,17 @@ from xckpt.notebook.formatting import (
     share,
     short_count,
     shortened,
+)
+from xckpt.notebook.words import (
+    TIMES,
+    count_text,
+    findings_text,
+    format_text,
+    kind_text,
+    rest_text,
+    shapes_text,
+    value_text,
+    word,
 )
 
 if TYPE_CHECKING:
@@ -28,17 +38,9 @@ _WIDTH = 120
 _INDENT = "  "
 _GAP = "  "
 _DOT = " · "
-_TIMES = "×"
 _MOST_ROWS = 12
 _MOST_NOTES = 5
 _ALIGNMENT = "<<<<>>"
-_WIDEST_SHAPE = 24
-_WIDEST_DTYPE = 28
-_WIDEST_WORD = 32
-_WIDEST_VERSION = 16
-_LONGEST_STRING = 40
-_LONGEST_LIST = 40
-_LONGEST_INTEGER_BITS = 256
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 # After a dot that separates components, not after one of "0..63".
 _BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
@@ -61,6 +63,7 @@ def render(summary: Summary) -> str:
         [
             _header(summary),
             *_dtypes(summary),
+            *_findings(summary),
             *[_note(note) for note in summary.notes[:_MOST_NOTES]],
             *_table(summary),
             *_storage(summary),
@@ -72,7 +75,7 @@ def render(summary: Summary) -> str:
 
 def _header(summary: Summary) -> str:
     facts = [
-        f"{_word(summary.format)} {_word(summary.version, _WIDEST_VERSION)}".strip(),
+        format_text(summary),
         counted(summary.shards, "shard") if summary.shards else "",
         counted(summary.count, "tensor"),
         f"{short_count(summary.size)} {'param' if summary.size == 1 else 'params'}",
@@ -85,8 +88,11 @@ def _header(summary: Summary) -> str:
     return shortened((before + title).rstrip() + after, _WIDTH)
 
 
-def _word(text: str, width: int = _WIDEST_WORD) -> str:
-    return shortened(printable(text), width)
+def _findings(summary: Summary) -> Iterator[str]:
+    if summary.findings is not None:
+        number, which = findings_text(summary.findings)
+        text = f"{number}: {which}" if which else number
+        yield _INDENT + shortened(text, _WIDTH - len(_INDENT))
 
 
 def _note(text: str) -> str:
@@ -98,25 +104,25 @@ def _dtypes(summary: Summary) -> Iterator[str]:
     for total in summary.dtypes:
         part = share(total.nbytes, summary.nbytes)
         size = binary_size(total.nbytes)
-        items.append(f"{_word(total.kind)} {size} ({part})" if part else _word(total.kind))
+        items.append(f"{word(total.kind)} {size} ({part})" if part else word(total.kind))
     return _listed("", items, len(items), most_lines=2, separator="   ")
 
 
 def _storage(summary: Summary) -> Iterator[str]:
     items = [
-        f"{_word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
+        f"{word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
         for total in summary.storage
     ]
     return _listed("stored as: ", items, len(items), most_lines=1)
 
 
 def _dims(summary: Summary) -> Iterator[str]:
-    items = (f"{_word(name)} {size:,}" for name, size in summary.dims.items())
+    items = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
     return _listed("dims: ", items, len(summary.dims), most_lines=2)
 
 
 def _attrs(summary: Summary) -> Iterator[str]:
-    items = (f"{_word(str(name))}={_value(value)}" for name, value in summary.attrs.items())
+    items = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
     return _listed("attrs: ", items, len(summary.attrs), most_lines=3)
 
 
@@ -150,39 +156,22 @@ def _table(summary: Summary) -> Iterator[str]:
     kept = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
     yield from _aligned([_cells(pattern, summary) for pattern in patterns[:kept]])
     if rest := patterns[kept:]:
-        yield f"{_INDENT}… {_more(rest)}"
-
-
-def _more(patterns: Sequence[Pattern]) -> str:
-    count = sum([pattern.count for pattern in patterns])
-    size = binary_size(sum([pattern.nbytes for pattern in patterns]))
-    if count == len(patterns):
-        return f"{counted(count, 'more tensor')}, {size}"
-    return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
+        yield f"{_INDENT}… {rest_text(rest)}"
 
 
 def _cells(pattern: Pattern, summary: Summary) -> list[str]:
     return [
         pattern.text,
         _count(pattern),
-        _shapes(pattern.shapes),
-        _word(f"{pattern.dtype} {pattern.storage}".rstrip(), _WIDEST_DTYPE),
+        shapes_text(pattern.shapes),
+        kind_text(pattern),
         binary_size(pattern.nbytes),
         share(pattern.nbytes, summary.nbytes),
     ]
 
 
 def _count(pattern: Pattern) -> str:
-    if pattern.grid > pattern.count:
-        places = f"{pattern.grid:,}" if pattern.grid < 10**6 else short_count(pattern.grid)
-        return f"{_TIMES}{pattern.count:,} of {places}"
-    return f"{_TIMES}{pattern.count:,}" if pattern.count > 1 else ""
-
-
-def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
-    if len(shapes) != 1:
-        return counted(len(shapes), "shape")
-    return shortened(_TIMES.join(map(str, shapes[0])) or "scalar", _WIDEST_SHAPE)
+    return f"{TIMES}{count_text(pattern)}" if pattern.grid > 1 else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -217,38 +206,3 @@ def _wrapped(name: str, width: int) -> list[str]:
             lines.append(_INDENT)
         lines[-1] = shortened(lines[-1] + piece, width)
     return lines
-
-
-# --- values of attributes ------------------------------------------------------------------------
-
-
-def _value(value: Any) -> str:
-    """Write a value, or what it is where it is long."""
-    if isinstance(value, str):
-        quoted = repr(value[:_LONGEST_STRING])
-        return quoted if len(value) <= _LONGEST_STRING else f"{quoted}…"
-    if isinstance(value, bytes):
-        return counted(len(value), "byte")
-    if isinstance(value, Mapping):
-        return f"{{{counted(len(value), 'key')}}}"
-    if isinstance(value, list | tuple):
-        return _list(value)
-    return _scalar(value)
-
-
-def _list(values: Sequence[Any]) -> str:
-    if len(values) <= _LONGEST_LIST // 3 and all(
-        isinstance(value, str | int | float | None) for value in values
-    ):
-        text = f"[{', '.join(map(_value, values))}]"
-        if len(text) <= _LONGEST_LIST:
-            return text
-    return f"[{counted(len(values), 'item')}]"
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER_BITS:
-        return f"integer of {value.bit_length():,} bits"
-    if value is None or isinstance(value, bool | int | float):
-        return str(value)
-    return type(value).__name__

@@ -1,0 +1,384 @@
+"""`Explorer`: a widget to search 100,000 tensors and look at the statistics of one or all.
+
+The rows are in the browser as columns of bytes, and searched, filtered and sorted there
+(``explorer.js``). Statistics come from what is handed in, in a thread: the kernel stays free.
+
+The two sides talk in messages with arrays as buffers::
+
+    browser -> kernel   {ask: "known"}              a view is new and wants all statistics so far
+                        {ask: "compute"}            uint32 rows
+    kernel -> browser   {tell: "statistics"}        uint32 rows, float64 (rows, statistics)
+                        {tell: "histogram", row}    float64 edges, float64 counts
+                        {tell: "failed", row, reason}
+
+The row that is selected is the trait `_row` of both, -1 for none.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anywidget
+import ipywidgets
+import numpy as np
+import traitlets
+
+from xckpt.errors import shown
+from xckpt.notebook import html, text
+from xckpt.notebook.background import Background, CancelledError
+from xckpt.notebook.colors import colors_of
+from xckpt.notebook.formatting import binary_size, printable, shortened
+from xckpt.notebook.words import shape_text, word
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from xckpt.notebook.folding import Row
+    from xckpt.notebook.summary import Summary
+
+__all__ = ["Compute", "Explorer", "Histogram"]
+
+_HERE = Path(__file__).parent
+# Statistics show up, and can be cancelled, after so many tensors or bytes.
+_BATCH_ROWS = 512
+_BATCH_NBYTES = 64 << 20
+_SECONDS_BETWEEN_REPORTS = 0.1
+_LONGEST_REASON = 300
+
+
+class Compute(Protocol):
+    """Computes statistics."""
+
+    def __call__(
+        self, names: Sequence[str], report: Callable[[int], object]
+    ) -> Mapping[str, Mapping[str, float]]:
+        """Give the statistics of tensors that have any, by name.
+
+        `report` is called now and then with the number of bytes done so far, and may raise.
+        """
+
+
+class Histogram(Protocol):
+    """Computes histograms."""
+
+    def __call__(self, name: str, report: Callable[[int], object]) -> tuple[ArrayLike, ArrayLike]:
+        """Give the edges of the bins of a tensor, and one count fewer; `report` as before."""
+
+
+class _Table(anywidget.AnyWidget):
+    """What ``explorer.js`` shows.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The tensors.
+    statistics : sequence of str
+        Names of what can be computed.
+    """
+
+    _esm = _HERE / "explorer.js"
+    _css = _HERE / "explorer.css"
+
+    _names = traitlets.Bytes().tag(sync=True)
+    _lengths = traitlets.Bytes().tag(sync=True)
+    _kind = traitlets.Bytes().tag(sync=True)
+    _kinds = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    _colors = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    _shape = traitlets.Bytes().tag(sync=True)
+    _shapes = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    _nbytes = traitlets.Bytes().tag(sync=True)
+    _statistics = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    _row = traitlets.Int(-1).tag(sync=True)
+    _code = traitlets.Unicode().tag(sync=True)
+    _busy = traitlets.Bool(default_value=False).tag(sync=True)
+
+    def __init__(self, rows: Sequence[Row], statistics: Sequence[str]) -> None:
+        names = [row.name for row in rows]
+        kinds, kind = _numbered([(row.dtype, row.storage) for row in rows])
+        shapes, shape = _numbered([row.shape for row in rows])
+        nbytes = np.array([float(row.nbytes) for row in rows], "<f8")
+        # The same colours as in the summary: by element type, those of most bytes first.
+        dtypes, dtype = _numbered([row.dtype for row in rows])
+        sums = np.bincount(dtype, nbytes, len(dtypes))
+        colors = colors_of(dtypes[at] for at in np.argsort(-sums, kind="stable"))
+        super().__init__(
+            _names="".join(names).encode("utf-8", "replace"),
+            _lengths=_utf16_lengths(names).tobytes(),
+            _kind=kind.tobytes(),
+            _kinds=[word(" ".join(kind).strip()) for kind in kinds],
+            _colors=[colors[dtype] for dtype, _ in kinds],
+            _shape=shape.tobytes(),
+            _shapes=[shape_text(shape) for shape in shapes],
+            _nbytes=nbytes.tobytes(),
+            _statistics=list(statistics),
+        )
+
+
+def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
+    """Give the different values, and for each value its number among these."""
+    numbers: dict[Any, int] = {}
+    at = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.array(at, "<u4")
+
+
+def _utf16_lengths(names: Sequence[str]) -> NDArray[np.uint32]:
+    """Count the units of names where JavaScript cuts them."""
+    lengths = np.array([len(name) for name in names], "<u4")
+    for at, name in enumerate(names):
+        if not name.isascii():
+            lengths[at] = len(name.encode("utf-16-le", "surrogatepass")) // 2
+    return lengths
+
+
+class Explorer(ipywidgets.VBox):
+    """Tensors to search, sort and look at.
+
+    Where widgets do not run (GitHub, nbviewer, a saved notebook) the summary is shown instead.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The tensors in file order, with unique names.
+    summary : Summary
+        What to show where widgets do not run.
+    statistics : sequence of str
+        Names of what `compute` gives.
+    compute : Compute
+        Computes statistics; called in a thread.
+    histogram : Histogram
+        Computes a histogram; called in a thread.
+    code : callable
+        Gives the Python expression for a tensor by its name.
+
+    Attributes
+    ----------
+    selected : str or None
+        Name of the tensor that is selected; setting it selects another one, and `observe` tells
+        of changes.
+
+    Examples
+    --------
+    >>> explorer = ds.ckpt.explore()  # doctest: +SKIP
+    >>> explorer.selected = "lm_head.weight"  # doctest: +SKIP
+    """
+
+    selected = traitlets.Unicode(None, allow_none=True)
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        summary: Summary,
+        statistics: Sequence[str],
+        compute: Compute,
+        histogram: Histogram,
+        code: Callable[[str], str],
+    ) -> None:
+        self._names = [row.name for row in rows]
+        self._row_of = {name: at for at, name in enumerate(self._names)}
+        self._nbytes = [row.nbytes for row in rows]
+        self._summary = summary
+        self._compute = compute
+        self._histogram = histogram
+        self._code = code
+        self._columns = {name: at for at, name in enumerate(statistics)}
+        self._known: dict[int, NDArray[np.float64]] = {}
+        self._one = Background(self._stopped)
+        self._many = Background(self._stopped)
+        self._table = _Table(rows, statistics)
+        self._progress = _Progress(self._many.cancel)
+        super().__init__(children=[self._table, self._progress])
+        self._table.on_msg(self._hear)
+        self._table.observe(self._picked, "_row")
+
+    def __repr__(self) -> str:
+        return text.render(self._summary)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        bundle: dict[str, Any] = super()._repr_mimebundle_(**options)
+        return bundle | {"text/plain": repr(self), "text/html": html.render(self._summary)}
+
+    def close(self) -> None:
+        """Stop computing, and remove the widget."""
+        self._one.cancel()
+        self._many.cancel()
+        super().close()
+
+    # --- selecting -------------------------------------------------------------------------------
+
+    @traitlets.validate("selected")
+    def _checked(self, proposal: Any) -> str | None:
+        name: str | None = proposal["value"]
+        if name is not None and name not in self._row_of:
+            raise traitlets.TraitError(f"there is no tensor {shown(name)} here")
+        return name
+
+    @traitlets.observe("selected")
+    def _chosen(self, change: Any) -> None:
+        name = change["new"]
+        row = -1 if name is None else self._row_of[name]
+        self._table._code = "" if name is None else self._code(name)  # noqa: SLF001
+        self._table._row = row  # noqa: SLF001
+        if name is None:
+            self._one.cancel()
+        else:
+            self._one.start(lambda check: self._describe(row, check))
+
+    def _picked(self, change: Any) -> None:
+        row = change["new"]
+        self.selected = self._names[row] if 0 <= row < len(self._names) else None
+
+    def _describe(self, row: int, check: Callable[..., None]) -> None:
+        """Compute and send what is shown of the selected tensor."""
+        check()
+        if row not in self._known:
+            self._describe_rows([row], check)
+        if row not in self._known:
+            return
+        edges, counts = self._histogram(self._names[row], check)
+        arrays = [np.ascontiguousarray(array, "<f8") for array in (edges, counts)]
+        self._tell({"tell": "histogram", "row": row}, *arrays)
+
+    # --- computing -------------------------------------------------------------------------------
+
+    def _hear(self, _widget: Any, message: Any, buffers: Sequence[Any]) -> None:
+        """Do what a view asks for."""
+        asked = message.get("ask")
+        if asked == "known":
+            self._tell_statistics(list(self._known))
+        elif asked == "compute" and not self._table._busy:  # noqa: SLF001
+            rows = np.frombuffer(buffers[0], "<u4").tolist()
+            wanted = [row for row in rows if row < len(self._names) and row not in self._known]
+            self._table._busy = True  # noqa: SLF001
+            self._many.start(lambda check: self._describe_all(wanted, check))
+
+    def _describe_all(self, rows: Sequence[int], check: Callable[..., None]) -> None:
+        self._progress.begin(len(rows), sum([self._nbytes[row] for row in rows]))
+        done = nbytes = 0
+        try:
+            for batch in self._batches(rows):
+
+                def report(more: int, nbytes: int = nbytes, done: int = done) -> None:
+                    check()
+                    self._progress.report(done, nbytes + more)
+
+                self._describe_rows(batch, report)
+                done += len(batch)
+                nbytes += sum([self._nbytes[row] for row in batch])
+        finally:
+            self._progress.end()
+            self._table._busy = False  # noqa: SLF001
+
+    def _batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        nbytes = 0
+        for row in rows:
+            batch.append(row)
+            nbytes += self._nbytes[row]
+            if len(batch) == _BATCH_ROWS or nbytes >= _BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+    def _describe_rows(self, rows: Sequence[int], report: Callable[[int], object]) -> None:
+        """Compute statistics; what fails is halved until it is clear which tensor it is."""
+        report(0)
+        try:
+            found = self._compute([self._names[row] for row in rows], report)
+        except CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  shown beside the tensor
+            if len(rows) == 1:
+                self._fail(rows[0], _reason(error))
+                return
+            middle = len(rows) // 2
+            self._describe_rows(rows[:middle], report)
+            self._describe_rows(rows[middle:], report)
+            return
+        for row in rows:
+            statistics = found.get(self._names[row])
+            if statistics is None:
+                self._fail(row, "It has no statistics, as its elements are no numbers.")
+            else:
+                self._known[row] = self._values(statistics)
+        self._tell_statistics([row for row in rows if row in self._known])
+
+    def _values(self, statistics: Mapping[str, float]) -> NDArray[np.float64]:
+        values = np.full(len(self._columns), np.nan)
+        for name, value in statistics.items():
+            if name in self._columns:
+                values[self._columns[name]] = value
+        return values
+
+    def _tell_statistics(self, rows: Collection[int]) -> None:
+        if rows:
+            values = np.array([self._known[row] for row in rows], "<f8")
+            self._tell({"tell": "statistics"}, np.array(rows, "<u4"), values)
+
+    def _fail(self, row: int, reason: str) -> None:
+        self._tell({"tell": "failed", "row": row, "reason": reason})
+
+    def _stopped(self, error: Exception) -> None:
+        """Show why a job ended early."""
+        self._progress.fail(_reason(error))
+
+    def _tell(self, message: dict[str, Any], *arrays: NDArray[Any]) -> None:
+        self._table.send(message, [array.tobytes() for array in arrays])
+
+
+def _reason(error: Exception) -> str:
+    # The reason alone, where there is one: the whole message has the path.
+    reason = str(getattr(error, "reason", "") or error) or type(error).__name__
+    return shortened(printable(reason), _LONGEST_REASON)
+
+
+class _Progress(ipywidgets.HBox):
+    """A bar, figures and a button while all statistics are being computed; else nothing.
+
+    Parameters
+    ----------
+    cancel : callable
+        Called when the button is clicked.
+    """
+
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self._bar = ipywidgets.FloatProgress(max=1.0, layout={"width": "240px"})
+        self._figures = ipywidgets.Label()
+        self._button = ipywidgets.Button(description="Cancel", layout={"width": "auto"})
+        self._button.on_click(lambda _: cancel())
+        self._rows = self._nbytes = 0
+        self._told = 0.0
+        layout = {"display": "none", "align_items": "center", "flex_flow": "row wrap"}
+        super().__init__(children=[self._bar, self._figures, self._button], layout=layout)
+
+    def begin(self, rows: int, nbytes: int) -> None:
+        """Show up."""
+        self._rows, self._nbytes, self._told = rows, nbytes, 0.0
+        self._bar.layout.display = self._button.layout.display = ""
+        self.report(0, 0)
+        self.layout.display = "flex"
+
+    def report(self, rows: int, nbytes: int) -> None:
+        """Show how far it is, not too often."""
+        now = time.monotonic()
+        if now - self._told < _SECONDS_BETWEEN_REPORTS:
+            return
+        self._told = now
+        self._bar.value = min(1.0, nbytes / self._nbytes) if self._nbytes else 0.0
+        sizes = f"{binary_size(nbytes)} of {binary_size(self._nbytes)}"
+        self._figures.value = f"{rows:,} of {self._rows:,} tensors, {sizes}"
+
+    def end(self) -> None:
+        """Go away."""
+        self.layout.display = "none"
+
+    def fail(self, reason: str) -> None:
+        """Say what went wrong."""
+        self._bar.layout.display = self._button.layout.display = "none"
+        self._figures.value = f"Stopped: {reason}"
+        self.layout.display = "flex"

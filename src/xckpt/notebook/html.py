@@ -1,0 +1,309 @@
+"""A `Summary` as static HTML: a few kilobytes that look the same wherever a notebook is shown.
+
+Notebooks that are not trusted, GitHub and nbviewer take away style sheets, scripts, SVG, ids and
+ARIA. So all style is inline, text and lines take their colour from the page, be it light or dark,
+what folds is `<details>`, and whatever a picture says is also there as text.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from xckpt.notebook.colors import WARNING, colors_of
+from xckpt.notebook.formatting import (
+    binary_size,
+    counted,
+    printable,
+    share,
+    short_count,
+    shortened,
+)
+from xckpt.notebook.words import (
+    count_text,
+    findings_text,
+    format_text,
+    kind_text,
+    rest_text,
+    shapes_text,
+    value_text,
+    word,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from xckpt.notebook.folding import Pattern
+    from xckpt.notebook.summary import Summary
+
+__all__ = ["render"]
+
+_MOST_ROWS = 12
+_MOST_FOLDED_ROWS = 12
+_MOST_DTYPES = 8
+_MOST_NOTES = 5
+_MOST_ITEMS = 24
+_LONGEST_NOTE = 240
+
+_ROOT = "font:13px/1.5 system-ui,sans-serif;max-width:920px"
+_CODE = "font:12px/1.5 Menlo,Consolas,monospace"
+_LINE = "1px solid rgba(128,128,128,.4)"
+_LEFT = "padding:2px 6px;text-align:left"
+_RIGHT = "padding:2px 6px;text-align:right"
+_NAME = f"{_LEFT};{_CODE}"
+_BAR = "display:flex;height:9px;border-radius:3px;overflow:hidden;margin:8px 0 4px"
+_MUTED = "opacity:.72"
+_DOT = f' <span style="{_MUTED}">·</span> '
+_WRAPPED = "overflow-wrap:break-word"
+_NO_BREAK = "\xa0"
+_LONGEST_UNBROKEN = 20
+_WIDTH_OF_SHARE = 40  # pixels
+# After a dot that separates components, not after one of "0..63".
+_BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
+_LONGEST_PIECE = 40
+_REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}\.")
+
+
+def render(summary: Summary, calls: Sequence[str] = ()) -> str:
+    """Write a summary as HTML.
+
+    Parameters
+    ----------
+    summary : Summary
+        Of a checkpoint.
+    calls : sequence of str
+        What a user may want to call next.
+
+    Returns
+    -------
+    str
+        One element, about 10 kB at most unless names are long; all text in it is escaped.
+
+    Examples
+    --------
+    >>> from xckpt.notebook.folding import Row
+    >>> from xckpt.notebook.summary import new_summary
+    >>> row = Row("lm_head", "bfloat16", (32000, 4096), 262144000, 131072000)
+    >>> html = render(new_summary([row], title="m.zt", format="ztensor", version="1.0", attrs={}))
+    >>> "250.0 MiB" in html
+    True
+    """
+    colors = colors_of(total.kind for total in summary.dtypes)
+    label = f"Checkpoint {summary.title}: {counted(summary.count, 'tensor')}"
+    return "".join(
+        [
+            f'<div role="group" aria-label="{_text(label)}" style="{_ROOT}">',
+            _header(summary),
+            *_findings(summary),
+            *map(_note, summary.notes[:_MOST_NOTES]),
+            *_bar(summary, colors),
+            *_table(summary, colors),
+            *_list("Stored as", _storage(summary), len(summary.storage)),
+            *_list("Named dimensions", _dims(summary), len(summary.dims)),
+            *_list("File attributes", _attrs(summary), len(summary.attrs)),
+            *_calls(calls),
+            "</div>",
+        ]
+    )
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
+
+
+def _muted(html: str) -> str:
+    return f'<span style="{_MUTED}">{html}</span>' if html else ""
+
+
+def _header(summary: Summary) -> str:
+    facts = [
+        f'<b style="font-size:14px">{_text(summary.title)}</b>' if summary.title else "",
+        _muted(_text(format_text(summary))),
+        _muted(counted(summary.shards, "shard")) if summary.shards else "",
+        _figure(counted(summary.count, "tensor")),
+        _figure(
+            f"{short_count(summary.size)} {'parameter' if summary.size == 1 else 'parameters'}"
+        ),
+        _figure(binary_size(summary.nbytes)),
+        _muted("lazy"),
+    ]
+    line = _DOT.join([fact for fact in facts if fact])
+    return f'<div style="{_WRAPPED};border-bottom:{_LINE};padding-bottom:5px">{line}</div>'
+
+
+def _figure(text: str) -> str:
+    number, _, noun = text.partition(" ")
+    return f"<b>{number}</b> {noun}"
+
+
+def _findings(summary: Summary) -> Iterator[str]:
+    if summary.findings is None:
+        return
+    number, which = findings_text(summary.findings)
+    if not which:
+        yield f'<div style="padding-top:4px;{_MUTED}">{number}</div>'
+        return
+    yield _marked(f"<b>{number}</b>: {_text(which)}")
+
+
+def _note(note: str) -> str:
+    return _marked(f"<b>note:</b> {_text(shortened(printable(note), _LONGEST_NOTE))}")
+
+
+def _marked(html: str) -> str:
+    return (
+        f'<div style="border-left:3px solid {WARNING};padding-left:8px;margin-top:6px;'
+        f'overflow-wrap:break-word">{html}</div>'
+    )
+
+
+# --- element types -------------------------------------------------------------------------------
+
+
+def _bar(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
+    """Draw how many bytes each element type takes, and say it."""
+    if not summary.dtypes:
+        return
+    shown = summary.dtypes[:_MOST_DTYPES]
+    if summary.nbytes:
+        yield f'<div style="{_BAR}">'
+        for total in shown:
+            width = _thousandths(total.nbytes, summary.nbytes) / 10
+            yield f'<span style="width:{width:g}%;background:{colors[total.kind]}"></span>'
+        yield "</div>"
+    yield "<div>"
+    for total in shown:
+        part = _muted(escape(share(total.nbytes, summary.nbytes)))
+        yield f'<span style="display:inline-block;margin-right:20px">{_key(colors[total.kind])}'
+        yield f"{_text(word(total.kind))} {binary_size(total.nbytes)} {part}</span> "
+    if rest := len(summary.dtypes) - len(shown):
+        yield _muted(f"… {rest:,} more")
+    yield "</div>"
+
+
+def _key(color: str) -> str:
+    return f'<span style="color:{color}">■</span>{_NO_BREAK}'
+
+
+def _thousandths(part: int, whole: int) -> int:
+    """Divide in whole numbers: a file can claim more than a float can hold."""
+    return part * 1000 // whole if whole else 0
+
+
+# --- the table of patterns -----------------------------------------------------------------------
+
+
+def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
+    patterns = summary.patterns
+    if not patterns:
+        return
+    kept = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
+    # Where every row is one tensor, a column that says so is noise.
+    folded = summary.count > len(patterns)
+    yield '<div style="overflow-x:auto"><table style="border-collapse:collapse;width:100%;margin:'
+    yield f'8px 0 4px;font-size:12.5px;table-layout:auto"><thead><tr style="border-bottom:{_LINE}">'
+    title = "tensors, repeated modules folded" if folded else "tensors"
+    yield _head(title, f"width:70%;min-width:15em;{_LEFT}")
+    yield _head("count", _RIGHT) if folded else ""
+    yield _head("shape", _LEFT) + _head("stored as", _LEFT) + _head("size", _RIGHT)
+    yield _head("share", _RIGHT) + _head("", f"min-width:{_WIDTH_OF_SHARE}px;padding:0")
+    yield "</tr></thead><tbody>"
+    for pattern in patterns[:kept]:
+        yield _row(pattern, summary.nbytes, colors[pattern.dtype], folded=folded)
+    yield "</tbody></table></div>"
+    if rest := patterns[kept:]:
+        yield from _list(rest_text(rest), _rest(rest), len(rest), most=_MOST_FOLDED_ROWS)
+
+
+def _head(text: str, style: str) -> str:
+    if not text:
+        return f'<td style="{style}"></td>'
+    return f'<th scope="col" style="{style};font-weight:600">{_muted(text)}</th>'
+
+
+def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
+    return (
+        f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
+        + (_cell(_RIGHT, count_text(pattern)) if folded else "")
+        + _cell(_LEFT, shapes_text(pattern.shapes))
+        + _cell(_LEFT, kind_text(pattern), _key(color))
+        + _cell(_RIGHT, binary_size(pattern.nbytes))
+        + _cell(_RIGHT, share(pattern.nbytes, whole))
+        + _share_bar(pattern.nbytes, whole, color)
+        + "</tr>"
+    )
+
+
+def _cell(style: str, text: str, key: str = "") -> str:
+    # Spaces that do not break take fewer bytes than a style that says so.
+    html = _text(text)
+    if len(text) <= _LONGEST_UNBROKEN:
+        html = html.replace(" ", _NO_BREAK)
+    return f'<td style="{style}">{key}{html}</td>'
+
+
+def _share_bar(part: int, whole: int, color: str) -> str:
+    width = _thousandths(part, whole) * _WIDTH_OF_SHARE // 1000
+    bar = f'<div style="width:{width}px;height:7px;background:{color}"></div>' if width else ""
+    return f'<td style="padding:0">{bar}</td>'
+
+
+def _name(text: str) -> str:
+    """Write the names of a pattern: lines break at dots, what repeats from row to row is muted."""
+    repeated = _REPEATED.match(text)
+    cut = repeated.end() if repeated is not None else 0
+    pieces = [
+        piece[start : start + _LONGEST_PIECE]
+        for piece in _BREAK.split(text[cut:])
+        for start in range(0, len(piece), _LONGEST_PIECE)
+    ]
+    html = "<wbr>".join(map(escape, pieces))
+    return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
+
+
+def _rest(patterns: Iterable[Pattern]) -> Iterator[tuple[str, str]]:
+    for pattern in patterns:
+        count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
+        figures = f"{count}{shapes_text(pattern.shapes)}, {kind_text(pattern)}"
+        yield pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"
+
+
+# --- what folds ----------------------------------------------------------------------------------
+
+
+def _list(
+    title: str, items: Iterable[tuple[str, str]], count: int, *, most: int = _MOST_ITEMS
+) -> Iterator[str]:
+    """Write pairs of words that are folded away."""
+    if not count:
+        return
+    number = "" if title[0].isdigit() else f" ({count:,})"
+    yield '<details style="margin-top:2px"><summary style="cursor:pointer">'
+    yield f"{_muted(title + number)}</summary>"
+    yield f'<div style="{_CODE};margin:2px 0 4px 16px;overflow-wrap:break-word">'
+    for name, value in islice(items, most):
+        yield f"{_text(name)} {_muted(_text(value))}<br>"
+    yield _muted(f"… {count - most:,} more") if count > most else ""
+    yield "</div></details>"
+
+
+def _storage(summary: Summary) -> Iterator[tuple[str, str]]:
+    for total in summary.storage:
+        figures = f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}"
+        yield word(total.kind), figures
+
+
+def _dims(summary: Summary) -> Iterator[tuple[str, str]]:
+    return ((word(name), f"{size:,}") for name, size in summary.dims.items())
+
+
+def _attrs(summary: Summary) -> Iterator[tuple[str, str]]:
+    return ((word(str(name)), value_text(value)) for name, value in summary.attrs.items())
+
+
+def _calls(calls: Sequence[str]) -> Iterator[str]:
+    if calls:
+        code = " · ".join([f'<span style="{_CODE}">{_text(call)}</span>' for call in calls])
+        yield f'<div style="margin-top:4px;{_MUTED}">Next: {code}</div>'

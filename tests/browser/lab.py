@@ -1,0 +1,281 @@
+"""A real JupyterLab in headless Chromium that talks to nobody but this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from playwright.sync_api import Browser, Page, Route
+
+__all__ = [
+    "CHROMIUM",
+    "Lab",
+    "guarded_page",
+    "launched_browser",
+    "open_notebook",
+    "run_all",
+    "write_notebook",
+]
+
+#: None where there is no Chromium.
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+
+_CHROMIUM_ARGS = [
+    "--no-sandbox",  # as root, in a container
+    "--disable-dev-shm-usage",  # /dev/shm is small in containers
+    "--disable-gpu",
+    # A wall that no request gets through.
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE localhost , EXCLUDE 127.0.0.1",
+]
+_SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "docmanager-extension/plugin": {"autosave": False},
+    # All cells are in the page, also those that are out of sight.
+    "notebook-extension/tracker": {"windowingMode": "none"},
+}
+_SECONDS_TO_START = 90
+_IDLE = """() => {
+  const status = document.querySelector('#jp-main-statusbar')?.textContent ?? '';
+  const kernel = document.querySelector('.jp-Toolbar-kernelName')?.textContent ?? 'No Kernel';
+  return status.includes('| Idle') && !kernel.includes('No Kernel')
+    && !document.querySelector('.jp-Dialog');
+}"""
+# Cells after one that raised an error do not run.
+_ALL_RAN = """() => {
+  if (document.querySelector("[data-mime-type='application/vnd.jupyter.error']")) return true;
+  const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
+  return prompts.length && prompts.every((prompt) => /\\[\\d+\\]/.test(prompt.textContent));
+}"""
+
+
+class Lab:
+    """A server with a home of its own: no settings of the user are read or written.
+
+    Parameters
+    ----------
+    root : Path
+        The folder that it shows.
+    theme : str
+        ``"JupyterLab Light"`` or ``"JupyterLab Dark"``.
+    environment : dict of str to str, optional
+        Variables for its kernels.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        theme: str = "JupyterLab Light",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.root = root
+        self.theme = theme
+        self._environment = environment or {}
+        self._token = secrets.token_hex(16)
+        self._port = _free_port()
+        self._home = Path(tempfile.mkdtemp(prefix="xckpt-lab-"))
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def page_of(self, notebook: str) -> str:
+        """Give the URL of a notebook in an empty workspace."""
+        return f"{self.url}/lab/tree/{notebook}?reset&token={self._token}"
+
+    def __enter__(self) -> Self:
+        self._write_settings()
+        with (self._home / "log").open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603  our own arguments
+                self._command(),
+                env=self._variables(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The server ends its kernels.
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={self._port}"),
+            *("--ServerApp.port_retries=0", f"--IdentityProvider.token={self._token}"),
+            f"--ServerApp.root_dir={self.root}",
+            # Nothing asks PyPI or GitHub.
+            "--LabApp.news_url=None",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            "--LabApp.extension_manager=readonly",
+        ]
+
+    def _variables(self) -> dict[str, str]:
+        home = self._home
+        return {
+            **os.environ,
+            "HOME": str(home),
+            "IPYTHONDIR": str(home / "ipython"),
+            "JUPYTER_CONFIG_DIR": str(home / "config"),
+            "JUPYTER_DATA_DIR": str(home / "data"),
+            "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+            "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "XCKPT_CACHE_DIR": str(home / "cache"),
+            **self._environment,
+        }
+
+    def _write_settings(self) -> None:
+        themes = {"apputils-extension/themes": {"theme": self.theme}}
+        for plugin, settings in (_SETTINGS | themes).items():
+            file = self._home / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(settings))
+
+    def _wait(self) -> None:
+        stop = time.monotonic() + _SECONDS_TO_START
+        while time.monotonic() < stop and self._process.poll() is None:
+            try:
+                address = f"{self.url}/api/status?token={self._token}"
+                with urllib.request.urlopen(address, timeout=2):  # noqa: S310  our own server
+                    return
+            except OSError:
+                time.sleep(0.2)
+        log = (self._home / "log").read_text(errors="replace")
+        raise RuntimeError(f"JupyterLab did not start:\n{log[-3000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@contextmanager
+def launched_browser() -> Iterator[Browser]:
+    """Run Debian's Chromium, or the one that the variable CHROMIUM names."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_CHROMIUM_ARGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def guarded_page(
+    browser: Browser, allowed: Sequence[str] = (), **options: Any
+) -> Iterator[tuple[Page, list[str]]]:
+    """Open a page, and list what should not happen.
+
+    Parameters
+    ----------
+    browser : Browser
+        Running.
+    allowed : sequence of str
+        How URLs may begin; requests for others are noted and refused.
+    **options
+        Of the page.
+
+    Yields
+    ------
+    page : Page
+        Empty.
+    complaints : list of str
+        Requests to others, messages of errors, dialogs that opened.
+    """
+    complaints: list[str] = []
+
+    def guard(route: Route) -> None:
+        if route.request.url.startswith((*allowed, "data:", "blob:")):
+            route.continue_()
+        else:
+            complaints.append(f"request: {route.request.url}")
+            route.abort()
+
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 1000}} | options)
+    context.route("**/*", guard)
+    page = context.new_page()
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+
+    def dismiss(dialog: Any) -> None:
+        complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    page.on("dialog", dismiss)
+    try:
+        yield page, complaints
+    finally:
+        context.close()
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> None:
+    """Write a notebook of code cells that did not run."""
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    empty: dict[str, Any] = {"metadata": {}, "outputs": [], "execution_count": None}
+    notebook = {
+        "cells": [{"cell_type": "code", "source": cell, **empty} for cell in cells],
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 4,
+    }
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+
+
+def open_notebook(page: Page, lab: Lab, name: str, timeout: float = 60_000) -> None:
+    """Open a notebook and wait until its kernel is idle."""
+    page.goto(lab.page_of(name), wait_until="domcontentloaded")
+    page.wait_for_selector("#jupyterlab-splash", state="detached", timeout=timeout)
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=timeout)
+    # The indicator of the notebook says idle before there is a kernel: cells would not run.
+    page.wait_for_function(_IDLE, timeout=timeout)
+
+
+def run_all(page: Page, timeout: float = 120_000) -> None:
+    """Run all cells and wait until the last one is done.
+
+    Raises
+    ------
+    AssertionError
+        If one raised an error; the message is its traceback.
+    """
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.wait_for_function(_ALL_RAN, timeout=timeout)
+    errors = page.locator("[data-mime-type='application/vnd.jupyter.error']")
+    if errors.count():
+        raise AssertionError(f"a cell raised an error:\n{errors.first.inner_text()[-2000:]}")

@@ -1,0 +1,408 @@
+"""The explorer in a browser, without a kernel: what it finds, sorts and shows."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "anywidget", reason="the explorer is an anywidget: pip install 'xckpt[widgets]'"
+)
+
+from tests.browser.pages import STATISTICS, explorer_page, shown_rows, tell_statistics
+from tests.notebook.checkpoints import gpt2, mixture_of_experts, row
+from xckpt.notebook.folding import Row
+from xckpt.notebook.formatting import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from playwright.sync_api import Browser, Page
+
+ROWS = list(gpt2())
+NAMES = [each.name for each in ROWS]
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "model.<b>bold</b>.\"'&amp;",
+    "evil\u202egnp.weight",
+    "\x1b[31m\x00\n\t\ufeff",
+    "",
+)
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """Show the tensors of a small decoder; nothing may go wrong."""
+    with explorer_page(browser, ROWS) as (page, complaints):
+        yield page
+        assert complaints == []
+
+
+def settled_row(page: Page) -> int:
+    """Give the row that Python is told is selected, once the choice has settled."""
+    page.wait_for_timeout(250)
+    number: int = page.evaluate("model.get('_row')")
+    return number
+
+
+def select(page: Page, label: str, option: str) -> None:
+    page.get_by_label(label, exact=True).select_option(option)
+
+
+def all_names(page: Page) -> list[str]:
+    """Scroll through the list, and give the names in it."""
+    box = page.locator(".xckpt-list")
+    found = dict.fromkeys(shown_rows(page))
+    while box.evaluate("(b) => b.scrollTop + b.clientHeight < b.scrollHeight"):
+        box.evaluate("(b) => (b.scrollTop += 200)")
+        page.wait_for_timeout(30)
+        found |= dict.fromkeys(shown_rows(page))
+    return list(found)
+
+
+# --- search --------------------------------------------------------------------------------------
+
+GLOBS = [
+    *("*", "h.*", "*.weight", "h.?.attn.*", "h.1?.*bias", "h.[0-3].ln_[12].weight", "*ln_[!1]*"),
+    *("h.[!0-9]*", "wte.weight", "wte", "[", "h.[", "[]]*", "[!]]*", "*[a-c-e]*", "*[z-a]*"),
+    *("*[!z-a]*", "[^h]*", "*[--a]*", "*[a--]*", "***w*", "*a*t*t*n*", "?", "?*?.*.weight", "*[]"),
+    *("*\\*", "*(*", "h.{0,1}*", "*.$", "*|*", "*[\\]*", "*[[]*", "*[!*", "*[a\\-z]*", "*[&&~|]*"),
+]
+STRANGE = [
+    *NAMES[:20],
+    "a]b",
+    "]",
+    "a*b",
+    "(",
+    "x|y",
+    "a\\",
+    "[",
+    "\U0001f600.w",
+    "-",
+    "a\nb",
+    "&~",
+    "^",
+]
+
+
+def test_globs_match_as_they_do_in_python(page: Page) -> None:
+    found = page.evaluate(
+        "([globs, names]) => globs.map((glob) => names.filter(explorer.matcher(glob)))",
+        [GLOBS, STRANGE],
+    )
+    wild = [glob for glob in GLOBS if set(glob) & set("*?[")]
+    assert len(wild) > 30
+    for glob, names in zip(GLOBS, found, strict=True):
+        if glob in wild:
+            assert names == [name for name in STRANGE if fnmatch.fnmatchcase(name, glob)], glob
+        else:
+            assert names == [name for name in STRANGE if glob in name], glob
+
+
+def test_a_glob_of_many_asterisks_takes_no_time(page: Page) -> None:
+    took = page.evaluate(
+        """() => {
+          const start = performance.now();
+          explorer.matcher("*a".repeat(30) + "*b")("a".repeat(5000));
+          return performance.now() - start;
+        }"""
+    )
+    assert took < 200
+
+
+def test_text_is_escaped_as_in_python(page: Page) -> None:
+    texts = [
+        *HOSTILE,
+        "a\u00a0b\u3000c",
+        "\U000e0001",
+        "caf\u00e9 \u91cd\u307f \U0001f600",
+        "\u2028\x7f\x85",
+    ]
+    assert page.evaluate("(all) => all.map(explorer.printable)", texts) == list(
+        map(printable, texts)
+    )
+
+
+def test_a_word_is_searched_for_anywhere(page: Page) -> None:
+    page.get_by_role("searchbox").fill("attn.c_proj.b")
+    assert shown_rows(page) == [f"h.{n}.attn.c_proj.bias" for n in range(12)]
+    assert page.locator(".xckpt-status").inner_text() == "12 of 148 tensors · 36.0 KiB"
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("nothing", "No name has “nothing” in it."),
+        ("attn*", "No whole name matches attn*. A glob may need * at its ends."),
+        ("\u202e", r"No name has “\u202e” in it."),
+    ],
+)
+def test_what_finds_nothing_is_told_why(page: Page, query: str, message: str) -> None:
+    page.get_by_role("searchbox").fill(query)
+    assert shown_rows(page) == []
+    assert page.locator(".xckpt-empty").inner_text() == message
+
+
+def test_an_empty_checkpoint_says_so(browser: Browser) -> None:
+    with explorer_page(browser, []) as (page, complaints):
+        assert page.locator(".xckpt-empty").inner_text() == "There are no tensors here."
+        assert complaints == []
+
+
+# --- types, order, tree --------------------------------------------------------------------------
+
+
+def test_types_filter(browser: Browser) -> None:
+    rows = [row("a", "float32", 4), row("b", "int8", 4), row("c", "float32", 4, storage="zstd")]
+    with explorer_page(browser, rows) as (page, _):
+        select(page, "Type", "float32")
+        assert shown_rows(page) == ["a"]
+        select(page, "Type", "float32 zstd")
+        assert shown_rows(page) == ["c"]
+        select(page, "Type", "all types")
+        assert shown_rows(page) == ["a", "b", "c"]
+
+
+def test_all_rows_come_in_the_order_of_the_file(page: Page) -> None:
+    assert all_names(page) == NAMES
+
+
+def test_names_sort_by_their_numbers(page: Page) -> None:
+    select(page, "Sort by", "by name")
+    page.get_by_role("searchbox").fill("*.ln_1.weight")
+    assert shown_rows(page) == [f"h.{n}.ln_1.weight" for n in range(12)]
+    page.get_by_role("button", name="Smallest first").click()
+    assert shown_rows(page) == [f"h.{n}.ln_1.weight" for n in reversed(range(12))]
+
+
+def test_sizes_sort_largest_first(page: Page) -> None:
+    select(page, "Sort by", "by size")
+    assert all_names(page) == [r.name for r in sorted(ROWS, key=lambda r: -r.nbytes)]
+
+
+def test_statistics_sort_and_what_is_not_known_comes_last(page: Page) -> None:
+    values = np.full((4, len(STATISTICS)), np.nan)
+    values[:, STATISTICS.index("std")] = [0.5, 2, math.nan, 1]
+    tell_statistics(page, [10, 20, 30, 40], values)
+    select(page, "Sort by", "by std")
+    order = [NAMES[20], NAMES[40], NAMES[10]]
+    assert shown_rows(page)[:4] == [*order, NAMES[0]]
+    cells = page.locator(".xckpt-list .xckpt-row:visible .xckpt-statistic").all_inner_texts()
+    assert cells[:4] == ["2", "1", "0.5", ""]
+    page.get_by_role("button", name="Largest first").click()
+    assert shown_rows(page)[:3] == order[::-1]
+
+
+def test_statistics_that_come_in_are_sorted_in(page: Page) -> None:
+    select(page, "Sort by", "by mean")
+    assert shown_rows(page)[0] == NAMES[0]
+    tell_statistics(page, [77], np.ones((1, len(STATISTICS))))
+    page.wait_for_function(f"document.querySelector('.xckpt-row[title=\"{NAMES[77]}\"]')")
+    assert shown_rows(page)[0] == NAMES[77]
+
+
+def test_the_tree_opens_and_closes(page: Page) -> None:
+    page.get_by_role("button", name="Tree").click()
+    page.get_by_role("searchbox").fill("h.11.attn")
+    leaves = ["c_attn", "weight", "bias", "c_proj", "weight", "bias"]
+    assert [re.sub(r"^[▾▸]", "", name) for name in shown_rows(page)] == ["h.11.attn", *leaves]
+    page.locator(".xckpt-list").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    assert [re.sub(r"^[▾▸]", "", n) for n in shown_rows(page)] == [
+        "h.11.attn",
+        "c_attn",
+        *leaves[3:],
+    ]
+    page.keyboard.press("ArrowRight")
+    assert len(shown_rows(page)) == 7
+    page.keyboard.press("ArrowRight")
+    assert settled_row(page) == NAMES.index("h.11.attn.c_attn.weight")
+
+
+# --- selecting -----------------------------------------------------------------------------------
+
+
+def test_a_click_selects(page: Page) -> None:
+    page.locator(".xckpt-list .xckpt-row:visible").nth(3).click()
+    assert settled_row(page) == 3
+    assert page.locator(".xckpt-title").inner_text() == NAMES[3]
+    assert page.locator(".xckpt-facts").inner_text() == "float32 · 768 · 3.0 KiB"
+    assert page.get_by_text("Computing statistics…").is_visible()
+
+
+def test_keys_move_and_only_where_they_stop_is_selected(page: Page) -> None:
+    page.locator(".xckpt-list").focus()
+    page.evaluate("window.rows = []; model.on('change:_row', () => rows.push(model.get('_row')))")
+    for key in ("ArrowDown", "End", "ArrowUp", "PageUp"):
+        page.keyboard.press(key)
+    assert settled_row(page) == len(ROWS) - 2 - 12
+    assert page.evaluate("rows") == [len(ROWS) - 2 - 12]
+    active = page.locator(".xckpt-list").get_attribute("aria-activedescendant")
+    assert page.locator(f"#{active}").get_attribute("aria-selected") == "true"
+    assert page.locator(f"#{active} .xckpt-name").inner_text() == NAMES[len(ROWS) - 2 - 12]
+
+
+def test_python_selects_what_is_out_of_sight(page: Page) -> None:
+    page.get_by_role("searchbox").fill("wte")
+    page.evaluate(f"model.set('_row', {NAMES.index('h.9.mlp.c_fc.bias')})")
+    assert "h.9.mlp.c_fc.bias" in shown_rows(page)
+    assert page.locator(".xckpt-selected .xckpt-name").inner_text() == "h.9.mlp.c_fc.bias"
+
+
+def test_statistics_and_the_histogram_are_shown(page: Page) -> None:
+    page.evaluate("model.set('_row', 5)")
+    tell_statistics(page, [5], [[768, 2, -1.25e-7, 0.01234567, math.nan]])
+    edges, counts = np.linspace(-1.0, 1.0, 5), np.array([1.0, 0.0, 4.0, 2.0])
+    tell_histogram(page, 5, edges, counts)
+    names = page.locator(".xckpt-figures dt").all_inner_texts()
+    values = page.locator(".xckpt-figures dd").all_inner_texts()
+    minus = "\N{MINUS SIGN}"
+    assert dict(zip(names, values, strict=True)) == {
+        "count": "768",
+        "nan": "2",
+        "mean": f"{minus}1.250e{minus}7",
+        "std": "0.01235",
+    }
+    assert page.locator(".xckpt-wrong dt").all_inner_texts() == ["nan"]
+    assert page.locator("dd").nth(3).get_attribute("title") == "0.01234567"
+    bars = page.locator(".xckpt-histogram rect")
+    assert bars.evaluate_all(
+        "(all) => all.map((r) => [r.x.baseVal.value, r.height.baseVal.value])"
+    ) == [
+        [0, 25],
+        [50, 100],
+        [75, 50],
+    ]
+    page.get_by_label("log scale").check()
+    heights = bars.evaluate_all("(all) => all.map((r) => r.height.baseVal.value)")
+    assert heights == pytest.approx(100 * np.log1p([1, 4, 2]) / np.log1p(4), rel=1e-5)
+    page.locator(".xckpt-histogram svg").hover(position={"x": 2, "y": 50})
+    assert page.locator(".xckpt-reading").inner_text() == f"{minus}1 to {minus}0.5: 1"
+
+
+def tell_histogram(page: Page, number: int, *arrays: Any) -> None:
+    buffers = [base64.b64encode(np.asarray(a, "<f8").tobytes()).decode() for a in arrays]
+    page.evaluate(
+        "([row, buffers]) => model.tell({ tell: 'histogram', row }, buffers)", [number, buffers]
+    )
+
+
+def test_a_failure_is_shown_with_its_tensor(page: Page) -> None:
+    page.evaluate("model.set('_row', 5)")
+    page.evaluate("model.tell({ tell: 'failed', row: 5, reason: 'digest <b>differs</b>' }, [])")
+    assert page.get_by_role("alert").inner_text() == "digest <b>differs</b>"
+    page.evaluate("model.set('_row', 6)")
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_code_is_copied(browser: Browser) -> None:
+    with explorer_page(browser, ROWS) as (page, _):
+        page.evaluate("model.set('_row', 1); model.set('_code', 'ds[\"wpe.weight\"]')")
+        page.evaluate(
+            "document.addEventListener('copy', () => (window.copied = getSelection().toString()"
+            " || document.activeElement.value))"
+        )
+        page.get_by_role("button", name="Copy code").click()
+        assert page.get_by_role("button", name="Copied").is_visible()
+        assert page.evaluate("copied") == 'ds["wpe.weight"]'
+
+
+# --- computing all -------------------------------------------------------------------------------
+
+
+def asked(page: Page) -> list[int]:
+    """Give the rows of the last request."""
+    rows: list[int] = page.evaluate("Array.from(new Uint32Array(model.sent.at(-1)[1][0]))")
+    return rows
+
+
+def test_all_that_is_found_and_not_known_is_asked_for(page: Page) -> None:
+    assert page.evaluate("model.sent.map(([message]) => message)") == [{"ask": "known"}]
+    page.get_by_role("searchbox").fill("*.attn.c_proj.bias")
+    found = [n for n, name in enumerate(NAMES) if name.endswith("attn.c_proj.bias")]
+    tell_statistics(page, found[:2], np.zeros((2, len(STATISTICS))))
+    page.get_by_role("button", name="Compute all 12").click()
+    assert asked(page) == found[2:]
+    page.evaluate("model.set('_busy', true)")
+    assert page.get_by_role("button", name="Computing…").is_disabled()
+    tell_statistics(page, found[2:], np.zeros((10, len(STATISTICS))))
+    page.evaluate("model.set('_busy', false)")
+    assert page.get_by_role("button", name="Statistics are complete").is_disabled()
+
+
+def test_what_was_shown_lets_go(page: Page) -> None:
+    page.evaluate("close_()")
+    assert page.evaluate("Object.values(model.listeners).flat().length") == 0
+
+
+# --- hostile and huge ----------------------------------------------------------------------------
+
+
+def test_what_is_in_names_does_nothing(browser: Browser) -> None:
+    rows = [row(name, "float32", 8) for name in HOSTILE]
+    rows.append(Row("n" * 500, "<img src=x onerror=alert(2)>", (1,), 1, 1))
+    with explorer_page(browser, rows) as (page, complaints):
+        for view in ("list", "tree"):
+            for number in range(len(rows)):
+                page.evaluate(f"model.set('_row', {number})")
+                tell_statistics(page, [number], np.zeros((1, len(STATISTICS))))
+                title = page.locator(".xckpt-title").inner_text()
+                assert title == (printable(rows[number].name) or '""')
+            assert page.locator(".xckpt-explorer").locator("img, b, script").count() == 0, view
+            page.get_by_role("button", name="Tree").click()
+        shown = shown_rows(page)
+        assert shown[:3] == [HOSTILE[0], HOSTILE[1], r"evil\u202egnp.weight"]
+        assert re.fullmatch("n+…n+", shown[5])
+        assert complaints == []
+
+
+def test_a_name_of_ten_thousand_components_has_a_place_in_the_tree(browser: Browser) -> None:
+    rows = [row("a." * 10_000 + "w", "float32", 1), row("b.w", "float32", 1)]
+    with explorer_page(browser, rows) as (page, complaints):
+        page.get_by_role("button", name="Tree").click()
+        assert shown_rows(page)[1:] == ["w", "▾b", "w"]
+        assert complaints == []
+
+
+def test_ten_million_rows_can_be_scrolled_to_the_end(page: Page) -> None:
+    # Browsers do not make elements of 240 million pixels.
+    height, selected = page.evaluate(
+        """() => {
+          const list = new explorer.List(new explorer.Tensors(model), () => {}, () => {});
+          document.body.prepend(list.box);
+          list.show(new Int32Array(1e7).map((_, n) => n % 100), null, null);
+          list.move(1e7 - 1);
+          return [list.space.offsetHeight, list.box.querySelector(".xckpt-selected").textContent];
+        }"""
+    )
+    assert height <= 8_000_000
+    assert NAMES[99] in selected
+
+
+def test_a_hundred_thousand_rows_make_few_elements(browser: Browser) -> None:
+    rows = list(mixture_of_experts(64, 256))
+    with explorer_page(browser, rows) as (page, complaints):
+        assert page.locator("*").count() < 350
+        page.locator(".xckpt-list").press("End")
+        assert shown_rows(page)[-1] == rows[-1].name
+        page.get_by_role("searchbox").fill("layers.63.mlp.experts.255")
+        assert page.locator(".xckpt-status").inner_text().startswith("6 of 98,883 tensors")
+        assert complaints == []
+
+
+@pytest.mark.parametrize("width", [1200, 480, 320])
+def test_it_fits_into_any_width(browser: Browser, width: int) -> None:
+    rows: Sequence[Row] = [*ROWS, row("n" * 500, "int8", 1)]
+    with explorer_page(browser, rows, viewport={"width": width, "height": 900}) as (page, _):
+        page.evaluate(f"model.set('_row', {len(rows) - 1})")
+        tell_statistics(page, [len(rows) - 1], np.full((1, len(STATISTICS)), -1.2345e-100))
+        select(page, "Sort by", "by std")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,333 @@
+"""The kernel's side of the explorer: what it sends, computes, stops and keeps."""
+
+from __future__ import annotations
+
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "anywidget", reason="the explorer is an anywidget: pip install 'xckpt[widgets]'"
+)
+
+import traitlets
+
+from tests.notebook.checkpoints import mixture_of_experts, row
+from xckpt.errors import IntegrityError
+from xckpt.notebook import explorer as module
+from xckpt.notebook.colors import colors_of
+from xckpt.notebook.explorer import Explorer
+from xckpt.notebook.summary import new_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.notebook.folding import Row
+
+LONG = 20.0  # seconds after which a test has failed
+NAMES = ("a.0.w", "a.1.w", "b", "\u91cd\u307f", "\U0001f600.w", "text")
+ROWS = [row(name, "float32", 4) for name in NAMES]
+
+
+class Source:
+    """Statistics that tell which tensor they are of."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.broken: set[str] = set()
+        self.gate = Event()
+        self.gate.set()
+
+    def compute(
+        self, names: Sequence[str], report: Callable[[int], object]
+    ) -> dict[str, dict[str, float]]:
+        self.calls.append(list(names))
+        assert self.gate.wait(LONG)
+        report(16 * len(names))
+        if self.broken & set(names):
+            raise IntegrityError("digest differs", path="/home/someone/m.zt")
+        return {n: {"mean": float(NAMES.index(n)), "new": 0.0} for n in names if n != "text"}
+
+    def histogram(
+        self, name: str, report: Callable[[int], object]
+    ) -> tuple[list[float], list[int]]:
+        report(0)
+        return [0.0, 1.0, 2.0], [NAMES.index(name), 7]
+
+
+class Opened:
+    """An explorer, what computes for it, and what it told the browser."""
+
+    def __init__(self, rows: Sequence[Row] = ROWS) -> None:
+        self.source = Source()
+        summary = new_summary(rows, title="/a/m.zt", format="ztensor", version="1.0", attrs={})
+        self.explorer = Explorer(
+            rows,
+            summary=summary,
+            statistics=["count", "mean"],
+            compute=self.source.compute,
+            histogram=self.source.histogram,
+            code="ds[{!r}]".format,
+        )
+        self.told: list[tuple[dict[str, Any], list[Any]]] = []
+        self.explorer._table.send = lambda message, buffers: self.told.append((message, buffers))
+
+    def ask(self, message: dict[str, Any], *rows: int) -> None:
+        self.explorer._hear(None, message, [np.array(rows, "<u4").tobytes()])
+
+    def done(self) -> None:
+        assert self.explorer._one.wait(LONG)
+        assert self.explorer._many.wait(LONG)
+
+    def statistics(self) -> dict[int, list[float]]:
+        """Give all that was told of statistics, by row."""
+        found: dict[int, list[float]] = {}
+        for message, buffers in self.told:
+            if message["tell"] == "statistics":
+                rows = np.frombuffer(buffers[0], "<u4").tolist()
+                values = np.frombuffer(buffers[1], "<f8").reshape(len(rows), -1).tolist()
+                found.update(zip(rows, values, strict=True))
+        return found
+
+
+@pytest.fixture
+def opened() -> Opened:
+    return Opened()
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_sent_as_columns(opened: Opened) -> None:
+    state = opened.explorer._table.get_state()
+    text, at, names = state["_names"].decode().encode("utf-16-le"), 0, []
+    for length in np.frombuffer(state["_lengths"], "<u4").tolist():
+        names.append(text[at : at + 2 * length].decode("utf-16-le"))
+        at += 2 * length
+    assert tuple(names) == NAMES
+    assert at == len(text)
+    assert np.frombuffer(state["_nbytes"], "<f8").tolist() == [16.0] * 6
+    assert state["_shapes"] == ["4"]
+    assert state["_kinds"] == ["float32"]
+
+
+def test_types_have_the_colours_of_the_summary() -> None:
+    rows = [
+        row("a", "int8", 1),
+        row("b", "float32", 9),
+        row("c", "int8", 5, storage="zstd"),
+    ]
+    state = Opened(rows).explorer._table.get_state()
+    assert state["_kinds"] == ["int8", "float32", "int8 zstd"]
+    first, second, _ = colors_of(["float32", "int8", "other"]).values()
+    assert state["_colors"] == [second, first, second]
+
+
+@pytest.mark.parametrize("name", ["\udc80", "a\ud83d", "\x00", ""])
+def test_no_name_breaks_the_message(name: str) -> None:
+    rows = [row(name, "float32", 1), row("next", "float32", 1)]
+    state = Opened(rows).explorer._table.get_state()
+    lengths = np.frombuffer(state["_lengths"], "<u4").tolist()
+    assert lengths == [len(name), 4]
+    assert len(state["_names"].decode("utf-8")) == sum(lengths)
+
+
+def test_a_hundred_thousand_rows_take_a_moment() -> None:
+    rows = list(mixture_of_experts(64, 256))
+    opened = Opened(rows)
+    assert len(opened.explorer._table.get_state()["_lengths"]) == 4 * len(rows)
+
+
+# --- selecting -----------------------------------------------------------------------------------
+
+
+def test_selecting_computes_and_tells(opened: Opened) -> None:
+    opened.explorer.selected = "a.1.w"
+    opened.done()
+    assert opened.explorer._table._row == 1
+    assert opened.explorer._table._code == "ds['a.1.w']"
+    assert opened.statistics() == {1: [pytest.approx(np.nan, nan_ok=True), 1.0]}
+    message, buffers = opened.told[-1]
+    assert message == {"tell": "histogram", "row": 1}
+    assert [np.frombuffer(b, "<f8").tolist() for b in buffers] == [[0.0, 1.0, 2.0], [1.0, 7.0]]
+
+
+def test_a_click_selects(opened: Opened) -> None:
+    seen = []
+    opened.explorer.observe(lambda change: seen.append(change["new"]), "selected")
+    opened.explorer._table._row = 2
+    opened.explorer._table._row = -1
+    opened.done()
+    assert seen == ["b", None]
+
+
+@pytest.mark.parametrize("row", [6, 2**31, -5])
+def test_a_row_that_is_not_there_selects_nothing(opened: Opened, row: int) -> None:
+    opened.explorer.selected = "b"
+    opened.explorer._table._row = row
+    assert opened.explorer.selected is None
+
+
+def test_only_tensors_can_be_selected(opened: Opened) -> None:
+    with pytest.raises(traitlets.TraitError, match=r"there is no tensor 'a\\u202e' here"):
+        opened.explorer.selected = "a\u202e"
+    assert opened.explorer.selected is None
+
+
+def test_what_is_known_is_not_computed_again(opened: Opened) -> None:
+    for name in ("b", "a.0.w", "b"):
+        opened.explorer.selected = name
+        opened.done()
+    assert opened.source.calls == [["b"], ["a.0.w"]]
+
+
+def test_the_next_selection_stops_the_one_before(opened: Opened) -> None:
+    opened.source.gate.clear()
+    opened.explorer.selected = "a.0.w"
+    before = opened.explorer._one._thread
+    opened.explorer.selected = "b"
+    opened.source.gate.set()
+    opened.done()
+    assert before is not None
+    before.join(LONG)
+    assert list(opened.statistics()) == [2]
+
+
+def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
+    opened.source.broken = {"b"}
+    opened.explorer.selected = "b"
+    opened.done()
+    assert opened.told == [({"tell": "failed", "row": 2, "reason": "digest differs"}, [])]
+
+
+# --- computing all -------------------------------------------------------------------------------
+
+
+def test_all_is_computed_in_batches(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_ROWS", 2)
+    opened.explorer.selected = "b"
+    opened.done()
+    opened.ask({"ask": "compute"}, 0, 1, 2, 3, 4, 99)
+    opened.done()
+    assert opened.source.calls[1:] == [["a.0.w", "a.1.w"], [NAMES[3], NAMES[4]]]
+    assert {row: values[1] for row, values in opened.statistics().items()} == {
+        n: float(n) for n in range(5)
+    }
+    assert opened.explorer._table._busy is False
+    assert opened.explorer._progress.layout.display == "none"
+
+
+def test_large_tensors_are_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_NBYTES", 40)
+    opened = Opened()
+    opened.ask({"ask": "compute"}, 0, 1, 2, 3)
+    opened.done()
+    assert [len(call) for call in opened.source.calls] == [3, 1]
+
+
+def test_what_fails_does_not_stop_the_others(opened: Opened) -> None:
+    opened.source.broken = {"a.1.w", NAMES[4]}
+    opened.ask({"ask": "compute"}, *range(6))
+    opened.done()
+    assert sorted(opened.statistics()) == [0, 2, 3]
+    failures = {m["row"]: m["reason"] for m, _ in opened.told if m["tell"] == "failed"}
+    assert failures == {
+        1: "digest differs",
+        4: "digest differs",
+        5: "It has no statistics, as its elements are no numbers.",
+    }
+
+
+def test_cancelling_keeps_what_is_done(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_ROWS", 1)
+    gate = opened.source.gate
+    original = opened.source.compute
+
+    def compute(
+        names: Sequence[str], report: Callable[[int], object]
+    ) -> dict[str, dict[str, float]]:
+        if names == ["b"]:
+            opened.explorer._progress._button.click()
+        return original(names, report)
+
+    monkeypatch.setattr(opened.explorer, "_compute", compute)
+    opened.ask({"ask": "compute"}, *range(5))
+    opened.done()
+    assert gate.is_set()
+    assert sorted(opened.statistics()) == [0, 1]
+    assert opened.explorer._table._busy is False
+    opened.ask({"ask": "compute"}, *range(5))
+    opened.done()
+    assert sorted(opened.statistics()) == [0, 1]
+
+
+def test_progress_shows_while_it_lasts(opened: Opened) -> None:
+    opened.source.gate.clear()
+    opened.ask({"ask": "compute"}, 0, 1)
+    progress = opened.explorer._progress
+    for _ in range(2000):
+        if opened.source.calls:
+            break
+        Event().wait(0.005)
+    assert progress.layout.display == "flex"
+    assert progress._figures.value == "0 of 2 tensors, 0 B of 32 B"
+    assert opened.explorer._table._busy is True
+    opened.ask({"ask": "compute"}, 3)
+    opened.source.gate.set()
+    opened.done()
+    assert opened.source.calls == [["a.0.w", "a.1.w"]]
+    assert progress.layout.display == "none"
+
+
+def test_a_new_view_is_told_what_is_known(opened: Opened) -> None:
+    opened.ask({"ask": "compute"}, 0, 1)
+    opened.done()
+    opened.told.clear()
+    opened.ask({"ask": "known"})
+    assert sorted(opened.statistics()) == [0, 1]
+
+
+def test_an_error_of_our_own_is_shown(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened.explorer, "_batches", lambda _: 1 / 0)
+    opened.ask({"ask": "compute"}, 0)
+    opened.done()
+    assert opened.explorer._progress._figures.value == "Stopped: division by zero"
+    assert opened.explorer._table._busy is False
+
+
+def test_closing_stops_everything(opened: Opened) -> None:
+    opened.source.gate.clear()
+    opened.explorer.selected = "b"
+    opened.ask({"ask": "compute"}, 0, 1)
+    opened.explorer.close()
+    opened.source.gate.set()
+    opened.done()
+    assert opened.statistics() == {}
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def test_where_widgets_do_not_run_the_summary_is_shown(opened: Opened) -> None:
+    bundle = opened.explorer._repr_mimebundle_()
+    assert set(bundle) == {
+        "text/plain",
+        "text/html",
+        "application/vnd.jupyter.widget-view+json",
+    }
+    assert bundle["text/plain"] == repr(opened.explorer)
+    assert bundle["text/plain"].startswith("<Checkpoint m.zt>")
+    assert bundle["text/html"].startswith("<div")
+
+
+def test_nothing_is_fetched_and_no_markup_is_made_of_names() -> None:
+    state = Opened().explorer._table.get_state()
+    code, style = str(state["_esm"]), str(state["_css"])
+    assert "export default" in code
+    assert ".xckpt-explorer" in style
+    for banned in ("innerHTML", "outerHTML", "insertAdjacentHTML", "import ", "fetch(", "eval("):
+        assert banned not in code
+    assert "@import" not in style
+    assert "url(" not in style

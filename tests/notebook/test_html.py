@@ -1,0 +1,212 @@
+"""The summary as HTML is small, complete, and has nothing in it that a file could bring to life."""
+
+from __future__ import annotations
+
+import re
+import time
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from xckpt.index import Index, Part, Tensor
+from xckpt.notebook.colors import PALETTE, colors_of
+from xckpt.notebook.folding import Row
+from xckpt.notebook.html import render
+from xckpt.notebook.summary import Finding, Summary, index_html, new_summary
+from xckpt.notebook.text import render as render_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+VOID = {"br", "wbr"}
+TAGS = {
+    *("div", "span", "b", "table", "thead", "tbody", "tr", "th", "td", "details", "summary"),
+    *VOID,
+}
+NAMES = st.text(st.characters() | st.sampled_from("<>&\"'.0123{}"), max_size=80)
+
+
+class Parsed(HTMLParser):
+    """The tags, attributes and text of HTML in which every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes.update(name for name, _ in attrs)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def summary_of(rows: Iterable[Row], **more: Any) -> Summary:
+    return new_summary(
+        rows, **{"title": "m.zt", "format": "ztensor", "version": "1.0", "attrs": {}} | more
+    )
+
+
+def test_it_says_what_the_text_says() -> None:
+    summary = summary_of(
+        mixture_of_experts(),
+        attrs={"license": "MIT"},
+        dims={"hidden": 5120},
+        notes=["version 1.1 is newer"],
+        findings=[Finding("lm_head.weight", "nan", 512.0, "error")],
+    )
+    text = re.sub(r"\s+", " ", Parsed(render(summary)).text.replace("\xa0", " "))
+    for words in (
+        *("m.zt", "ztensor 1.0", "25,155 tensors", "104.3 B parameters", "104.2 GiB"),
+        *("float8_e4m3fn 90.0 GiB 86.4 %", "note: version 1.1 is newer"),
+        "1 finding: 1 nan; first lm_head.weight (nan 512)",
+        "{0..63}.mlp.experts.{0..63}.{gate,up,down}_proj.weight",
+        *("12,288", "5120\N{MULTIPLICATION SIGN}1536", "hidden 5,120", "license 'MIT'"),
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("model", [gpt2, resnet, mixture_of_experts])
+def test_all_patterns_are_there(model: Any) -> None:
+    summary = summary_of(model())
+    text = Parsed(render(summary)).text
+    for pattern in summary.patterns:
+        assert pattern.text in text
+
+
+def test_a_hundred_thousand_tensors_take_10_kb_and_a_fifth_of_a_second() -> None:
+    rows = [
+        *mixture_of_experts(64, 256),
+        *(row(f"extra.{n}.scale", "int8", 4) for n in range(2000)),
+    ]
+    assert len(rows) > 100_000
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        html = render(summary_of(rows, attrs={f"a{n}": n for n in range(99)}), ["ds.ckpt.stats()"])
+        took.append(time.perf_counter() - start)
+        assert len(html.encode()) < 10_000
+    assert min(took) < 0.2
+
+
+def test_a_model_of_many_patterns_takes_10_kb_too() -> None:
+    assert len(render(summary_of(resnet())).encode()) < 10_000
+
+
+def test_whatever_is_in_a_file_the_size_is_bounded() -> None:
+    names = [f"{'<' * 60}{chr(97 + n // 26)}{chr(97 + n % 26)}.{chr(97 + n)}" for n in range(400)]
+    rows = [row(name, "float32", n, 2**40, 7) for n, name in enumerate(names)]
+    hostile = dict.fromkeys(names, "&" * 5000)
+    summary = summary_of(
+        rows, title="<" * 999, attrs=hostile, dims=dict.fromkeys(names, 1), notes=["&" * 9999] * 99
+    )
+    assert len(render(summary).encode()) < 60_000
+
+
+def test_styles_are_inline_and_nothing_else_is_needed() -> None:
+    parsed = Parsed(
+        render(summary_of(resnet(), attrs={"a": 1}, dims={"d": 2}), ["ds.ckpt.stats()"])
+    )
+    assert set(parsed.tags) <= TAGS
+    assert parsed.attributes == {"style", "role", "aria-label", "scope"}
+
+
+def test_an_empty_checkpoint() -> None:
+    parsed = Parsed(render(summary_of([])))
+    assert "0 tensors" in parsed.text
+    assert "table" not in parsed.tags
+
+
+def test_tensors_without_elements_have_no_share() -> None:
+    assert "%" not in Parsed(render(summary_of([row("a", "float32", 0)]))).text
+
+
+def test_findings_are_counted_where_statistics_are_known() -> None:
+    assert "finding" not in render(summary_of(gpt2()))
+    assert "no findings" in render(summary_of(gpt2(), findings=[]))
+    many = [Finding(f"t{n}", "dead_rows" if n else "nan", n, "error") for n in range(3)]
+    text = "3 findings: 2 dead rows, 1 nan; first t0 (nan 0)"
+    assert text in Parsed(render(summary_of(gpt2(), findings=many))).text
+    assert text in render_text(summary_of(gpt2(), findings=many))
+
+
+def test_neither_folders_nor_signatures_are_shown() -> None:
+    source = "https://user:key@host/private/m.zt?X-Signature=abc"
+    html = render(summary_of(gpt2(), title=source))
+    assert "m.zt" in html
+    for secret in ("user", "key", "private", "Signature"):
+        assert secret not in html
+
+
+def test_an_index_is_shown_with_its_warnings() -> None:
+    part = Part("float32", (4,), 64, 16)
+    tensors = {"a": Tensor("a", "float32", (4,), {"data": part})}
+    index = Index("ztensor", "1.0", tensors, source="/home/someone/m.zt", warnings=("odd offset",))
+    html = index_html(index)
+    assert "1 warning: odd offset" in Parsed(html).text
+    assert "someone" not in html
+
+
+@given(
+    st.dictionaries(NAMES, st.lists(st.integers(0, 2**70), max_size=5).map(tuple), max_size=20),
+    NAMES,
+    st.dictionaries(NAMES, NAMES, max_size=3),
+    st.lists(NAMES, max_size=3),
+)
+def test_any_text_is_only_text(
+    tensors: dict[str, tuple[int, ...]], word: str, attrs: dict[str, str], notes: list[str]
+) -> None:
+    html = render(
+        new_summary(
+            [Row(name, word, shape, len(name), 3, word) for name, shape in tensors.items()],
+            title=word,
+            format=word,
+            version=word,
+            attrs=attrs,
+            dims=dict.fromkeys(attrs, 2**70),
+            notes=notes,
+            findings=[Finding(word, note, 1.0, word) for note in notes],
+        ),
+        notes,
+    )
+    parsed = Parsed(html)
+    assert set(parsed.tags) <= TAGS
+    assert parsed.attributes <= {"style", "role", "aria-label", "scope"}
+    assert html.replace("\xa0", "").isprintable()
+
+
+# --- colours -------------------------------------------------------------------------------------
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(c * share for c, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+@pytest.mark.parametrize("color", PALETTE)
+@pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
+def test_colours_can_be_told_from_the_page(color: str, ground: str) -> None:
+    dark, bright = sorted([luminance(color), luminance(ground)])
+    assert (bright + 0.05) / (dark + 0.05) >= 3
+
+
+def test_there_are_colours_for_any_number_of_types() -> None:
+    colors = colors_of(f"t{n}" for n in range(20))
+    assert list(colors.values())[: len(PALETTE)] == list(PALETTE)
+    assert colors["t19"] == PALETTE[-1]

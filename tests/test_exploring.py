@@ -1,0 +1,178 @@
+"""The tensors of an open object one by one: names, code and statistics are those of the file."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.errors import CheckpointWarning
+from xckpt.exploring import OpenTensors, explore
+from xckpt.notebook.summary import index_summary
+from xckpt.sample import write_checkpoint
+from xckpt.stats import stats, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPENERS: dict[str, Any] = {
+    "flat": lambda path: xr.open_dataset(path, engine="ztensor"),
+    "stacked": lambda path: xr.open_dataset(path, engine="ztensor", stack=True),
+    "parts": lambda path: xr.open_dataset(path, engine="ztensor", decode=False),
+    "tree": lambda path: xr.open_datatree(path, engine="ztensor"),
+    "stacked tree": lambda path: xr.open_datatree(path, engine="ztensor", stack=True),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("exploring") / "m.zt", layers=3, width=16)
+
+
+@pytest.fixture(scope="module", params=OPENERS)
+def obj(request: pytest.FixtureRequest, path: Path) -> Any:
+    return OPENERS[request.param](path)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what is computed out of the cache of the user."""
+    monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path))
+
+
+def ignore(_: int) -> None:
+    """Take a report."""
+
+
+def test_rows_are_the_tensors(obj: Any, path: Path) -> None:
+    tensors = xckpt.read_index(path).tensors
+    rows = OpenTensors(obj).rows
+    whole = [row for row in rows if ":" not in row.name]
+    assert {row.name.partition(":")[0] for row in rows} == set(tensors)
+    for row in whole:
+        tensor = tensors[row.name]
+        known = (tensor.dtype, tensor.shape, tensor.nbytes)
+        assert (row.dtype, row.shape, row.nbytes) == known or len(whole) < len(rows)
+
+
+@pytest.mark.parametrize("kind", ["flat", "stacked", "stacked tree"])
+def test_rows_are_in_the_order_of_the_file(path: Path, kind: str) -> None:
+    names = [row.name for row in OpenTensors(OPENERS[kind](path)).rows]
+    assert names == list(xckpt.read_index(path).tensors)
+
+
+def test_code_gives_the_tensor(obj: Any, path: Path) -> None:
+    tensors = OpenTensors(obj)
+    flat = xr.open_dataset(path, engine="ztensor", decode=":scale" not in str(tensors.rows))
+    for row in tensors.rows[::7]:
+        found = eval(tensors.code(row.name), {"ds": obj, "dt": obj})  # noqa: S307  our own code
+        assert found.shape == row.shape
+        if row.name in flat.variables:
+            np.testing.assert_array_equal(found.values, flat[row.name].values)
+
+
+def test_statistics_are_those_of_the_file(obj: Any) -> None:
+    tensors = OpenTensors(obj)
+    names = [row.name for row in tensors.rows]
+    found = tensors.compute(names, ignore)
+    expected = table(stats(obj)).T.to_dict()
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        np.testing.assert_array_equal([*values.values()], [*expected[name].values()])
+
+
+def test_a_histogram_counts_all_finite_elements(obj: Any) -> None:
+    tensors = OpenTensors(obj)
+    for row in tensors.rows[::5]:
+        edges, counts = tensors.histogram(row.name, ignore)
+        values = tensors.compute([row.name], ignore)[row.name]
+        assert counts.sum() == values["count"] - values["nan"] - values["inf"]
+        assert len(edges) == len(counts) + 1
+        # One value alone is in the middle of all bins.
+        bin_width = np.diff(edges).max()
+        ends = [values["min"], values["max"]]
+        slack = 0.5 if ends[0] == ends[1] else bin_width
+        assert [edges[0], edges[-1]] == pytest.approx(ends, rel=0, abs=slack)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (-128, 127), (5, 84), (-(2**31), 2**31 - 1)])
+def test_bins_have_as_many_whole_numbers(low: int, high: int) -> None:
+    values = np.unique(np.linspace(low, high, 3000).astype(np.int64))
+    tensors = OpenTensors(xr.Dataset({"n": ("x", values)}))
+    edges, counts = tensors.histogram("n", ignore)
+    assert counts.sum() == len(values)
+    assert len(set(np.diff(edges))) == 1
+    assert (edges % 1 == 0.5).all()
+    assert len(counts) <= 80
+    if high - low < 3000:
+        assert len(set(counts[:-1])) <= 1
+
+
+def test_computing_reports_and_can_be_stopped(path: Path) -> None:
+    tensors = OpenTensors(xr.open_dataset(path, engine="ztensor"))
+
+    def stop(_: int) -> None:
+        raise InterruptedError
+
+    reports: list[int] = []
+    with pytest.raises(InterruptedError):
+        tensors.compute(["lm_head.weight"], stop)
+    tensors.compute(["model.norm.weight"], reports.append)
+    assert reports[-1] == xckpt.read_index(path).tensors["model.norm.weight"].nbytes
+
+
+def test_a_selection_has_fewer_tensors(path: Path) -> None:
+    ds = xr.open_dataset(path, engine="ztensor", stack=True).isel(layers=[0, 2])
+    tensors = OpenTensors(ds)
+    names = [row.name for row in tensors.rows if "input_layernorm" in row.name]
+    assert names == [f"model.layers.{n}.input_layernorm.weight" for n in (0, 2)]
+    assert tensors.code(names[1]) == 'ds["model.layers.input_layernorm.weight"].sel(layers=2)'
+    one = OpenTensors(ds.isel(layers=1))
+    assert one.code(names[1]) == 'ds["model.layers.input_layernorm.weight"]'
+
+
+def test_where_it_cannot_be_told_which_are_left_the_variable_is_shown(path: Path) -> None:
+    ds = xr.open_dataset(path, engine="ztensor", stack=True).drop_vars("layers")
+    names = [row.name for row in OpenTensors(ds).rows]
+    assert "model.layers.input_layernorm.weight" in names
+
+
+def test_text_has_no_statistics() -> None:
+    ds = xr.Dataset({"text": ("x", np.array(["a", "b"])), "n": ("x", np.arange(2.0))})
+    assert list(OpenTensors(ds).compute(["text", "n"], ignore)) == ["n"]
+
+
+@pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\u202eb\n", "\udc80", "a.b"])
+def test_code_has_names_as_they_are(name: str) -> None:
+    ds = xr.Dataset({name: ("x", np.arange(3.0))})
+    code = OpenTensors(ds).code(name)
+    assert code.isprintable()
+    xr.testing.assert_identical(eval(code, {"ds": ds}), ds[name])  # noqa: S307  our own code
+
+
+def test_without_anywidget_the_summary_is_shown(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "xckpt.notebook.explorer", raising=False)
+    summary = index_summary(xckpt.read_index(path))
+    ds = xr.open_dataset(path, engine="ztensor")
+    with pytest.warns(CheckpointWarning, match=r"pip install 'xckpt\[widgets\]'"):
+        shown = explore(OpenTensors(ds), summary)
+    assert repr(shown).startswith("<Checkpoint m.zt>")
+    assert shown._repr_html_().startswith("<div")
+
+
+def test_explore_gives_the_widget(path: Path) -> None:
+    pytest.importorskip("anywidget")
+    ds = xr.open_dataset(path, engine="ztensor", stack=True)
+    explorer = explore(OpenTensors(ds), index_summary(xckpt.read_index(path)))
+    explorer.selected = "model.norm.weight"
+    assert explorer._one.wait(60)
+    known = explorer._known[explorer._row_of["model.norm.weight"]]
+    mean = known[explorer._columns["mean"]]
+    assert mean == pytest.approx(float(ds["model.norm.weight"].mean()), rel=1e-6)
