@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from xckpt.exploring import OpenTensors
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.summary import Summary
+    from xckpt.notebook.modules import ModuleTree
+    from xckpt.notebook.summary import Finding, Summary
     from xckpt.plots import Plots
 
 __all__ = ["CheckpointAccessor"]
@@ -37,7 +38,8 @@ class CheckpointAccessor:
     """What xckpt knows of a Dataset or DataTree that one of its engines opened.
 
     Its ``repr`` is the folded summary of the tensors in it: repeated modules as one line each,
-    with counts, shapes, element types and sizes. It reads no data.
+    with counts, shapes, element types and sizes, and what `stats` found wrong, once they were
+    computed. It reads no data.
 
     Parameters
     ----------
@@ -55,6 +57,8 @@ class CheckpointAccessor:
     def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
         self._obj = obj
         self._names: frozenset[str] = frozenset()
+        self._stats: xr.Dataset | None = None
+        self._findings: tuple[Finding, ...] | None = None
 
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
@@ -77,6 +81,56 @@ class CheckpointAccessor:
         """Name of the format that the object was opened from, None for other objects."""
         name = self._encoding.get("format")
         return name if name in formats.names() else None
+
+    def summary(self, by: Literal["pattern", "dtype", "layer"] = "pattern") -> pd.DataFrame:
+        """Sum the tensors up in a table, largest first. Nothing is read.
+
+        Parameters
+        ----------
+        by : {"pattern", "dtype", "layer"}
+            One row for each pattern of names, each stored element type, or each numbered module.
+
+        Returns
+        -------
+        pandas.DataFrame
+            With the columns ``tensors``, ``parameters``, ``nbytes`` and ``share``; patterns have
+            ``shape``, ``dtype`` and ``storage`` as well.
+
+        Raises
+        ------
+        ValueError
+            If `by` is none of these.
+
+        Examples
+        --------
+        >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
+        """
+        from xckpt.exploring import OpenTensors
+        from xckpt.notebook.modules import sizes_table
+
+        return sizes_table(OpenTensors(self._obj).rows, by)
+
+    def tree(self, depth: int = 3) -> ModuleTree:
+        """Show the modules, numbered ones folded, with how many tensors and bytes are in them.
+
+        Parameters
+        ----------
+        depth : int, default 3
+            How many levels of the names.
+
+        Returns
+        -------
+        ModuleTree
+            Shows itself in a notebook or a terminal.
+
+        Examples
+        --------
+        >>> ds.ckpt.tree(4)  # doctest: +SKIP
+        """
+        from xckpt.exploring import OpenTensors
+        from xckpt.notebook.modules import ModuleTree
+
+        return ModuleTree(OpenTensors(self._obj).rows, depth)
 
     def stack(self, modules: Literal[True] | str | Collection[str] = True) -> Any:  # noqa: FBT002  one of three kinds
         """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
@@ -222,7 +276,7 @@ class CheckpointAccessor:
         """
         from xckpt.stats import QUANTILES, stats
 
-        return stats(
+        result = stats(
             self._obj,
             quantiles=QUANTILES if quantiles is None else quantiles,
             exact_quantiles=exact_quantiles,
@@ -231,6 +285,10 @@ class CheckpointAccessor:
             compute=compute,
             cache=cache,
         )
+        if compute and dim is None:
+            # From now on the summary shows what is wrong.
+            self._stats, self._findings = result, None
+        return result
 
     def histogram(
         self, bins: Any = 100, scale: Literal["symlog", "linear"] = "symlog", **options: Any
@@ -488,8 +546,18 @@ class CheckpointAccessor:
             format=str(self.format),
             version=str(self._encoding.get("format_version", "")),
             attrs=self._obj.attrs,
+            findings=self._known_findings(),
             dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
         )
+
+    def _known_findings(self) -> tuple[Finding, ...] | None:
+        """Give what the last statistics found, None where there were none."""
+        if self._findings is None and self._stats is not None:
+            from xckpt.notebook.summary import Finding
+
+            rows = self.findings(self._stats).itertuples(index=False)
+            self._findings = tuple([Finding(*row) for row in rows])
+        return self._findings
 
     def _variables(self) -> Iterator[tuple[str, xr.Variable, Mapping[Any, xr.Variable]]]:
         """Walk all data variables, with their flat names and the indexes they are stacked along."""

@@ -31,7 +31,7 @@ from xckpt.notebook.formatting import columns, printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = ["Pattern", "Row", "fold", "one_by_one"]
+__all__ = ["Pattern", "Row", "fold", "indices_text", "is_index", "one_by_one"]
 
 _LONGEST_TEXT = 120
 _MOST_MEMBERS = 6
@@ -179,13 +179,30 @@ class _Words(dict[str, str]):
     """Path components as seen so far: indices all look the same, others are themselves."""
 
     def __missing__(self, component: str) -> str:
-        self[component] = word = _INDEX if _is_index(component) else component
+        self[component] = word = _INDEX if is_index(component) else component
         return word
 
 
-def _is_index(component: str) -> bool:
+def is_index(component: str) -> bool:
+    """Tell whether a component of a name is a whole number."""
     # isdigit alone takes "³" and other scripts, and int refuses more than 4300 digits.
     return component.isdigit() and component.isascii() and len(component) <= _LONGEST_INDEX
+
+
+def indices_text(indices: Iterable[str]) -> str:
+    """Write whole numbers in short, as in a pattern.
+
+    Parameters
+    ----------
+    indices : iterable of str
+        Whole numbers, at least one.
+
+    Returns
+    -------
+    str
+        ``{0..3,7}``, or the number if there is one only.
+    """
+    return _component_text(frozenset(indices))
 
 
 def _indexed(rows: Iterable[Row]) -> list[_Family]:
@@ -211,7 +228,7 @@ def _indexed(rows: Iterable[Row]) -> list[_Family]:
 
 
 def _new_family(parts: Sequence[str], dtype: str, storage: str, ndim: int) -> _Family:
-    indices = [(position, set[str]()) for position, part in enumerate(parts) if _is_index(part)]
+    indices = [(position, set[str]()) for position, part in enumerate(parts) if is_index(part)]
     return _Family(tuple(parts), dtype, storage, ndim, 0, 0, 0, {}, indices)
 
 
@@ -308,7 +325,7 @@ def _component_text(component: _Component) -> str:
     if isinstance(component, frozenset):
         return str(*component) if len(component) == 1 else _braced(_ranges(component))
     head, members, tail = _stripped(component)
-    listed = _ranges(members) if all(map(_is_index, members)) else members
+    listed = _ranges(members) if all(map(is_index, members)) else members
     return _literal(head) + _braced(listed) + _literal(tail)
 
 
