@@ -19,8 +19,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def test_stacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, family in {"gpt2-xl": gpt, "resnet50": resnet, "moe": mixture_of_experts}.items():
-        write_ztensor(tmp_path / f"{name}.zt", dict(family()))
+    families = {"gpt2-xl": gpt(), "resnet50": resnet(), "moe": mixture_of_experts()}
+    for name, tensors in families.items():
+        write_ztensor(tmp_path / f"{name}.zt", dict(tensors))
     text = (DOCS / "stacking.md").read_text(encoding="utf-8")
     # The end of a code block would be taken for output.
     text = text.replace("```", "")

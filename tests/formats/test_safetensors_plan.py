@@ -36,7 +36,7 @@ kinds = st.tuples(st.sampled_from(PLAIN), shapes)
     st.dictionaries(st.text(max_size=5), kinds), st.dictionaries(st.text(), st.text(), max_size=1)
 )
 def test_equal_to_the_package(
-    described: dict[str, tuple[str, tuple[int, ...]]], attrs: dict
+    described: dict[str, tuple[str, tuple[int, ...]]], attrs: dict[str, str]
 ) -> None:
     described.pop("__metadata__", None)
     attrs.pop("xckpt.dims", None)

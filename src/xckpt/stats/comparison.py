@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.stats.kinds import kind_named
 from xckpt.stats.moments import LEAF, MergeTree, runs
 
 if TYPE_CHECKING:
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from xckpt.stats.pair_blocks import Sides
-
 __all__ = [
     "MEASURES",
     "STATUSES",
     "Comparison",
     "ComparisonSum",
+    "Sides",
     "Sums",
     "folded",
     "measures",
     "packed",
+    "ranked",
     "unpacked",
 ]
 
@@ -49,6 +50,32 @@ _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
 
 _EMPTY: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 _COUNTS = ("count", "equal", "finite", "nan", "inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What the elements of a pair of tensors are.
+
+    Parameters
+    ----------
+    first, second : str
+        Names of kinds, or ``"complex128"``.
+    sparse : bool
+        Whether pairs of zeros are left out.
+    """
+
+    first: str
+    second: str
+    sparse: bool = False
+
+    @property
+    def wide(self) -> type[np.float32 | np.float64] | None:
+        """The float that has all values of both sides; None if there is none."""
+        names = {self.first, self.second}
+        if names & {"int64", "uint64", "complex128"}:
+            return None
+        narrow = all(name == "float32" or kind_named(name).exact for name in names)
+        return np.float32 if narrow else np.float64
 
 
 @dataclass(slots=True)
@@ -280,16 +307,16 @@ def ranked(frame: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     frame = frame[frame["status"].notna()]
-    codes = frame["status"].astype(np.int64)
-    severity = codes.map({STATUSES.index(name): at for at, name in enumerate(_SEVERITY)})
-    keys: dict[str, Any] = {"severity": severity}
+    codes = frame["status"].to_numpy(np.int64)
+    severity = np.array([_SEVERITY.index(status) for status in STATUSES])
+    keys: dict[str, Any] = {"severity": severity[codes]}
     if {"nan", "inf", "count"} <= set(frame.columns):
-        spoilt = frame["nan"] + frame["inf"] > 0
-        keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).where(spoilt, 0.0)
-    keys |= {name: frame[name] for name in ("rel_l2", "max_abs") if name in frame}
+        keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).to_numpy()
+    keys |= {name: frame[name].to_numpy() for name in ("rel_l2", "max_abs") if name in frame}
+    # By position: nothing keeps two tensors from having one name.
     order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
     names = pd.Categorical.from_codes(codes, list(STATUSES))
-    return frame.assign(status=names).loc[order]
+    return frame.assign(status=names).iloc[order]
 
 
 def packed(found: Comparison) -> bytes:

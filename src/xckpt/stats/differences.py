@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import nan, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels.selection import select
+from xckpt.errors import CheckpointWarning
 from xckpt.opening import paused_collector
 from xckpt.stats.comparison import (
     MEASURES,
@@ -24,22 +20,31 @@ from xckpt.stats.comparison import (
     packed,
     unpacked,
 )
-from xckpt.stats.entries import Entry, contents_of
+from xckpt.stats.entries import contents_of
 from xckpt.stats.layout import deferred, laid_out
-from xckpt.stats.pair_blocks import ComparePass
-from xckpt.stats.pairs import ChunkedPair, PairReader, pair_of, shape_of
+from xckpt.stats.matching import (
+    Renaming,
+    Row,
+    by_position,
+    differing_shapes,
+    have_no_names_in_common,
+    matched,
+    renaming,
+)
 from xckpt.stats.passes import Member, one_pass
 from xckpt.stats.store import Store, open_stores
+from xckpt.stats.stored import BytesPass, stored_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Sequence
 
     from xckpt.labels import TensorFilter
+    from xckpt.stats.comparison import Sides
+    from xckpt.stats.kinds import Kind
+    from xckpt.stats.pair_blocks import Comparer
+    from xckpt.stats.workspace import Workspace
 
-__all__ = ["Renaming", "compare"]
-
-#: How names of `a` become those of `b`.
-Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
+__all__ = ["compare"]
 
 
 def compare(
@@ -101,7 +106,7 @@ def compare(
         ``cosine``          of the angle between both; NaN if one of them is zero
         ==================  ====================================================================
 
-        Tensors that are the same have 1, 0, 0, 0, 0, 0, 0, 1 after the count; where there is
+        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1 after the count; where there is
         nothing finite on both sides, the last four are NaN. Differences of complex numbers are
         magnitudes.
 
@@ -124,14 +129,16 @@ def compare(
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    rename = _renaming(names)
+    rename = renaming(names)
     ours, theirs = contents_of(a), contents_of(b)
     with paused_collector():
         entries, others = ours.entries(), theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            rename = _by_position(entries, others)
-        entries, rows = _matched(entries, others, rename, tensors)
-    _warn_if_strangers(rows)
+            rename = by_position(entries, others)
+        entries, rows = matched(entries, others, rename, tensors)
+    if have_no_names_in_common(rows):
+        text = "no tensor of a has the name of one of b: names= says which belong together"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     inputs, options = list(zip(rows, shapes, strict=True)), _Options(progress, cache)
     values = (
@@ -139,147 +146,12 @@ def compare(
         if compute
         else deferred(_compare_all, inputs, options, shapes)
     )
-    attrs = [{"shapes": text} if (text := _shapes(some)) else {} for some in rows]
+    attrs = [{"shapes": text} if (text := differing_shapes(some)) else {} for some in rows]
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
-
-
-# --- which tensors belong together ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A tensor of either side, or a pair.
-
-    Parameters
-    ----------
-    name : str
-        Of the tensor, in `a` if it is there.
-    known : list of float
-        All measures, where nothing has to be read for them.
-    pair : PairReader, ChunkedPair or None
-        What has to be read.
-    shapes : str
-        Both, where they differ.
-    """
-
-    name: str
-    known: list[float]
-    pair: PairReader | ChunkedPair | None = None
-    shapes: str = ""
-
-
-def _renaming(names: Any) -> Callable[[str], str]:
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    if callable(names):
-        renamed: Callable[[str], str] = names
-        return renamed
-    if isinstance(names, tuple | list) and len(names) == 2:
-        pattern, replacement = names
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-        return lambda name: compiled.sub(replacement, name)
-    raise TypeError(
-        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {names!r}"
-    )
-
-
-def _by_position(entries: Sequence[Entry], others: Sequence[Entry]) -> Callable[[str], str]:
-    pairs = [
-        (ours.name, theirs.name)
-        for entry, other in zip(entries, others, strict=False)
-        for ours, theirs in zip(entry.members, other.members, strict=False)
-    ]
-    return _renaming(dict(pairs))
-
-
-def _matched(
-    entries: Sequence[Entry],
-    others: Sequence[Entry],
-    rename: Callable[[str], str],
-    tensors: TensorFilter | None,
-) -> tuple[list[Entry], list[list[_Row]]]:
-    """Find pairs; give the variables of the result, and a row for each tensor of these."""
-    theirs: dict[str, Member] = {}
-    for member in (member for other in others for member in other.members):
-        if theirs.setdefault(member.name, member) is not member:
-            raise ValueError(f"two tensors of b are called {shown(member.name)}")
-    ours = [member.name for entry in entries for member in entry.members]
-    chosen = set(select([*ours, *theirs], tensors))
-    found: list[Entry] = []
-    rows: list[list[_Row]] = []
-    used: set[str] = set()
-    for entry in entries:
-        partners = [rename(member.name) for member in entry.members]
-        used.update(partners)
-        if not any(member.name in chosen for member in entry.members):
-            continue
-        found.append(entry)
-        rows.append(
-            [
-                _row(member, theirs.get(partner), member.name in chosen)
-                for member, partner in zip(entry.members, partners, strict=True)
-            ]
-        )
-    taken = {entry.name for entry in found}
-    for name, member in theirs.items():
-        if name not in used and name in chosen:
-            found.append(_entry_of_b(member, taken))
-            rows.append([_Row(name, _unread("only_b", member.reader.size))])
-    return found, rows
-
-
-def _row(ours: Member, theirs: Member | None, is_chosen: bool) -> _Row:  # noqa: FBT001  of a loop
-    if not is_chosen:
-        return _Row(ours.name, [nan] * len(MEASURES))
-    if theirs is None:
-        return _Row(ours.name, _unread("only_a", ours.reader.size))
-    shape, other = shape_of(ours.reader), shape_of(theirs.reader)
-    if shape != other:
-        return _Row(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
-    return _Row(ours.name, [], pair_of(ours.reader, theirs.reader))
-
-
-def _unread(status: str, count: int) -> list[float]:
-    known: dict[str, float] = {"status": STATUSES.index(status), "count": count}
-    return [known.get(measure, nan) for measure in MEASURES]
-
-
-def _entry_of_b(member: Member, taken: set[Hashable]) -> Entry:
-    """Give a tensor that only `b` has a variable of its own."""
-    name = member.name
-    while name in taken:
-        name += " (b)"
-    taken.add(name)
-    variable = xr.Variable((), np.nan, encoding={"tensor": member.name})
-    return Entry(name, (), (), (member,), variable)
-
-
-def _shapes(rows: Sequence[_Row]) -> str:
-    """Say which shapes differ."""
-    return "; ".join(f"{row.name}: {row.shapes}" for row in rows if row.shapes)
-
-
-def _warn_if_strangers(rows: Sequence[Sequence[_Row]]) -> None:
-    statuses = {
-        STATUSES[int(row.known[0])] for some in rows for row in some if row.known[:1] > [-1]
-    }
-    has_pairs = any(row.pair is not None for some in rows for row in some)
-    if not has_pairs and statuses == {"only_a", "only_b"}:
-        text = "no tensor of a has the name of one of b: names= says which belong together"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
-
-
-# --- the pass ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +160,18 @@ class _Options:
 
     progress: bool | Callable[[int], object] | None
     cache: bool
+
+
+class ComparePass:
+    """The operation that compares; its argument are the `Sides`."""
+
+    def start(
+        self, kind: Kind, size: int, row: int, argument: Sides, workspace: Workspace
+    ) -> Comparer:
+        """Begin with some pairs of elements."""
+        from xckpt.stats.pair_blocks import Comparer
+
+        return Comparer(argument, size)
 
 
 class _ComparisonStore(Store):
@@ -303,7 +187,7 @@ class _ComparisonStore(Store):
 
 
 def _compare_all(
-    inputs: Sequence[tuple[Sequence[_Row], tuple[int, ...]]], options: _Options
+    inputs: Sequence[tuple[Sequence[Row], tuple[int, ...]]], options: _Options
 ) -> list[Any]:
     """Compare all pairs; give the array of each variable, of the shape that is given with it."""
     pairs = [row for rows, _ in inputs for row in rows if row.pair is not None]
@@ -340,6 +224,47 @@ def _compare_members(members: Sequence[Member], options: _Options) -> list[list[
             kept = None if store is None else store.get(everything)
             results[number] = None if kept is None else measures(kept)
             wanted.append([everything] if kept is None else [])
+        _compare_bytes(members, wanted, receive, options)
         sides = [reader.sides for reader in readers]
-        one_pass(members, ComparePass(), sides, receive, progress=options.progress, wanted=wanted)
+        one_pass(
+            members,
+            ComparePass(),
+            sides,
+            receive,
+            progress=options.progress,
+            wanted=wanted,
+            what="comparison",
+        )
     return results
+
+
+def _compare_bytes(
+    members: Sequence[Member],
+    wanted: Sequence[list[tuple[int, int]]],
+    receive: Callable[[int, int, Comparison], None],
+    options: _Options,
+) -> None:
+    """Find tensors with the same bytes among those that would have to be decoded."""
+    pairs = {number: stored_pair(member.reader) for number, member in enumerate(members)}
+    stored = [
+        (number, Member(members[number].name, pair))
+        for number, pair in pairs.items()
+        if pair is not None and wanted[number]
+    ]
+    if not stored:
+        return
+    found = [Comparison() for _ in stored]
+
+    def add(number: int, _: int, part: Comparison) -> None:
+        found[number].count += part.count
+        found[number].equal += part.equal
+
+    nothing = [None] * len(stored)
+    readers = [member for _, member in stored]
+    one_pass(readers, BytesPass(), nothing, add, progress=options.progress, what="comparison")
+    for (number, _), each in zip(stored, found, strict=True):
+        if each.equal == each.count:
+            same = Comparison()
+            same.imply(members[number].reader.size)
+            wanted[number].clear()
+            receive(number, 0, same)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,61 +15,22 @@ from xckpt.stats.comparison import Comparison, SumTree, folded
 from xckpt.stats.kernels import LANES
 from xckpt.stats.kinds import kind_named
 from xckpt.stats.moments import LEAF
-from xckpt.stats.pair_kernels import SUMS
+from xckpt.stats.pair_kernels import SUMS, TINY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.workspace import Workspace
+    from xckpt.stats.comparison import Sides
 
-__all__ = ["ComparePass", "Comparer", "Sides"]
+__all__ = ["Comparer"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Sums of squares beyond this have lost what is in them; see `pair_kernels`.
-_TINY = 1e-250
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
 
 _thread = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """What the elements of a pair of tensors are.
-
-    Parameters
-    ----------
-    first, second : str
-        Names of kinds, or ``"complex128"``.
-    sparse : bool
-        Whether pairs of zeros are left out.
-    """
-
-    first: str
-    second: str
-    sparse: bool = False
-
-    @property
-    def wide(self) -> type[np.float32 | np.float64] | None:
-        """The float that has all values of both sides; None if there is none."""
-        names = {self.first, self.second}
-        if names & {"int64", "uint64", "complex128"}:
-            return None
-        narrow = all(name == "float32" or kind_named(name).exact for name in names)
-        return np.float32 if narrow else np.float64
-
-
-class ComparePass:
-    """The operation that compares; its argument are the `Sides`."""
-
-    def start(
-        self, kind: Kind, size: int, row: int, argument: Sides, workspace: Workspace
-    ) -> Comparer:
-        """Begin with some pairs of elements."""
-        return Comparer(argument, size)
 
 
 class Comparer:
@@ -259,7 +219,7 @@ def _sums(x: Array, y: Array, difference: Array) -> list[float]:
     lanes = np.empty((SUMS + 1) * LANES)
     pair_kernels.add_up(x, y, difference, lanes)
     found: list[float] = lanes[: SUMS * LANES : LANES].tolist()
-    if not _TINY < found[1] + found[2] < math.inf:
+    if not TINY < found[1] + found[2] < math.inf:
         return _scaled_sums(x, y)
     return [*found, 0.0]
 

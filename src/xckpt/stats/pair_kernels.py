@@ -15,14 +15,14 @@ from xckpt.stats.compiled import compiled
 from xckpt.stats.kernels import LANES
 from xckpt.stats.moments import LEAF
 
-__all__ = ["SUMS", "add_up", "compare_floats"]
+__all__ = ["SUMS", "TINY", "add_up", "compare_floats"]
 
 #: Sums of a leaf: of the squares of the differences, of those of both sides, and of the products.
 SUMS = 4
 # Elements between looks at whether two leaves are still the same.
 _STRIDE = 1024
-# A sum of squares below this may have lost much of what is in it.
-_TINY = 1e-250
+#: A sum of squares below this may have lost much of what is in it.
+TINY = 1e-250
 
 
 @compiled
@@ -199,7 +199,7 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         y = _floats(second, start, stop)
         if _alike(x, y):
             _add_squares(x, sums)
-            if sums[0] < math.inf and (x.itemsize == 4 or sums[0] > _TINY):
+            if sums[0] < math.inf and (x.itemsize == 4 or sums[0] > TINY):
                 tally[0] += x.size
                 tally[1] += x.size
                 sums[LANES] = sums[2 * LANES] = sums[3 * LANES] = sums[0]
@@ -215,5 +215,5 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         add_up(x, y, difference, sums)
         largest[0] = max(largest[0], sums[SUMS * LANES])
         # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
-        in_range = x.itemsize == 4 or _TINY < sums[LANES] + sums[2 * LANES] < math.inf
+        in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])

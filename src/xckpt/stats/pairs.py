@@ -11,20 +11,20 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.errors import CheckpointError
 from xckpt.stats.chunked import ChunkedTensor
+from xckpt.stats.comparison import Sides
 from xckpt.stats.kinds import require_numbers
 from xckpt.stats.moments import LEAF
-from xckpt.stats.pair_blocks import Sides
 from xckpt.stats.reader import Reader
 from xckpt.stats.readers import ArrayReader, SparseReader
-from xckpt.stats.workspace import Workspace
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.arrays.sparse import COOArray, CSRArray
+    from xckpt.stats.workspace import Workspace
 
-__all__ = ["ChunkedPair", "PairReader", "pair_of", "shape_of"]
+__all__ = ["ChunkedPair", "PairReader", "array_of", "pair_of", "shape_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -45,8 +45,24 @@ def shape_of(reader: Reader | ChunkedTensor) -> tuple[int, ...]:
     tuple of int
         Logical shape.
     """
-    shape: tuple[int, ...] = _array(reader).shape
+    shape: tuple[int, ...] = array_of(reader).shape
     return shape
+
+
+def array_of(reader: Any) -> Any:
+    """Give the array that a reader reads.
+
+    Parameters
+    ----------
+    reader : Reader or ChunkedTensor
+        Of a tensor.
+
+    Returns
+    -------
+    array-like
+        A `LazyArray` where it is in a checkpoint.
+    """
+    return reader.lazy if hasattr(reader, "lazy") else reader.array
 
 
 def pair_of(
@@ -111,6 +127,8 @@ class PairReader(Reader):
 
     def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
         """Read some of the pairs; see `Reader.blocks`."""
+        from xckpt.stats.workspace import Workspace
+
         itemsizes = self.first.kind.itemsize, self.second.kind.itemsize
         leaves = max(1, workspace.buffer.nbytes // (sum(itemsizes) * LEAF))
         # A power of two: nodes of the tree of sums.
@@ -243,7 +261,7 @@ class ChunkedPair(ChunkedTensor):
         import dask.array as da
 
         leading = first if isinstance(first, ChunkedTensor) else second
-        super().__init__(_array(leading))
+        super().__init__(array_of(leading))
         chunks = self.array.chunks
         a, b = _dask_array(first, chunks), _dask_array(second, chunks)
         dtype = np.dtype([("a", a.dtype), ("b", b.dtype)])
@@ -257,7 +275,7 @@ class ChunkedPair(ChunkedTensor):
 def _dask_array(reader: Reader | ChunkedTensor, chunks: Any) -> Any:
     import dask.array as da
 
-    array = _array(reader)
+    array = array_of(reader)
     if isinstance(reader, ChunkedTensor):
         return array.rechunk(chunks)
     meta = np.empty((0,) * len(array.shape), array.dtype)
@@ -308,7 +326,7 @@ def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
 
 def _order(reader: Reader) -> str:
     """Tell in which order a reader gives the elements."""
-    lazy = _array(reader)
+    lazy = array_of(reader)
     if isinstance(reader, ArrayReader) or not isinstance(lazy, DenseArray):
         return "C"
     several = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
@@ -317,7 +335,7 @@ def _order(reader: Reader) -> str:
 
 def _reordered(reader: Reader, order: str) -> Reader:
     """Read the elements in another order than they are stored in."""
-    array = _array(reader)
+    array = array_of(reader)
     kind = ArrayReader if _is_sliceable(reader) else _LoadedReader
     new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
     new.place, new.local = reader.place, reader.local
@@ -326,7 +344,7 @@ def _reordered(reader: Reader, order: str) -> Reader:
 
 def _is_sliceable(reader: Reader) -> bool:
     """Tell whether any slice costs no more than what is in it."""
-    lazy = _array(reader)
+    lazy = array_of(reader)
     if not isinstance(lazy, DenseArray):
         return reader.local
     part = lazy.reader.part
@@ -349,13 +367,8 @@ def _plain(reader: Reader) -> Reader:
     return reader
 
 
-def _array(reader: Any) -> Any:
-    """Give the array that a reader reads."""
-    return reader.lazy if hasattr(reader, "lazy") else reader.array
-
-
 def _type_name(reader: Reader) -> str:
-    return "complex128" if _array(reader).dtype.kind == "c" else reader.kind.name
+    return "complex128" if array_of(reader).dtype.kind == "c" else reader.kind.name
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

@@ -157,6 +157,7 @@ def one_pass(
     *,
     progress: bool | Callable[[int], object] | None,
     wanted: Sequence[Sequence[tuple[int, int]]] | None = None,
+    what: str = "statistics",
 ) -> None:
     """Do something with all elements of some tensors.
 
@@ -174,6 +175,8 @@ def one_pass(
         See `reporting`.
     wanted : sequence of sequence of (int, int), optional
         Stretches of each tensor, by default all of it.
+    what : str
+        Shown before the bar.
     """
     if wanted is None:
         wanted = [_stretches(member.reader) for member in members]
@@ -191,7 +194,7 @@ def one_pass(
             jobs.append(scan.Job(member.name, member.reader, argument, wanted[number]))
             numbers.append(number)
     total = sum(members[n].reader.nbytes for n in (*numbers, *places))
-    with reporting(progress, total) as report:
+    with reporting(progress, total, what) as report:
         if jobs:
             scan.run(jobs, operation, lambda n, s, r: receive(numbers[n], s, r), report)
         chunked.run(arrays, operation, lambda n, r: receive(places[n], 0, r), report)

@@ -168,7 +168,7 @@ def refine(
 
         arguments = [searches[n].wanted for n in left]
         some = [members[n] for n in left]
-        one_pass(some, _NarrowPass(), arguments, receive, progress=progress)
+        one_pass(some, _NarrowPass(), arguments, receive, progress=progress, what="quantiles")
 
 
 def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float]) -> list[_Wanted]:

@@ -1,0 +1,227 @@
+"""`compare` gives the same bits on threads, on a cluster, of any chunks; it keeps its results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.stats.checkpoints import model, write
+from xckpt.stats import compare, scan, stats
+from xckpt.stats.comparison import STATUSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    large = rng.standard_normal((2500, 2000)).astype(np.float32)
+    tensors: dict[str, Any] = {f"small.{i}": rng.standard_normal((i + 1, 33)) for i in range(20)}
+    tensors |= {"large": large, "whole": (large[:500] * 1e6).astype(np.int64)}
+    others = dict(tensors)
+    others["large"] = large.astype(ml_dtypes.bfloat16)
+    others["whole"] = tensors["whole"].astype(np.float32)
+    others["small.7"] = tensors["small.7"] * 2
+    folder = tmp_path_factory.mktemp("compare")
+    return write(folder / "a.safetensors", tensors), write(folder / "b.safetensors", others)
+
+
+@pytest.fixture(scope="module")
+def expected(paths: tuple[Path, Path]) -> xr.Dataset:
+    with dask.config.set(num_workers=1):
+        return compare(*paths, cache=False)
+
+
+def opened(path: Path, **options: Any) -> xr.Dataset:
+    ds: xr.Dataset = xr.open_dataset(path, engine="safetensors", **options)
+    return ds
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("task_nbytes", [1 << 16, 1 << 20, 16 << 20])
+def test_threads_and_tasks(
+    paths: tuple[Path, Path],
+    expected: xr.Dataset,
+    threads: int,
+    task_nbytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan, "_TASK_NBYTES", task_nbytes)
+    with dask.config.set(num_workers=threads):
+        xr.testing.assert_identical(compare(*paths, cache=False), expected)
+
+
+@pytest.mark.parametrize("size", ["100kiB", "1MiB", "128MiB"])
+def test_chunks(paths: tuple[Path, Path], expected: xr.Dataset, size: str) -> None:
+    with dask.config.set({"array.chunk-size": size}):
+        a, b = map(opened, paths)
+        xr.testing.assert_equal(compare(a, b, cache=False), expected)
+        # The same values as arrays that nobody knows to be read from a file.
+        computed = b.map(lambda x: x * 1.0, keep_attrs=True)
+        for found in (compare(a, computed), compare(a * 1, b.chunk(70)), compare(a, b.load())):
+            for name in ("large", "small.7"):
+                np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.fixture
+def client() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("client")
+def test_a_cluster(paths: tuple[Path, Path], expected: xr.Dataset) -> None:
+    a, b = map(opened, paths)
+    told: list[int] = []
+    xr.testing.assert_identical(compare(*paths, cache=False, progress=told.append), expected)
+    total = sum(v.encoding["nbytes"] for ds in (a, b) for v in ds.data_vars.values())
+    assert told[-1] == total
+    xr.testing.assert_equal(compare(a, b, cache=False, compute=False).compute(), expected)
+    # Arrays of dask's own, and those in the memory of this process.
+    for other in (b[["large"]] * 1.0, b[["large"]].load()):
+        np.testing.assert_array_equal(compare(a[["large"]], other)["large"], expected["large"])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    changed = model()
+    changed["embed"] = changed["embed"] * np.float32(1.5)
+    found = write(tmp_path / "a.safetensors", model()), write(tmp_path / "b.safetensors", changed)
+    for path in found:
+        settled(path, 60)
+    return found
+
+
+def settled(path: Path, seconds: int) -> None:
+    """Make a file look as if it had been written some time ago."""
+    before = time.time() - seconds
+    os.utime(path, (before, before))
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect how many elements are scanned."""
+    counted: list[int] = []
+    original = scan.scan_spans
+
+    def counting(task: Any, *others: Any) -> list[Any]:
+        counted.extend(span.stop - span.start for span in task)
+        return original(task, *others)
+
+    monkeypatch.setattr(scan, "scan_spans", counting)
+    return counted
+
+
+def test_a_second_call_reads_nothing(pair: tuple[Path, Path], read: list[int]) -> None:
+    first = compare(*pair)
+    assert sum(read) == sum(array.size for array in model().values())
+    read.clear()
+    xr.testing.assert_identical(compare(*pair), first)
+    assert read == []
+    compare(*pair, cache=False)
+    assert read
+
+
+def test_what_is_kept_is_of_both_files(pair: tuple[Path, Path], read: list[int]) -> None:
+    a, b = pair
+    first = compare(a, b)
+    back = compare(b, a)
+    assert back["embed"].sel(statistic="rel_l2") != first["embed"].sel(statistic="rel_l2")
+    assert (compare(a, a).sel(statistic="status").to_array() == 0).all()
+    # The sketches of the first file are beside it, and are something else.
+    described = stats(a)
+    xr.testing.assert_identical(stats(a), described)
+    xr.testing.assert_identical(compare(a, b), first)
+    for path in pair:
+        write(path, model(seed=5))
+        settled(path, 30)
+        read.clear()
+        compare(a, b)
+        assert sum(read) >= sum(array.size for array in model().values())
+    assert (compare(a, b).sel(statistic="status").to_array() == 0).all()
+
+
+def test_a_file_that_was_just_written_is_not_kept(
+    pair: tuple[Path, Path], cache_folder: Path
+) -> None:
+    for path in pair:
+        os.utime(path)
+        compare(*pair)
+        assert not cache_folder.exists()
+        settled(path, 60)
+
+
+def test_an_interrupted_comparison_goes_on(
+    pair: tuple[Path, Path], read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "_TASK_NBYTES", 1)
+    objects = [opened(path) for path in pair]
+
+    def interrupt(done: int) -> None:
+        if done > 18000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(*objects, progress=interrupt)
+    read.clear()
+    resumed = compare(*objects)
+    assert 0 < len(read) < len(model())
+    xr.testing.assert_identical(resumed, compare(*objects, cache=False))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
+    paths = []
+    for name, dtype, nbytes in (("a", "F32", 1 << 31), ("b", "BF16", 1 << 30)):
+        header = f'{{"w":{{"dtype":"{dtype}","shape":[536870912],"data_offsets":[0,{nbytes}]}}}}'
+        header += " " * (-len(header) % 8)
+        paths.append(str(tmp_path / f"{name}.safetensors"))
+        with (tmp_path / f"{name}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header.encode())
+            file.truncate(8 + len(header) + nbytes)
+    code = f"""
+import threading
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+import xarray, dask.array, xckpt.stats, xckpt.stats.pair_blocks, xckpt.backend
+before, peak, done = anonymous(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+xckpt.stats.compare(*{paths!r}, cache=False, progress=False)
+done.set()
+watcher.join()
+print(peak - before)
+"""
+    run = subprocess.run(  # noqa: S603  our own code
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 300 << 20
+
+
+def test_statuses_do_not_change_their_numbers() -> None:
+    # What users have in their files.
+    assert STATUSES == ("same", "changed", "only_a", "only_b", "shape")

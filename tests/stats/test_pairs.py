@@ -1,0 +1,514 @@
+"""Pairs of all types, layouts and memory orders are compared as numpy would."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from fractions import Fraction
+from itertools import combinations_with_replacement, pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tests.sources import CountingSource
+from tests.stats.pairs import compared
+from tests.stats.reference import FLOATS, LARGE_INTEGERS, SMALL_INTEGERS, dtype_of
+from tests.stats.test_readers import GOLDEN, readable
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.parts import PartReader
+from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.errors import CheckpointError
+from xckpt.index import Part, Tensor
+from xckpt.stats import compare
+from xckpt.stats.comparison import MEASURES, ComparisonSum, measures
+from xckpt.stats.comparison import packed as pack
+from xckpt.stats.comparison import unpacked as unpack
+from xckpt.stats.differences import _compare_members, _Options
+from xckpt.stats.moments import LEAF
+from xckpt.stats.pairs import PairReader, SparsePairReader, array_of, pair_of
+from xckpt.stats.passes import Member
+from xckpt.stats.readers import ArrayReader, DenseReader, SparseReader, reader_of
+from xckpt.stats.stored import stored_pair
+from xckpt.stats.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from xckpt.stats.comparison import Comparison
+    from xckpt.stats.reader import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+TYPES = (*FLOATS, *SMALL_INTEGERS, *LARGE_INTEGERS)
+
+
+def compare_readers(
+    first: Reader, second: Reader, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
+) -> Comparison:
+    """Compare in this thread, in spans between cuts, the last one first."""
+    from xckpt.stats.pair_blocks import Comparer
+
+    pair: Any = pickle.loads(pickle.dumps(pair_of(first, second)))
+    total = ComparisonSum(pair.sides, pair.size)
+    bounds = [0, *cuts, pair.size]
+    for start, stop in reversed(list(pairwise(bounds))):
+        comparer = Comparer(pair.sides, pair.size)
+        for at, values in pair.blocks(start, stop, Workspace(nbytes)):
+            comparer.update(at, values)
+        total.add(comparer.result())
+    assert total.is_complete
+    return total.result()
+
+
+def compare_arrays(a: Array, b: Array, **how: Any) -> dict[str, float]:
+    found = measures(compare_readers(ArrayReader(a), ArrayReader(b), **how))
+    return dict(zip(MEASURES, found, strict=True))
+
+
+def check(found: dict[str, float], a: Array, b: Array) -> None:
+    wanted = compared(a, b)
+    for measure in ("status", "count", "equal_fraction", "nan", "inf", "max_abs"):
+        np.testing.assert_equal(found[measure], wanted[measure], err_msg=measure)
+    for measure in ("rmse", "rel_l2", "cosine"):
+        np.testing.assert_allclose(
+            found[measure], wanted[measure], rtol=1e-13, atol=1e-13, err_msg=measure
+        )
+
+
+def sample(name: str, seed: int, size: int = LEAF + 1000) -> Array:
+    """Give elements of a type: many small ones, and all that is special about it."""
+    dtype = dtype_of(name)
+    rng = np.random.default_rng(seed)
+    if dtype.kind in "iu" and dtype.itemsize >= 4:
+        info = np.iinfo(dtype)
+        values = rng.integers(0, 5, size).astype(dtype)
+        values[::7] = rng.integers(info.min >> 20, info.max >> 20, len(values[::7]))
+        return values
+    if dtype.itemsize <= 2:
+        bits = rng.integers(0, 1 << 8 * dtype.itemsize, size).astype(f"u{dtype.itemsize}")
+        if dtype.kind == "b":
+            bits &= 1
+        if "int4" in name or "float4" in name or "float6" in name:
+            bits &= 0xF
+        # More that is equal and finite.
+        bits[size // 2 :] = bits[0]
+        with np.errstate(invalid="ignore"):
+            patterns: Array = bits.view(dtype)
+            return patterns
+    values = rng.integers(-3, 4, size) * rng.choice([1.0, 0.5, 1e-30], size)
+    values[::9] = rng.standard_normal(len(values[::9]))
+    values[3::500] = np.nan
+    values[4::500] = np.inf
+    values[5::700] = -np.inf
+    values[6::300] = -0.0
+    chosen: Array = values.astype(dtype)
+    return chosen
+
+
+@pytest.mark.parametrize(("first", "second"), [*combinations_with_replacement(TYPES, 2)], ids=str)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_all_pairs_of_types(first: str, second: str) -> None:
+    a, b = sample(first, 1), sample(second, 2)
+    # From the other type, so that much is equal.
+    with np.errstate(invalid="ignore", over="ignore"):
+        near = b.astype(np.float64)
+        near[~np.isfinite(near) & (dtype_of(first).kind not in "fV")] = 1
+        if dtype_of(first).kind in "fV" and first != "float8_e8m0fnu":
+            a[::2] = near[::2].astype(a.dtype)
+    check(compare_arrays(a, b), a, b)
+    check(compare_arrays(b, a), b, a)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_value_is_equal_to_itself(name: str) -> None:
+    a = sample(name, 1)
+    found = compare_arrays(a, a.copy())
+    assert list(found.values()) == [0, a.size, 1, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_wider_copy_is_the_same() -> None:
+    for name in ("bfloat16", "float16", "float8_e4m3fn", "int8", "bool"):
+        a = sample(name, 1)
+        with np.errstate(invalid="ignore"):
+            for wide in ("float32", "float64"):
+                assert compare_arrays(a, a.astype(wide))["status"] == 0
+    ints = np.array([1, -5, 1 << 30], np.int32)
+    assert compare_arrays(ints, ints.astype(np.int64))["status"] == 0
+    assert compare_arrays(ints, ints.astype(np.complex64))["status"] == 0
+
+
+def test_what_counts_as_equal() -> None:
+    nan = np.uint32(0x7FC00001).view(np.float32)
+    a = np.array([np.nan, np.nan, 0.0, np.inf, np.inf, np.inf, 1.0, -np.inf], np.float32)
+    b = np.array([nan, 1.0, -0.0, np.inf, -np.inf, 2.0, np.nan, np.nan], np.float32)
+    found = compare_arrays(a, b)
+    assert found["equal_fraction"] == 3 / 8
+    assert (found["nan"], found["inf"]) == (3, 2)
+    # Of the finite pairs only zero is left.
+    assert [found[name] for name in MEASURES[-4:]] == [0, 0, 0, 1]
+    none = compare_arrays(a[4:6], b[4:6])
+    assert np.isnan([none[name] for name in MEASURES[-4:]]).all()
+
+
+def test_zeros() -> None:
+    zeros, ones = np.zeros(5, np.float32), np.ones(5, np.float32)
+    found = compare_arrays(zeros, ones)
+    assert (found["rel_l2"], found["rmse"]) == (math.inf, 1.0)
+    assert math.isnan(found["cosine"])
+    found = compare_arrays(ones, zeros)
+    assert found["rel_l2"] == 1.0
+    assert math.isnan(found["cosine"])
+    assert compare_arrays(zeros, -zeros)["status"] == 0
+    assert compare_arrays(zeros.astype(np.float64), zeros)["cosine"] == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1), (LEAF,), (LEAF + 1,)])
+def test_sizes(shape: tuple[int, ...]) -> None:
+    a = np.full(shape, 2.0, np.float32)
+    check(compare_arrays(a, a), a, a)
+    check(compare_arrays(a, a + np.float32(1)), a, a + np.float32(1))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-310, 1e160, 1e300])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_squares_that_leave_the_range(scale: float, mixed: bool) -> None:
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(3 * LEAF) * scale
+    if mixed:
+        a[:LEAF] /= scale
+    b = a * 1.5
+    b[5] = np.nan
+    found = compare_arrays(a, b)
+    finite = np.isfinite(b)
+    largest = np.abs(a).max()
+    x, y = a[finite] / largest, b[finite] / largest
+    assert found["max_abs"] == np.abs(a - b)[finite].max()
+    assert found["rel_l2"] == pytest.approx(0.5, rel=1e-9)
+    assert found["cosine"] == pytest.approx(1)
+    rmse = float(np.sqrt(np.square(x - y).mean())) * largest
+    assert found["rmse"] == pytest.approx(rmse, rel=1e-9, abs=1e-320)
+
+
+def test_a_difference_beyond_the_range() -> None:
+    a = np.array([1.7e308, 1.0])
+    found = compare_arrays(a, -a)
+    assert found["max_abs"] == math.inf
+    assert found["cosine"] == -1
+    assert found["rel_l2"] == 2
+
+
+WHOLE = st.integers(-(1 << 63), (1 << 64) - 1) | st.builds(
+    lambda power, off: max(-(1 << 63), min((1 << 64) - 1, (1 << power) + off)),
+    st.integers(0, 64),
+    st.integers(-3, 3),
+)
+
+
+@given(st.lists(st.tuples(WHOLE, st.integers(-3, 3)), min_size=1, max_size=20), st.data())
+def test_integers_of_64_bits_are_exact(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
+    kinds = [data.draw(st.sampled_from(["int64", "uint64"])) for _ in range(2)]
+    bounds = [np.iinfo(kind) for kind in kinds]
+    sides = [
+        [max(int(info.min), min(int(info.max), value)) for value in values]
+        for info, values in zip(
+            bounds, ([v for v, _ in pairs], [v + d for v, d in pairs]), strict=True
+        )
+    ]
+    arrays = [np.array(side, kind) for side, kind in zip(sides, kinds, strict=True)]
+    found = compare_arrays(*arrays)
+    differences = [abs(x - y) for x, y in zip(*sides, strict=True)]
+    assert found["equal_fraction"] == differences.count(0) / len(pairs)
+    largest = max(differences)
+    assert found["max_abs"] == (largest if largest <= 1 << 53 else pytest.approx(largest, 1e-15))
+
+
+@given(
+    st.lists(st.tuples(WHOLE, st.integers(-2, 2)), min_size=1, max_size=9),
+    st.sampled_from(["int64", "uint64"]),
+)
+def test_integers_are_compared_with_floats_exactly(pairs: list[tuple[int, int]], kind: str) -> None:
+    info = np.iinfo(kind)
+    whole = [max(int(info.min), min(int(info.max), value)) for value, _ in pairs]
+    floats = np.array(whole, np.float64)
+    for at, (_, steps) in enumerate(pairs):
+        for _ in range(abs(steps)):
+            floats[at] = np.nextafter(floats[at], math.copysign(math.inf, steps))
+    found = compare_arrays(np.array(whole, kind), floats)
+    exact = [abs(Fraction(x) - Fraction(y)) for x, y in zip(whole, floats.tolist(), strict=True)]
+    assert found["equal_fraction"] == exact.count(Fraction(0)) / len(pairs)
+    assert found["max_abs"] == pytest.approx(float(max(exact)), rel=1e-15, abs=1e-300)
+
+
+def test_complex_numbers() -> None:
+    rng = np.random.default_rng(0)
+    a = (rng.standard_normal(LEAF + 9) + 1j * rng.standard_normal(LEAF + 9)).astype(np.complex64)
+    b = a * np.complex64(1.0 + 0.5j)
+    b[0], b[1], b[2] = a[0], np.nan, np.inf
+    found = compare_arrays(a, b)
+    x, y = a.astype(np.complex128), b.astype(np.complex128)
+    rest = np.r_[0, 3 : len(a)]
+    d = np.abs(x - y)[rest]
+    assert found["equal_fraction"] == 1 / len(a)
+    assert (found["nan"], found["inf"]) == (1, 1)
+    assert found["max_abs"] == d.max()
+    assert found["rmse"] == pytest.approx(np.sqrt((d**2).mean()), rel=1e-13)
+    assert found["rel_l2"] == pytest.approx(np.linalg.norm(d) / np.linalg.norm(x[rest]), rel=1e-13)
+    product = np.vdot(x[rest], y[rest]).real / np.linalg.norm(x[rest]) / np.linalg.norm(y[rest])
+    assert found["cosine"] == pytest.approx(product, rel=1e-13)
+    ds = xr.Dataset({"z": ("n", a)})
+    assert compare(ds, xr.Dataset({"z": ("n", b)}))["z"].values.tolist() == list(found.values())
+    assert compare(ds, ds.chunk(n=100))["z"].sel(statistic="status") == 0
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(0, 40)),
+    st.integers(0, 40),
+    st.sampled_from([None, np.nan, np.inf, -0.0, 1e30]),
+)
+def test_whatever_the_numbers_are(a: Array, at: int, put: float | None) -> None:
+    b = a.copy()
+    if put is not None and len(b):
+        b[at % len(b)] = put
+    check(compare_arrays(a, b), a, b)
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+
+def test_blocks_and_spans_do_not_matter() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(5 * LEAF + 77).astype(np.float32)
+    b = (a * 1.01).astype(np.float16)
+    b[3 * LEAF + 5] = np.nan
+    whole = measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+    for nbytes, cuts in product((1 << 17, 1 << 20, 1 << 22), ([], [LEAF], [2 * LEAF, 3 * LEAF])):
+        found = compare_readers(ArrayReader(a), ArrayReader(b), nbytes, cuts)
+        assert measures(found) == whole
+
+
+@given(st.lists(st.integers(0, 3 * LEAF + 7), max_size=6))
+def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
+    from xckpt.stats.pair_blocks import Comparer
+
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(3 * LEAF + 7)
+    b = a + 1e-3
+    pair = pair_of(ArrayReader(a), ArrayReader(b))
+    assert isinstance(pair, PairReader)
+    total = ComparisonSum(pair.sides, pair.size)
+    bounds = sorted([0, *cuts, len(a)])
+    for start, stop in reversed(list(pairwise(bounds))):
+        comparer = Comparer(pair.sides, pair.size)
+        comparer.update(start, {"a": a[start:stop], "b": b[start:stop]})
+        total.add(comparer.result())
+    assert measures(total.result()) == measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+
+
+def test_comparisons_come_back_as_they_were() -> None:
+    a = np.random.default_rng(0).standard_normal(5 * LEAF + 3)
+    found = compare_readers(ArrayReader(a), ArrayReader(a * 2))
+    assert unpack(pack(found)) == found
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+VALUES = np.random.default_rng(0).standard_normal((60, 50)).astype(np.float32)
+
+
+def dense(values: Array, dtype: str, data: bytes, order: str = "C", **part: Any) -> DenseArray:
+    described = Part(dtype, values.shape, 0, len(data), **part)
+    reader = PartReader(CountingSource(data), described)
+    return DenseArray("t", reader, values.shape, order=order)
+
+
+def layouts(values: Array) -> dict[str, Reader]:
+    """Give readers of one tensor that is stored in many ways."""
+    compress = zstandard.ZstdCompressor(level=1).compress
+    c, f = values.tobytes(), values.tobytes("F")
+    zstd: dict[str, Any] = {"encoding": "zstd", "decoded_nbytes": values.nbytes}
+    lazy = {
+        "C": dense(values, "float32", c),
+        "F": dense(values, "float32", f, "F"),
+        "big": dense(values, "float32", values.astype(">f4").tobytes(), byteorder="big"),
+        "big F": dense(values, "float32", values.astype(">f4").tobytes("F"), "F", byteorder="big"),
+        "zstd": dense(values, "float32", compress(c), **zstd),
+        "zstd F": dense(values, "float32", compress(f), "F", **zstd),
+        "csr": sparse_tensor("sparse_csr", values),
+        "coo": sparse_tensor("sparse_coo", values),
+    }
+    readers: dict[str, Reader] = {name: reader_of(each) for name, each in lazy.items()}
+    return readers | {"memory": ArrayReader(np.asfortranarray(values))}
+
+
+def sparse_tensor(layout: Any, values: Array) -> CSRArray | COOArray:
+    rows, columns = np.nonzero(values)
+    arrays: dict[str, Array] = {"values": values[rows, columns].astype("<f4")}
+    if layout == "sparse_csr":
+        counts = np.bincount(rows, minlength=len(values))
+        arrays |= {"indices": columns.astype("<u4"), "indptr": np.r_[0, counts.cumsum()]}
+    else:
+        order = np.random.default_rng(0).permutation(len(rows))
+        arrays["values"] = arrays["values"][order]
+        arrays["coords"] = np.stack([rows, columns])[:, order]
+    parts, data = {}, b""
+    for role, array in arrays.items():
+        stored = np.ascontiguousarray(array)
+        parts[role] = Part(stored.dtype.name, stored.shape, len(data), stored.nbytes)
+        data += stored.tobytes()
+    tensor = Tensor("t", "float32", values.shape, parts, layout=layout)
+    source = CountingSource(data)
+    readers = {role: PartReader(source, part) for role, part in parts.items()}
+    kind = CSRArray if layout == "sparse_csr" else COOArray
+    return kind(tensor, readers)
+
+
+@pytest.mark.parametrize("piece", [1000, 4 << 20])
+@pytest.mark.parametrize("sliceable", [False, True])
+def test_layouts_and_memory_orders(
+    piece: int, sliceable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.stats.pairs.is_mapped", lambda _: sliceable)
+    a = VALUES.copy()
+    a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
+    b = a * np.float32(1.25)
+    b[7] = 0
+    b[8, 3], a[9, 9] = np.nan, 0
+    ours, theirs = layouts(a), layouts(b)
+    wanted = compared(a, b)
+    for (name, first), (other, second) in product(ours.items(), theirs.items()):
+        found = measures(compare_readers(first, second, 1 << 18))
+        np.testing.assert_allclose(
+            found, [wanted[m] for m in MEASURES], rtol=1e-13, err_msg=f"{name}, {other}"
+        )
+        same = compare_readers(first, layouts(a)[other])
+        assert same.equal == same.count == a.size, f"{name}, {other}"
+
+
+def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = VALUES.copy()
+    a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
+    b = a.copy()
+    b[-1, -1] += 1
+    names = ["big", "big F", "zstd", "zstd F", "csr", "coo"]
+    ours, same, theirs = layouts(a), layouts(a), layouts(b)
+    decoded: list[str] = []
+    for kind in (DenseReader, SparsePairReader):
+        original: Any = kind.blocks
+
+        def blocks(self: Any, *how: Any, _original: Any = original) -> Any:
+            decoded.append(type(self).__name__)
+            return _original(self, *how)
+
+        monkeypatch.setattr(kind, "blocks", blocks)
+    for other, status in ((same, 0), (theirs, 1)):
+        members = [Member(name, pair_of(ours[name], other[name])) for name in names]
+        found = _compare_members(members, _Options(progress=False, cache=False))
+        assert [row[:2] for row in found] == [[status, a.size]] * len(names)
+        assert bool(decoded) == bool(status)
+    assert decoded.count("DenseReader") == 8
+    assert decoded.count("SparsePairReader") == 2
+
+
+def test_stored_bytes_that_mean_something_else() -> None:
+    ours = layouts(VALUES)
+    for name, other in product(ours, ours):
+        is_raw = "C" in (name, other) or "F" in (name, other) or "memory" in (name, other)
+        pair = stored_pair(pair_of(ours[name], ours[other]))
+        assert (pair is None) == (is_raw or name != other), (name, other)
+    lazy = array_of(ours["zstd"])
+    checked = DenseArray("t", PartReader(lazy.source, lazy.reader.part, True), lazy.shape)  # noqa: FBT003
+    assert stored_pair(pair_of(reader_of(checked), ours["zstd"])) is None
+
+
+def test_three_axes_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", 400)
+    monkeypatch.setattr("xckpt.stats.pairs.is_mapped", lambda _: True)
+    values = np.arange(11 * 13 * 17, dtype=np.float32).reshape(11, 13, 17)
+    c = reader_of(dense(values, "float32", values.tobytes()))
+    f = reader_of(dense(values, "float32", values.tobytes("F"), "F"))
+    for first, second in ((c, f), (f, c), (f, f)):
+        assert compare_readers(first, second).equal == values.size
+    moved = reader_of(dense(values, "float32", values[::-1].tobytes("F"), "F"))
+    check(
+        dict(zip(MEASURES, measures(compare_readers(c, moved)), strict=True)), values, values[::-1]
+    )
+
+
+def test_sparse_tensors_are_never_made_dense() -> None:
+    shape = (1 << 40, 1 << 20)
+    readers = []
+    for columns in ([7, 9], [7, 10]):
+        parts = {"values": Part("float32", (2,), 0, 8), "coords": Part("int64", (2, 2), 8, 32)}
+        data = np.array([3, 4], "<f4").tobytes()
+        data += np.array([[5, 1 << 39], columns], "<i8").tobytes()
+        tensor = Tensor("t", "float32", shape, parts, layout="sparse_coo")
+        source = CountingSource(data)
+        lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
+        readers.append(reader_of(lazy))
+    assert all(isinstance(reader, SparseReader) for reader in readers)
+    assert isinstance(pair_of(readers[0], readers[1]), SparsePairReader)
+    found = compare_readers(readers[0], readers[1])
+    assert found.count == found.finite == prod(shape)
+    assert found.equal == prod(shape) - 2
+    assert measures(found)[-3:] == pytest.approx([math.sqrt(32 / prod(shape)), 32**0.5 / 5, 9 / 25])
+
+
+def test_many_stored_values_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.stats.pairs._SPARSE_NBYTES", 1 << 16)
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((300, 200)).astype(np.float32)
+    b = a + np.float32(1e-3)
+    a[rng.random(a.shape) < 0.6] = 0
+    b[rng.random(a.shape) < 0.6] = 0
+    first, second = (
+        reader_of(sparse_tensor("sparse_csr", a)),
+        reader_of(sparse_tensor("sparse_coo", b)),
+    )
+    check(dict(zip(MEASURES, measures(compare_readers(first, second)), strict=True)), a, b)
+
+
+def test_errors_name_the_file_they_are_in(tmp_path: Path) -> None:
+    from tests.stats.checkpoints import write
+
+    ours = write(tmp_path / "a.safetensors", {"w": VALUES})
+    theirs = write(tmp_path / "b.safetensors", {"w": VALUES})
+    lazy = xr.open_dataset(theirs, engine="safetensors")
+    with theirs.open("r+b") as file:
+        file.truncate(500)
+    with pytest.raises(CheckpointError, match=r"b\.safetensors.*'w'"):
+        compare(ours, lazy)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+def test_golden_files(path: Path) -> None:
+    ds = readable(path)
+    if ds is None:
+        pytest.skip("not a readable checkpoint of numbers")
+    loaded = xr.Dataset({name: v.copy() for name, v in ds.attrs["computed"].items()})
+    found = compare(ds, loaded)
+    assert set(found.data_vars) == set(ds.data_vars)
+    status = [variable.values[0] for variable in found.data_vars.values()]
+    assert not np.any(status)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        other = loaded.map(lambda x: x.astype(np.float64) * 0.5)
+    with dask.config.set(num_workers=1):
+        found = compare(ds, other)
+    for name, variable in found.data_vars.items():
+        wanted = compared(loaded[name].to_numpy(), other[name].to_numpy())
+        values = dict(zip(MEASURES, variable.values.reshape(len(MEASURES), -1)[:, 0], strict=True))
+        if variable.ndim == 1:
+            for measure in ("status", "count", "equal_fraction", "nan", "inf"):
+                assert values[measure] == wanted[measure], (name, measure)
+            for measure in ("max_abs", "rmse", "rel_l2", "cosine"):
+                np.testing.assert_allclose(values[measure], wanted[measure], rtol=1e-6)
