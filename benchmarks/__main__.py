@@ -20,6 +20,8 @@ NAMES = (
     "compare",
     "writing",
     "explorer",
+    "cluster",
+    "scale",
 )
 COMPARED = ("xckpt", "xarray", "dask", "numpy", "ztensor", "safetensors", "zarr", "h5netcdf")
 

@@ -103,11 +103,16 @@ print(json.dumps({{"peak": most}}))
     return Result(what, found["peak"] / (1 << 20), "MiB", "anonymous, peak", bound)
 
 
-def large(folder: Path) -> list[Result]:
-    """Write 12 GiB; the data are holes, so that they take no disk where they are copied."""
+def write_large(path: Path) -> None:
+    """Write a file of 12 GiB, all holes."""
     columns = 1 << 14
     rows = LARGE_NBYTES // 12 // 2 // columns
-    write_ztensor(folder / "large.zt", {f"w{i}": [rows, columns] for i in range(12)}, "bfloat16")
+    write_ztensor(path, {f"w{i}": [rows, columns] for i in range(12)}, "bfloat16")
+
+
+def large(folder: Path) -> list[Result]:
+    """Write 12 GiB; the data are holes, so that they take no disk where they are copied."""
+    write_large(folder / "large.zt")
     opened = "xr.open_dataset(source, engine='ztensor')"
     results = [
         memory(
@@ -138,6 +143,61 @@ def large(folder: Path) -> list[Result]:
     return results
 
 
+def timed(function: Callable[[], object]) -> float:
+    """Return the time of one call in seconds."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def copied(source: Path, *options: str) -> float:
+    """Return the time that cp takes, to the disk."""
+    target = source.with_name("copy")
+
+    def copy() -> None:
+        subprocess.run(["cp", *options, source, target], check=True)  # noqa: S603, S607
+        durable(target)
+
+    seconds = timed(copy)
+    target.unlink()
+    return seconds
+
+
+def converted(source: Path) -> float:
+    """Return the time that converting to another format takes."""
+    target = source.with_name("converted.safetensors")
+    seconds = timed(lambda: convert(source, target))
+    target.unlink()
+    return seconds
+
+
+def throughput(folder: Path) -> list[Result]:
+    """Convert 12 GiB beside cp: holes, which cp skips, and bytes, which it copies."""
+    holes, full = folder / "large.zt", folder / "full.zt"
+    write_large(holes)
+    ours, theirs = (min(f(holes) for _ in range(ROUNDS)) for f in (converted, copied))
+    against = f"cp and fsync, {theirs * 1e3:,.0f} ms: it skips them too"
+    results = [Result("convert of 12 GiB of holes", ours * 1e3, "ms", against, 500)]
+    if shutil.disk_usage(folder).free > 3 * LARGE_NBYTES:
+        theirs = copied(holes, "--sparse=never")
+        against = f"cp --sparse=never and fsync, {theirs:.1f} s"
+        results.append(
+            Result("convert of 12 GiB of holes, beside bytes", ours / theirs, "x", against, 2)
+        )
+        subprocess.run(["cp", "--sparse=never", holes, full], check=True)  # noqa: S603, S607
+        durable(full)
+        ours, theirs = (min(times) for times in zip(*_in_turns(full), strict=True))
+        against = f"cp and fsync, {theirs:.1f} s"
+        results.append(Result("convert of 12 GiB of bytes", ours / theirs, "x", against, 2))
+        full.unlink()
+    holes.unlink()
+    return results
+
+
+def _in_turns(source: Path) -> list[tuple[float, float]]:
+    return [(converted(source), copied(source)) for _ in range(2)]
+
+
 def many(folder: Path) -> Result:
     """Convert the tensors of a large mixture of experts, made small."""
     tensors = {name: [max(1, n // 64) for n in shape] for name, shape in mixture_of_experts()}
@@ -153,7 +213,7 @@ def run() -> list[Result]:
     """Measure everything."""
     folder = Path(tempfile.mkdtemp())
     try:
-        return [saving(folder), copying(folder), many(folder), *large(folder)]
+        return [saving(folder), copying(folder), many(folder), *throughput(folder), *large(folder)]
     finally:
         shutil.rmtree(folder)
 

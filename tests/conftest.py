@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # Machines that run tests are noisy: how long one example takes says nothing.
 settings.register_profile("xckpt", deadline=None)
@@ -19,6 +19,15 @@ settings.load_profile("xckpt")
 # Files with expected values and malformed files live beside the checkout, not in it.
 GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
 _ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep headers of remote files out of the user's cache, and do not wait for networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("xckpt.storage.retrying._FIRST_DELAY", 0.001)
+        yield
 
 
 @pytest.fixture(scope="session")

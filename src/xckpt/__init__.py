@@ -17,13 +17,16 @@ if TYPE_CHECKING:
         FileChangedError,
         FormatError,
         IntegrityError,
+        MissingShardError,
         PayloadMissingError,
         UnsupportedError,
     )
     from xckpt.index import Index, Part, Tensor
     from xckpt.opening import read_index
     from xckpt.optimizers import join_optimizer
+    from xckpt.references import references
     from xckpt.stats import compare, findings, histogram, table
+    from xckpt.steps import open_steps
     from xckpt.writing import append, convert, save, verify
 
 __version__ = "0.1.0.dev0"
@@ -35,6 +38,7 @@ __all__ = [
     "FormatError",
     "Index",
     "IntegrityError",
+    "MissingShardError",
     "Part",
     "PayloadMissingError",
     "Tensor",
@@ -46,7 +50,9 @@ __all__ = [
     "findings",
     "histogram",
     "join_optimizer",
+    "open_steps",
     "read_index",
+    "references",
     "save",
     "stats",
     "table",
@@ -60,6 +66,7 @@ _HOME = {
     "FormatError": "xckpt.errors",
     "Index": "xckpt.index",
     "IntegrityError": "xckpt.errors",
+    "MissingShardError": "xckpt.errors",
     "Part": "xckpt.index",
     "PayloadMissingError": "xckpt.errors",
     "Tensor": "xckpt.index",
@@ -72,7 +79,9 @@ _HOME = {
     "join_optimizer": "xckpt.optimizers",
     # %load_ext xckpt
     "load_ipython_extension": "xckpt.notebook.extension",
+    "open_steps": "xckpt.steps",
     "read_index": "xckpt.opening",
+    "references": "xckpt.references",
     "save": "xckpt.writing",
     "table": "xckpt.stats",
     "unload_ipython_extension": "xckpt.notebook.extension",

@@ -257,4 +257,9 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     """Call variables as their tensors are called in each file."""
     taken = {str(name) for name in ds.dims} | {str(name) for name in ds.coords}
     plain = {name: str(name).removeprefix(f"{dim}.") for name in ds.variables}
-    return ds.rename({old: new for old, new in plain.items() if new != old and new not in taken})
+    plain = {old: new for old, new in plain.items() if new != old and new not in taken}
+    # All coordinates of stacks refer to one mapping of what is stacked, by name.
+    marks: dict[Any, Any] = ds.variables[dim].encoding.get("stack", {})
+    for old in marks.keys() & plain.keys():
+        marks[plain[old]] = marks.pop(old)
+    return ds.rename(plain)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,20 +34,27 @@ class S3Server:
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-        from werkzeug.serving import make_server
+        from werkzeug.serving import WSGIRequestHandler, make_server
+
+        class Silent(WSGIRequestHandler):
+            def log(self, *_: Any) -> None:
+                pass
 
         self._app = DomainDispatcherApplication(create_backend_app)
         self.latency = self.failing = 0.0
         self.refuse: Callable[[str, str | None], bool] = lambda _path, _range: False
         self.faults = 0
-        self._random = random.Random(0)
+        self._random = np.random.default_rng(0)
         self._lock = threading.Lock()
         self.forget()
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._server = make_server(
+            "127.0.0.1", 0, self._answer, threaded=True, request_handler=Silent
+        )
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.options: dict[str, Any] = {
             "key": "test",
             "secret": "test",
+            "config_kwargs": {"retries": {"max_attempts": 3}},
             "client_kwargs": {"endpoint_url": self.url, "region_name": "us-east-1"},
         }
 

@@ -203,3 +203,31 @@ def test_no_server_at_all() -> None:
         with pytest.raises(OSError, match=r"connect|failed") as caught:
             call()
         assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_requests_that_fail_now_and_then_do_not_show(web: WebServer) -> None:
+    web.behaviour.failing, web.behaviour.latency = 0.05, 0.05
+    ranges = [(offset, 8000) for offset in range(0, len(DATA) - 8000, 16_000)]
+    source = open_source(f"{web.url}/m.zt", first=1000)
+    assert source.read_ranges(ranges, gap=0) == [DATA[a : a + n] for a, n in ranges]
+    assert web.faults > 3
+
+
+def test_of_a_body_that_was_cut_the_rest_is_requested(web: WebServer, source: Source) -> None:
+    web.behaviour.cut = 1000
+    with pytest.raises(OSError, match="got 99000"):
+        source.read(0, 100_000)
+    assert web.gets[:2] == ["bytes=0-99999", "bytes=99000-99999"]
+
+
+def test_the_first_bytes_come_with_size_and_version(web: WebServer) -> None:
+    source = open_source(f"{web.url}/m.zt", first=1000)
+    assert web.requests == [("GET", "/m.zt", "bytes=0-999")]
+    assert source == open_source(f"{web.url}/m.zt")
+    assert pickle.loads(pickle.dumps(source)).read(5, 5) == DATA[5:10]
+    web.behaviour.files["/empty"] = b""
+    assert open_source(f"{web.url}/empty", first=1000).size == 0
+    with pytest.raises(FileNotFoundError):
+        open_source(f"{web.url}/none.zt", first=1000)
+    web.behaviour.ranges = False
+    assert open_source(f"{web.url}/m.zt", first=1000).size == len(DATA)

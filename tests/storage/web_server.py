@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,6 +30,8 @@ class Behaviour:
     honest_length: bool = False  # whether a cut body has a Content-Length of its own
     encoding: str | None = None
     status: int | None = None  # for every request
+    latency: float = 0.0
+    failing: float = 0.0  # share of requests that fail with 500, or whose body is cut
 
 
 class WebServer:
@@ -38,6 +43,8 @@ class WebServer:
         self.nbytes_sent = 0
         self.connections: list[socket.socket] = []
         self.lock = threading.Lock()
+        self.random = np.random.default_rng(0)
+        self.faults = 0
         handler = type("Handler", (_Handler,), {"web": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -71,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     web: WebServer
+    cut: float  # bytes missing at the end of the body, or a share of it
 
     def setup(self) -> None:
         super().setup()
@@ -95,8 +103,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         with web.lock:
             web.requests.append((self.command, self.path, asked))
+            fault = web.random.random() < how.failing
+            self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
+            web.faults += fault
+        time.sleep(how.latency)
         data = how.files.get(path)
         status = how.status or (404 if data is None else 200)
+        if fault and not self.cut:
+            status = 500
         if status != 200 or data is None:
             self.send_response(status)
             self.send_header("Content-Length", "0")
@@ -117,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = first + how.shift, min(last + how.shift, len(data) - 1)
             body = data[first : last + 1]
             content_range = f"bytes {first}-{last}/{len(data)}"
-        sent = body[: len(body) - how.cut] if with_body else body
+        cut = int(self.cut * len(body)) if 0 < self.cut < 1 else int(self.cut)
+        sent = body[: len(body) - cut] if with_body else body
         self.send_response(200 if asked is None else 206)
         self.send_header("Content-Length", str(len(sent if how.honest_length else body)))
         for name, value in (

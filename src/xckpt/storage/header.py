@@ -22,8 +22,10 @@ FIRST_NBYTES = 1 << 16
 
 # A read near the end brings the end: footers say where headers are.
 _TAIL_NBYTES = 1 << 16
-# Reads that go on where the last one ended, or not far behind, bring more each time.
-_SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 4 << 20
+# Reads that go on where the last one ended, or not far behind, bring more each time: 1 MiB, then
+# 16. A format that does not say how long its header is has 17 MiB of it in three requests.
+_SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 16 << 20
+_GROWTH = 16
 _NEAR = 1 << 20
 # Kept in memory, so that what is read twice is requested once.
 _MOST_KEPT = 64 << 20
@@ -57,7 +59,7 @@ class HeaderSource(Source):
     """A remote file that is read ahead, and remembers what it read.
 
     Where values lie between headers, each header costs a request of 64 KiB; where they are less
-    than 1 MiB apart, the file is read through in requests of up to 4 MiB.
+    than 1 MiB apart, the file is read through in requests of up to 16 MiB.
 
     Parameters
     ----------
@@ -144,5 +146,5 @@ class HeaderSource(Source):
         if self.size - start <= _TAIL_NBYTES:
             return max(before, self.size - _TAIL_NBYTES), after
         near = 0 <= start - self._last <= _NEAR
-        self._ahead = min(2 * self._ahead, _LARGEST_AHEAD) if near else _SMALLEST_AHEAD
+        self._ahead = min(_GROWTH * self._ahead, _LARGEST_AHEAD) if near else _SMALLEST_AHEAD
         return start, min(max(stop, start + self._ahead), after)

@@ -131,7 +131,12 @@ def _encoded(source: FsspecSource, segments: Sequence[tuple[int, memoryview]]) -
     places = [[start, len(data)] for start, data in segments]
     said = {"name": source.name, "identity": repr(source.identity), "segments": places}
     head = json.dumps(said).encode()
-    parts: list[bytes | memoryview] = [_MAGIC, len(head).to_bytes(4, "little"), head, *(data for _, data in segments)]
+    parts: list[bytes | memoryview] = [
+        _MAGIC,
+        len(head).to_bytes(4, "little"),
+        head,
+        *(data for _, data in segments),
+    ]
     content = b"".join(parts)
     return content + blake2b(content, digest_size=_DIGEST_NBYTES).digest()
 

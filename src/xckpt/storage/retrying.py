@@ -12,7 +12,7 @@ from xckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ATTEMPTS", "is_transient", "is_transient_status", "pause", "retried"]
+__all__ = ["ATTEMPTS", "GivenUpError", "is_transient", "is_transient_status", "pause", "retried"]
 
 #: How often a request is made before it is given up.
 ATTEMPTS = 6
@@ -30,6 +30,10 @@ _NETWORK = {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "ht
 _STATUSES = {408, 425, 429}
 
 T = TypeVar("T")
+
+
+class GivenUpError(OSError):
+    """A request failed as often as the library that makes it had patience for."""
 
 
 def is_transient_status(status: int) -> bool:
@@ -61,7 +65,7 @@ def is_transient(error: Exception) -> bool:
     bool
         False for missing files, refused access and files that changed.
     """
-    if isinstance(error, CheckpointError | FileNotFoundError | PermissionError):
+    if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | GivenUpError):
         return False
     if isinstance(error, ConnectionError | TimeoutError):
         return True

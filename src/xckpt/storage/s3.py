@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from typing import TYPE_CHECKING, Any
 
 from xckpt.storage.local import empty
 from xckpt.storage.remote import FsspecSource
+from xckpt.storage.retrying import GivenUpError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +20,7 @@ _CONTENT_RANGE = re.compile(r"bytes 0-\d+/(\d+)")
 _CHANGED = {"PreconditionFailed": "its ETag is another", "412": "its ETag is another"}
 _SHORTER = {"InvalidRange": "it is shorter than it was", "416": "it is shorter than it was"}
 _PIECE_NBYTES = 1 << 20
+_SERVER_ERROR = 500
 
 
 class S3Source(FsspecSource):
@@ -69,9 +72,16 @@ class S3Source(FsspecSource):
         from fsspec.asyn import sync
 
         fs, path = self._file_system()
-        found: tuple[dict[str, Any], memoryview] = sync(
-            fs.loop, _request, fs, path, offset, nbytes, condition
-        )
+        try:
+            found: tuple[dict[str, Any], memoryview] = sync(
+                fs.loop, _request, fs, path, offset, nbytes, condition
+            )
+        except OSError as error:
+            if _status(error) >= _SERVER_ERROR:
+                # botocore made five attempts, as `config_kwargs` of the storage options say.
+                told = f"the store answered {_status(error)}: {error}"
+                raise GivenUpError(errno.EIO, told, self.name) from error
+            raise
         return found
 
 
@@ -96,6 +106,13 @@ async def _request(
                 memory[done : done + count] = piece[:count]
                 done += count
     return answer, memory[:done]
+
+
+def _status(error: BaseException) -> int:
+    """Give the HTTP status that s3fs made an error of; 0 where there was no answer."""
+    answer = getattr(error.__cause__, "response", None)
+    said = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
+    return int(said.get("HTTPStatusCode", 0))
 
 
 def _code(error: BaseException) -> str:

@@ -97,11 +97,22 @@ class ShardSource(Source):
         if self._found is not None:
             self._found.close()
 
-    def _of_file(self, use: Callable[[Source], Any]) -> Any:
+    @property
+    def found(self) -> Source:
+        """The file itself.
+
+        Raises
+        ------
+        MissingShardError
+            If it is not there.
+        """
         if self._found is None:
             self._found = _files.get(self.identity, self._find)
+        return self._found
+
+    def _of_file(self, use: Callable[[Source], Any]) -> Any:
         try:
-            return use(self._found)
+            return use(self.found)
         except FileChangedError:
             _files.discard(self.identity)
             raise

@@ -1,0 +1,240 @@
+"""References to raw tensors for readers of zarr: a checkpoint opens as a zarr group, uncopied.
+
+The form is version 1 of kerchunk's, which fsspec's ``reference`` file system reads: the metadata
+of a zarr group (of version 2, which readers of version 3 know), and for each chunk the file, the
+offset and the length.
+
+References: https://fsspec.github.io/kerchunk/spec.html and
+https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from math import isqrt, log, prod
+from typing import TYPE_CHECKING, Any
+
+from xckpt.arrays.chunks import chunks_along_slowest, target_nbytes
+from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import CheckpointWarning, MissingShardError, shown
+from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.opening import open_index
+from xckpt.storage.shard import sources_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.index import Part, Tensor
+    from xckpt.storage import Source
+
+__all__ = ["references"]
+
+# Kinds of numpy's types that zarr has: booleans, integers, floats, complex numbers.
+_KINDS = frozenset("biufc")
+# Shown in a message.
+_MOST_NAMES = 5
+
+
+def references(
+    path: Any,
+    engine: str | None = None,
+    *,
+    tensors: TensorFilter | None = None,
+    dims: Mapping[str, Sequence[str | None]] | None = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Any,
+) -> dict[str, Any]:
+    """Describe the raw tensors of a checkpoint so that any reader of zarr opens it without a copy.
+
+    Parameters
+    ----------
+    path : str, os.PathLike, or list of these
+        A file, an fsspec URL, a glob, or an index of shards.
+    engine : str, optional
+        Name of the engine; by default the content tells.
+    tensors : str, iterable of str, re.Pattern or callable, optional
+        Which tensors; see `xckpt.options.OpenOptions`.
+    dims : mapping of str to sequence of (str or None), optional
+        Names of axes, as for ``xarray.open_dataset``.
+    storage_options : dict, optional
+        For fsspec. They are not part of the result.
+    **format_options
+        Options of the engine's own.
+
+    Returns
+    -------
+    dict
+        References of version 1, to be written as JSON. Chunks are cut along the slowest axis, and
+        are as large as ``array.chunk-size`` of dask's configuration, where rows allow it.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    CheckpointError
+        If it is malformed.
+
+    Warns
+    -----
+    CheckpointWarning
+        Of tensors that are left out: those of types that zarr has not (bfloat16, float8, 4-bit),
+        compressed, sparse and quantised ones, and those whose names no zarr array can have.
+
+    Examples
+    --------
+    >>> refs = xckpt.references("m.zt")  # doctest: +SKIP
+    >>> Path("m.json").write_text(json.dumps(refs))  # doctest: +SKIP
+    >>> xr.open_dataset(  # doctest: +SKIP
+    ...     "reference://", engine="zarr",
+    ...     backend_kwargs={"consolidated": False, "storage_options": {"fo": "m.json"}},
+    ... )
+    """
+    source, index = open_index(path, engine, storage_options=storage_options, **format_options)
+    files = sources_of(source, index.shards)
+    refs: dict[str, Any] = {
+        ".zgroup": _json({"zarr_format": 2}),
+        ".zattrs": _json(_plain(index.attrs)),
+    }
+    names = AxisNames(dims, set(index.tensors))
+    target = target_nbytes()
+    left_out: dict[str, list[str]] = {}
+    for name in select(index.tensors, tensors):
+        tensor = index.tensors[name]
+        reason = _obstacle(tensor)
+        if reason is not None:
+            left_out.setdefault(reason, []).append(name)
+            continue
+        try:
+            url = _url(files[tensor.parts["data"].shard])
+        except MissingShardError:
+            left_out.setdefault("as their shard is missing", []).append(name)
+            continue
+        axes = names.of(name, tensor.shape, tensor.dims, (), name)
+        refs.update(_array(tensor, axes, url, target))
+    for reason, omitted in left_out.items():
+        some = ", ".join(map(shown, omitted[:_MOST_NAMES]))
+        more = len(omitted) - _MOST_NAMES
+        text = f"{source.name}: left out, {reason}: {some}"
+        text += f" and {more} more" if more > 0 else ""
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    return {"version": 1, "refs": refs}
+
+
+def _obstacle(tensor: Tensor) -> str | None:
+    """Say why a tensor cannot be a zarr array, if so."""
+    if tensor.problem is not None:
+        return "as their values cannot be read"
+    if tensor.layout != "dense":
+        return f"as {tensor.layout} tensors are no zarr arrays"
+    part = tensor.parts["data"]
+    dtype = stored_dtype(part.dtype)
+    if ELEMENT_TYPES[part.dtype].bits < 8 or dtype.kind not in _KINDS or _is_extended(dtype):
+        return f"as zarr has no type for {part.dtype}"
+    if ELEMENT_TYPES[part.dtype].decoded == "bool" and dtype.kind != "b":
+        return f"as zarr has no type for {part.dtype}"
+    if part.encoding is not None:
+        return f"as they are compressed ({part.encoding})"
+    components = tensor.name.split("/")
+    if any(each in {"", ".", ".."} or each.startswith((".z", "__")) for each in components):
+        return "as no zarr array can have their names"
+    # The path handling of fsspec takes a backslash for a slash.
+    if (
+        not tensor.name.isprintable()
+        or "\\" in tensor.name
+        or tensor.name.rsplit("/", 1)[-1] == "zarr.json"
+    ):
+        return "as no zarr array can have their names"
+    return None
+
+
+def _is_extended(dtype: Any) -> bool:
+    """Tell whether a type is one of ml_dtypes, some of which have kinds of numpy's."""
+    return bool(dtype.type.__module__ != "numpy")
+
+
+def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict[str, Any]:
+    """Give the references of one array."""
+    part = tensor.parts["data"]
+    order = tensor.order if tensor.ndim > 1 else "C"
+    chunk = _chunk_shape(tensor.shape, stored_dtype(part.dtype).itemsize, target, order)
+    attrs = {**_plain(tensor.attrs), "_ARRAY_DIMENSIONS": list(axes)}
+    array = {
+        "zarr_format": 2,
+        "shape": list(tensor.shape),
+        "chunks": list(chunk),
+        "dtype": stored_dtype(part.dtype).newbyteorder(_mark(part)).str,
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "order": order,
+    }
+    refs: dict[str, Any] = {
+        f"{tensor.name}/.zarray": _json(array),
+        f"{tensor.name}/.zattrs": _json(attrs),
+    }
+    if prod(tensor.shape):
+        refs |= _chunks(tensor, chunk, order, url)
+    return refs
+
+
+def _mark(part: Part) -> Any:
+    return ">" if part.byteorder == "big" else "<"
+
+
+def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str) -> tuple[int, ...]:
+    """Cut along the slowest axis only, into equal chunks about as large as dask's.
+
+    Zarr's last chunk has the size of the others: were there fewer rows in it, it would show bytes
+    from beyond the tensor.
+    """
+    if not shape or 0 in shape:
+        return tuple(max(1, size) for size in shape)
+    axis = 0 if order == "C" else len(shape) - 1
+    rows = shape[axis]
+    wanted = chunks_along_slowest(shape, itemsize, target, order)[axis][0]
+    small = [n for n in range(1, isqrt(rows) + 1) if rows % n == 0]
+    step = min([*small, *(rows // n for n in small)], key=lambda n: abs(log(n / wanted)))
+    return (*shape[:axis], step, *shape[axis + 1 :])
+
+
+def _chunks(
+    tensor: Tensor, chunk: tuple[int, ...], order: str, url: str
+) -> dict[str, list[Any] | str]:
+    part = tensor.parts["data"]
+    if part.inline is not None:
+        key = f"{tensor.name}/{'.'.join('0' * tensor.ndim) or '0'}"
+        return {key: "base64:" + base64.b64encode(part.inline).decode()}
+    axis = 0 if order == "C" else tensor.ndim - 1
+    count = tensor.shape[axis] // chunk[axis] if tensor.ndim else 1
+    nbytes = part.nbytes // count
+    refs: dict[str, list[Any] | str] = {}
+    for number in range(count):
+        position = ["0"] * max(1, tensor.ndim)
+        position[axis if tensor.ndim else 0] = str(number)
+        key = f"{tensor.name}/{'.'.join(position)}"
+        refs[key] = [url, part.offset + number * nbytes, nbytes]
+    return refs
+
+
+def _url(file: Source) -> str:
+    # A shard that is looked for beside its file has no name of its own before it is found.
+    found = getattr(file, "found", file)
+    return str(found.name)
+
+
+def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the attributes that JSON has."""
+    kept = {}
+    for key, value in attrs.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            continue
+        kept[str(key)] = value
+    return kept
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)

@@ -1,0 +1,132 @@
+"""Headers of remote files: few requests, and entries of the cache that do no harm."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.sources import CountingSource
+from tests.storage.web_server import WebServer
+from tests.test_stacking import zt
+from xckpt.storage import header, header_cache
+from xckpt.storage.header import HeaderSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+
+SIZE = 1 << 20
+DATA = np.random.default_rng(0).bytes(SIZE)
+ARRAYS = {f"t{n}": np.full((2, 2), n, "<f4") for n in range(2000)}
+
+
+@given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 200_000)), max_size=20))
+def test_reads_are_the_bytes_and_none_is_requested_twice(reads: list[tuple[int, int]]) -> None:
+    source = CountingSource(DATA)
+    ahead = HeaderSource(source)
+    for offset, nbytes in reads:
+        stop = min(SIZE, offset + nbytes)
+        assert ahead.read(offset, stop - offset) == DATA[offset:stop]
+    ranges = sorted(source.reads)
+    assert all(a + n <= b for (a, n), (b, _) in pairwise(ranges))
+    assert ahead.requests == len(ranges)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "_MOST_KEPT", 1 << 18)
+    monkeypatch.setattr(header, "_LARGEST_AHEAD", 1 << 16)
+    ahead = HeaderSource(CountingSource(DATA))
+    for offset in range(0, SIZE, 1 << 12):
+        assert ahead.read(offset, 10) == DATA[offset : offset + 10]
+        kept = sum(len(data) for _, data in ahead.segments)
+        assert kept <= 1 << 18
+    assert not ahead.complete
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path))
+    with WebServer(**{"m.zt": zt(ARRAYS)}) as web:
+        yield web
+
+
+def assert_opens(web: WebServer, requests: int) -> None:
+    web.requests.clear()
+    ds = xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
+    assert len(ds.variables) == len(ARRAYS)
+    assert len(web.requests) == requests
+    np.testing.assert_array_equal(ds["t77"], ARRAYS["t77"])
+
+
+def test_a_second_open_is_one_request(web: WebServer, tmp_path: Path) -> None:
+    assert_opens(web, 3)
+    assert_opens(web, 1)
+    (entry,) = (tmp_path / "headers").iterdir()
+    assert entry.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("etag", [None, 'W/"weak"'])
+def test_what_has_no_sure_version_is_not_kept(
+    web: WebServer, tmp_path: Path, etag: str | None
+) -> None:
+    web.behaviour.etag = etag
+    assert_opens(web, 3)
+    assert_opens(web, 3)
+    assert not (tmp_path / "headers").exists()
+
+
+def test_another_version_is_read_anew(web: WebServer) -> None:
+    assert_opens(web, 3)
+    web.behaviour.etag = '"second"'
+    assert_opens(web, 3)
+    # A server that gives one ETag to all its files.
+    web.behaviour.files["/m.zt"] = b"\0" + web.behaviour.files["/m.zt"][1:]
+    with pytest.raises(ValueError, match=r"m\.zt"):
+        xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "head", "of another", "garbage"])
+def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) -> None:
+    assert_opens(web, 3)
+    (entry,) = (tmp_path / "headers").iterdir()
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= damage == "flipped"
+    data[13] ^= damage == "head"
+    whole = bytes(data)
+    changed = {"empty": b"", "cut": whole[:-5], "garbage": b"\x80" * 100}.get(damage, whole)
+    if damage == "of another":
+        changed = changed.replace(b"m.zt", b"n.zt")
+    entry.write_bytes(changed)
+    assert_opens(web, 3)
+    assert_opens(web, 1)
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XCKPT_CACHE_DIR", "")
+    assert_opens(web, 3)
+    assert_opens(web, 3)
+    monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").write_text("no folder")
+    assert_opens(web, 3)
+
+
+def test_the_oldest_entries_make_room(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_opens(web, 3)
+    (first,) = (tmp_path / "headers").iterdir()
+    monkeypatch.setattr(header_cache, "_MOST_NBYTES", first.stat().st_size + 10)
+    web.behaviour.etag = '"second"'
+    assert_opens(web, 3)
+    assert len(list((tmp_path / "headers").iterdir())) == 1
+    assert not first.exists()

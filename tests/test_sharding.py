@@ -1,0 +1,216 @@
+"""Several files as one checkpoint: lists, globs, indexes of shards."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import dask.array as da
+import fsspec
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.formats.safetensors_files import entry, safetensors_file
+from tests.test_stacking import zt
+from xckpt.errors import CheckpointWarning, FileChangedError, FormatError, MissingShardError
+from xckpt.sharding import natural_key
+
+A = {"embed": np.arange(12, dtype="<f4").reshape(3, 4), "layers.0.w": np.ones((2, 2), "<f4")}
+B = {"layers.1.w": np.full((2, 2), 2, "<f4"), "head": np.arange(4, dtype="<f4")}
+
+
+def write(folder: Path, files: dict[str, dict[str, Any]], **attrs: Any) -> list[str]:
+    for name, arrays in files.items():
+        (folder / name).write_bytes(zt(arrays, attrs))
+    return [str(folder / name) for name in files]
+
+
+def opened(files: Any, **options: Any) -> xr.Dataset:
+    """Open several files; xarray's hints know of one."""
+    return xr.open_dataset(files, engine="ztensor", **options)
+
+
+def assert_all(ds: xr.Dataset, *parts: dict[str, Any]) -> None:
+    expected: dict[str, Any] = {}
+    for each in parts:
+        expected |= each
+    assert list(ds.data_vars) == list(expected)
+    for name, values in expected.items():
+        assert isinstance(ds[name].data, da.Array)
+        np.testing.assert_array_equal(ds[name], values)
+
+
+def test_a_list_is_one_checkpoint(tmp_path: Path) -> None:
+    paths = write(tmp_path, {"b.zt": A, "a.zt": B}, license="MIT")
+    ds = opened(paths)
+    assert_all(ds, A, B)
+    assert ds.attrs == {"license": "MIT"}
+    assert ds["head"].encoding["shard"] == paths[1]
+    assert ds.encoding["source"] == f"{paths[0]} and 1 more"
+    ds.close()
+    assert_all(opened([Path(paths[0]), Path(paths[1]).read_bytes()]), A, B)
+
+
+@pytest.mark.parametrize("pattern", ["m-*.zt", "m-?*.zt", "m-[0-9]*.zt"])
+def test_a_glob_is_one_checkpoint_in_natural_order(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path, {"m-10.zt": B, "m-9.zt": A})
+    for path in (tmp_path / pattern, str(tmp_path / pattern)):
+        assert_all(xr.open_dataset(path, engine="ztensor"), A, B)
+    assert_all(xr.open_dataset(str(tmp_path / pattern)), A, B)
+    index = xckpt.read_index(tmp_path / pattern)
+    assert list(index.tensors) == [*A, *B]
+    assert index.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_a_name_with_the_marks_of_a_glob_is_a_name(tmp_path: Path) -> None:
+    write(tmp_path, {"m[1]*.zt": A, "m1.zt": B})
+    assert_all(xr.open_dataset(tmp_path / "m[1]*.zt", engine="ztensor"), A)
+
+
+def test_layers_in_different_files_are_stacked(tmp_path: Path) -> None:
+    paths = write(tmp_path, {"a.zt": A, "b.zt": B})
+    ds = opened(paths, stack=True)
+    assert ds["layers.w"].shape == (2, 2, 2)
+    np.testing.assert_array_equal(ds["layers.w"].sel(layers=1), B["layers.1.w"])
+    tree = xr.open_datatree(paths, engine="ztensor")  # type: ignore[arg-type]  # xarray's hint
+    np.testing.assert_array_equal(tree["layers/1/w"], B["layers.1.w"])
+
+
+def test_it_pickles_and_names_tell_files_apart(tmp_path: Path) -> None:
+    paths = write(tmp_path, {"a.zt": A, "b.zt": B})
+    ds = opened(paths)
+    again = pickle.loads(pickle.dumps(ds))
+    assert_all(again, A, B)
+    before = ds["embed"].data.name
+    assert before == opened(paths)["embed"].data.name
+    (tmp_path / "b.zt").write_bytes(zt({**B, "head": B["head"] + 1}))
+    assert before != opened(paths)["embed"].data.name
+    with pytest.raises(FileChangedError, match=r"b\.zt"):
+        again["head"].compute()
+
+
+def test_a_tensor_in_two_files_is_an_error_that_names_both(tmp_path: Path) -> None:
+    paths = write(tmp_path, {"a.zt": A, "b.zt": {"embed": A["embed"]}})
+    with pytest.raises(FormatError, match=r"'embed'.*a\.zt and .*b\.zt") as caught:
+        opened(paths)
+    assert caught.value.tensor == "embed"
+
+
+def test_files_that_disagree_on_attributes(tmp_path: Path) -> None:
+    (tmp_path / "a.zt").write_bytes(zt(A, {"rank": 0, "license": "MIT"}))
+    (tmp_path / "b.zt").write_bytes(zt(B, {"rank": 1, "license": "MIT", "more": "b"}))
+    with pytest.warns(CheckpointWarning, match="disagree on the attributes 'rank'"):
+        ds = xr.open_dataset(str(tmp_path / "*.zt"), engine="ztensor")
+    assert ds.attrs == {"rank": 0, "license": "MIT", "more": "b"}
+
+
+def test_what_is_no_list_of_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no files"):
+        opened([])
+    with pytest.raises(FileNotFoundError, match=r"none-\*\.zt"):
+        xr.open_dataset(str(tmp_path / "none-*.zt"), engine="ztensor")
+    paths = write(tmp_path, {"a.zt": A})
+    with pytest.raises(FileNotFoundError, match=r"b\.zt"):
+        opened([*paths, str(tmp_path / "b.zt")])
+    with pytest.raises(ValueError, match="twice"):
+        opened(paths * 2)
+
+
+def test_a_glob_of_urls() -> None:
+    fs = fsspec.filesystem("memory")
+    folder = f"/{uuid4().hex}"
+    fs.pipe({f"{folder}/m-2.zt": zt(A), f"{folder}/m-10.zt": zt(B), f"{folder}/n.zt": zt(B)})
+    assert_all(xr.open_dataset(f"memory:/{folder}/m-*.zt", engine="ztensor"), A, B)
+    with pytest.raises(FileNotFoundError):
+        xr.open_dataset(f"memory:/{folder}/q-*.zt", engine="ztensor")
+
+
+# --- model.safetensors.index.json -----------------------------------------------------------------
+
+
+def sharded(folder: Path, **changes: Any) -> Path:
+    """Write two shards and their index."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map: dict[str, str] = {}
+    parts: list[dict[str, Any]] = [A, B]
+    for name, arrays in zip(names, parts, strict=True):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        data = b""
+        for tensor, values in arrays.items():
+            end = len(data) + values.nbytes
+            header[tensor] = entry("F32", list(values.shape), len(data), end)
+            data += values.tobytes()
+        (folder / name).write_bytes(safetensors_file(header, data))
+        weight_map |= dict.fromkeys(arrays, name)
+    root = {"metadata": {"total_size": 96}, "weight_map": weight_map | changes}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(root))
+    return path
+
+
+def test_an_index_of_shards(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    for ds in (xr.open_dataset(path, engine="safetensors"), xr.open_dataset(path)):
+        assert_all(ds, A, B)
+        assert ds.attrs == {"total_size": 96, "format": "pt"}
+        assert ds.encoding["source"] == str(path)
+        assert ds["head"].encoding["shard"] == "model-00002-of-00002.safetensors"
+
+
+def test_the_index_of_shards_says_what_counts(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    root = json.loads(path.read_text())
+    del root["weight_map"]["head"]
+    path.write_text(json.dumps(root))
+    with pytest.warns(CheckpointWarning, match="left out: 'head'"):
+        ds = xr.open_dataset(path, engine="safetensors")
+    assert "head" not in ds
+    with pytest.raises(FormatError, match=r"'other'.*has not"):
+        xr.open_dataset(
+            sharded(tmp_path, other="model-00001-of-00002.safetensors"), engine="safetensors"
+        )
+
+
+def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.warns(CheckpointWarning, match="00002' is missing|missing, and with it"):
+        ds = xr.open_dataset(path, engine="safetensors")
+    assert set(ds.data_vars) == {*A, *B}
+    np.testing.assert_array_equal(ds["embed"], A["embed"])
+    with pytest.raises(MissingShardError, match="model-00002-of-00002") as caught:
+        ds["head"].compute()
+    assert caught.value.tensor == "head"
+    assert "head" in repr(ds)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(MissingShardError, match="none of its files"):
+        xr.open_dataset(path, engine="safetensors")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 10**5, "\xff"],
+)
+def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(FormatError, match=r"index\.json"):
+        xr.open_dataset(path, engine="safetensors")
+
+
+@pytest.mark.parametrize("name", ["../m.safetensors", "/etc/passwd", "a/../../m", "C:\\m", ""])
+def test_an_index_of_shards_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FormatError, match="same folder"):
+        xr.open_dataset(sharded(tmp_path, embed=name), engine="safetensors")
+
+
+def test_numbers_sort_by_value() -> None:
+    names = ["a10", "a9b2", "a9b10", "b", "1", "a009", "10", "9", "a"]
+    assert sorted(names, key=natural_key) == [
+        "1", "9", "10", "a", "a009", "a9b2", "a9b10", "a10", "b"
+    ]  # fmt: skip
