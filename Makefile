@@ -6,7 +6,7 @@ VENV := .venv
 VENV_MIN := .venv-min
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
 
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test test-min lint bench docs clean
