@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xckpt import stats as stats  # a module that can be called
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.opening import read_index
     from xckpt.optimizers import join_optimizer
     from xckpt.references import references
-    from xckpt.stats import compare, findings, histogram, table
+    from xckpt.stats import compare, findings, histogram, stats, table
     from xckpt.steps import open_steps
     from xckpt.writing import append, convert, save, verify
 
@@ -91,6 +90,7 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name == "stats":
+        # The module of that name can be called, and is the function for all purposes.
         return import_module("xckpt.stats")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ def table(out: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def statistics(checkpoint: Path) -> Any:
-    return xckpt.stats.table(xckpt.stats.stats(checkpoint, progress=False))
+    return xckpt.table(xckpt.stats(checkpoint, progress=False))
 
 
 def test_the_table_has_every_tensor_in_the_order_of_the_file(
@@ -116,7 +116,7 @@ def test_the_document_has_statistics_and_findings(
         assert list(row) == ["name", "dtype", "shape", "nbytes", *statistics.columns]
         for name, value in expected.items():
             assert row[name] == (None if np.isnan(value) else value)
-    found = xckpt.stats.findings(xckpt.stats.stats(checkpoint, progress=False))
+    found = xckpt.findings(xckpt.stats(checkpoint, progress=False))
     assert document["findings"] == found.to_dict("records")
 
 

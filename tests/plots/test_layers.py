@@ -83,7 +83,7 @@ def test_it_draws_into_given_axes_with_given_style(flat: xr.Dataset) -> None:
 def test_given_statistics_are_not_computed_again(
     flat: xr.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = xckpt.stats.stats(flat, quantiles=(0.1,))
+    result = xckpt.stats(flat, quantiles=(0.1,))
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError
