@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import xarray as xr
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
 
-__all__ = ["add_coords", "make_dataset", "make_groups"]
+__all__ = ["StackMarks", "add_coords", "make_dataset", "make_groups", "stack_mark"]
+
+
+class StackMarks(dict[str, dict[str, Any]]):
+    """What is stacked in an object, by name of the variable; see `add_coords`."""
+
+    __slots__ = ()
+
+    # xarray copies encodings deeply with their Dataset; these do not change.
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 class _Group(NamedTuple):
@@ -63,7 +73,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     _claim(names, listing.arrays)
     maker = VariableMaker.of(source, listing.sources, options)
     arrays = {each.name: each for each in listing.arrays}
-    group = _group(arrays, arrays, maker, names)
+    group = _group(arrays, arrays, maker, names, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
     return ds
@@ -106,6 +116,7 @@ def make_groups(
     _claim(top, listing.arrays)
     names = {"": top}
     dropped: dict[str, list[str]] = {}
+    marks = StackMarks()
     datasets: dict[str, xr.Dataset] = {}
     children = child_nodes(nodes)
     # A node comes after those above it, whose names keep their sizes below.
@@ -114,7 +125,7 @@ def make_groups(
         names[path.rstrip("/")] = AxisNames(options.dims, reserved, above)
         roles = {} if axis_names is None else axis_names(_shapes(nodes[path]))
         taken = {*nodes[path], *children.get(path, ())}
-        group = _group(nodes[path], taken, maker, names[path.rstrip("/")], roles)
+        group = _group(nodes[path], taken, maker, names[path.rstrip("/")], roles, marks=marks)
         datasets[path] = xr.Dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
     datasets["/"].encoding = _stack_encoding(listing, dropped)
@@ -155,6 +166,8 @@ def _group(
     maker: VariableMaker,
     names: AxisNames,
     roles: Mapping[str, tuple[str | None, ...]] | None = None,
+    *,
+    marks: StackMarks,
 ) -> _Group:
     """Make the variables of one Dataset from arrays by their names in it."""
     group = _Group({}, {}, {})
@@ -168,7 +181,8 @@ def _group(
             continue
         attrs = stacked_attrs([tensor.attrs for tensor in each.stacked.members.tensors])
         group.variables[leaf] = maker.stack(each, dims, attrs.shared)
-        add_coords(group.coords, leaf, each.stacked.stack, attrs, taken)
+        marks[each.name] = stack_mark(each.stacked.stack, each.role)
+        add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[each.name] = attrs.dropped
     return group
@@ -186,6 +200,8 @@ def add_coords(
     stack: Stack,
     attrs: StackedAttrs,
     taken: Collection[Any],
+    *,
+    marks: StackMarks,
 ) -> None:
     """Add what a stack has along its dimensions: indices, and attributes that differ.
 
@@ -201,13 +217,37 @@ def add_coords(
         The attributes of its members.
     taken : collection of str
         Names that no coordinate of an attribute may have.
+    marks : StackMarks
+        What is stacked in the whole object, by name. Arithmetic takes the encoding of variables
+        away, but not that of coordinates: all of them refer to this under ``"stack"``.
     """
+    encoding = {"stack": marks}
     for dim, indices in zip(stack.dims, stack.indices, strict=True):
         if dim not in coords:
-            coords[dim] = xr.IndexVariable(dim, np.array(indices, np.int64))
-    for attr, values in attrs.along.items():
+            values = np.array(indices, np.int64)
+            coords[dim] = xr.IndexVariable(dim, values, encoding=encoding)
+    for attr, along in attrs.along.items():
         coord = free_name(f"{name}:{attr}", {*taken, *coords})
-        coords[coord] = xr.Variable(stack.dims, values.reshape(stack.shape))
+        coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
+
+
+def stack_mark(stack: Stack, role: str | None = None) -> dict[str, Any]:
+    """Say what it takes to name the members of a stack.
+
+    Parameters
+    ----------
+    stack : Stack
+        How they are stacked.
+    role : str, optional
+        Which part of the tensors the members are.
+
+    Returns
+    -------
+    dict
+        With ``"template"``, ``"dims"`` and ``"suffix"``, as in ``encoding["stack"]``.
+    """
+    suffix = "" if role is None else f":{role}"
+    return {"template": stack.template, "dims": stack.dims, "suffix": suffix}
 
 
 def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:

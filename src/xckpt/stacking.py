@@ -19,7 +19,7 @@ from xarray.core.indexing import ExplicitlyIndexed
 from xckpt.arrays.chunks import target_nbytes
 from xckpt.arrays.graph import TensorGraph, tensor_array
 from xckpt.arrays.stacked import StackedArray
-from xckpt.datasets import add_coords
+from xckpt.datasets import StackMarks, add_coords, stack_mark
 from xckpt.errors import shown
 from xckpt.flat import Flat, flatten, rebuild
 from xckpt.labels import tree_paths
@@ -183,7 +183,8 @@ def member_variables(
         if is_whole and was.data is not None:
             data = was.data
         else:
-            data = variable.data[_key(variable, info["dims"], place)]
+            # Not of the array: what is selected of a stored one stays one this way.
+            data = variable[_key(variable, info["dims"], place)].data
         attrs = _attrs(variable.attrs, was.attrs, info["shared_attrs"])
         encoding = dict(was.encoding)
         if isinstance(data, da.Array):
@@ -228,6 +229,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
     variables: dict[str, xr.Variable] = {}
     coords = {path: dict(here) for path, here in flat.coords.items()}
     dropped: dict[str, list[str]] = {}
+    marks = StackMarks()
     places = _places(obj, flat, stacks, members)
     for name, variable in flat.variables.items():
         each = firsts.get(name)
@@ -238,7 +240,8 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
         attrs = stacked_attrs([flat.variables[member].attrs for member in each.members])
         variables[each.name] = _stack_variable(each, flat, attrs.shared)
         path, leaf = places[each.name]
-        add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables)
+        marks[each.name] = stack_mark(each)
+        add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables, marks=marks)
         if attrs.dropped:
             dropped[each.name] = attrs.dropped
     return Flat(variables, {}, coords), dropped

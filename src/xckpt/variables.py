@@ -290,6 +290,7 @@ def _encoding(tensor: Tensor, role: str | None, source: str) -> dict[str, Any]:
         encoding["whole"] = {
             "dtype": tensor.dtype,
             "shape": tensor.shape,
+            "dims": tensor.dims,
             "quantization": tensor.quantization,
             "roles": tuple(tensor.parts),
         }

@@ -250,9 +250,10 @@ def test_the_kernel_copies_the_old_file(model: Path, monkeypatch: pytest.MonkeyP
         return copied[-1]
 
     monkeypatch.setattr(os, "copy_file_range", counted)
+    parts = [part for t in read_index(model).tensors.values() for part in t.parts.values()]
     old = model.stat().st_size
     append(xr.Dataset({"c": ("n", np.ones(3))}), model)
-    assert sum(copied) == old
+    assert sum(part.nbytes for part in parts) < sum(copied) <= old, "all but holes"
 
 
 APPENDER = """

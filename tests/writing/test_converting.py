@@ -12,10 +12,11 @@ import pytest
 import xarray as xr
 
 from tests.conftest import golden_files
+from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, NO_SCALARS, assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, IntegrityError, UnsupportedError, read_index
 from xckpt.storage.sink import Sink
-from xckpt.writing import convert, save
+from xckpt.writing import convert, fitting, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,18 +62,23 @@ def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.json"))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_golden_files(engine: str, path: Path, tmp_path: Path) -> None:
-    """Whatever a format takes, it gives back."""
+def test_golden_files(
+    engine: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a format takes, it gives back, and what it does not take is told."""
     options = WHOLE if engine == "ztensor" else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)
+    monkeypatch.setattr(fitting, "_SHOWN_NAMES", 10_000)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
         try:
             convert(path, tmp_path / "new", engine, **options)
         except CheckpointError:
             assert names(tmp_path) == []
             return
-        old = xr.open_dataset(path, engine=read_index(path).format)
+        before, after = read_index(path), read_index(tmp_path / "new")
+        old = xr.open_dataset(path, engine=before.format)
         new = xr.open_dataset(tmp_path / "new", engine=engine)
+    assert missing(before, after, " ".join(str(each.message) for each in caught)) == []
     for name, variable in old.variables.items():
         if name in new.variables and variable.encoding["layout"] != "structural":
             expected, found = variable.values, new.variables[name].values

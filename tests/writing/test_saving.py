@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.array as da
@@ -14,13 +12,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as nps
 
 from tests.writing.saved import (
     ENGINES,
-    NO_SCALARS,
     OPTIONS,
     assert_same_bits,
     clean,
@@ -29,6 +23,9 @@ from tests.writing.saved import (
 from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
 from xckpt.dtypes import stored_dtype
 from xckpt.writing import save
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def names(folder: Path) -> list[str]:
@@ -46,46 +43,6 @@ def dataset(**arrays: Any) -> xr.Dataset:
 
 
 # --- every format gives back what it was given ----------------------------------------------
-
-
-@st.composite
-def arrays(draw: st.DrawFn, engine: str) -> np.ndarray:
-    name = draw(st.sampled_from(writable_types(engine)))
-    least = 1 if engine in NO_SCALARS else 0
-    shape = draw(nps.array_shapes(min_dims=least, max_dims=4, min_side=2, max_side=5))
-    size = stored_dtype(name).itemsize
-    codes = draw(nps.arrays("u1", (*shape[:-1], shape[-1] * size) if shape else (size,)))
-    if name == "float4_e2m1fn" and codes.size % 2:
-        codes = np.concatenate([codes, codes], axis=0)  # safetensors has whole bytes only
-        shape = (2,) if not shape else (2 * shape[0], *shape[1:])
-    values = clean(codes, name).view(stored_dtype(name)).reshape(shape)
-    layout = draw(st.sampled_from(["C", "F", "strided", "swapped", "dask"]))
-    if layout == "F":
-        return np.asfortranarray(values)
-    if layout == "strided":
-        return np.repeat(values, 2, axis=0)[::2] if shape else values
-    if layout == "swapped" and values.dtype.kind in "iufc":
-        return values.astype(values.dtype.newbyteorder())
-    if layout == "dask":
-        chunks = tuple(draw(st.integers(1, n)) for n in shape)
-        lazy: Any = da.from_array(values, chunks=chunks)
-        return lazy  # type: ignore[no-any-return]
-    return values
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=60)
-@given(data=st.data())
-def test_round_trip(engine: str, data: Any) -> None:
-    keys = st.text("abcXYZ019_", min_size=1, max_size=8)
-    drawn = data.draw(st.dictionaries(keys, arrays(engine), min_size=1, max_size=4))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "m"
-        save(dataset(**drawn), path, engine, **OPTIONS.get(engine, {}))
-        with xr.open_dataset(path, engine=engine, decode=False) as ds:
-            assert set(ds.variables) == set(drawn)
-            for name, array in drawn.items():
-                assert_same_bits(ds[name].values, np.asarray(array))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

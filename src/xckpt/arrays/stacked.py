@@ -28,6 +28,8 @@ __all__ = ["StackedArray", "TensorArrays"]
 # one task then, and to read one of them still reads that one.
 _SMALL = 1 << 20
 _LARGEST_SHARED = 16 << 20
+# A task that reads a chunk has the place of each member: no more than some tens of KiB.
+_MOST_SHARED = 1024
 
 
 class TensorArrays(Sequence[LazyArray]):
@@ -119,7 +121,8 @@ class StackedArray(LazyArray):
         inner = first.chunks(target)
         nbytes = prod(first.shape) * self.dtype.itemsize
         if nbytes < _SMALL and all(len(sizes) == 1 for sizes in inner):
-            return chunks_along_slowest(self.grid, nbytes, min(target, _LARGEST_SHARED)) + inner
+            most = min(target, _LARGEST_SHARED, _MOST_SHARED * max(1, nbytes))
+            return chunks_along_slowest(self.grid, max(1, nbytes), most) + inner
         return tuple((1,) * count for count in self.grid) + inner
 
     def empty(self, shape: tuple[int, ...]) -> Any:

@@ -1,7 +1,6 @@
 """What is to be written of an xarray object: its tensors, with stored bytes where nothing changed.
 
-Data variables become tensors. So do coordinates with numbers, but not those that stacking made:
-these are in the names of the tensors. A variable that was opened by us and not touched is copied
+A variable that was opened by us and not touched is copied
 as it is stored; of one that was computed or changed, the encoding says how it was stored.
 """
 
@@ -12,22 +11,20 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import TensorGraph
+from xckpt.arrays.graph import is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import UnsupportedError
-from xckpt.flat import flatten
 from xckpt.index import Part, Tensor
-from xckpt.stacking import unstack_modules
 from xckpt.writing.casting import element_type
 from xckpt.writing.entries import ArrayPart, Contents, Entry
+from xckpt.writing.naming import named_variables
 from xckpt.writing.sparse_parts import densified, is_sparse, sparse_parts
 from xckpt.writing.stored import stored_entry
 
@@ -77,7 +74,7 @@ def read_contents(obj: Any, notes: Notes) -> Contents:
             f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
             "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
         )
-    variables = _named_variables(_unstacked(obj), notes)
+    variables = named_variables(obj, notes)
     return Contents(list(_entries(variables, notes)), _attrs(obj, notes))
 
 
@@ -88,36 +85,6 @@ def _attrs(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, Any]:
             if node.attrs:
                 notes.add("attributes of modules are not written", node.path)
     return {str(name): value for name, value in obj.attrs.items()}
-
-
-def _unstacked(obj: xr.Dataset | xr.DataTree) -> Any:
-    nodes = obj.subtree if isinstance(obj, xr.DataTree) else [obj]
-    stacked = any("stack" in v.encoding for node in nodes for v in node.variables.values())
-    return unstack_modules(obj) if stacked else obj
-
-
-def _named_variables(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, xr.Variable]:
-    flat = flatten(obj)
-    variables: dict[str, xr.Variable] = {}
-    for name, variable in flat.variables.items():
-        variables[_tensor_name(name)] = variable
-    for path, coords in flat.coords.items():
-        for name, coord in coords.items():
-            if "stack" in coord.encoding:
-                continue
-            below = [part for part in path.split("/") if part]
-            full = ".".join([*below, str(name)])
-            if element_type(coord.dtype) is None:
-                notes.add("coordinates without numbers are not written", full)
-            elif full not in variables:
-                variables[full] = coord.to_base_variable()
-    return variables
-
-
-def _tensor_name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
-    return name
 
 
 def _entries(variables: Mapping[str, xr.Variable], notes: Notes) -> Iterator[Entry]:
@@ -134,18 +101,25 @@ def _entries(variables: Mapping[str, xr.Variable], notes: Notes) -> Iterator[Ent
 
 
 def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
-    """Find the tensors all parts of which are there untouched, as variables of their own."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    roles: dict[str, tuple[str, ...]] = {}
+    """Find the tensors all parts of which are there untouched, as variables of their own.
+
+    Variables may be renamed, all parts of a tensor alike.
+    """
+    found: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
     for name, variable in variables.items():
-        encoding = variable.encoding
-        if "part" in encoding and "whole" in encoding and untouched(variable) is not None:
-            found[encoding["tensor"]][encoding["part"]] = name
-            roles[encoding["tensor"]] = encoding["whole"]["roles"]
+        role = str(variable.encoding.get("part"))
+        whole = name.removesuffix(f":{role}")
+        if whole not in {name, ""} and isinstance(untouched(variable), DenseArray):
+            key = (whole, variable.encoding["tensor"], variable.encoding["source"])
+            found[key][role] = name
+    roles = {
+        key: variables[next(iter(parts.values()))].encoding["whole"]["roles"]
+        for key, parts in found.items()
+    }
     return {
-        whole: {role: parts[role] for role in roles[whole]}
-        for whole, parts in found.items()
-        if parts.keys() == set(roles[whole]) and whole not in variables
+        key[0]: {role: parts[role] for role in roles[key]}
+        for key, parts in found.items()
+        if parts.keys() == set(roles[key]) and key[0] not in variables
     }
 
 
@@ -156,16 +130,20 @@ def _whole(name: str, variables: Mapping[str, xr.Variable]) -> Entry:
         if not isinstance(lazy, DenseArray):
             raise TypeError(f"part {role!r} of {name!r} is a {type(lazy).__name__}")
         readers[role] = lazy.reader
-    first = next(iter(variables.values()))
+    role, first = next(iter(variables.items()))
     said = first.encoding["whole"]
-    parts = {role: reader.part for role, reader in readers.items()}
+    path = first.encoding.get("path")
+    if path is not None:
+        path = (*path[:-1], path[-1].removesuffix(f":{role}"))
     tensor = Tensor(
         name,
         said["dtype"],
         said["shape"],
-        parts,
+        {role: reader.part for role, reader in readers.items()},
         first.encoding["layout"],
         attrs=first.attrs,
+        dims=said["dims"],
+        path=path,
         quantization=said["quantization"],
     )
     return stored_entry(tensor, readers)
@@ -194,7 +172,7 @@ def _entry(name: str, variable: xr.Variable, notes: Notes) -> Entry:
         return stored_entry(replace(tensor, **common), {"data": lazy.reader})
     if isinstance(lazy, CSRArray | COOArray | QuantizedArray):
         return _untouched_composite(name, variable, lazy, common)
-    if variable.encoding.get("layout") == "quantized":
+    if _layout(variable.encoding) == "quantized":
         notes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, common)
 
@@ -233,7 +211,7 @@ def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Entry
             hint=_advice(array.dtype),
         )
     encoding = variable.encoding if "layout" in variable.encoding else {}
-    if array.ndim and (is_sparse(array) or encoding.get("layout") in _SPARSE):
+    if array.ndim and (is_sparse(array) or _layout(encoding) in _SPARSE):
         return _computed_sparse(name, array, encoding, common)
     stored = _stored_type(encoding, dtype)
     digest = encoding.get("digest")
@@ -254,7 +232,7 @@ def _computed_sparse(
     name: str, array: Any, encoding: Mapping[Any, Any], common: dict[str, Any]
 ) -> Entry:
     """Make the entry of what is sparse, or was when it was opened."""
-    before = encoding.get("layout")
+    before = _layout(encoding)
     layout: Any = before if before in _SPARSE else "sparse_csr" if array.ndim == 2 else "sparse_coo"
     if layout == "sparse_csr" and array.ndim != 2:
         layout = "sparse_coo"
@@ -264,10 +242,15 @@ def _computed_sparse(
     return Entry(tensor, data, lambda: densified(array))
 
 
+def _layout(encoding: Mapping[Any, Any]) -> Any:
+    """Give the layout that the values of a variable were stored in; a part is dense by itself."""
+    return "dense" if "part" in encoding else encoding.get("layout")
+
+
 def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
     """Give the element type that a dense variable was stored with, if it was."""
     before = encoding.get("dtype")
-    if encoding.get("layout") not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
+    if _layout(encoding) not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
         return dtype
     name = element_type(before)
     # Booleans of 32 bits are shown as what numpy has for them.
@@ -300,13 +283,8 @@ def untouched(variable: xr.Variable) -> LazyArray | None:
     Returns
     -------
     LazyArray or None
-        None for computed values, slices and arrays of others.
+        None for computed values and arrays of others; what only some elements are shown of is an
+        array of another kind.
     """
-    if variable.chunks is None:
-        return None
-    array = variable.data
-    graph = getattr(array, "dask", None)
-    if not isinstance(array, da.Array) or not isinstance(graph, TensorGraph):
-        return None
-    lazy, name, _ = graph._tensor  # noqa: SLF001  what it was made of
-    return lazy if name == array.name else None
+    data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    return data.dask.lazy if is_stored(data) else None

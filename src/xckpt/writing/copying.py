@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Copier"]
 
 _CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+# At a time, so that Ctrl-C and errors of other threads need not wait for long.
 _STEP = 16 << 20
 
 
@@ -58,17 +59,13 @@ class Copier:
         descriptor = self._descriptor(source)
         done = 0
         while done < nbytes:
-            count = min(_STEP, nbytes - done)
-            if descriptor is not None:
-                hole = _hole(descriptor.fileno, start + done, nbytes - done)
-                if hole:
-                    done += hole
-                    continue
-                count = self._copied(descriptor, start + done, offset + done, count)
-            if descriptor is None or count == 0:
-                count = min(_STEP, nbytes - done)
-                self._sink.write(source.read(start + done, count), offset + done)
-            done += count
+            hole, count = _extent(descriptor, start + done, nbytes - done)
+            done += hole
+            if count:
+                copied = self._copied(descriptor, start + done, offset + done, count)
+                if not copied:
+                    self._sink.write(source.read(start + done, count), offset + done)
+                done += copied or count
         source.view(start, 0)  # checks that the file is still the same
 
     def _descriptor(self, source: Source) -> Descriptor | None:
@@ -84,9 +81,9 @@ class Copier:
                 self._opened[source] = descriptor
             return self._opened[source]
 
-    def _copied(self, descriptor: Descriptor, start: int, offset: int, nbytes: int) -> int:
+    def _copied(self, descriptor: Descriptor | None, start: int, offset: int, nbytes: int) -> int:
         """Copy within the kernel, and give how much was; 0 where it cannot."""
-        if not self._by_system:
+        if descriptor is None or not self._by_system:
             return 0
         try:
             return os.copy_file_range(descriptor.fileno, self._sink.fileno, nbytes, start, offset)
@@ -97,12 +94,15 @@ class Copier:
             return 0
 
 
-def _hole(fileno: int, start: int, nbytes: int) -> int:
-    """Give how many bytes from here on are in a hole."""
-    if not hasattr(os, "SEEK_DATA"):
-        return 0
+def _extent(descriptor: Descriptor | None, start: int, nbytes: int) -> tuple[int, int]:
+    """Give how many bytes from here on are in a hole, and how many after it are to be copied."""
+    if descriptor is None or not hasattr(os, "SEEK_DATA"):
+        return 0, min(_STEP, nbytes)
     try:
-        data = os.lseek(fileno, start, os.SEEK_DATA)
+        data = os.lseek(descriptor.fileno, start, os.SEEK_DATA)
+        stop = os.lseek(descriptor.fileno, data, os.SEEK_HOLE)
     except OSError as error:
-        return nbytes if error.errno == errno.ENXIO else 0
-    return min(nbytes, data - start)
+        # There is nothing but a hole, or the file system cannot tell.
+        return (nbytes, 0) if error.errno == errno.ENXIO else (0, min(_STEP, nbytes))
+    hole = min(nbytes, data - start)
+    return hole, min(_STEP, nbytes - hole, stop - data)

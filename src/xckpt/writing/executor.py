@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
-from xckpt.writing.data import DaskData, SpooledData
+from xckpt.writing.data import DaskData, LiteralData, SpooledData
 from xckpt.writing.items import Item, literal_item
 from xckpt.writing.progress import Progress
 from xckpt.writing.regions import is_scattered, store, store_delayed
@@ -151,6 +151,8 @@ class Job:
         )
         if not isinstance(data, DaskData):
             return Item(extent, data, entry.level)
+        if data.array.size == 0:
+            return Item(extent, LiteralData(b""), entry.level)
         packed = ELEMENT_TYPES[data.dtype].bits < 8
         if extent.offset is not None and extent.part.encoding is None and not packed:
             self._stores.append(_Store(data, file, extent.offset))

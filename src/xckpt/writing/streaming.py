@@ -31,6 +31,8 @@ Key = tuple[str, str]
 
 # Compressed by one thread each, several at a time, in memory; larger ones by several threads.
 _COMPRESSED_WHOLE_NBYTES = 32 << 20
+# Copied by one thread without a look at the bytes: the kernel does it, and skips holes.
+_COPIED_NBYTES = 64 << 20
 _THREADS = min(16, max(4, os.cpu_count() or 1))
 
 
@@ -142,8 +144,8 @@ class _Streaming:
         """Copy stored parts that lie next to each other, in the old file as in the new one."""
         reader = spans[0][0].data.reader  # type: ignore[union-attr]  # it is a StoredData
         first, total = spans[0][1], sum(item.nbytes for item, _ in spans)
-        for done in range(0, total, PIECE_NBYTES):
-            count = min(PIECE_NBYTES, total - done)
+        for done in range(0, total, _COPIED_NBYTES):
+            count = min(_COPIED_NBYTES, total - done)
             start = reader.part.offset + done
             self._submit(self._copy, reader.source, start, first + done, count)
         for item, offset in spans:

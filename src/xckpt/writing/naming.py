@@ -1,0 +1,127 @@
+"""The variables of an object by the names of tensors: trees flat, stacks taken apart.
+
+Data variables become tensors. So do coordinates with numbers, but not those that stacking made:
+these are in the names of the tensors. What was computed from a stack is taken apart too, as long
+as the coordinates tell which modules it is of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import shown
+from xckpt.flat import flatten
+from xckpt.stacking import member_variables
+from xckpt.writing.casting import element_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import xarray as xr
+
+    from xckpt.flat import Flat
+    from xckpt.writing.fitting import Notes
+
+__all__ = ["named_variables"]
+
+
+def named_variables(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, xr.Variable]:
+    """List what becomes a tensor.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        Opened by us, computed, or made in memory.
+    notes : Notes
+        Collects what is not written.
+
+    Returns
+    -------
+    dict of str to Variable
+        By the name of the tensor, in the order of the file that they were opened from.
+
+    Raises
+    ------
+    TypeError
+        If a name is no text.
+    ValueError
+        If two variables become one tensor, or it cannot be told which tensors of a stack are left.
+    """
+    flat = flatten(obj)
+    found: dict[str, xr.Variable] = {}
+    for name, variable in _apart(flat).items():
+        if not isinstance(name, str):
+            raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
+        found[name] = variable
+    order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
+    if order:
+        found = {name: found[name] for name in sorted(found, key=_position_in(order))}
+    _add_coords(found, flat, notes)
+    return found
+
+
+def _position_in(order: Mapping[str, int]) -> Any:
+    return lambda name: order.get(name, len(order))
+
+
+def _apart(flat: Flat) -> dict[Any, xr.Variable]:
+    """Take stacks apart."""
+    marks = {
+        name: mark
+        for coords in flat.coords.values()
+        for coord in coords.values()
+        for name, mark in coord.encoding.get("stack", {}).items()
+    }
+    found: dict[Any, xr.Variable] = {}
+    for name, variable in flat.variables.items():
+        members = {name: variable}
+        indexes = flat.indexes(flat.nodes[name]) if marks or "stack" in variable.encoding else {}
+        if "stack" in variable.encoding:
+            members = member_variables(name, variable, indexes)
+        elif name in marks and _has_indices(variable, marks[name]["dims"], indexes):
+            members = member_variables(name, _marked(variable, marks[name]), indexes)
+        for member, unstacked in members.items():
+            if member in found:
+                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
+            found[member] = unstacked
+    return found
+
+
+def _has_indices(
+    variable: xr.Variable, dims: tuple[str, ...], indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Tell whether something computed still has all that names the tensors it was computed from."""
+    for dim in dims:
+        coord = indexes.get(dim)
+        if coord is None or "stack" not in coord.encoding:
+            return False
+        if (coord.dims == (dim,)) != (dim in variable.dims):
+            return False
+    return True
+
+
+def _marked(variable: xr.Variable, mark: Mapping[str, Any]) -> xr.Variable:
+    """Make a computed variable a stack whose members have nothing to remember."""
+    marked = variable.copy(deep=False)
+    nothing: dict[str, Any] = {
+        "indices": ((),) * len(mark["dims"]),
+        "shared_attrs": (),
+        "array": None,
+        "members": (),
+    }
+    marked.encoding["stack"] = {**mark, **nothing}
+    return marked
+
+
+def _add_coords(found: dict[str, xr.Variable], flat: Flat, notes: Notes) -> None:
+    """Add the coordinates with numbers, except those that are in the names of tensors."""
+    used = {dim for variable in found.values() for dim in variable.dims}
+    for path, coords in flat.coords.items():
+        for name, coord in coords.items():
+            if "stack" in coord.encoding and (coord.dims != (name,) or name not in used):
+                continue
+            full = ".".join([*(part for part in path.split("/") if part), str(name)])
+            if element_type(coord.dtype) is None:
+                notes.add("coordinates without numbers are not written", full)
+            elif full not in found:
+                found[full] = coord.to_base_variable()

@@ -1,0 +1,51 @@
+"""Whether attributes are where they were, or were told to be gone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xckpt.index import Index
+
+# Of a component of zTensor 1.2; in version 2 it is the type of the part itself.
+MOVED = {"type"}
+
+
+def missing(old: Index, new: Index, told: str) -> list[str]:
+    """List the attributes that a conversion lost without a word.
+
+    Parameters
+    ----------
+    old, new : Index
+        Of the files.
+    told : str
+        What the warnings said.
+    """
+    lost = [_of("the file", old.attrs, new.attrs, told)]
+    lost += [
+        _of(repr(name), tensor.attrs, new.tensors[name].attrs, told)
+        for name, tensor in old.tensors.items()
+        if name in new.tensors
+    ]
+    return [line for lines in lost for line in lines]
+
+
+def _of(what: str, old: Any, new: Any, told: str) -> list[str]:
+    return [
+        f"{name!r} of {what} was {value!r} and is {new.get(name)!r}"
+        for name, value in old.items()
+        if name not in MOVED and repr(name) not in told
+        if name not in new or not _is_same(value, new[name])
+    ]
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Tell whether a value is the same, or the JSON text of it, or a mapping with more in it."""
+    if isinstance(new, str) and not isinstance(old, str):
+        new = json.loads(new)
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(key in new and _is_same(value, new[key]) for key, value in old.items())
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_is_same, old, new))
+    return repr(old) == repr(new)  # of NaN too

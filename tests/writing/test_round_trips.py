@@ -1,0 +1,187 @@
+"""Whatever a format takes it gives back: any types, shapes, memory layouts, names, attributes."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+
+from tests.writing.attributes import missing
+from tests.writing.saved import (
+    ENGINES,
+    NO_SCALARS,
+    OPTIONS,
+    assert_same_bits,
+    clean,
+    writable_types,
+)
+from xckpt import CheckpointError, CheckpointWarning, read_index
+from xckpt.dtypes import stored_dtype
+from xckpt.writing import save
+
+# primitiv has no tensors without elements.
+LEAST_SIDE = {"primitiv": 1}
+
+
+@st.composite
+def shapes(draw: st.DrawFn, engine: str) -> tuple[int, ...]:
+    sides = st.integers(LEAST_SIDE.get(engine, 0), 5)
+    return tuple(draw(st.lists(sides, min_size=int(engine in NO_SCALARS), max_size=4)))
+
+
+@st.composite
+def arrays(draw: st.DrawFn, engine: str) -> Any:
+    """Make any bits of any type, laid out in memory in any way."""
+    name = draw(st.sampled_from(writable_types(engine)))
+    shape = draw(shapes(engine))
+    size = stored_dtype(name).itemsize
+    if name == "float4_e2m1fn" and prod(shape) % 2:
+        shape = (2, *shape)  # safetensors has whole bytes only
+    codes = draw(nps.arrays("u1", prod(shape) * size))
+    values = clean(codes, name).view(stored_dtype(name)).reshape(shape)
+    return draw(laid_out(values))
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, values: np.ndarray) -> Any:
+    """Lay values out in memory in another way, and leave some of them to dask."""
+    layout = draw(st.sampled_from(["C", "F", "strided", "reversed", "broadcast"]))
+    if layout == "F":
+        values = np.asfortranarray(values)
+    elif layout == "strided" and values.ndim:
+        values = np.repeat(values, 2, axis=-1)[..., ::2]
+    elif layout == "reversed":
+        values = np.flip(np.flip(values).copy())
+    elif layout == "broadcast" and values.ndim:
+        values = np.broadcast_to(values[..., :1], values.shape)
+    if draw(st.booleans()) and values.dtype.kind in "iufc":
+        values = values.astype(values.dtype.newbyteorder(), order="K")
+    if not draw(st.booleans()):
+        return values
+    chunks = tuple(draw(st.integers(1, max(1, side))) for side in values.shape)
+    return da.from_array(values, chunks=chunks)
+
+
+def dataset(arrays: dict[str, Any]) -> xr.Dataset:
+    variables = {
+        name: xr.Variable([f"d{n}_{axis}" for axis, n in enumerate(array.shape)], array)
+        for name, array in arrays.items()
+    }
+    return xr.Dataset(variables)
+
+
+def assert_equal_to(ds: xr.Dataset, engine: str, expected: dict[str, Any]) -> None:
+    assert set(ds.variables) == set(expected)
+    for name, array in expected.items():
+        found, values = ds.variables[name].values, np.asarray(array)
+        if engine in NO_SCALARS:
+            # A number is an array of one, or trailing axes of length 1 are left out.
+            assert prod(found.shape) == prod(values.shape)
+            values = values.reshape(found.shape)
+        assert_same_bits(found, values)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=80)
+@given(data=st.data())
+def test_values(engine: str, data: Any) -> None:
+    """Bits come back, and again when what was opened is saved: decoded, loaded and untouched."""
+    keys = st.text("abcXYZ019_", min_size=1, max_size=8)
+    drawn = data.draw(st.dictionaries(keys, arrays(engine), min_size=1, max_size=4))
+    options = OPTIONS.get(engine, {})
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder) / "first", Path(folder) / "second"
+        save(dataset(drawn), first, engine, **options)
+        with xr.open_dataset(first, engine=engine, decode=False) as ds:
+            assert_equal_to(ds, engine, drawn)
+        with xr.open_dataset(first, engine=engine) as ds:
+            for opened in (ds, ds.load()):
+                save(opened, second, engine, overwrite=True, **options)
+                with xr.open_dataset(second, engine=engine, decode=False) as again:
+                    assert_equal_to(again, engine, drawn)
+
+
+names = st.one_of(
+    st.text(max_size=6),
+    st.text(st.characters(), max_size=4),  # surrogates too
+    st.text("ab.\0/:01%", max_size=8),
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=150)
+@given(chosen=st.sets(names, min_size=1, max_size=4))
+def test_names_come_back_or_are_refused(engine: str, chosen: set[str]) -> None:
+    ds = dataset({name: np.full(2, at, "f4") for at, name in enumerate(sorted(chosen))})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m"
+        if (refused := refusal(ds, path, engine)) is not None:
+            assert refused.tensor in chosen
+            return
+        # The empty key of primitiv is shown as what stands for it in longer ones.
+        shown = [name or "%" if engine == "primitiv" else name for name in sorted(chosen)]
+        assert set(read_index(path).tensors) == set(shown)
+        with xr.open_dataset(path, engine=engine) as found:
+            for at, name in enumerate(shown):
+                assert found.variables[name].values.tolist() == [at, at]
+
+
+def refusal(ds: xr.Dataset, path: Path, engine: str) -> CheckpointError | None:
+    """Save, and give the error if it is refused, which leaves nothing."""
+    try:
+        save(ds, path, engine, **OPTIONS.get(engine, {}))
+    except CheckpointError as error:
+        left = list(path.parent.iterdir())
+        refused = error
+    else:
+        return None
+    assert left == []
+    return refused
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=3)
+)
+attributes = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=150)
+@given(
+    of_file=st.dictionaries(names, attributes, max_size=2),
+    of_tensor=st.dictionaries(names, attributes, max_size=2),
+)
+def test_attributes_come_back_or_are_told_or_refused(
+    engine: str, of_file: dict[str, Any], of_tensor: dict[str, Any]
+) -> None:
+    ds = xr.Dataset({"w": ("n", np.ones(2, "f4"), of_tensor)}, attrs=of_file)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = Path(folder) / "m"
+        if refusal(ds, path, engine) is not None:
+            return
+        after = read_index(path)
+    assert all(each.category is CheckpointWarning for each in caught)
+    told = " ".join(str(each.message) for each in caught)
+    before: Any = SimpleNamespace(attrs=of_file, tensors={"w": SimpleNamespace(attrs=of_tensor)})
+    assert missing(before, after, told) == []

@@ -1,0 +1,234 @@
+"""Stacked objects are saved as the flat files that they came from."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.conftest import golden_files
+from tests.writing.saved import ENGINES, OPTIONS, assert_same_bits
+from xckpt import CheckpointError, CheckpointWarning, read_index
+from xckpt.arrays import elements
+from xckpt.errors import UnsupportedError
+from xckpt.writing import save
+from xckpt.writing.contents import read_contents
+from xckpt.writing.entries import StoredPart
+from xckpt.writing.fitting import Notes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LAYERS, EXPERTS = 5, 3
+
+
+def model(engine: str, tmp_path: Path) -> Path:
+    """Write numbered modules in two levels, others beside them, dims and attributes."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            arrays[f"layers.{layer}.experts.{expert}.w"] = (("o", "i"), rng.random((4, 6), "f4"))
+        arrays[f"layers.{layer}.norm"] = ("i", rng.random(6, "f4"))
+    arrays["embed"] = (("v", "i"), rng.random((9, 6), "f4"))
+    path = tmp_path / "model"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        ds = xr.Dataset(arrays, attrs={"licence": "MIT"})
+        save(ds, path, engine, **OPTIONS.get(engine, {}))
+    return path
+
+
+def saved(obj: Any, path: Path, engine: str) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        save(obj, path, engine, overwrite=True, **OPTIONS.get(engine, {}))
+    return path.read_bytes()
+
+
+def forms(path: Path, engine: str) -> dict[str, Any]:
+    flat = xr.open_dataset(path, engine=engine)
+    tree = xr.open_datatree(path, engine=engine)
+    return {
+        "opened": xr.open_dataset(path, engine=engine, stack=True),
+        "one level": xr.open_dataset(path, engine=engine, stack=["experts"]),
+        "later": flat.ckpt.stack(),
+        "copied": flat.ckpt.stack().copy(),
+        "tree": xr.open_datatree(path, engine=engine, stack=True),
+        "tree later": tree.ckpt.stack(),
+        "loaded": xr.open_dataset(path, engine=engine, stack=True).load(),
+    }
+
+
+FORMS = ["opened", "one level", "later", "copied", "tree", "tree later", "loaded"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_equal_those_of_the_flat_object(engine: str, form: str, tmp_path: Path) -> None:
+    path = model(engine, tmp_path)
+    assert set(forms(path, engine)) == set(FORMS)
+    stacked = forms(path, engine)[form]
+    again = saved(stacked, tmp_path / "again", engine)
+    # A tree is in the order of its nodes.
+    open_flat = xr.open_datatree if form == "tree later" else xr.open_dataset
+    assert again == saved(open_flat(path, engine=engine), tmp_path / "flat", engine)
+
+
+@pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.json"))
+def test_golden_files(path: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        engine = read_index(path).format
+        flat = xr.open_dataset(path, engine=engine)
+        stacked = xr.open_dataset(path, engine=engine, stack=True)
+    try:
+        expected = saved(flat, tmp_path / "flat", engine)
+    except (CheckpointError, ValueError) as error:
+        with pytest.raises(type(error)):
+            saved(stacked, tmp_path / "again", engine)
+        return
+    assert saved(stacked, tmp_path / "again", engine) == expected
+
+
+SELECTIONS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
+    "slice": lambda ds: ds.isel(layers=slice(1, 3)),
+    "one": lambda ds: ds.isel(layers=2),
+    "label": lambda ds: ds.sel(experts=1),
+    "step": lambda ds: ds.isel(experts=slice(None, None, 2)),
+    "both": lambda ds: ds.isel(layers=slice(2, None)).isel(experts=0),
+    "transposed": lambda ds: ds.transpose("experts", ...),
+    "picked": lambda ds: ds.isel(layers=[3, 1]),
+    "reversed": lambda ds: ds.isel(layers=slice(None, None, -1)),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selections_are_the_tensors_that_are_left(
+    engine: str, selection: str, tmp_path: Path
+) -> None:
+    path = model(engine, tmp_path)
+    stacked = SELECTIONS[selection](xr.open_dataset(path, engine=engine, stack=True))
+    left = list(stacked.ckpt.unstack().data_vars)
+    assert 0 < len(left) <= LAYERS * (EXPERTS + 1) + 1
+    flat = xr.open_dataset(path, engine=engine)[left]
+    again = saved(stacked, tmp_path / "again", engine)
+    assert again == saved(flat, tmp_path / "flat", engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_computed_values_are_those_of_the_flat_object(engine: str, tmp_path: Path) -> None:
+    path = model(engine, tmp_path)
+    with xr.set_options(keep_attrs=True):
+        for compute in COMPUTATIONS.values():
+            stacked = compute(xr.open_dataset(path, engine=engine, stack=True))
+            tree = compute(xr.open_datatree(path, engine=engine, stack=True))
+            flat = compute(xr.open_dataset(path, engine=engine))
+            left = [name for name in flat.variables if _is_left(str(name), stacked)]
+            for obj in (stacked, tree):
+                saved(obj, tmp_path / "again", engine)
+                found = xr.open_dataset(tmp_path / "again", engine=engine)
+                assert set(found.variables) == set(left)
+                for name in left:
+                    assert_same_bits(found[name].values, flat.variables[name].values)
+
+
+def _is_left(name: str, stacked: xr.Dataset) -> bool:
+    layers = np.atleast_1d(stacked.layers.values).tolist()
+    return not name.startswith("layers.") or int(name.split(".")[1]) in layers
+
+
+def _negated(obj: Any) -> Any:
+    return -obj
+
+
+def _some_layers(obj: Any) -> Any:
+    return obj.isel(layers=slice(1, 4)) if "layers" in obj.dims else obj
+
+
+COMPUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "product": lambda obj: obj * 2,
+    "difference": lambda obj: obj - obj * 0.5,
+    "map": lambda obj: _each(obj, _negated),
+    "selection": lambda obj: _each(obj, _some_layers) + 1,
+    "selection later": lambda obj: _each(obj + 1, _some_layers),
+    "one": lambda obj: _each(obj * 2, lambda ds: ds.isel(layers=2) if "layers" in ds.dims else ds),
+}
+
+
+def _each(obj: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to a Dataset, or to each of a tree."""
+    return obj.map_over_datasets(function) if isinstance(obj, xr.DataTree) else function(obj)
+
+
+def test_what_is_reduced_along_the_modules_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    path = model("safetensors", tmp_path)
+    stacked = xr.open_dataset(path, engine="safetensors", stack=True)
+    saved(stacked.mean("layers"), tmp_path / "again", "safetensors")
+    found = xr.open_dataset(tmp_path / "again", engine="safetensors")
+    assert {"layers.experts.w", "layers.norm", "embed", "experts"} == set(found.variables)
+    assert found["layers.experts.w"].shape == (EXPERTS, 4, 6)
+    assert found["experts"].values.tolist() == list(range(EXPERTS))
+
+
+@pytest.mark.parametrize("select", [None, "slice", "one", "label", "step", "both"], ids=str)
+def test_what_nobody_touched_is_copied_as_it_is_stored(
+    select: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even values that would not survive, and none is decoded."""
+    codes = np.arange(64, dtype="u1").reshape(8, 8)
+    values = codes.view(ml_dtypes.float8_e4m3fn)
+    arrays = {f"layers.{i}.experts.{j}.w": (("o", "i"), values) for i in range(4) for j in range(3)}
+    packed = {"*.experts.1.w": {"compression": "zstd-seekable", "digest": "xxh3"}}
+    save(xr.Dataset(arrays), tmp_path / "m.zt", encoding=packed, version="2")
+    stacked = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", stack=True)
+    if select is not None:
+        stacked = SELECTIONS[select](stacked)
+    monkeypatch.setattr(elements, "_decoded", _never)
+    entries = read_contents(stacked, Notes()).entries
+    assert all(isinstance(entry.parts["data"], StoredPart) for entry in entries)
+    save(stacked, tmp_path / "again.zt", version="2")
+    before, after = read_index(tmp_path / "m.zt"), read_index(tmp_path / "again.zt")
+    assert len(after.tensors) == len(entries)
+    for name, tensor in after.tensors.items():
+        old, new = before.tensors[name].parts["data"], tensor.parts["data"]
+        assert (new.dtype, new.encoding, new.digest) == (old.dtype, old.encoding, old.digest)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("something was decoded")
+
+
+def test_renamed_dimensions_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = model("safetensors", tmp_path)
+    stacked = xr.open_dataset(path, engine="safetensors", stack=True)
+    with pytest.raises((ValueError, UnsupportedError), match="unstack before"):
+        save(stacked.rename(layers="depth"), tmp_path / "again.safetensors")
+    assert not (tmp_path / "again.safetensors").exists()
+
+
+def test_thousands_of_members_cost_what_they_cost_flat(tmp_path: Path) -> None:
+    """A quadratic step would take a minute; what is measured is a fifth of a second."""
+    arrays = {
+        f"layers.{i // 8}.experts.{i % 8}.w": ("i", np.full(16, i, "f4")) for i in range(2000)
+    }
+    save(xr.Dataset(arrays), tmp_path / "m.safetensors")
+    seconds = {}
+    for stack in (False, True):
+        times = []
+        for _ in range(3):
+            ds = xr.open_dataset(tmp_path / "m.safetensors", stack=stack)
+            start = time.perf_counter()
+            save(ds, tmp_path / "again.safetensors", overwrite=True)
+            times.append(time.perf_counter() - start)
+        seconds[stack] = min(times)
+        again = (tmp_path / "again.safetensors").read_bytes()
+        assert again == (tmp_path / "m.safetensors").read_bytes()
+    assert seconds[True] < 5 * seconds[False] + 0.5
