@@ -10,7 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
@@ -85,6 +85,9 @@ def test_two_indices_give_what_dask_gives(first: Any, data: st.DataObject) -> No
 @given(KEYS)
 def test_arrays_and_slices_backward_go_on_as_before(key: Any) -> None:
     ours = variable_of()[key]
+    # Where a chunk has no element, dask's own arrays cannot be indexed by an array either:
+    # dask.array.slicing.take divides by the average size.
+    assume(not any(0 in sizes for sizes in ours.chunks or ()))
     expected = np.asarray(VALUES[key])
     for axis, size in enumerate(expected.shape if expected.size else ()):
         for entry in (np.array([size - 1, 0]), slice(None, None, -1)):
