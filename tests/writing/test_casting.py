@@ -180,6 +180,16 @@ def test_what_is_right_is_not_copied() -> None:
     assert convert(narrow, "bfloat16", "never") is narrow
 
 
+@pytest.mark.parametrize("name", ["float8_e5m2", "bfloat16", "float16"])
+def test_nan_without_axes_keep_their_payload(name: str) -> None:
+    value = all_values(name)[-3]
+    assert np.isnan(value)
+    wide = convert(np.array(value), "float32", "exact")
+    assert wide.shape == ()
+    scalar: Any = wide[()]
+    assert codes(convert(scalar, name, "exact")) == codes(np.array(value))
+
+
 def test_element_types_of_dtypes() -> None:
     named = {dtype: element_type(np.dtype(dtype)) for dtype in (">f4", "?", "M8[s]", "O", "U3")}
     assert list(named.values()) == ["float32", "bool", None, None, None]

@@ -175,12 +175,40 @@ class Sink:
             If the data do not reach the disk.
         """
         try:
-            os.fsync(self.fileno)
+            self.sync()
             self._publish()
         except OSError as error:
             raise _named(error, self.target) from None
         finally:
             self.abort()
+
+    def sync(self) -> None:
+        """Make what was written durable, under the name of the temporary file.
+
+        Raises
+        ------
+        OSError
+            If the data do not reach the disk.
+        """
+        try:
+            os.fsync(self.fileno)
+        except OSError as error:
+            raise _named(error, self.target) from None
+
+    def withdraw(self) -> None:
+        """Remove the file that is to be replaced, where other files replace what it refers to.
+
+        Raises
+        ------
+        OSError
+            If it cannot be removed.
+        """
+        if self.overwrite:
+            self._remove()
+
+    def _remove(self) -> None:
+        Path(self.target).unlink(missing_ok=True)
+        _sync_folder(self.target)
 
     def _publish(self) -> None:
         """Give the file its name."""

@@ -65,6 +65,10 @@ class UploadSink(Sink):
             text = f"{os.strerror(errno.EEXIST)} (overwrite=True replaces it)"
             raise FileExistsError(errno.EEXIST, text, self.url)
 
+    def _remove(self) -> None:
+        if self._filesystem.exists(self._remote):
+            self._filesystem.rm_file(self._remote)
+
     def _publish(self) -> None:
         """Upload the file."""
         self._refuse_existing(overwrite=self.overwrite)

@@ -218,6 +218,7 @@ def convert(
     UnsupportedError
         If an element would not survive. Integers that are out of range never do.
     """
+    values = np.asarray(values)  # what is selected of an array without axes is none
     native = values.dtype.newbyteorder("=")
     stored = stored_dtype(name)
     if native == stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -134,7 +134,8 @@ class Destination:
         """
         try:
             fitted = fit(contents, self.writer, self.requests, self.cast, notes)
-            planned = (plan or self.writer.plan)(fitted.index, **self.format_options)
+            index = replace(fitted.index, source=self.path)
+            planned = (plan or self.writer.plan)(index, **self.format_options)
             sink = partial(_open_sink, self.path, self.overwrite, self.storage_options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
             return Job(planned, fitted, self.cast, sink, label, before=before)

@@ -225,13 +225,26 @@ class _Files:
             ends.append(end)
         for file, sink, end in zip(self.files, begun.sinks, ends, strict=False):
             _finish(file.plan, sink, end, written)
-        for sink, _file in zip(begun.sinks, self.files, strict=False):
-            sink.commit()
+        _commit(begun.sinks[: len(self.files)])
 
     def _bound(self, item: Item, spool: str) -> Item:
         if isinstance(item.data, SpooledData):
             return item._replace(data=replace(item.data, path=spool))
         return item
+
+
+def _commit(sinks: list[Sink]) -> None:
+    """Give the files of a checkpoint their names, the one that refers to the others last.
+
+    Several names are not changed in one step. What can fail is done before the first of them, and
+    in between there is rather no checkpoint than one of old and new files.
+    """
+    if len(sinks) > 1:
+        for sink in sinks:
+            sink.sync()
+        sinks[-1].withdraw()
+    for sink in sinks:
+        sink.commit()
 
 
 def _position(item: Item) -> float:
