@@ -1,4 +1,4 @@
-"""Run all benchmarks and write their tables into the documentation: ``python -m benchmarks``."""
+"""Run benchmarks and write their tables into the documentation: ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -34,20 +34,25 @@ on a busy machine times vary by half, ratios by less. "bound" is what the projec
 
 
 def main() -> int:
-    """Run what the command line names, or everything; only everything is written down."""
-    chosen = sys.argv[1:] or NAMES
-    sections = []
-    for name in chosen:
+    """Run what the command line names, or everything, and write it down in its place."""
+    for name in sys.argv[1:] or NAMES:
         module = import_module(f"benchmarks.{name}")
         title = (module.__doc__ or name).strip()
         lines = table(module.run())
         print(f"\n{title}\n\n{lines}", flush=True)
-        sections.append(f"## {name.capitalize()}\n\n{title}\n\n{lines}\n")
-    if tuple(chosen) == NAMES:
-        versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
-        ran = f"Python {platform.python_version()} on {platform.machine()}, {versions}.\n"
-        PAGE.write_text("\n".join([HEAD, ran, *sections]), encoding="utf-8")
+        write_down(name, f"## {name.capitalize()}\n\n{title}\n\n{lines}\n")
     return 0
+
+
+def write_down(name: str, section: str) -> None:
+    """Put a section into the page, in the place of the one that was measured before."""
+    before = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []
+    sections = {text.partition("\n")[0].lower(): f"## {text.strip()}\n" for text in before}
+    sections[name] = section
+    versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
+    ran = f"Python {platform.python_version()} on {platform.machine()}, {versions}.\n"
+    known = [sections[each] for each in NAMES if each in sections]
+    PAGE.write_text("\n".join([HEAD, ran, *known]), encoding="utf-8")
 
 
 if __name__ == "__main__":
