@@ -23,8 +23,9 @@ A format that is written has also
     the `xckpt.plan.Plan` of a file that holds what the index says, from no array. The index is as
     `read` gives it, of this or of another format, in the order in which data are wanted; of a part
     ``nbytes`` is the raw size, ``encoding`` the wanted compression and ``digest`` the name of the
-    wanted algorithm, offsets mean nothing, and ``source`` is the path of the new file. What cannot be represented is an `UnsupportedError`
-    that names the tensor and says what to do; wrong options are a `ValueError` or `TypeError`.
+    wanted algorithm, offsets mean nothing, and ``source`` is the path of the new file. What cannot
+    be represented is an `UnsupportedError` that names the tensor and says what to do; wrong
+    options are a `ValueError` or `TypeError`.
     Elements are little-endian. An `Extent` says what is written: where its part has another
     element type than the index has (indices of sparse tensors), the data are cast to it;
 ``WRITES``
