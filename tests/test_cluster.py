@@ -49,7 +49,7 @@ def client() -> Iterator[Any]:
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
     with (
         dask.config.set({"distributed.worker.memory.terminate": False}),
-        distributed.LocalCluster(dashboard_address=None, **options) as cluster,
+        distributed.LocalCluster(dashboard_address=":0", **options) as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client

@@ -85,7 +85,7 @@ def client() -> Iterator[Any]:
     with (
         dask.config.set({"distributed.worker.memory.terminate": False}),
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True
         ) as cluster,
         distributed.Client(cluster) as client,
     ):

@@ -183,7 +183,7 @@ def test_workers_of_a_cluster_write(tmp_path: Path) -> None:
     ds = xr.Dataset({"w": (("a", "b"), lazy), "packed": (("a", "b"), lazy), "v": ("n", noise[0])})
     with (
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True
         ) as cluster,
         distributed.Client(cluster),
     ):
