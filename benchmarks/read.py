@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import dask
 import numpy as np
 import xarray as xr
 
@@ -23,15 +24,17 @@ def _fill(path: Path) -> None:
             file.write(block)
 
 
-def one_file(path: Path, what: str) -> list[Result]:
+def one_file(path: Path, what: str, chunk: str = "128MiB") -> list[Result]:
     """Measure a file."""
     floor = best_of(lambda: np.fromfile(path, np.float32), 7)
-    ours = best_of(lambda: xr.open_dataset(path, engine="ztensor").compute(), 7)
+    with dask.config.set({"array.chunk-size": chunk}):
+        ours = best_of(lambda: xr.open_dataset(path, engine="ztensor").compute(), 7)
     memory = in_fresh_process(f"""
 import xarray as xr, dask.array, xckpt.variables
 before = peak()["resident"]
 forget_peak()
-ds = xr.open_dataset({str(path)!r}, engine="ztensor").compute()
+with dask.config.set({{"array.chunk-size": {chunk!r}}}):
+    ds = xr.open_dataset({str(path)!r}, engine="ztensor").compute()
 after = peak()
 print(json.dumps({{"peak": after["resident"] - before}}))
 """)
@@ -60,6 +63,8 @@ def run() -> list[Result]:
             write_ztensor(path, tensors, "float32")
             _fill(path)
             results += one_file(path, what)
+            if len(tensors) == 1:
+                results += one_file(path, "one tensor in 128 chunks", "8MiB")
     return results
 
 

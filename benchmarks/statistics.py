@@ -128,7 +128,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 start = time.perf_counter()
-xckpt.stats.stats({str(path)!r}, cache=False, progress=lambda n: told.append(time.perf_counter()))
+xckpt.stats.stats({str(path)!r}, cache=False, progress=lambda *_: told.append(time.perf_counter()))
 seconds = time.perf_counter() - start
 done.set()
 watcher.join()

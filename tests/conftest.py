@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from xckpt import formats
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -32,7 +34,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Give the folder of golden files, or skip."""
+    """Return the folder of golden files, or skip."""
     if not GOLDEN.is_dir():
         pytest.skip(_ABSENT)
     return GOLDEN
@@ -41,11 +43,13 @@ def golden() -> Path:
 def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Any]:
     """List golden files as parameters of a test, which is skipped where there are none.
 
-    With `with_suffix`, only those beside which a file with that suffix lies.
+    Only those in folders with the name of a format; with `with_suffix`, only those next to which a
+    file with that suffix lies.
     """
     files = sorted(
         path
         for path in GOLDEN.glob(pattern)
-        if with_suffix is None or path.with_suffix(with_suffix).exists()
+        if path.relative_to(GOLDEN).parts[0] in formats.names()
+        and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
     return files or [pytest.param(Path("absent"), marks=pytest.mark.skip(reason=_ABSENT))]

@@ -79,7 +79,7 @@ def test_a_dataset_is_lazy_labelled_and_described(path: Path) -> None:
     assert weight.dims == ("d50", "d100")
     assert isinstance(weight.data, da.Array)
     stored = weight.encoding
-    assert stored["dtype"] == np.float32
+    assert stored["stored_dtype"] == np.float32
     assert (stored["layout"], stored["nbytes"], stored["source"]) == ("dense", 20000, str(path))
     assert stored["preferred_chunks"] == {"d50": 50, "d100": 100}
     offset = stored["offset"]
@@ -296,7 +296,7 @@ def test_stored_types(sample: Path) -> None:
     stored = xr.open_dataset(sample, engine="ztensor", decode=False)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert decoded[name].dtype == np.float32
-    assert decoded[name].encoding["dtype"] == stored[name].dtype == "bfloat16"
+    assert decoded[name].encoding["stored_dtype"] == stored[name].dtype == "bfloat16"
     np.testing.assert_array_equal(stored[name].astype("f4").values, decoded[name].values)
     sparse = "lm_head.delta"
     assert sparse not in stored.variables

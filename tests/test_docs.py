@@ -5,14 +5,14 @@ from __future__ import annotations
 import doctest
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import numpy as np
+import pytest
 
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
-
-if TYPE_CHECKING:
-    import pytest
+from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
+from xckpt.sample import write_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -22,14 +22,29 @@ def test_stacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families = {"gpt2-xl": gpt(), "resnet50": resnet(), "moe": mixture_of_experts()}
     for name, tensors in families.items():
         write_ztensor(tmp_path / f"{name}.zt", dict(tensors))
-    text = (DOCS / "stacking.md").read_text(encoding="utf-8")
+    check("stacking.md", examples=15)
+
+
+def check(page: str, *, examples: int) -> None:
+    """Run the examples of a page, of which there are more than so many."""
+    text = (DOCS / page).read_text(encoding="utf-8")
     # The end of a code block would be taken for output.
     text = text.replace("```", "")
-    test = doctest.DocTestParser().get_doctest(text, {}, "stacking.md", "stacking.md", 0)
     runner = doctest.DocTestRunner()
-    runner.run(test)
+    runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0))
     assert runner.failures == 0
-    assert runner.tries > 15
+    assert runner.tries > examples
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore:.*(Zarr format 3|Zarr V3) specification")
+def test_netcdf_and_zarr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint("sample.zt", layers=2, width=16)
+    tensor = record("w/1", np.ones(2, "<f4"), flag=1, stored_id=id_bytes("w/1"))
+    config = tagged("gpt", {"vocab_size": 7, "context_length": 5})
+    Path("model.bin").write_bytes(indexed_file([tensor], config))
+    check("how-to/netcdf-and-zarr.md", examples=15)
 
 
 def test_the_command_line() -> None:

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.formats import mlcp_files, primitiv_files
 from xckpt.errors import CheckpointWarning
 from xckpt.exploring import OpenTensors, explore
 from xckpt.notebook.summary import index_summary
@@ -44,7 +45,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path))
 
 
-def ignore(_: int) -> None:
+def ignore(*_: int) -> None:
     """Take a report."""
 
 
@@ -115,14 +116,15 @@ def test_bins_have_as_many_whole_numbers(low: int, high: int) -> None:
 def test_computing_reports_and_can_be_stopped(path: Path) -> None:
     tensors = OpenTensors(xr.open_dataset(path, engine="ztensor"))
 
-    def stop(_: int) -> None:
+    def stop(*_: int) -> None:
         raise InterruptedError
 
-    reports: list[int] = []
+    reports: list[tuple[int, int]] = []
     with pytest.raises(InterruptedError):
         tensors.compute(["lm_head.weight"], stop)
-    tensors.compute(["model.norm.weight"], reports.append)
-    assert reports[-1] == xckpt.read_index(path).tensors["model.norm.weight"].nbytes
+    tensors.compute(["model.norm.weight"], lambda *nbytes: reports.append(nbytes))
+    nbytes = xckpt.read_index(path).tensors["model.norm.weight"].nbytes
+    assert reports[-1] == (nbytes, nbytes)
 
 
 def test_a_selection_has_fewer_tensors(path: Path) -> None:
@@ -176,3 +178,24 @@ def test_explore_gives_the_widget(path: Path) -> None:
     known = explorer._known[explorer._row_of["model.norm.weight"]]
     mean = known[explorer._columns["mean"]]
     assert mean == pytest.approx(float(ds["model.norm.weight"].mean()), rel=1e-6)
+
+
+def test_trees_whose_nodes_do_not_spell_the_names(tmp_path: Path) -> None:
+    value = primitiv_files.parameter(primitiv_files.tensor(np.ones((2, 3), "f4")))
+    keys = (["a", "b"], ["a.b"], ["a", "c.d:e"], ["f", ""])
+    model = primitiv_files.model(*((key, value) for key in keys))
+    shards = [[mlcp_files.tensor("a.w", np.full(2, rank, "f4"))] for rank in range(2)]
+    contents = {
+        "primitiv": primitiv_files.file(primitiv_files.MODEL, model),
+        "mlcp": mlcp_files.checkpoint(shards, "inline"),
+    }
+    for engine, content in contents.items():
+        path = tmp_path / engine
+        path.write_bytes(content)
+        tree = xr.open_datatree(path, engine=engine)
+        tensors = OpenTensors(tree)
+        assert {row.name for row in tensors.rows} == set(xckpt.read_index(path).tensors)
+        flat = xr.open_dataset(path, engine=engine)
+        for row in tensors.rows:
+            found = eval(tensors.code(row.name), {"dt": tree})  # noqa: S307  our own code
+            np.testing.assert_array_equal(found.values, flat[row.name].values)

@@ -133,6 +133,7 @@ def test_public_names() -> None:
         "Part",
         "PayloadMissingError",
         "Tensor",
+        "TooLargeError",
         "UnsupportedError",
         "__version__",
         "append",

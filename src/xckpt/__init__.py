@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         IntegrityError,
         MissingShardError,
         PayloadMissingError,
+        TooLargeError,
         UnsupportedError,
     )
     from xckpt.index import Index, Part, Tensor
@@ -41,6 +42,7 @@ __all__ = [
     "Part",
     "PayloadMissingError",
     "Tensor",
+    "TooLargeError",
     "UnsupportedError",
     "__version__",
     "append",
@@ -69,6 +71,7 @@ _HOME = {
     "Part": "xckpt.index",
     "PayloadMissingError": "xckpt.errors",
     "Tensor": "xckpt.index",
+    "TooLargeError": "xckpt.errors",
     "UnsupportedError": "xckpt.errors",
     "append": "xckpt.writing",
     "compare": "xckpt.stats",

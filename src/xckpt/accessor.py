@@ -14,7 +14,7 @@ from xckpt.identity import stable_id
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import pandas as pd
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Finding, Summary
     from xckpt.plots import Plots
+    from xckpt.progress import ProgressOption
 
 __all__ = ["CheckpointAccessor"]
 
@@ -238,7 +239,7 @@ class CheckpointAccessor:
         quantiles: Sequence[float] | None = None,
         exact_quantiles: bool = False,
         dim: Any = None,
-        progress: bool | Callable[[int], object] | None = None,
+        progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
     ) -> xr.Dataset:
@@ -253,7 +254,7 @@ class CheckpointAccessor:
         dim : hashable or iterable of hashable, optional
             Dimensions to reduce; by default all but stacked ones.
         progress : bool or callable, optional
-            Whether to show a bar, or what to call with the bytes done.
+            As for `xckpt.stats`.
         compute : bool, default True
             False gives dask arrays.
         cache : bool, default True
@@ -437,6 +438,34 @@ class CheckpointAccessor:
         from xckpt.writing import save
 
         return save(self._obj, path, engine, **options)
+
+    def plain(self) -> Any:
+        """Return the same data with names, attributes and types that netCDF and zarr hold.
+
+        Names that these formats do not allow (``a/b``) are replaced (``a%2Fb``). Attributes that
+        are neither text nor numbers become JSON text. Element types that netCDF does not have
+        become wider ones, and sparse chunks become dense. Nothing is read or computed.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is. Attributes say what was replaced: ``xckpt_name``, ``xckpt_dims`` and
+            ``xckpt_dtype`` of a variable, ``xckpt_attrs`` (old names of attributes by the new
+            ones) and ``xckpt_json`` (which attributes are JSON text now).
+
+        Warns
+        -----
+        CheckpointWarning
+            If anything was replaced or left out; it says what.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("model.bin", engine="gptrs")  # doctest: +SKIP
+        >>> ds.ckpt.plain().to_netcdf("model.nc")  # doctest: +SKIP
+        """
+        from xckpt.writing.plain import plain
+
+        return plain(self._obj)
 
     def by_base_id(self, base_id: int | bytes | str) -> xr.DataArray:
         """Find a tensor by the id of its name, whatever its name may be.

@@ -1,4 +1,4 @@
-"""The xarray engines.
+"""The xarray engines, one for each format in the registry.
 
 xarray imports this module in every session that guesses an engine or names a third-party one, so
 it imports nothing heavy: dask, fsspec and the rest come in when a file is opened.
@@ -6,12 +6,15 @@ it imports nothing heavy: dask, fsspec and the rest come in when a file is opene
 
 from __future__ import annotations
 
+import re
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from xarray.backends import BackendEntrypoint
 from xarray.backends.common import datatree_from_dict_with_io_cleanup
 
 import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
+from xckpt import formats
 from xckpt.identity import next_namespace
 from xckpt.options import OpenOptions
 
@@ -23,35 +26,52 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.storage import Source
 
-__all__ = [
-    "BurnpackBackend",
-    "CheckpointBackend",
-    "GptrsBackend",
-    "MlcpBackend",
-    "PrimitivBackend",
-    "SafetensorsBackend",
-    "ZTensorBackend",
-    "described",
-]
+__all__ = ["CheckpointBackend", "described"]
+
+
+_DOCSTRING = """{summary}
+
+Parameters
+----------
+{own}**keywords
+    Those of all engines; see `xckpt.options.OpenOptions`.
+"""
+
+
+class _Docstring:
+    """The docstring of an engine class; it is made when somebody reads it."""
+
+    def __get__(self, _: object, engine: type[CheckpointBackend]) -> str:
+        found = formats.get(engine.format)
+        _, _, after = cleandoc(found.read.__doc__ or "").partition("\nParameters\n----------\n")
+        entries = re.split(r"\n(?=\S)", after.partition("\n\n")[0])
+        own = [each for each in entries if each.partition(" ")[0] in found.open_options]
+        summary = cleandoc(type(found).__doc__ or "")
+        return _DOCSTRING.format(summary=summary, own="".join(f"{each}\n" for each in own))
 
 
 class CheckpointBackend(BackendEntrypoint):
-    """What the engines of all formats share; a subclass names its format, and options of its own.
+    """What the engines of all formats share; each is made of what its format says of itself.
 
-    The keywords are those of `xckpt.options.OpenOptions`.
+    The keywords are those of `xckpt.options.OpenOptions`, and those of the format's `read`.
     """
 
     format: ClassVar[str]
-    #: Keywords that only this engine has; they go to the format's `read`.
-    format_options: ClassVar[tuple[str, ...]] = ()
     url = "https://xckpt.readthedocs.io"
     supports_groups = True
-    # xarray detects these itself only for engines that are given by name, not by class.
-    open_dataset_parameters = ("filename_or_obj", *OpenOptions.keywords())
 
-    def __init_subclass__(cls) -> None:
-        own = [name for name in cls.format_options if name not in cls.open_dataset_parameters]
-        cls.open_dataset_parameters = (*cls.open_dataset_parameters, *own)
+    # Properties: xarray loads all engines in every session, and a format is loaded when it is used.
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        """What xarray's list of engines says."""
+        found = formats.get(self.format)
+        return f"Open {found.description} ({', '.join(found.suffixes)})"
+
+    @property
+    def open_dataset_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The keywords of `open_dataset`; xarray would find them for an engine given by name."""
+        own = formats.get(self.format).open_options
+        return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *own)))
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
         """Tell whether the content is of this format; a remote URL is judged by its suffix.
@@ -131,12 +151,11 @@ class CheckpointBackend(BackendEntrypoint):
             By path, modules with tensors only; ``"/"`` is always there and has the attributes of
             the file.
         """
-        from xckpt import formats
         from xckpt.datasets import make_groups
         from xckpt.opening import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
-        axis_names = getattr(formats.get(index.format), "module_axes", None)
+        axis_names = formats.get(index.format).module_axes
         with paused_collector():
             datasets = make_groups(source, index, options, axis_names)
         described(datasets["/"], source, index)
@@ -172,7 +191,8 @@ class CheckpointBackend(BackendEntrypoint):
         from xckpt.opening import open_index
 
         given = {"drop_variables": drop_variables, **keywords}
-        options = OpenOptions.parse(given, engine=self.format, own=self.format_options)
+        own = tuple(formats.get(self.format).open_options)
+        options = OpenOptions.parse(given, engine=self.format, own=own)
         source, index = open_index(
             filename_or_obj,
             self.format,
@@ -183,49 +203,18 @@ class CheckpointBackend(BackendEntrypoint):
         return source, index, options
 
 
-class BurnpackBackend(CheckpointBackend):
-    """Burnpack, the three dialects of version 1 (``.bpk``)."""
-
-    description = "Open Burnpack checkpoints (.bpk)"
-    format = "burnpack"
-    format_options = ("layout",)
-
-
-class GptrsBackend(CheckpointBackend):
-    """gpt.rs: checkpoints (GPTRSCHK) and tensor archives (GPTRSTEN), versions 1 and 2."""
-
-    description = "Open gpt.rs checkpoints and tensor archives"
-    format = "gptrs"
+def __getattr__(name: str) -> Any:
+    """Make the engine class of a format when it is first asked for: ``ZTensorBackend``."""
+    for known in formats.names():
+        if name == f"{formats.class_name(known)}Backend":
+            body = {"format": known, "__doc__": _Docstring(), "__module__": __name__}
+            # Of two threads that ask at once, both get the first one's.
+            return globals().setdefault(name, type(name, (CheckpointBackend,), body))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class MlcpBackend(CheckpointBackend):
-    """MLCP, in one file (``.checkpoint``) or with a file for each shard (``.metadata.json``)."""
-
-    description = "Open MLCP checkpoints (.checkpoint, .metadata.json)"
-    format = "mlcp"
-    format_options = ("payload",)
-
-
-class PrimitivBackend(CheckpointBackend):
-    """primitiv, version 0.1: shapes, tensors, parameters, models, optimizers."""
-
-    description = "Open primitiv files (.primitiv, .model, .optimizer, .param)"
-    format = "primitiv"
-    format_options = ("with_stats",)
-
-
-class SafetensorsBackend(CheckpointBackend):
-    """safetensors (``.safetensors``)."""
-
-    description = "Open safetensors files (.safetensors)"
-    format = "safetensors"
-
-
-class ZTensorBackend(CheckpointBackend):
-    """zTensor, versions 0.1 to 2 (``.zt``)."""
-
-    description = "Open zTensor checkpoints (.zt)"
-    format = "ztensor"
+def __dir__() -> list[str]:
+    return sorted([*globals(), *(f"{formats.class_name(each)}Backend" for each in formats.names())])
 
 
 def described(ds: Dataset, source: Source, index: Index) -> Dataset:

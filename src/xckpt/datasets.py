@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import xarray as xr
 
-from xckpt.labels import AxisNames, child_nodes, tree_paths
+from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stacked_attrs
 from xckpt.listing import Listed, Listing, free_name, list_arrays
 from xckpt.variables import VariableMaker
@@ -76,6 +76,8 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     group = _group(arrays, arrays, maker, names, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
+    if listing.file_order != listing.flat_order:
+        ds.encoding["file_order"] = listing.file_order
     return ds
 
 
@@ -128,7 +130,9 @@ def make_groups(
         group = _group(nodes[path], taken, maker, names[path.rstrip("/")], roles, marks=marks)
         datasets[path] = xr.Dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
-    datasets["/"].encoding = _stack_encoding(listing, dropped)
+    # Nodes have an order of their own.
+    order = {"file_order": listing.file_order}
+    datasets["/"].encoding = order | _stack_encoding(listing, dropped)
     return {path: datasets[path] for path in nodes}
 
 
@@ -176,16 +180,36 @@ def _group(
         if roles and leaf in roles:
             suggested = _first_names(suggested, roles[leaf])
         dims = names.of(each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name)
+        axes = _file_names(each, dims, suggested, names)
         if each.stacked is None:
-            group.variables[leaf] = maker.variable(each, dims)
+            group.variables[leaf] = maker.variable(each, dims, axes)
             continue
         attrs = stacked_attrs([tensor.attrs for tensor in each.stacked.members.tensors])
-        group.variables[leaf] = maker.stack(each, dims, attrs.shared)
-        marks[each.name] = stack_mark(each.stacked.stack, each.role)
+        group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
+        marks[each.name] = stack_mark(each.stacked.stack, each.suffix)
         add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[each.name] = attrs.dropped
     return group
+
+
+def _file_names(
+    each: Listed,
+    dims: tuple[str, ...],
+    suggested: tuple[str | None, ...] | None,
+    names: AxisNames,
+) -> dict[str, str | None]:
+    """Say what the file calls the axes that are shown under names of neither it nor the caller."""
+    if suggested is None:
+        return {}
+    inner = dims[len(each.stacked_dims) :]
+    callers = names.callers(each.name) or names.callers(each.tensor.name) or ()
+    stated = each.suggested or (None,) * len(inner)
+    return {
+        dim: name
+        for dim, name in zip(inner, stated, strict=True)
+        if name != stated_name(dim) and dim not in callers
+    }
 
 
 def _first_names(
@@ -231,22 +255,11 @@ def add_coords(
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
 
 
-def stack_mark(stack: Stack, role: str | None = None) -> dict[str, Any]:
-    """Say what it takes to name the members of a stack.
+def stack_mark(stack: Stack, suffix: str = "") -> dict[str, Any]:
+    """Say what it takes to name the members of a stack, as ``encoding["stack"]`` does.
 
-    Parameters
-    ----------
-    stack : Stack
-        How they are stacked.
-    role : str, optional
-        Which part of the tensors the members are.
-
-    Returns
-    -------
-    dict
-        With ``"template"``, ``"dims"`` and ``"suffix"``, as in ``encoding["stack"]``.
+    `suffix` is what their names have behind those of their tensors.
     """
-    suffix = "" if role is None else f":{role}"
     return {"template": stack.template, "dims": stack.dims, "suffix": suffix}
 
 

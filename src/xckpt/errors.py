@@ -6,6 +6,7 @@
     ├── FormatError (ValueError)               the file breaks a rule of its format
     ├── IntegrityError (ValueError)            a digest disagrees with the bytes
     ├── UnsupportedError (NotImplementedError) the file is fine, but uses a feature that is not read
+    │   └── TooLargeError (MemoryError)        what is asked for does not fit in memory
     ├── PayloadMissingError (LookupError)      tensors are listed, but their values are nowhere
     │   └── MissingShardError (FileNotFoundError)  because a file that should have them is not there
     └── FileChangedError (OSError)             the file changed after it was opened
@@ -15,7 +16,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
     "CheckpointError",
@@ -25,6 +30,7 @@ __all__ = [
     "IntegrityError",
     "MissingShardError",
     "PayloadMissingError",
+    "TooLargeError",
     "UnsupportedError",
 ]
 
@@ -52,6 +58,22 @@ def shown(name: str) -> str:
     if len(name) > _LONGEST_SHOWN_NAME:
         name = name[:_LONGEST_SHOWN_NAME] + "…"
     return repr(name)
+
+
+def named(error: OSError, path: str, doing: str = "", *, tensor: str | None = None) -> OSError:
+    """Return an error of the operating system that names the file, and the tensor if it is known.
+
+    What has no number, or names a tensor already, is returned as it is.
+    """
+    if error.errno is None or hasattr(error, "tensor"):
+        return error
+    text = (error.strerror or str(error)) + doing
+    if tensor is not None:
+        text += f" (tensor {shown(tensor)})"
+    told = OSError(error.errno, text, error.filename or path)
+    if tensor is not None:
+        told.tensor = tensor  # type: ignore[attr-defined]
+    return told
 
 
 class CheckpointError(Exception):
@@ -111,13 +133,17 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.__dict__.copy()))
 
-    def located(self, *, path: str | None = None, tensor: str | None = None) -> CheckpointError:
-        """Fill in the file and the tensor where they are not known yet.
+    def located(
+        self, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
+    ) -> CheckpointError:
+        """Fill in the file, the byte and the tensor where they are not known yet.
 
         Parameters
         ----------
         path : str, optional
             The file or URL.
+        offset : int, optional
+            Byte offset in the file.
         tensor : str, optional
             Name of the tensor.
 
@@ -127,6 +153,7 @@ class CheckpointError(Exception):
             The same error, to be raised again.
         """
         self.path = self.path if self.path is not None else path
+        self.offset = self.offset if self.offset is not None else offset
         self.tensor = self.tensor if self.tensor is not None else tensor
         return self
 
@@ -147,6 +174,10 @@ class UnsupportedError(CheckpointError, NotImplementedError):
     """The file uses a feature that this reader does not have."""
 
 
+class TooLargeError(UnsupportedError, MemoryError):
+    """What is asked for does not fit in memory; a smaller part of it may."""
+
+
 class PayloadMissingError(CheckpointError, LookupError):
     """The values of a tensor are asked for, but the checkpoint says only its shape and type."""
 
@@ -161,3 +192,21 @@ class FileChangedError(CheckpointError, OSError):
 
 class CheckpointWarning(UserWarning):
     """Something a specification lets pass, that a user should know of."""
+
+
+@contextmanager
+def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[None]:
+    """Name the file and the tensor in errors, and make a lack of memory one of ours."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.located(path=path, tensor=tensor)
+        raise
+    except OSError as error:
+        if path is None:
+            raise
+        raise named(error, path, tensor=tensor) from error
+    except MemoryError as error:
+        reason = f"memory ran out: {error}" if str(error) else "memory ran out"
+        hint = "Select less of it at once"
+        raise TooLargeError(reason, path=path, tensor=tensor, rule="Memory", hint=hint) from error

@@ -10,8 +10,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning
-from xckpt.flat import flatten
-from xckpt.labels import flat_name
+from xckpt.flat import flatten, tensor_name
 from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import storage_words
 from xckpt.opening import paused_collector
@@ -179,7 +178,7 @@ class OpenTensors:
         return f"{obj}[{_literal(variable)}]{selection}"
 
     def compute(
-        self, names: Sequence[str], report: Callable[[int], object]
+        self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> dict[str, dict[str, float]]:
         """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`.
 
@@ -188,7 +187,7 @@ class OpenTensors:
         names : sequence of str
             Of the tensors.
         report : callable
-            Called with the number of bytes done so far.
+            Called as ``report(done, total)``, with bytes.
 
         Returns
         -------
@@ -206,7 +205,7 @@ class OpenTensors:
         }
 
     def histogram(
-        self, name: str, report: Callable[[int], object]
+        self, name: str, report: Callable[[int, int], object]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Count the elements of a tensor in bins, as `xckpt.notebook.explorer.Histogram`.
 
@@ -215,7 +214,7 @@ class OpenTensors:
         name : str
             Of the tensor.
         report : callable
-            Called with the number of bytes done so far.
+            Called as ``report(done, total)``, with bytes.
 
         Returns
         -------
@@ -238,7 +237,8 @@ class OpenTensors:
             encoding = variable.encoding
             shape = self._shapes[variable.dims] = variable.shape
             # Asking the variable takes ten times as long.
-            dtype: Any = encoding["dtype"] if "dtype" in encoding else variable.dtype  # noqa: SIM401
+            told = "stored_dtype" in encoding
+            dtype: Any = encoding["stored_dtype"] if told else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
             if dtype not in known:
                 known[dtype] = str(dtype)
@@ -288,7 +288,7 @@ class OpenTensors:
         """Give the path of a variable in the tree."""
         node = self._flat.nodes[name]
         leaves = self._obj.root[node].variables if node != "/" else self._obj.root.variables
-        leaf = next(leaf for leaf in leaves if flat_name(node, str(leaf)) == name)
+        leaf = next(leaf for leaf, v in leaves.items() if tensor_name(node, str(leaf), v) == name)
         return f"{node.rstrip('/')}/{leaf}"
 
     def _dataset(self, names: Sequence[str]) -> xr.Dataset:
@@ -322,15 +322,17 @@ def _has_numbers(variable: xr.Variable) -> bool:
 
 
 def _is_plain(encoding: Mapping[Any, Any]) -> bool:
-    dense = encoding.get("layout") in {None, "dense"} and encoding.get("compression") is None
+    dense = encoding.get("layout") in {None, "dense"} and encoding.get("stored_compression") is None
     return dense and "parts" not in encoding
 
 
 def _storage(encoding: Mapping[Any, Any]) -> str:
     if "part" in encoding:
-        return storage_words("dense", [encoding.get("compression")])
+        return storage_words("dense", [encoding.get("stored_compression")])
     parts = encoding.get("parts", {"data": encoding}).values()
-    return storage_words(encoding.get("layout", "dense"), [p.get("compression") for p in parts])
+    return storage_words(
+        encoding.get("layout", "dense"), [p.get("stored_compression") for p in parts]
+    )
 
 
 def _literal(text: str) -> str:

@@ -75,7 +75,7 @@ def _dtypes(wanted: Any) -> set[np.dtype[Any]]:
 
 
 def _stored(variable: xr.Variable) -> Any:
-    return variable.encoding.get("dtype", variable.dtype)
+    return variable.encoding.get("stored_dtype", variable.dtype)
 
 
 def _stored_nbytes(variable: xr.Variable) -> int:

@@ -11,7 +11,7 @@ from xckpt.labels import flat_name, tree_paths
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Flat", "flatten", "rebuild"]
+__all__ = ["Flat", "flatten", "rebuild", "tensor_name"]
 
 
 class Flat(NamedTuple):
@@ -68,12 +68,23 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
         for name, variable in ds.variables.items():
             if name in flat.coords[path]:
                 continue
-            tensor: Any = name if obj is ds else flat_name(path, str(name))
+            tensor: Any = name if obj is ds else tensor_name(path, str(name), variable)
             if tensor in flat.variables:
                 raise ValueError(f"two variables of the tree are called {tensor!r} when it is flat")
             flat.variables[tensor] = variable
             flat.nodes[tensor] = path
     return flat
+
+
+def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
+    """Return the flat name of a variable of a tree: that of its tensor, if it is in its place."""
+    name, encoding = flat_name(path, leaf), variable.encoding
+    stated = encoding.get("path")
+    if stated is None or ".".join(stated) != name or "tensor" not in encoding:
+        return name
+    own: str = encoding["tensor"]
+    role = encoding.get("part")
+    return own if role is None else own + stated[-1][stated[-1].rindex(f":{role}") :]
 
 
 def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:

@@ -34,7 +34,7 @@ class Part:
         First byte, absolute in the file.
     nbytes : int
         Stored size in bytes (the compressed size of a compressed part).
-    encoding : {None, "zstd", "zstd-seekable"} or str
+    encoding : {None, "zstd", "zstd-seekable", "deflate"} or str
         How the bytes are stored; None is raw.
     decoded_nbytes : int or None
         Size after decoding, where the file states it.
@@ -49,6 +49,8 @@ class Part:
     inline : bytes or None
         The bytes themselves, where they are not a range of the file: a number that a header
         spells out.
+    skip : int
+        How many decoded bytes of a compressed part come before its own; others may follow then.
     """
 
     dtype: str
@@ -62,6 +64,7 @@ class Part:
     byteorder: Literal["little", "big"] = "little"
     shard: str | None = None
     inline: bytes | None = None
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)

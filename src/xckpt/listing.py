@@ -10,7 +10,7 @@ from xckpt.arrays.stacked import StackedArray, TensorArrays
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.labels.selection import closest
-from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree
+from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree, words
 from xckpt.storage.shard import sources_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ __all__ = ["Listed", "Listing", "kind_of", "list_arrays", "stacked_modules"]
 
 # Shown in a message.
 _MOST_MODULES = 8
+# Colons that are tried one by one behind the name of a part. More are needed in files that were
+# made to take long.
+_FEW = 8
 
 
 class Stacked(NamedTuple):
@@ -62,6 +65,19 @@ class Listed(NamedTuple):
         return () if self.stacked is None else self.stacked.stack.dims
 
     @property
+    def suffix(self) -> str:
+        """What the name of a part has behind that of its tensor, or of the stack."""
+        base = self.tensor.name if self.stacked is None else self.stacked.stack.name
+        return self.name.removeprefix(base)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the variables that it would be if it were not stacked."""
+        if self.stacked is None:
+            return (self.name,)
+        return tuple([f"{name}{self.suffix}" for name in self.stacked.stack.members])
+
+    @property
     def suggested(self) -> tuple[str | None, ...] | None:
         """Names of a tensor's axes that the file gives."""
         return self.tensor.dims if self.role is None else None
@@ -73,8 +89,8 @@ class Listed(NamedTuple):
             return None
         path = self.tensor.path
         if self.stacked is not None:
-            path = tuple(part for part in self.stacked.stack.template if part is not None)
-        return path if self.role is None else (*path[:-1], f"{path[-1]}:{self.role}")
+            path = words(self.stacked.stack.template)
+        return path if self.role is None else (*path[:-1], f"{path[-1]}{self.suffix}")
 
 
 class Listing(NamedTuple):
@@ -86,12 +102,15 @@ class Listing(NamedTuple):
         In the order of the variables.
     flat_order : tuple of str
         Names of the variables in the order that they have when nothing is stacked.
+    file_order : tuple of str
+        The same names with the parts of a tensor where it is in the file.
     sources : mapping of (str or None) to Source
         The file under None, its shards under their names.
     """
 
     arrays: list[Listed]
     flat_order: tuple[str, ...]
+    file_order: tuple[str, ...]
     sources: Mapping[str | None, Source]
 
 
@@ -123,23 +142,38 @@ def list_arrays(
     stacks = _stacks(tensors, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}
     sources = sources_of(source, index.shards)
-    whole: dict[str, Listed] = {}
-    composite: list[Listed] = []
+    arrays: list[Listed] = []
     for tensor in tensors:
         stacked = stacks.get(tensor.name)
         if stacked is None and tensor.name in members:
             continue
-        for listed in _arrays(tensor, stacked, index, sources, options):
-            if listed.role is None:
-                whole[listed.name] = listed
-            else:
-                composite.append(listed)
-    parts: dict[str, Listed] = {}
-    for listed in composite:
-        name = free_name(f"{listed.name}:{listed.role}", whole.keys() | parts.keys())
-        parts[name] = listed._replace(name=name)
-    arrays = [each for name, each in (whole | parts).items() if name not in drop]
-    return Listing(arrays, _flat_order(arrays, tensors), sources)
+        arrays += _arrays(tensor, stacked, index, sources, options)
+    arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
+    return Listing(arrays, *_orders(arrays, tensors), sources)
+
+
+def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
+    """Put parts last, and name them so that no tensor and no other part has the name."""
+    whole = [each for each in arrays if each.role is None]
+    if len(whole) == len(arrays):
+        return whole
+    taken = {*(tensor.name for tensor in tensors), *(each.name for each in whole)}
+    parts = []
+    for each in arrays:
+        if each.role is not None:
+            part = each._replace(name=f"{each.name}:{each.role}")
+            tries = 0
+            while not taken.isdisjoint({part.name, *part.members}):
+                tries += 1
+                more = 1 if tries < _FEW else 1 + max(map(_colons_behind, taken))
+                part = part._replace(name=f"{part.name}{':' * more}")
+            taken.update({part.name, *part.members})
+            parts.append(part)
+    return whole + parts
+
+
+def _colons_behind(name: str) -> int:
+    return len(name) - len(name.rstrip(":"))
 
 
 def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
@@ -229,9 +263,11 @@ def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any
     tuple
         Hashable.
     """
-    parts = None
+    parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):
-        parts = tuple([(role, part.dtype, part.shape) for role, part in tensor.parts.items()])
+        parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])
+        if any(part.shape is None for part in tensor.parts.values()):
+            parts = (*parts, tensor.name)  # parts that state no size need not be of one
     return (
         tensor.shape,
         tensor.dtype,
@@ -259,18 +295,25 @@ def warn_of_unknown_modules(
     warnings.warn(text, CheckpointWarning, stacklevel=stacklevel)
 
 
-def _flat_order(arrays: list[Listed], tensors: list[Tensor]) -> tuple[str, ...]:
-    """Give the order of variables when nothing is stacked: whole tensors, then parts."""
-    if all(each.stacked is None for each in arrays):
-        return tuple([each.name for each in arrays])
-    parts: dict[str, list[str]] = {}
+def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return `Listing.flat_order` and `Listing.file_order`."""
+    if all(each.stacked is None and each.role is None for each in arrays):
+        names = tuple([each.name for each in arrays])
+        return names, names
+    variables: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
+    parted: set[str] = set()
     for each in arrays:
+        of = (each.tensor.name,) if each.stacked is None else each.stacked.stack.members
         if each.role is not None:
-            of = [each.tensor.name] if each.stacked is None else each.stacked.stack.members
-            for name in of:
-                parts.setdefault(name, []).append(f"{name}:{each.role}")
-    whole = [tensor.name for tensor in tensors if tensor.name not in parts]
-    return (*whole, *(part for t in tensors for part in parts.get(t.name, ())))
+            parted.update(of)
+        for name, member in zip(of, each.members, strict=True):
+            variables[name].append(member)
+    in_file = tuple([member for members in variables.values() for member in members])
+    if not parted:
+        return in_file, in_file
+    whole = [name for name in variables if name not in parted]
+    parts = [part for name, members in variables.items() if name in parted for part in members]
+    return (*whole, *parts), in_file
 
 
 def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:

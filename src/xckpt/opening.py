@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
-from xckpt.errors import CheckpointError, CheckpointWarning, MissingShardError
+from xckpt.errors import CheckpointWarning, MissingShardError, locating
 from xckpt.sharding import FileList, Opened, list_files, merge
 from xckpt.storage import Source, is_remote, open_source
 from xckpt.storage.header import FIRST_NBYTES
@@ -55,7 +55,7 @@ def open_index(
     format: str | None = None,
     *,
     storage_options: dict[str, Any] | None = None,
-    mmap: bool = True,
+    mmap: bool = False,
     **format_options: Any,
 ) -> tuple[Source, Index]:
     """Open a checkpoint and read its index.
@@ -70,7 +70,7 @@ def open_index(
     storage_options : dict, optional
         For fsspec.
     mmap : bool
-        Whether a local file may be mapped into memory.
+        Whether raw data of local files are mapped into memory instead of read.
     **format_options
         Options of the format's own.
 
@@ -112,7 +112,7 @@ def open_each(
     storage_options: dict[str, Any] | None,
     format_options: Mapping[str, Any],
     *,
-    mmap: bool = True,
+    mmap: bool = False,
 ) -> list[Opened]:
     """Open the files of a checkpoint, several at a time, and read their indexes.
 
@@ -154,13 +154,9 @@ def open_each(
 
 
 def _read(source: Source, format: str | None, format_options: Mapping[str, Any]) -> Index:
-    try:
-        with source.reading_header() as header:
-            module = formats.detect(header) if format is None else formats.get(format)
-            return module.read(header, **format_options)
-    except CheckpointError as error:
-        error.located(path=source.name)
-        raise
+    with locating(path=source.name), source.reading_header() as header:
+        found = formats.detect(header) if format is None else formats.get(format)
+        return found.read(header, **format_options)
 
 
 def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> Index:
@@ -221,7 +217,7 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     if listed is not None:
         obj = next(file for file in listed.files.values() if file is not None)
     source = obj if isinstance(obj, Source) else open_source(obj, storage_options=storage_options)
-    return formats.detect(source).NAME
+    return formats.detect(source).name
 
 
 def is_format(obj: Any, format: str) -> bool:
@@ -244,10 +240,9 @@ def is_format(obj: Any, format: str) -> bool:
     PermissionError
         If the file is there but may not be read.
     """
-    module = formats.get(format)
+    wanted = formats.get(format)
     if is_remote(obj):
-        shared = getattr(module, "SHARED_SUFFIXES", ())
-        own = tuple(suffix for suffix in module.SUFFIXES if suffix not in shared)
+        own = tuple(each for each in wanted.suffixes if each not in wanted.shared_suffixes)
         return str(obj).partition("?")[0].lower().endswith(own)
     try:
         listed = list_files(obj)
@@ -259,7 +254,7 @@ def is_format(obj: Any, format: str) -> bool:
         raise
     except (OSError, TypeError, ValueError, StopIteration):
         return False
-    return module.detect(head, source.size, source.name)
+    return wanted.detect(head, source.size, source.name)
 
 
 def warn_of(index: Index) -> None:

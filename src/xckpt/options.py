@@ -44,8 +44,12 @@ class OpenOptions:
     verify : bool, optional
         True checks the digest of every part once before its first use, False none; by default
         those of compressed parts are checked when they are decoded.
-    mmap : bool, default True
-        Whether raw data of a local file is mapped into memory instead of read.
+    mmap : bool, default False
+        Whether raw data of local files are mapped into memory instead of read. Chunks are then
+        views of the file: nothing is copied, and pages that are not looked at are not read. But
+        if another program cuts the file short while they are in use, the operating system ends
+        this process (``SIGBUS``), a notebook's kernel too; without maps that is an error. Use it
+        for files that nobody writes to.
     storage_options : dict, optional
         Options for fsspec where a URL is given.
     format_options : mapping
@@ -59,7 +63,7 @@ class OpenOptions:
     decode: bool = True
     sparse: bool = False
     verify: bool | None = None
-    mmap: bool = True
+    mmap: bool = False
     storage_options: dict[str, Any] | None = None
     format_options: Mapping[str, Any] = field(default_factory=dict)
 

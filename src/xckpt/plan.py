@@ -3,20 +3,22 @@
 A format module turns an `Index` of what is to be written into a `Plan`, without touching an
 array; `xckpt.writing` streams the arrays to their extents, whatever the format. In that Index a
 part has its raw size as ``nbytes``, the wanted compression as ``encoding``, and as ``digest`` the
-name of the wanted algorithm; offsets mean nothing.
+name of the wanted algorithm. Its ``offset`` is where the bytes are in the file that they come
+from, 0 if they come from none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Part
+    from xckpt.index import Part, Tensor
 
-__all__ = ["Extent", "Literal", "Plan", "Written"]
+__all__ = ["Extent", "Literal", "Plan", "Written", "by_source"]
 
 
 class Literal(NamedTuple):
@@ -47,13 +49,16 @@ class Extent(NamedTuple):
         What is written: element type, shape, raw size, compression, digest algorithm.
     offset : int or None
         First byte in the file. None where the sizes of compressed parts before it are not known
-        yet: at the next multiple of the plan's `alignment` behind them.
+        yet: at the next multiple of the plan's `alignment` after them and the gap.
+    gap : int
+        How many bytes are left free before a part without an offset, for what `finish` writes.
     """
 
     tensor: str
     role: str
     part: Part
     offset: int | None
+    gap: int = 0
 
 
 class Written(NamedTuple):
@@ -72,6 +77,19 @@ class Written(NamedTuple):
     offset: int
     nbytes: int
     digest: str | None = None
+
+
+def by_source(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put tensors in the order that their data have in the file they come from.
+
+    For formats that list tensors by name wherever their data are. Those that come from no file
+    are last, in their order.
+    """
+    return dict(sorted(tensors.items(), key=lambda item: _place(item[1])))
+
+
+def _place(tensor: Tensor) -> float:
+    return min([part.offset for part in tensor.parts.values() if part.offset > 0], default=inf)
 
 
 def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[Literal, ...]:  # noqa: ARG001
@@ -96,7 +114,11 @@ class Plan:
         Gets a `Written` for each (tensor, role) of this plan and of its companions when all of
         them are written, and gives the literals that depend on them: a manifest with digests.
     companions : mapping of str to Plan
-        Other files of the same checkpoint, by their names in the same folder.
+        Other files of the same checkpoint, by their names in the same folder. They have all parts.
+    renamed : callable or None
+        ``renamed(names)`` plans this file with other names for its companions, by their names. For
+        moments it takes the place of an old file, while companions get their names. A reader
+        that knows fixed names only must refuse it, since it would find old files under these.
 
     Notes
     -----
@@ -109,3 +131,4 @@ class Plan:
     nbytes: int | None = None
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]] = _nothing
     companions: Mapping[str, Plan] = field(default_factory=dict)
+    renamed: Callable[[Mapping[str, str]], Plan] | None = None

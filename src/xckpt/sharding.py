@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from glob import glob
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, MissingShardError, shown
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Index, Shard, Tensor
 from xckpt.storage import is_remote, local_path, open_source
 from xckpt.storage.shard import ShardedSource
@@ -153,7 +153,7 @@ def _is_glob(path: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    return path if is_remote(path) else os.path.abspath(os.path.expanduser(local_path(path)))  # noqa: PTH100, PTH111
+    return path if is_remote(path) else local_path(path)
 
 
 def _expanded(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
@@ -206,6 +206,8 @@ def _indexed(source: Source) -> FileList:
             files[name] = source.sibling(name)
         except FileNotFoundError:
             files[name] = None
+        except CheckpointError as error:
+            raise error.located(path=source.name) from None
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
 
 

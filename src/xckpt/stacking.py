@@ -24,7 +24,7 @@ from xckpt.errors import shown
 from xckpt.flat import Flat, flatten, rebuild
 from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stacked_attrs
-from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree
+from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree, words
 from xckpt.listing import stacked_modules, warn_of_unknown_modules
 from xckpt.variables import LazyVariable, Member, Members, preferred_chunks
 
@@ -216,7 +216,8 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
 def _kind(variable: xr.Variable) -> tuple[Any, ...]:
     """Give all that the members of a stack have in common."""
     data = variable._data  # noqa: SLF001  `data` would load what is not dask's
-    stored = [str(variable.encoding.get(key)) for key in ("layout", "dtype", "order", "part")]
+    told = ("layout", "stored_dtype", "stored_order", "part")
+    stored = [str(variable.encoding.get(key)) for key in told]
     kinds = (type(data), type(getattr(data, "_meta", None)))
     return (variable.dims, variable.shape, variable.dtype, *kinds, *stored)
 
@@ -256,12 +257,8 @@ def _places(
     paths = {n: v.encoding.get("path") for n, v in flat.variables.items() if n not in members}
     for each in stacks:
         stated = "path" in flat.variables[each.members[0]].encoding
-        paths[each.name] = _without_indices(each.template) if stated else None
+        paths[each.name] = words(each.template) if stated else None
     return tree_paths(paths)
-
-
-def _without_indices(template: tuple[str | None, ...]) -> tuple[str, ...]:
-    return tuple([part for part in template if part is not None])
 
 
 def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Variable:
@@ -269,11 +266,11 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
     first = variables[0]
     data = _stack_arrays(each, [_array(variable) for variable in variables])
     members = Members(_as_member(variable) for variable in variables)
-    keys = ("layout", "source", "dtype", "order", "part")
+    keys = ("layout", "source", "stored_dtype", "stored_order", "part")
     encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
     encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
     if "path" in first.encoding:
-        encoding["path"] = _without_indices(each.template)
+        encoding["path"] = words(each.template)
     encoding["stack"] = {
         "template": each.template,
         "dims": each.dims,

@@ -9,11 +9,13 @@ from dataclasses import replace
 from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, Literal
 
-from xckpt.backend import CheckpointBackend, described
+from xckpt import formats
+from xckpt.backend import described
 from xckpt.datasets import make_dataset
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, select
 from xckpt.labels.attributes import stacked_attrs
+from xckpt.labels.numbered import is_index
 from xckpt.listing import kind_of
 from xckpt.opening import format_of, open_index, paused_collector
 from xckpt.options import OpenOptions
@@ -90,7 +92,7 @@ def open_steps(
     >>> ds = xckpt.open_steps("run/step-*.zt")  # doctest: +SKIP
     >>> ds["lm_head"].sel(step=1000)  # doctest: +SKIP
     """
-    if not dim or "." in dim or dim.isdecimal():
+    if not dim or "." in dim or is_index(dim):
         raise ValueError(f"dim={dim!r}: a dimension is named by a text without dots")
     if join not in {"exact", "inner"}:
         raise ValueError(f"join={join!r}: expected 'exact' or 'inner'")
@@ -99,10 +101,9 @@ def open_steps(
         raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
     numbers = _steps(list(listed.files), step)
     engine = engine or format_of(listed.files[min(listed.files)], options.get("storage_options"))
-    backends = {cls.format: cls for cls in CheckpointBackend.__subclasses__()}
-    if engine not in backends:
-        raise ValueError(f"engine={engine!r}: expected one of {', '.join(backends)}")
-    own = backends[engine].format_options
+    if engine not in formats.names():
+        raise ValueError(f"engine={engine!r}: expected one of {', '.join(formats.names())}")
+    own = tuple(formats.get(engine).open_options)
     parsed = OpenOptions.parse(options, engine=engine, own=own)
     in_order = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda each: each[0])
     opened = _open_all([file for _, file in in_order], engine, parsed)

@@ -29,7 +29,7 @@ __all__ = ["LazyVariable", "Member", "Members", "VariableMaker", "preferred_chun
 
 
 # What all members of a stack have in common.
-_COMMON = ("layout", "source", "dtype", "order", "part")
+_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
 _DATA: Any = xr.Variable.__dict__["data"]
 
 
@@ -165,15 +165,28 @@ class VariableMaker:
         told = (files, options.reading, own, target)
         return cls(source.name, _digest(told), target)
 
-    def variable(self, listed: Listed, dims: tuple[str, ...]) -> LazyVariable:
-        """Make the variable of a listed array that is not stacked."""
+    def variable(
+        self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
+    ) -> LazyVariable:
+        """Make the variable of a listed array that is not stacked.
+
+        `axes` says what the file calls dimensions that have another name here.
+        """
         array = self.array(listed.name, listed.lazy)
-        encoding = _encoding(listed.tensor, listed.role, self.source)
+        encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
+        if axes:
+            encoding["axes"] = axes
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
         return LazyVariable.of(dims, array, attrs, encoding)
 
-    def stack(self, listed: Listed, dims: tuple[str, ...], attrs: dict[str, Any]) -> LazyVariable:
+    def stack(
+        self,
+        listed: Listed,
+        dims: tuple[str, ...],
+        attrs: dict[str, Any],
+        axes: dict[str, str | None],
+    ) -> LazyVariable:
         """Make the variable of a stack; `attrs` are what its members have in common."""
         if listed.stacked is None:
             raise ValueError(f"{listed.name} is not stacked")
@@ -186,10 +199,10 @@ class VariableMaker:
             "template": stack.template,
             "dims": stack.dims,
             "indices": stack.indices,
-            "suffix": "" if listed.role is None else f":{listed.role}",
+            "suffix": listed.suffix,
             "shared_attrs": tuple(attrs),
             "array": array.name,
-            "members": OpenedMembers(self, members),
+            "members": OpenedMembers(self, members, listed.suffix, axes),
         }
         return LazyVariable.of(dims, array, attrs or None, encoding)
 
@@ -218,13 +231,25 @@ class OpenedMembers(Sequence[Member]):
         Of the file.
     arrays : TensorArrays
         The tensors.
+    suffix : str
+        What names of variables have behind those of the tensors.
+    axes : dict of str to (str or None)
+        What the file calls dimensions that have another name in the stack.
     """
 
-    __slots__ = ("arrays", "maker")
+    __slots__ = ("arrays", "axes", "maker", "suffix")
 
-    def __init__(self, maker: VariableMaker, arrays: TensorArrays) -> None:
+    def __init__(
+        self,
+        maker: VariableMaker,
+        arrays: TensorArrays,
+        suffix: str,
+        axes: dict[str, str | None],
+    ) -> None:
         self.maker = maker
         self.arrays = arrays
+        self.suffix = suffix
+        self.axes = axes
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -233,9 +258,11 @@ class OpenedMembers(Sequence[Member]):
         if isinstance(position, slice):
             return Members(self[at] for at in range(len(self))[position])
         tensor, role = self.arrays.tensors[position], self.arrays.role
-        name = tensor.name if role is None else f"{tensor.name}:{role}"
-        array = self.maker.array(name, self.arrays[position])
-        return Member(dict(tensor.attrs), _encoding(tensor, role, self.maker.source), array)
+        array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
+        encoding = _encoding(tensor, role, self.maker.source, self.suffix)
+        if self.axes:
+            encoding["axes"] = self.axes
+        return Member(dict(tensor.attrs), encoding, array)
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -261,11 +288,11 @@ def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) 
     if len(compressions) == 1:
         (compression,) = compressions
         if compression is not None:
-            encoding["compression"] = compression
+            encoding["stored_compression"] = compression
     return encoding
 
 
-def _encoding(tensor: Tensor, role: str | None, source: str) -> dict[str, Any]:
+def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -> dict[str, Any]:
     """Say how a variable is stored."""
     encoding: dict[str, Any] = {
         "tensor": tensor.name,
@@ -277,41 +304,32 @@ def _encoding(tensor: Tensor, role: str | None, source: str) -> dict[str, Any]:
     if part is not None and readable:
         encoding |= _part_encoding(part)
         if tensor.order != "C":
-            encoding["order"] = tensor.order
+            encoding["stored_order"] = tensor.order
     else:
         known = tensor.dtype in ELEMENT_TYPES
-        encoding["dtype"] = stored_dtype(tensor.dtype) if known else tensor.dtype
+        encoding["stored_dtype"] = stored_dtype(tensor.dtype) if known else tensor.dtype
         encoding["nbytes"] = tensor.nbytes
         if readable:
             encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
     if role is not None:
         encoding["part"] = role
-        # What it takes to make a tensor of its parts again.
-        encoding["whole"] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "dims": tensor.dims,
-            "quantization": tensor.quantization,
-            "roles": tuple(tensor.parts),
-        }
     if tensor.path is not None:
-        leaf = tensor.path[-1] if role is None else f"{tensor.path[-1]}:{role}"
-        encoding["path"] = (*tensor.path[:-1], leaf)
+        encoding["path"] = (*tensor.path[:-1], f"{tensor.path[-1]}{suffix}")
     return encoding
 
 
 def _part_encoding(part: Part) -> dict[str, Any]:
     encoding: dict[str, Any] = {
-        "dtype": stored_dtype(part.dtype),
+        "stored_dtype": stored_dtype(part.dtype),
         "offset": part.offset,
         "nbytes": part.nbytes,
     }
     if part.encoding is not None:
-        encoding["compression"] = part.encoding
+        encoding["stored_compression"] = part.encoding
     if part.digest is not None:
         encoding["digest"] = part.digest
     if part.byteorder != "little":
-        encoding["byteorder"] = part.byteorder
+        encoding["stored_byteorder"] = part.byteorder
     if part.shard is not None:
         encoding["shard"] = part.shard
     return encoding

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import pickle
+from mmap import mmap as MemoryMap  # noqa: N812
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -137,24 +137,27 @@ def test_assigning_replaces_the_graph() -> None:
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(array)).compute(), expected)
 
 
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("target", [2400, 10**9])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_is_computed_is_memory_of_its_own(tmp_path: Path, target: int, order: Any) -> None:
+def test_what_is_computed_is_memory_of_its_own(
+    tmp_path: Path, target: int, order: Any, mmap: bool
+) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes(order))
-    array = array_of(open_source(path), target, order)
+    array = array_of(open_source(path, mmap=mmap), target, order)
     for result in (array.compute(), array[3].compute(), array[:2].compute()):
         assert result.flags.writeable
         base = result
         while base is not None:
-            assert not isinstance(base, mmap.mmap | memoryview)
+            assert not isinstance(base, MemoryMap | memoryview)
             base = getattr(base, "base", None)
 
 
 def test_chunks_are_views_of_the_map(tmp_path: Path) -> None:
     path = tmp_path / "values"
     path.write_bytes(VALUES.tobytes())
-    array = array_of(open_source(path))
+    array = array_of(open_source(path, mmap=True))
     chunks = dask.compute(*array.to_delayed().ravel())
     assert all(is_mapped(chunk) for chunk in chunks)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import sparse
@@ -14,8 +17,9 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.errors import FormatError, UnsupportedError
+from xckpt.errors import FormatError, TooLargeError, UnsupportedError
 from xckpt.index import Part, Tensor
+from xckpt.storage.pool import Pool
 
 U8 = np.dtype("<u8")
 
@@ -27,6 +31,7 @@ def tensor_of(
     *,
     strict: bool = False,
     compress: bool = False,
+    sparse: bool = False,
 ) -> Any:
     """Make a sparse array over a file that holds these parts one after the other."""
     parts, data = {}, b""
@@ -46,7 +51,7 @@ def tensor_of(
     source = CountingSource(data)
     readers = {role: PartReader(source, part) for role, part in parts.items()}
     kind = CSRArray if layout == "sparse_csr" else COOArray
-    return kind(tensor, readers)
+    return kind(tensor, readers, sparse=sparse)
 
 
 def csr(dense: np.ndarray, **kwargs: bool) -> Any:
@@ -106,6 +111,78 @@ def test_coo_equals_dense(
     np.testing.assert_array_equal(lazy[rows], dense[rows])
     lazy.sparse = True
     np.testing.assert_array_equal(lazy[rows].todense(), dense[rows])
+
+
+@st.composite
+def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Draw an index: an integer, a slice or an array for each axis."""
+    key: list[Any] = []
+    for size in shape:
+        some: st.SearchStrategy[Any] = st.slices(size)
+        if size:
+            positions = st.lists(st.integers(-size, size - 1), max_size=4)
+            some |= st.integers(-size, size - 1) | positions.map(lambda p: np.array(p, int))
+        key.append(draw(some))
+    return tuple(key)
+
+
+def picked(dense: np.ndarray, key: tuple[Any, ...]) -> np.ndarray:
+    """Apply each entry to its own axis."""
+    for axis in range(dense.ndim - 1, -1, -1):
+        dense = dense[(slice(None),) * axis + (key[axis],)]
+    return dense
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
+    st.booleans(),
+    st.data(),
+)
+def test_any_selection_equals_that_of_the_dense_array(
+    seed: int, shape: tuple[int, ...], compress: bool, data: st.DataObject
+) -> None:
+    dense = random_matrix(seed, shape)
+    arrays = [coo(dense, compress=compress)]
+    if len(shape) == 2:
+        arrays.append(csr(dense, compress=compress))
+    key = data.draw(keys(shape))
+    expected = picked(dense, key)
+    for lazy in arrays:
+        for lazy.sparse in (False, True):
+            found = lazy[key]
+            if isinstance(found, sparse.COO):
+                assert (np.diff(found.linear_loc()) > 0).all()
+                found = found.todense()
+            np.testing.assert_array_equal(found, expected)
+            assert found.dtype == dense.dtype
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_the_blocks_of_stored_elements_make_up_the_array(
+    seed: int, shape: tuple[int, ...], compress: bool, most: int
+) -> None:
+    dense = random_matrix(seed, shape)
+    arrays = [coo(dense, compress=compress)]
+    if len(shape) == 2:
+        arrays.append(csr(dense, compress=compress))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", most)
+        patch.setattr("xckpt.arrays.sparse._MOST_ROWS", 1 + most // 3)
+        patch.setattr("xckpt.arrays.sparse._PIECE_NBYTES", 8 * most)
+        found = [list(lazy.blocks()) for lazy in arrays]
+    for blocks in found:
+        assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
+        assert blocks[-1].stop == shape[0]
+        coords = [np.concatenate(along) for along in zip(*(b.coords for b in blocks), strict=True)]
+        np.testing.assert_array_equal(np.stack(coords), np.nonzero(dense))
+        values = np.concatenate([b.values for b in blocks])
+        np.testing.assert_array_equal(values, dense[dense != 0])
 
 
 def test_a_row_of_csr_reads_its_own_elements() -> None:
@@ -192,3 +269,147 @@ def test_a_shape_that_no_memory_holds_is_an_error_not_a_hang() -> None:
     assert lazy.chunks(1 << 27)
     with pytest.raises(UnsupportedError, match="too many"):
         lazy[0]
+
+
+HUGE = {"values": np.array([1.5], "<f4"), "coords": np.array([[0], [7]], U8)}
+LONG = {"values": HUGE["values"], "indices": np.array([7], U8), "indptr": np.array([0, 1, 1], U8)}
+
+
+def huge(**options: Any) -> list[Any]:
+    """Make tensors of a shape that no memory holds, with one element stored."""
+    return [
+        tensor_of("sparse_coo", (1 << 30, 1 << 30), HUGE, **options),
+        tensor_of("sparse_csr", (2, 1 << 40), LONG, **options),
+    ]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_columns_are_chosen_before_anything_of_the_size_of_a_row_is_made(compress: bool) -> None:
+    with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
+        for lazy in huge(compress=compress):
+            np.testing.assert_array_equal(lazy[0:1, 6:9], [[0, 1.5, 0]])
+            np.testing.assert_array_equal(lazy[0, 9:5:-1], [0, 0, 1.5, 0])
+            np.testing.assert_array_equal(lazy[[1, 0], [7, 8, 7]], [[0, 0, 0], [1.5, 0, 1.5]])
+            assert lazy[0, 7] == 1.5
+            assert lazy[1, -1] == 0
+
+
+def test_what_does_not_fit_in_memory_is_refused_with_what_to_do() -> None:
+    for lazy in huge():
+        with pytest.raises(TooLargeError, match=r"^memory: tensor 't': \d+ bytes \(.*B\) of"):
+            lazy[...]
+        with (
+            dask.config.set({"xckpt.memory-limit": "1 MiB"}),
+            pytest.raises(MemoryError, match=r"sparse=True.*xckpt\.memory-limit"),
+        ):
+            lazy[0:2]
+    assert huge(sparse=True)[0][...].nnz == 1
+
+
+@pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1, 1 << 60), (1 << 60, 1), (1 << 40,)])
+def test_a_shape_is_cut_into_few_chunks(shape: tuple[int, ...]) -> None:
+    coords = np.zeros((len(shape), 1), U8)
+    lazy = tensor_of("sparse_coo", shape, {"values": HUGE["values"], "coords": coords})
+    assert prod(map(len, lazy.chunks(1 << 27))) <= 1024
+    # Real tensors have the chunks that they would have if they were dense.
+    lazy = tensor_of("sparse_coo", (100, 1000), {**HUGE, "coords": coords[:2].repeat(2, 0)[:2]})
+    assert lazy.chunks(40_000) == ((10,) * 10, (1000,))
+
+
+def test_a_list_of_coordinates_is_read_and_sorted_once_for_all_chunks() -> None:
+    rng = np.random.default_rng(0)
+    dense = (rng.random((500, 20)) < 0.2).astype("<f4")
+    coords = rng.permutation(np.argwhere(dense)).T.astype(U8)
+    parts = {"values": dense[tuple(coords.astype(int))], "coords": coords}
+    for compress in (False, True):
+        lazy = tensor_of("sparse_coo", dense.shape, parts, compress=compress)
+        found = [lazy[row : row + 5] for row in range(0, 500, 5)]
+        np.testing.assert_array_equal(np.concatenate(found), dense)
+        # Compressed parts also have headers that are looked at.
+        assert lazy.source.nbytes_read <= 2 * lazy.source.size
+
+
+def test_rows_compressed_together_are_decoded_once_for_all_chunks() -> None:
+    dense = random_matrix(3, (400, 30))
+    lazy = csr(dense, compress=True)
+    found = [lazy[row : row + 4] for row in range(0, 400, 4)]
+    np.testing.assert_array_equal(np.concatenate(found), dense)
+    assert lazy.source.nbytes_read <= 3 * lazy.source.size
+
+
+def test_what_is_kept_does_not_change_with_a_selection() -> None:
+    lazy = coo(random_matrix(5, (6, 6)), sparse=True)
+    before = lazy[...].todense()
+    lazy[...].data[:] = 99
+    np.testing.assert_array_equal(lazy[...].todense(), before)
+
+
+def test_large_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.arrays.sparse._KEPT_NBYTES", 100)
+    monkeypatch.setattr("xckpt.arrays.sparse._kept", Pool(100, lambda each: each.nbytes))
+    dense = random_matrix(6, (50, 10))
+    lazy = coo(dense)
+    np.testing.assert_array_equal(lazy[3:9], dense[3:9])
+    # A chunk is no smaller than what is read for it.
+    assert lazy.chunks(40) == ((50,), (10,))
+    assert csr(dense).chunks(40) != ((50,), (10,))
+
+
+def test_positions_that_64_bits_do_not_count() -> None:
+    coords = np.array([[9, 1 << 61, 9, 0], [1 << 61, 3, 1 << 61, 5]], U8)
+    parts = {"values": np.array([1, 2, 4, 8], "<f4"), "coords": coords}
+    lazy = tensor_of("sparse_coo", (1 << 62, 1 << 62), parts)
+    (block,) = lazy.blocks()
+    assert block.values.tolist() == [8, 5, 2]
+    assert block.coords[0].tolist() == [0, 9, 1 << 61]
+    assert lazy[9, 1 << 61] == 5
+    with pytest.raises(FormatError, match="more than once"):
+        next(tensor_of("sparse_coo", (1 << 62, 1 << 62), parts, strict=True).blocks())
+
+
+def test_any_number_of_axes() -> None:
+    shape = (2,) * 50
+    coords = np.ones((50, 1), U8)
+    lazy = tensor_of("sparse_coo", shape, {"values": HUGE["values"], "coords": coords})
+    assert lazy[(1,) * 50] == 1.5
+    assert lazy[(1,) * 48].tolist() == [[0, 0], [0, 1.5]]
+
+
+def test_running_out_of_memory_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = csr(np.eye(3, dtype="<f4"))
+
+    def zeros(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(np, "zeros", zeros)
+    with pytest.raises(TooLargeError, match=r"^memory: tensor 't': memory ran out: no more"):
+        lazy[:]
+
+
+def test_stored_elements_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", 1 << 12)
+    dense = np.ones((1, 1 << 16), "<f4")
+    with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
+        for lazy in (csr(dense), coo(dense), csr(dense, compress=True), coo(dense, compress=True)):
+            with pytest.raises(TooLargeError, match="have to be in memory together"):
+                list(lazy.blocks())
+        # Row by row there is room.
+        rows = csr(np.ones((16, 1 << 12), "<f4"))
+        assert sum(len(block.values) for block in rows.blocks()) == 1 << 16
+
+
+@pytest.mark.parametrize("kind", ["short indptr", "short values", "long indices", "corrupt"])
+def test_blocks_of_compressed_rows_that_are_damaged(kind: str) -> None:
+    lazy = csr(random_matrix(7, (40, 40)), compress=True)
+    role = {"short indptr": "indptr", "long indices": "indices"}.get(kind, "values")
+    part = lazy.readers[role].part
+    stored = lazy.source.data[part.offset : part.offset + part.nbytes]
+    data = zstandard.decompress(stored)
+    data = data[:-8] if kind.startswith("short") else data + bytes(8)
+    stored = b"no zstd" if kind == "corrupt" else zstandard.compress(data)
+    source = CountingSource(lazy.source.data + stored)
+    damaged = replace(part, offset=lazy.source.size, nbytes=len(stored))
+    lazy.readers[role] = PartReader(source, damaged)
+    with pytest.raises(FormatError) as caught:
+        list(lazy.blocks())
+    assert caught.value.offset == damaged.offset

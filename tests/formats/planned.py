@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,9 @@ def raw_bytes(part: Part, file: bytes) -> bytes:
     stored = file[part.offset : part.offset + part.nbytes]
     if part.encoding is None:
         return stored
+    if part.encoding == "deflate":
+        decoded = zlib.decompress(stored, -15)
+        return decoded[part.skip :][: part.decoded_nbytes]
     with zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True) as stream:
         return stream.read()
 
@@ -106,7 +110,9 @@ class _Writing:
         assert len(raw) == part.nbytes, (extent, len(raw))
         if part.encoding is not None:
             stored = self._stored[key] if self._stored else _ENCODERS[part.encoding](raw)
-        offset = -(-len(file) // alignment) * alignment if extent.offset is None else extent.offset
+        offset = extent.offset
+        if offset is None:
+            offset = -(-(len(file) + extent.gap) // alignment) * alignment
         _put(file, Literal(offset, stored))
         digest = None
         if part.digest is not None:
@@ -141,11 +147,13 @@ def _zstd_seekable(raw: bytes) -> bytes:
 
 
 _ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "deflate": lambda raw: zlib.compress(raw, wbits=-15),
     "zstd": _zstd,
     "zstd-seekable": _zstd_seekable,
 }
 
 _DIGESTS: Mapping[str, Callable[[bytes], str]] = {
+    "crc32": lambda data: f"{zlib.crc32(data):08x}",
     "crc32c": lambda data: f"{google_crc32c.value(data):08x}",
     "sha256": lambda data: hashlib.sha256(data).hexdigest(),
     "xxh3": xxhash.xxh3_64_hexdigest,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import cbor2
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from tests.formats.indexes import (
 )
 from tests.formats.planned import materialize, wanted
 from tests.sources import CountingSource
+from xckpt.dtypes import stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats import burnpack
 from xckpt.index import Index, Part, Quantization, Tensor
@@ -280,6 +282,83 @@ def test_a_scalar_has_its_name_back_that_a_tensor_has_too() -> None:
     assert plain(again) == plain(index)
     plain_scalar = index_of(dense("w"), scalar("w:scalar", "Int", "int64", one))
     assert metadata_of(written(plain_scalar))["scalars"] == {"w": {"Int": 1}}
+
+
+@given(
+    st.sets(st.text("ab:", max_size=3) | st.sampled_from(["a:scalar", "a:scalar:"]), max_size=4),
+    st.sets(
+        st.builds("{}{}".format, st.sampled_from(["a", "b", ""]), st.text(":", max_size=2))
+        | st.builds(lambda n, k: n + ":scalar" * k, st.sampled_from("ab"), st.integers(0, 10))
+        | st.sampled_from(["a:scalar:", "a:scalar::scalar", "b:scalar:scalar:"]),
+        max_size=6,
+    ),
+)
+def test_names_of_scalars_come_back_whatever_tensors_are_called(
+    tensors: set[str], scalars: set[str]
+) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data": bytes(4)}
+    values = {name: {"Int": at} for at, name in enumerate(sorted(scalars))}
+    file = packed(dict.fromkeys(sorted(tensors), entry), scalars=values)
+    index, data = wanted(read(file), file)
+    assert len(index.tensors) == len(tensors) + len(scalars)
+    assert {name for name, tensor in index.tensors.items() if not tensor.attrs} == tensors
+    assert metadata_of(materialize(burnpack.plan(index), data)).get("scalars", {}) == values
+
+
+@given(
+    st.sets(st.text("ab:", max_size=3) | st.sampled_from(["a:scalar", "a:scalar:"]), max_size=4),
+    st.sets(st.builds("{}:scalar{}".format, st.text("ab", max_size=1), st.text(":", max_size=2))),
+)
+def test_no_two_scalars_become_one(tensors: set[str], scalars: set[str]) -> None:
+    one = struct.pack("<q", 1)
+    made = [scalar(name, "Int", "int64", one) for name in sorted(scalars - tensors)]
+    file = written(index_of(*map(dense, sorted(tensors)), *made))
+    assert len(metadata_of(file).get("scalars", {})) == len(made)
+    assert len(read(file).tensors) == len(tensors) + len(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "value", "expected"),
+    [
+        ("Int", "int8", -128, -128),
+        ("Int", "uint32", 7, 7),
+        ("Int", "uint64", (1 << 63) - 1, (1 << 63) - 1),
+        ("UInt", "int64", 7, 7),
+        ("UInt", "uint8", 255, 255),
+        ("Float", "float32", 0.5, 0.5),
+        ("Float", "float16", -0.0, -0.0),
+        ("Float", "bfloat16", 1.5, 1.5),
+        ("Float", "int64", 1 << 53, float(1 << 53)),
+    ],
+)
+def test_a_scalar_may_be_of_any_type_that_holds_it(
+    kind: str, dtype: str, value: Any, expected: Any
+) -> None:
+    data = np.array(value).astype(stored_dtype(dtype)).tobytes()
+    file = written(index_of(scalar("s", kind, dtype, data)))
+    ((found_kind, found),) = metadata_of(file)["scalars"]["s"].items()
+    assert (found_kind, type(found), repr(found)) == (kind, type(expected), repr(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "value"),
+    [
+        ("Int", "uint64", 1 << 63),
+        ("Int", "float64", 1.0),
+        ("Int", "bool", True),
+        ("UInt", "int64", -1),
+        ("Float", "int64", (1 << 53) + 1),
+        ("Float", "bool", True),
+        ("Bool", "int64", 1),
+    ],
+)
+def test_a_value_that_a_kind_does_not_hold_is_refused(kind: str, dtype: str, value: Any) -> None:
+    data = np.array(value).astype(dtype).tobytes()
+    with pytest.raises(
+        UnsupportedError, match=f"'s': a scalar of the kind {kind} that is"
+    ) as caught:
+        burnpack.plan(index_of(scalar("s", kind, dtype, data)))
+    assert caught.value.rule == "Scalar"
 
 
 def test_many_scalars() -> None:

@@ -17,6 +17,7 @@ from tests.sources import CountingSource
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats import burnpack as module
 from xckpt.index import Quantization, Tensor
+from xckpt.writing import verify
 
 SCALE_TYPES = {
     "F32": np.dtype("<f4"),
@@ -280,6 +281,31 @@ def test_unknown_variants_are_problems_of_the_tensor(scheme: Any) -> None:
     tensor = tensor_of((2, 4), 12, scheme)
     assert isinstance(tensor.problem, UnsupportedError)
     assert tensor.dtype == "QFloat"
+
+
+@pytest.mark.parametrize("store", ["PackedU32", "PackedNative"])
+@pytest.mark.parametrize(("shape", "axis"), [((), 0), ((4,), 1), ((2, 4), 2), ((2, 4), 1 << 62)])
+@pytest.mark.parametrize("nbytes", [0, 4, 12])
+def test_an_axis_that_a_tensor_does_not_have(
+    store: str, shape: tuple[int, ...], axis: int, nbytes: int
+) -> None:
+    scheme = new(store={store: axis})
+    content = burnpack({"w": quantized(shape, bytes(nbytes), scheme), "v": dense(np.ones(2, "f4"))})
+    for decode in (True, False):
+        with xr.open_dataset(content, engine="burnpack", decode=decode) as ds:
+            assert ds["w"].shape == shape
+            assert json.loads(ds["w"].attrs["burn_dtype"])["QFloat"]["store"] == {store: axis}
+            assert ds["v"].values.tolist() == [1, 1]
+            with pytest.raises(FormatError, match=f"<bytes>: tensor 'w'.* axis {axis}") as caught:
+                ds["w"].compute()
+            assert caught.value.rule == "QuantScheme"
+    (finding,) = verify(content).findings
+    assert (finding.severity, finding.tensor, finding.rule) == ("error", "w", "QuantScheme")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_axis_that_a_tensor_has(axis: int) -> None:
+    assert tensor_of((2, 8), 16 + 4, new(store={"PackedU32": axis})).problem is None
 
 
 @pytest.mark.parametrize(

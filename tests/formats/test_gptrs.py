@@ -22,11 +22,12 @@ from tests.formats.gptrs_files import (
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats import gptrs
 from xckpt.identity import base_id
 
 if TYPE_CHECKING:
     from xckpt.index import Index
+
+gptrs = formats.get("gptrs")
 
 FLOATS = np.arange(6, dtype="<f4").reshape(2, 3)
 NUMBERS = np.arange(4, dtype="<i4")

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
+from tests.conftest import golden_files
+from tests.contracts.declared import golden_json
 from tests.formats.gptrs_files import GPT, indexed_file, record, tagged
 from tests.sources import CountingSource
-from xckpt.formats import gptrs
+from xckpt import formats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
+
+
+gptrs = formats.get("gptrs")
 
 
 def dims_of(config: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -137,3 +144,24 @@ def test_configs_without_sizes(kind: str, config: Any) -> None:
 def test_convolutions_have_no_names() -> None:
     shapes = {"conv1.weight": (64, 3, 7, 7), "layer1.0.conv1.bias": (64,)}
     assert set(dims_of(tagged("resnet34", {"num_classes": 64}), shapes).values()) == {None}
+
+
+# Channels and kernels differ from layer to layer, and the classifier of the golden resnet34 has
+# fewer inputs than a resnet34.
+UNNAMED = {"out_channels", "in_channels", "kernel_h", "kernel_w", "in_features"}
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+@pytest.mark.parametrize("path", golden_files("gptrs/*.bin"), ids=lambda path: path.stem)
+def test_golden_files(path: Path) -> None:
+    ds = xr.open_dataset(path)
+    for entry in golden_json(path)["entries"]:
+        dims = ds.variables[entry["name"]].dims
+        wanted = entry.get("suggested_axes") or [None] * len(dims)
+        if entry["name"].endswith(".attention.w_out"):
+            wanted = ["attn_dim", "embed_dim"]
+        for dim, size, name in zip(dims, entry["dims"], wanted, strict=True):
+            if name is None or name in UNNAMED:
+                assert str(dim).partition("_")[0] == f"d{size}"
+            else:
+                assert dim == name

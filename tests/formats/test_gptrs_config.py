@@ -10,8 +10,10 @@ import pytest
 
 from tests.formats.gptrs_files import CHECKPOINT, GPT, indexed_file, inline_file
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError
-from xckpt.formats import gptrs
+
+gptrs = formats.get("gptrs")
 
 
 def config_of(config: bytes) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -32,6 +32,7 @@ from xckpt.dtypes import stored_dtype
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError
 from xckpt.formats import mlcp
 from xckpt.formats.mlcp.cursor import NetCursor
+from xckpt.index import Part
 from xckpt.storage import open_source
 
 if TYPE_CHECKING:
@@ -132,9 +133,17 @@ def test_one_shard() -> None:
         assert value(data, index, "a.b") == BIAS.data
 
 
-def test_nothing_to_read_is_nowhere() -> None:
-    index = read(checkpoint([[EMPTY], []]))
+def test_what_has_no_elements_needs_no_data() -> None:
+    data = checkpoint([[EMPTY], [BIAS]])
+    index = read(data)
     assert index.attrs["payload"] == "none"
+    assert index.tensors["e"].problem is None
+    assert value(data, index, "e") == b""
+    assert isinstance(index.tensors["a.b"].problem, PayloadMissingError)
+
+
+def test_a_size_without_elements_is_a_contradiction() -> None:
+    index = read(checkpoint([[Tensor("e", (0, 3), b"", nbytes=4)]]))
     assert isinstance(index.tensors["e"].problem, PayloadMissingError)
 
 
@@ -190,9 +199,9 @@ def test_no_values() -> None:
         ("a.w", (2, 3), {}),
         ("step", (), {}),
         ("a.b", (3,), {}),
-        ("e", (0, 3), {}),
+        ("e", (0, 3), {"data": Part("float32", (0, 3), 0, 0)}),
     ]
-    problems = {tensor.problem for tensor in index.tensors.values()}
+    problems = {tensor.problem for tensor in index.tensors.values() if tensor.size}
     (problem,) = problems
     assert isinstance(problem, PayloadMissingError)
     assert isinstance(problem, LookupError)
@@ -596,7 +605,9 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "m_shard_1.shard").unlink()
     index = opened(path)
     assert index.attrs["payload"] == "none"
-    assert all(isinstance(t.problem, FileNotFoundError) for t in index.tensors.values())
+    problems = {name: tensor.problem for name, tensor in index.tensors.items()}
+    assert problems.pop("e") is None  # it has no elements
+    assert all(isinstance(problem, FileNotFoundError) for problem in problems.values())
 
 
 def test_bytes_in_memory_have_no_files_beside(tmp_path: Path) -> None:
@@ -731,9 +742,45 @@ def test_detection(head: bytes, name: str, expected: bool) -> None:
     assert mlcp.detect(head, len(head), name) == expected
 
 
+LATE = b'{"customFields": {"notes": "' + b"x" * 600 + b'"}, "worldSize": 1}'
+
+
+@pytest.mark.parametrize(
+    ("content", "taken"),
+    [
+        (b'{"worldSize": 1}', True),
+        (LATE, True),
+        (b'{"\\u0073hards": null}', True),
+        (b'{"": {"a": 1}}', False),
+        (b'{"": {"shards": 1}}', False),
+        (b'{"a": "' + b"x" * 600 + b'"}', False),
+        (b'{"version": "1.0.0"}', False),
+        (b"{}", False),
+    ],
+)
+def test_what_is_named_like_metadata_is_judged_once(content: bytes, taken: bool) -> None:
+    source = CountingSource(content, "run/m.metadata.json")
+    head = content[: formats.HEAD_BYTES]
+    assert mlcp.detect(head, len(content), source.name) or not taken
+    if taken:
+        assert mlcp.read(source).format == formats.detect(source).name == "mlcp"
+        return
+    with pytest.raises(FormatError):
+        mlcp.read(source)
+    with pytest.raises(FormatError):
+        formats.detect(source).read(source)
+
+
+def test_json_of_another_name_is_metadata_if_somebody_says_so() -> None:
+    assert mlcp.read(CountingSource(b'{"version": "1.0.0"}', "m.json")).tensors == {}
+    with pytest.raises(FormatError, match="this is not metadata of a checkpoint") as caught:
+        mlcp.read(CountingSource(b'{"name": "something else"}', "m.json"))
+    assert caught.value.rule == "Metadata"
+
+
 def test_the_registry_knows_it() -> None:
     for found in (formats.get("mlcp"), formats.detect(CountingSource(checkpoint(TWO)))):
-        assert found.NAME == "mlcp"
+        assert found.name == "mlcp"
 
 
 @pytest.mark.parametrize("content", [b"", b"PCL", b"MLCP", b"\x89HDF", b"[]", b"x{"])

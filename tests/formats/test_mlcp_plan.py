@@ -299,6 +299,24 @@ def test_a_set_may_be_opened_by_its_metadata() -> None:
     assert read(one).attrs["format"] == "single_file"
 
 
+def test_metadata_that_name_shards_otherwise() -> None:
+    index = index_of(
+        tensor("a", rank=0), tensor("b", (4,), rank=2), source="some/where/step_1.metadata.json"
+    )
+    plan = mlcp.plan(index)
+    assert plan.renamed is not None
+    names = {"step_1_shard_0.shard": "x.shard", "step_1_shard_2.shard": "y.shard"}
+    renamed = plan.renamed(names)
+    old, new = (json.loads(each.literals[0].data) for each in (plan, renamed))
+    assert renamed.nbytes == len(renamed.literals[0].data)
+    assert not renamed.companions
+    for before, after in zip(old["shards"], new["shards"], strict=True):
+        assert after["filePath"] == names[before["filePath"]]
+        assert after["checksum"], "what upstream takes to be wrong for any shard"
+        assert {**after, "filePath": before["filePath"], "checksum": None} == before
+    assert {**new, "shards": old["shards"], "timestamp": old["timestamp"]} == old
+
+
 def test_fields_of_a_new_checkpoint() -> None:
     index = Index("", "", {"w": tensor("w")}, {"kind": "gpt", "config": {"n": 1}})
     attrs = dict(read(written(index)).attrs)
@@ -383,11 +401,12 @@ def test_no_tensors() -> None:
 
 
 def test_what_the_format_declares() -> None:
-    writer = formats.get_writer("mlcp")
-    assert len(writer.writes) == len(set(writer.writes)) == 13
-    assert (writer.options, writer.tensor_attrs) == (("multi_shard",), ("rank", "name"))
-    assert writer.file_attrs is None
-    assert (writer.layouts, writer.orders, writer.encodings) == (("dense",), ("C",), ())
+    writer = formats.writable("mlcp")
+    can = writer.can
+    assert len(can.types) == len(set(can.types)) == 13
+    assert (tuple(writer.write_options), can.tensor_attrs) == (("multi_shard",), ("rank", "name"))
+    assert can.file_attrs is None
+    assert (can.layouts, can.orders, can.compressions) == (("dense",), ("C",), ())
 
 
 # --- what cannot be written -----------------------------------------------------------------------

@@ -555,13 +555,6 @@ def assert_told(error: CheckpointError, data: bytes) -> None:
 
 class TestHostileBytes:
     @pytest.mark.parametrize("kind", small_files())
-    def test_truncation_at_every_byte(self, kind: str) -> None:
-        data = small_files()[kind]
-        assert isinstance(outcome(data), Index)
-        for size in range(len(data)):
-            assert isinstance(outcome(data[:size]), FormatError)
-
-    @pytest.mark.parametrize("kind", small_files())
     def test_every_byte_flipped(self, kind: str) -> None:
         data = small_files()[kind]
         right = primitiv.read(CountingSource(data))

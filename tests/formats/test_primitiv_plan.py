@@ -278,10 +278,11 @@ def test_shapes(dims: tuple[int, ...], batch: int) -> None:
 
 
 def test_what_the_format_declares() -> None:
-    writer = formats.get_writer("primitiv")
-    assert (writer.writes, writer.orders, writer.layouts) == (("float32",), ("F",), ("dense",))
-    assert (writer.options, writer.tensor_attrs) == (("data_type",), ("key", "stat"))
-    assert set(writer.file_attrs or ()) == {
+    writer = formats.writable("primitiv")
+    can = writer.can
+    assert (can.types, can.orders, can.layouts) == (("float32",), ("F",), ("dense",))
+    assert (tuple(writer.write_options), can.tensor_attrs) == (("data_type",), ("key", "stat"))
+    assert set(can.file_attrs or ()) == {
         "data_type",
         "dims",
         "batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from inspect import Parameter, signature
@@ -11,13 +12,15 @@ import pytest
 import xarray as xr
 
 from tests.sources import CountingSource
-from xckpt import formats
+from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
 from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError
 from xckpt.index import Index
+from xckpt.options import OpenOptions
 from xckpt.plan import Plan
 from xckpt.storage.digests import is_known
+from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,11 +35,15 @@ def engines() -> Iterable[CheckpointBackend]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_module_has_what_the_registry_needs(name: str) -> None:
-    module = formats.get(name)
-    assert name == module.NAME
-    assert all(suffix.startswith(".") and suffix.islower() for suffix in module.SUFFIXES)
-    assert list(signature(module.detect).parameters) == ["head", "size", "name"]
+def test_a_format_says_what_its_files_are(name: str) -> None:
+    found = formats.get(name)
+    assert (found.name, type(found).__name__) == (name, formats.class_name(name))
+    assert found is formats.get(name)
+    assert all(suffix.startswith(".") and suffix.islower() for suffix in found.suffixes)
+    assert {*found.shared_suffixes} <= {*found.suffixes}
+    assert set(found.types.values()) <= set(ELEMENT_TYPES)
+    assert all(found.types[spelled] == dtype for dtype, spelled in found.spelled.items())
+    assert list(signature(found.detect).parameters) == ["head", "size", "name"]
 
 
 def test_every_format_has_an_engine_of_its_name() -> None:
@@ -46,50 +53,72 @@ def test_every_format_has_an_engine_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("engine", engines(), ids=lambda engine: engine.format)
-def test_an_engine_has_the_options_of_its_format(engine: CheckpointBackend) -> None:
-    source, *options = signature(formats.get(engine.format).read).parameters.values()
-    assert source.name == "source"
-    named = {option.name for option in options if option.kind is not Parameter.VAR_KEYWORD}
-    assert named == set(engine.format_options)
+def test_an_engine_says_what_its_format_does(engine: CheckpointBackend) -> None:
+    found = formats.get(engine.format)
+    assert f"{type(found).__name__}Backend" == type(engine).__name__
+    assert engine.description.startswith("Open ")
+    assert all(suffix in engine.description for suffix in found.suffixes)
+    assert {*found.open_options, *OpenOptions.keywords()} < {*engine.open_dataset_parameters}
+    described = str(type(engine).__doc__)
+    assert described.startswith(str(type(found).__doc__))
+    assert all(f"\n{option} : " in described for option in found.open_options)
+    assert "\nsource : " not in described
 
 
-WRITTEN = [name for name in FORMATS if hasattr(formats.get(name), "plan")]
+def test_an_engine_is_one_class_in_every_process() -> None:
+    for engine in engines():
+        assert pickle.loads(pickle.dumps(type(engine))) is type(engine)
+        assert type(engine).__name__ in dir(backend)
+        assert getattr(backend, type(engine).__name__) is type(engine)
+    with pytest.raises(AttributeError, match="'OnnxBackend'"):
+        backend.OnnxBackend  # noqa: B018
+
+
+def test_the_engines_load_no_format() -> None:
+    code = "import sys, xarray; xarray.backends.list_engines(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    loaded = {name for name in run.stdout.split() if name.startswith("xckpt")}
+    assert "xckpt.backend" in loaded
+    assert not {name for name in loaded if name.startswith("xckpt.formats.")}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
+    found = formats.get(name)
+    for method, first in ((found.read, "source"), (found.plan, "index")):
+        required, *options = signature(method).parameters.values()
+        assert required.name == first
+        assert all(option.default is not Parameter.empty for option in options)
+        assert {option.kind for option in options} <= {Parameter.KEYWORD_ONLY}
+        assert all(f"{option.name} : " in str(method.__doc__) for option in options)
+
+
+WRITTEN = [name for name in FORMATS if formats.get(name).can.types]
 LAYOUTS = {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_format_says_of_its_files_is_known_elsewhere(name: str) -> None:
-    writer = formats.get_writer(name)
-    assert writer.format == name
-    assert len(set(writer.writes)) == len(writer.writes) > 0
-    assert set(writer.writes) <= set(ELEMENT_TYPES)
-    assert {"dense"} <= set(writer.layouts) <= LAYOUTS
-    assert set(writer.encodings) <= {"zstd", "zstd-seekable"}
-    assert all(map(is_known, writer.digests))
-    assert set(writer.orders) <= {"C", "F"}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_the_options_of_a_plan_are_keywords_with_defaults(name: str) -> None:
-    writer = formats.get_writer(name)
-    index, *options = signature(writer.plan).parameters.values()
-    assert index.name == "index"
-    assert {option.name for option in options} == set(writer.options)
-    assert {option.kind for option in options} <= {Parameter.KEYWORD_ONLY}
-    assert all(option.default is not Parameter.empty for option in options)
+    can = formats.writable(name).can
+    assert len(set(can.types)) == len(can.types) > 0
+    assert set(can.types) <= set(ELEMENT_TYPES)
+    assert {"dense"} <= set(can.layouts) <= LAYOUTS
+    assert set(can.compressions) <= {*STREAMS, "zstd-seekable"}
+    assert all(map(is_known, can.digests))
+    assert set(can.orders) <= {"C", "F"}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_plan_of_nothing_is_a_plan(name: str) -> None:
-    assert isinstance(formats.get_writer(name).plan(Index(name, "", {})), Plan)
+    assert isinstance(formats.writable(name).plan(Index(name, "", {})), Plan)
 
 
-def test_a_format_that_is_only_read_has_no_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("xckpt.formats.burnpack.plan")
+def test_a_format_that_is_only_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(formats.get("burnpack")), "can", formats.Can())
     with pytest.raises(ValueError, match=r"'burnpack' is only read; written are: .*ztensor"):
-        formats.get_writer("burnpack")
+        formats.writable("burnpack")
     with pytest.raises(ValueError, match="unknown format 'onnx'"):
-        formats.get_writer("onnx")
+        formats.writable("onnx")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -111,7 +140,7 @@ def test_what_no_format_knows_is_an_error_that_lists_them() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_module_needs_no_arrays(name: str) -> None:
+def test_a_format_needs_no_arrays(name: str) -> None:
     code = f"import sys; from xckpt import formats; formats.get({name!r}); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
     assert not IMPURE & set(run.stdout.split())

@@ -21,8 +21,8 @@ from tests.formats.safetensors_files import entry, safetensors_file
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats.safetensors import NAME, detect, read
 
+detect, read = formats.get("safetensors").detect, formats.get("safetensors").read
 SPELLED = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -429,7 +429,7 @@ def test_index() -> None:
     index = read(CountingSource(safetensors_file(header, bytes(16)), "m.safetensors"))
     start = 8 + len(json.dumps(header))
     assert (index.format, index.source, index.nbytes) == (
-        NAME,
+        "safetensors",
         "m.safetensors",
         start + 16,
     )
@@ -475,7 +475,7 @@ def test_errors_name_the_tensor() -> None:
 def test_detection(case: str) -> None:
     source = CountingSource(READ[case])
     assert detect(READ[case][:512], len(READ[case]), "m.bin")
-    assert formats.detect(source).NAME == "safetensors"
+    assert formats.detect(source).name == "safetensors"
 
 
 def test_a_truncated_file_is_known() -> None:

@@ -12,10 +12,13 @@ from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt.dtypes import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
-from xckpt.formats.safetensors import WRITES, plan, read
+from xckpt.formats import get
 from xckpt.index import Index, Part, Tensor
 
-PLAIN = [name for name in WRITES if ELEMENT_TYPES[name].bits >= 8]
+SAFETENSORS = get("safetensors")
+plan, read = SAFETENSORS.plan, SAFETENSORS.read
+
+PLAIN = [name for name in SAFETENSORS.can.types if ELEMENT_TYPES[name].bits >= 8]
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], **fields: object) -> Tensor:
@@ -63,12 +66,12 @@ def test_names_of_axes_are_kept() -> None:
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
-        (tensor("w", "complex128", (1,)), "Dtype"),
+        (tensor("w", "complex128", (1,)), "DType"),
         (tensor("w", "float4_e2m1fn", (3,)), "MisalignedSlice"),
         (tensor("__metadata__", "int8", (1,)), "Name"),
         (tensor("\ud800", "int8", (1,)), "Name"),
         (tensor("w", "int8", (1,), layout="structural"), "Layout"),
-        (tensor("w", "int8", (2, 2), order="F"), "Layout"),
+        (tensor("w", "int8", (2, 2), order="F"), "Order"),
     ],
 )
 def test_what_has_no_place(bad: Tensor, rule: str) -> None:

@@ -102,7 +102,7 @@ def test_an_index_pickles(version: str) -> None:
 
 @pytest.mark.parametrize("version", one_of_each())
 def test_the_registry_detects_it_by_content(version: str) -> None:
-    assert formats.detect(CountingSource(one_of_each()[version])).NAME == "ztensor"
+    assert formats.detect(CountingSource(one_of_each()[version])).name == "ztensor"
 
 
 def test_what_is_not_detected() -> None:

@@ -41,19 +41,19 @@ class Source:
         self.gate.set()
 
     def compute(
-        self, names: Sequence[str], report: Callable[[int], object]
+        self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> dict[str, dict[str, float]]:
         self.calls.append(list(names))
         assert self.gate.wait(LONG)
-        report(16 * len(names))
+        report(16 * len(names), 16 * len(names))
         if self.broken & set(names):
             raise IntegrityError("digest differs", path="/home/someone/m.zt")
         return {n: {"mean": float(NAMES.index(n)), "new": 0.0} for n in names if n != "text"}
 
     def histogram(
-        self, name: str, report: Callable[[int], object]
+        self, name: str, report: Callable[[int, int], object]
     ) -> tuple[list[float], list[int]]:
-        report(0)
+        report(0, 16)
         return [0.0, 1.0, 2.0], [NAMES.index(name), 7]
 
 
@@ -246,7 +246,7 @@ def test_cancelling_keeps_what_is_done(opened: Opened, monkeypatch: pytest.Monke
     original = opened.source.compute
 
     def compute(
-        names: Sequence[str], report: Callable[[int], object]
+        names: Sequence[str], report: Callable[[int, int], object]
     ) -> dict[str, dict[str, float]]:
         if names == ["b"]:
             opened.explorer._progress._button.click()

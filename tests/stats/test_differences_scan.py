@@ -91,10 +91,12 @@ def client() -> Iterator[Any]:
 @pytest.mark.usefixtures("client")
 def test_a_cluster(paths: tuple[Path, Path], expected: xr.Dataset) -> None:
     a, b = map(opened, paths)
-    told: list[int] = []
-    xr.testing.assert_identical(compare(*paths, cache=False, progress=told.append), expected)
+    told: list[tuple[int, int]] = []
+    xr.testing.assert_identical(
+        compare(*paths, cache=False, progress=lambda *nbytes: told.append(nbytes)), expected
+    )
     total = sum(v.encoding["nbytes"] for ds in (a, b) for v in ds.data_vars.values())
-    assert told[-1] == total
+    assert told[-1] == (total, total)
     xr.testing.assert_equal(compare(a, b, cache=False, compute=False).compute(), expected)
     # Arrays of dask's own, and those in the memory of this process.
     for other in (b[["large"]] * 1.0, b[["large"]].load()):
@@ -176,7 +178,7 @@ def test_an_interrupted_comparison_goes_on(
     monkeypatch.setattr(scan, "_TASK_NBYTES", 1)
     objects = [opened(path) for path in pair]
 
-    def interrupt(done: int) -> None:
+    def interrupt(done: int, _: int) -> None:
         if done > 18000:
             raise KeyboardInterrupt
 

@@ -464,7 +464,8 @@ def test_sparse_tensors_are_never_made_dense() -> None:
 
 
 def test_many_stored_values_of_sparse_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.stats.pairs._SPARSE_NBYTES", 1 << 16)
+    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ELEMENTS", 1000)
+    monkeypatch.setattr("xckpt.arrays.sparse._MOST_ROWS", 70)
     rng = np.random.default_rng(0)
     a = rng.standard_normal((300, 200)).astype(np.float32)
     b = a + np.float32(1e-3)

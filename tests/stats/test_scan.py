@@ -95,11 +95,12 @@ def client() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("client")
 def test_a_cluster(path: Path, expected: xr.Dataset) -> None:
-    told: list[int] = []
-    found = stats(opened(path), cache=False, progress=told.append)
+    told: list[tuple[int, int]] = []
+    found = stats(opened(path), cache=False, progress=lambda *nbytes: told.append(nbytes))
     xr.testing.assert_identical(found, stats(path, cache=False))
     xr.testing.assert_equal(found, expected)
-    assert told[-1] == path.stat().st_size - int.from_bytes(path.read_bytes()[:8], "little") - 8
+    nbytes = path.stat().st_size - int.from_bytes(path.read_bytes()[:8], "little") - 8
+    assert told[-1] == (nbytes, nbytes)
     computed = opened(path)[["large"]] * 1.0
     np.testing.assert_array_equal(stats(computed)["large"], expected["large"])
     local = xr.Dataset({"x": ("a", np.arange(10.0))})
@@ -116,7 +117,7 @@ def test_a_worker_that_is_killed_costs_time_only(
     victims = list(client.run(os.getpid).values())
     killed: list[int] = []
 
-    def kill_one(_: int) -> None:
+    def kill_one(*_: int) -> None:
         if not killed:
             killed.append(victims[0])
             os.kill(victims[0], signal.SIGKILL)
@@ -139,7 +140,7 @@ def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:
 
 
 def test_an_interrupt_ends_all_threads(path: Path) -> None:
-    def interrupt(_: int) -> None:
+    def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -161,7 +162,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + (1 << 38))
     code = (
         "import sys, xckpt.stats\n"
-        "started = lambda n: (print('on', flush=True), sys.stdout.flush())\n"
+        "started = lambda *n: (print('on', flush=True), sys.stdout.flush())\n"
         f"xckpt.stats.stats({str(path)!r}, cache=False, progress=started)\n"
     )
     with subprocess.Popen(  # noqa: S603  our own code

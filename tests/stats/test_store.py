@@ -13,7 +13,8 @@ import xarray as xr
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import sketch_of
 from xckpt.stats import histogram, scan, stats
-from xckpt.stats.store import Store, cache_folder
+from xckpt.stats.store import FOLDER, Store
+from xckpt.storage import cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,7 @@ def test_an_interrupted_scan_goes_on(
     monkeypatch.setattr(scan, "_TASK_NBYTES", 1)
     ds = xr.open_dataset(path, engine="safetensors")
 
-    def interrupt(done: int) -> None:
+    def interrupt(done: int, _: int) -> None:
         if done > 9000:
             raise KeyboardInterrupt
 
@@ -113,22 +114,24 @@ def test_a_large_tensor_goes_on_where_it_was(
     values = np.random.default_rng(0).standard_normal((1000, 200)).astype(np.float32)
     path = settled(write(tmp_path / "m.safetensors", {"w": values}))
 
-    def interrupt(done: int) -> None:
+    def interrupt(done: int, _: int) -> None:
         if done > values.nbytes / 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         stats(path, progress=interrupt)
     read.clear()
-    resumed = stats(path)
+    told: list[tuple[int, int]] = []
+    resumed = stats(path, progress=lambda *nbytes: told.append(nbytes))
     assert 0 < sum(read) < values.size * 0.6
+    assert told[-1] == (4 * sum(read), 4 * sum(read))
     xr.testing.assert_identical(resumed, stats(path, cache=False))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "foreign", "empty"])
 def test_damaged_files_are_ignored(path: Path, damage: str) -> None:
     first = stats(path)
-    (kept,) = cache_folder().iterdir()
+    (kept,) = _kept()
     data = bytearray(kept.read_bytes())
     if damage == "cut":
         data = data[: len(data) * 2 // 3]
@@ -177,16 +180,15 @@ def test_the_least_recently_used_files_go_first(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats(path)
-    (old,) = cache_folder().iterdir()
+    (old,) = _kept()
     settled(old)
     monkeypatch.setattr("xckpt.stats.store._LARGEST_FOLDER", old.stat().st_size * 3 // 2)
     stats(settled(write(tmp_path / "other.safetensors", model())))
-    (left,) = cache_folder().iterdir()
+    (left,) = _kept()
     assert left != old
 
 
-def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("XCKPT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.platform", "linux")
-    assert cache_folder() == tmp_path / "xckpt" / "stats-1"
+def _kept() -> list[Path]:
+    folder = cache.folder(FOLDER)
+    assert folder is not None
+    return list(folder.iterdir())

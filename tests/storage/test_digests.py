@@ -16,6 +16,7 @@ from xckpt.storage.digests import Hasher, check, is_known, parse
 # Of b"123456789": the check value of the CRC catalogue, FIPS 180-4, and the reference programs
 # xxhsum -H3 and b3sum.
 KNOWN = [
+    "crc32:cbf43926",
     "crc32c:0xE3069283",
     "crc32c:0Xe3069283",
     "sha256:15e2b0d3c33891ebb0f1ef609ec419420c20e320ce94c65fbc8c3312448eb225",
@@ -23,7 +24,7 @@ KNOWN = [
     "xxh3:72dcb18b67a17dff",
     "blake3:b7d65b48420d1033cb2595293263b6f72eabee20d55e699d0df1973b3c9deed1",
 ]
-ALGORITHMS = ["crc32c", "sha256", "xxh3", "blake3"]
+ALGORITHMS = ["crc32", "crc32c", "sha256", "xxh3", "blake3"]
 
 
 @pytest.mark.parametrize("digest", KNOWN)
@@ -79,7 +80,7 @@ def test_any_text_parses_or_is_malformed(text: str) -> None:
 def test_unknown_algorithms_are_told_apart() -> None:
     assert parse("md5:00") == ("md5", None)
     assert not is_known("md5:00")
-    assert not is_known("crc32")
+    assert not is_known("crc16")
     assert all(map(is_known, [*ALGORITHMS, "xxh3:0011223344556677"]))
     with pytest.raises(UnsupportedError, match="md5"):
         check("md5:00", b"")

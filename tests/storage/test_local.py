@@ -1,21 +1,25 @@
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
 import pickle
-import subprocess
 import sys
 import threading
+import time
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
-from xckpt.storage import Source, is_mapped, local, open_source, release
+from xckpt.storage import Source, is_mapped, local, local_path, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = np.random.default_rng(0).bytes(1 << 20)
 
@@ -74,20 +78,20 @@ def test_a_read_is_memory_of_its_own(source: Source, path: Path) -> None:
 
 
 def test_a_view_of_a_map_is_no_copy(path: Path) -> None:
-    view = open_source(path).view(0, 1 << 20)
+    view = open_source(path, mmap=True).view(0, 1 << 20)
     assert view.readonly
     assert is_mapped(view)
     assert is_mapped(view[5:])
     array = np.frombuffer(view, "u4")
     assert is_mapped(array[3:].reshape(-1, 1).T)
     assert not is_mapped(array + 1)
-    assert not is_mapped(open_source(path, mmap=False).view(0, 10))
+    assert not is_mapped(open_source(path).view(0, 10))
     assert not is_mapped(b"")
     assert not is_mapped(None)
 
 
 def test_ranges_of_a_map_are_views(path: Path) -> None:
-    pieces = open_source(path).read_ranges([(500_000, 10), (0, 20)])
+    pieces = open_source(path, mmap=True).read_ranges([(500_000, 10), (0, 20)])
     assert [bytes(piece) for piece in pieces] == [DATA[500_000:500_010], DATA[:20]]
     assert all(map(is_mapped, pieces))
 
@@ -216,7 +220,7 @@ def test_a_file_replaced_between_the_check_and_the_opening(
     source = open_source(path)
     source.close()
     replace(path)
-    monkeypatch.setattr(local.LocalSource, "_check_unchanged", lambda _: None)
+    monkeypatch.setattr(local.LocalSource, "check", lambda *_: None)
     for get in (source.read, source.view):
         with pytest.raises(FileChangedError):
             get(0, 10)
@@ -240,13 +244,13 @@ def test_a_file_system_without_maps(path: Path, monkeypatch: pytest.MonkeyPatch)
             raise OSError(19, "No such device")
 
     monkeypatch.setattr(mmap, "mmap", NoMap)
-    view = open_source(path).view(10, 20)
+    view = open_source(path, mmap=True).view(10, 20)
     assert view == DATA[10:30]
     assert not is_mapped(view)
 
 
 def test_views_outlive_closing_and_eviction(path: Path, tmp_path: Path) -> None:
-    source = open_source(path)
+    source = open_source(path, mmap=True)
     view = source.view(0, 1 << 20)
     source.close()
     fill_the_pool(tmp_path)
@@ -259,7 +263,7 @@ def fill_the_pool(folder: Path, count: int = 200) -> list[Source]:
     sources = []
     for number in range(count):
         (folder / f"{number}.bin").write_bytes(number.to_bytes(4, "little"))
-        source = open_source(folder / f"{number}.bin")
+        source = open_source(folder / f"{number}.bin", mmap=number % 2 == 0)
         assert source.read(0, 4) == source.view(0, 4) == number.to_bytes(4, "little")
         sources.append(source)
     return sources
@@ -301,14 +305,14 @@ def test_threads_read_one_file(source: Source) -> None:
 
 
 def test_pickles_by_reference(path: Path) -> None:
-    source = open_source(path, mmap=False)
+    source = open_source(path, mmap=True)
     source.view(0, 100)
     pickled = pickle.dumps(source)
     assert len(pickled) < 400 + len(source.name)
     copy = pickle.loads(pickled)
     assert copy == source
     assert hash(copy) == hash(source)
-    assert (copy.size, copy.identity, copy.mmap) == (source.size, source.identity, False)
+    assert (copy.size, copy.identity, copy.mmap) == (source.size, source.identity, True)
     assert copy.read(0, 10) == DATA[:10]
 
 
@@ -321,7 +325,7 @@ def read_middle(source: Source) -> bytes:
 def test_another_process_reads_a_pickled_source(path: Path, method: str) -> None:
     if method == "fork" and not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    source = open_source(path)
+    source = open_source(path, mmap=True)
     read_middle(source)
     with get_context(method).Pool(1) as workers:
         assert workers.apply(read_middle, (source,)) == DATA[1000:1100] + DATA[5000:5100]
@@ -330,10 +334,10 @@ def test_another_process_reads_a_pickled_source(path: Path, method: str) -> None
 def test_siblings(path: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "b.zt").write_bytes(b"other")
-    source = open_source(path, mmap=False)
+    source = open_source(path, mmap=True)
     other = source.sibling("blobs/b.zt")
     assert bytes(other.view(0, 5)) == b"other"
-    assert not is_mapped(other.view(0, 5))
+    assert is_mapped(other.view(0, 5))
     with pytest.raises(FileNotFoundError):
         source.sibling("c.zt")
     with pytest.raises(FormatError):
@@ -351,52 +355,157 @@ def test_siblings_of_a_link_are_beside_the_link(path: Path, tmp_path: Path) -> N
     assert bytes(open_source(link).sibling("n.zt").read(0, 6)) == b"beside"
 
 
-RESIDENT = """
-import sys
-import numpy as np
-from xckpt.storage import open_source, release
-
-def mapped_kib():
-    with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) for line in status if line.startswith("RssFile"))
-
-view = open_source(sys.argv[1]).view(100, (64 << 20) - 200)
-before = mapped_kib()
-array = np.frombuffer(view, "u1")
-total = int(array.sum())
-used = mapped_kib()
-release(array.reshape(2, -1).T)
-after = mapped_kib()
-assert int(array.sum()) == total
-print(used - before, after - before)
-"""
+def put_back(path: Path, change: Callable[[], object]) -> None:
+    """Change a file, and give it the times that it had."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    change()
+    os.utime(path, ns=times)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to look at memory")
-def test_release_drops_resident_pages(tmp_path: Path) -> None:
-    path = tmp_path / "big"
-    with path.open("wb") as file:
-        file.write(os.urandom(1 << 20) * 64)
-    run = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", RESIDENT, str(path)], capture_output=True, text=True, check=True
-    )
-    used, after = map(int, run.stdout.split())
-    assert used > 60 << 10
-    assert after < 4 << 10
+def write_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(500)
+        file.write(b"!")
 
 
-def test_release_of_what_is_not_mapped_does_nothing(path: Path) -> None:
-    for view in (np.zeros(5), memoryview(b"123"), open_source(path).view(0, 0)):
-        release(view)
-    array = np.frombuffer(open_source(path).view(5, 10), "u1")
-    release(array)
-    release(array[:0])
-    release(array[::-1])
-    assert array.tobytes() == DATA[5:15]
+# The clock of a file system ticks some times in a hundredth of a second.
+TICK = 0.05
 
 
-def test_release_keeps_what_was_written_to_a_private_map(path: Path) -> None:
-    array = np.memmap(path, mode="c")
-    array[:] = 7
-    release(array)
-    assert (array == 7).all()
+@pytest.mark.skipif(sys.platform == "win32", reason="no time of change on this system")
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "first use"])
+def test_a_file_that_was_written_with_its_time_put_back(
+    source: Source, path: Path, used: bool
+) -> None:
+    if used:
+        source.read(0, 10)
+    else:
+        source.close()
+    time.sleep(TICK)
+    put_back(path, lambda: write_a_byte(path))
+    assert open_source(path) != source
+    for get in (source.read, source.view, pickle.loads(pickle.dumps(source)).read):
+        with pytest.raises(FileChangedError, match="written"):
+            get(0, 10)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no time of change on this system")
+def test_an_open_file_object_that_was_written_with_its_time_put_back(path: Path) -> None:
+    with path.open("rb") as file:
+        source = open_source(file)
+        time.sleep(TICK)
+        put_back(path, lambda: write_a_byte(path))
+        with pytest.raises(FileChangedError, match=r"byte 600: the file changed"):
+            source.read(600, 10)
+
+
+def change_permissions(path: Path) -> None:
+    path.chmod(0o600 if path.stat().st_mode & 0o077 else 0o644)
+
+
+def add_a_name(path: Path) -> None:
+    path.with_name(f"link {path.stat().st_nlink}").hardlink_to(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no time of change on this system")
+@pytest.mark.parametrize("change", [change_permissions, add_a_name])
+def test_names_and_permissions_are_no_change(
+    source: Source, path: Path, change: Callable[[Path], None]
+) -> None:
+    with path.open("rb") as file:
+        of_object = open_source(file)
+        for _ in range(2):
+            time.sleep(TICK)
+            change(path)
+            copy = pickle.loads(pickle.dumps(source))
+            for get in (copy.read, source.read, source.view, of_object.read):
+                assert get(0, 10) == DATA[:10]
+            source.close()
+        time.sleep(TICK)
+        put_back(path, lambda: write_a_byte(path))
+        for get in (source.read, source.view, of_object.read):
+            with pytest.raises(FileChangedError):
+                get(0, 10)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
+    """Let reads fail with these errors, one after another."""
+    if not hasattr(os, "preadv"):
+        pytest.skip("no preadv on this system")
+    preadv = os.preadv
+
+    def read(fileno: int, buffers: list[memoryview], offset: int) -> int:
+        if numbers:
+            number = numbers.pop(0)
+            raise OSError(number, os.strerror(number))
+        return preadv(fileno, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+def test_an_error_of_the_system_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(path)
+    failing(monkeypatch, [errno.EIO])
+    with pytest.raises(OSError, match=r"reading 100 bytes at 7") as caught:
+        source.read(7, 100)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert source.read(7, 100) == DATA[7:107]
+
+
+def test_a_file_that_the_server_forgot_is_opened_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(path)
+    failing(monkeypatch, [errno.ESTALE])
+    assert source.read(7, 100) == DATA[7:107]
+    failing(monkeypatch, [errno.ESTALE, errno.ESTALE])
+    with pytest.raises(OSError, match=r"m\.zt") as caught:
+        source.read(7, 100)
+    assert caught.value.errno == errno.ESTALE
+    failing(monkeypatch, [errno.ESTALE])
+    replace(path)
+    with pytest.raises(FileChangedError, match="replaced"):
+        source.read(7, 100)
+
+
+def test_pieces_and_blocks(source: Source) -> None:
+    offsets = [(1 << 20) - 10, 0, 500, 501, 0]
+    memory = np.zeros(50, np.uint8)
+    source.read_pieces(offsets, 10, memory.data)
+    assert memory.tobytes() == b"".join(DATA[at : at + 10] for at in offsets)
+    for nbytes in (1, 1000, 1 << 20):
+        blocks = [bytes(block) for block in source.blocks(7, 2500, nbytes)]
+        assert b"".join(blocks) == DATA[7:2507]
+        assert {len(block) for block in blocks[:-1]} <= {nbytes}
+    assert list(source.blocks(7, 0)) == []
+    with pytest.raises(FormatError):
+        source.read_pieces([0, 1 << 20], 10, memory.data[:20])
+    with pytest.raises(FormatError):
+        next(iter(source.blocks(7, 1 << 62)))
+
+
+def test_blocks_of_a_file_are_the_same_memory(path: Path) -> None:
+    places = {
+        np.frombuffer(block, "u1").ctypes.data for block in open_source(path).blocks(0, 50, 9)
+    }
+    assert len(places) == 1
+
+
+def test_a_tilde_is_a_home_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert local_path("~/m.zt") == str(tmp_path / "home" / "m.zt")
+    assert local_path("~no one at all.zt") == str(tmp_path / "~no one at all.zt")
+    assert local_path("x/~/m.zt") == str(tmp_path / "x" / "~" / "m.zt")
+    assert local_path((tmp_path / "~").as_uri()) == str(tmp_path / "~")
+    pwd = pytest.importorskip("pwd")
+    user = pwd.getpwuid(os.getuid())
+    assert local_path(f"~{user.pw_name}/m.zt") == str(Path(user.pw_dir, "m.zt"))
+
+
+@pytest.mark.parametrize("given", ["a\0b", "file:///a%00b", "~\0/m.zt"])
+def test_a_null_character_is_told(given: str) -> None:
+    for use in (open_source, local_path):
+        with pytest.raises(ValueError, match=r"the path '.*0.*' has a null character"):
+            use(given)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -31,6 +32,22 @@ def test_what_is_in_use_outlives_the_pool() -> None:
     pool.get("b", Thing)
     assert isinstance(used, Thing)
     assert pool.get("a", Thing) is not used
+
+
+def test_things_of_different_sizes() -> None:
+    pool: Pool[bytes] = Pool(10, len)
+    for key, size in {"a": 4, "b": 4, "c": 3}.items():
+        pool.get(key, lambda size=size: bytes(size))  # type: ignore[misc]
+    assert len(pool) == 2
+    assert pool.get("b", bytes) == bytes(4)
+    pool.discard("c")
+    pool.get("d", lambda: bytes(6))
+    assert len(pool) == 2
+    # What is larger than all of it is not held, and nothing else then.
+    assert len(pool.get("e", lambda: bytes(11))) == 11
+    assert len(pool) == 0
+    pool.get("f", lambda: bytes(10))
+    assert len(pool) == 1
 
 
 def test_an_error_on_opening_leaves_nothing() -> None:
@@ -95,4 +112,32 @@ def test_a_forked_child_starts_empty_and_waits_for_no_lock() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     done.set()
     thread.join()
+    assert len(pool) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_where_too_many_files_are_open_idle_ones_are_let_go(number: int) -> None:
+    pool: Pool[Thing] = Pool()
+    used, idle = pool.get("used", Thing), weakref.ref(pool.get("idle", Thing))
+
+    def opener() -> Thing:
+        if len(pool) or idle() is not None:
+            raise OSError(number, os.strerror(number))
+        return Thing()
+
+    opened = pool.get("a", opener)
+    assert len(pool) == 1
+    assert pool.get("a", Thing) is opened
+    assert isinstance(used, Thing)
+
+
+def test_other_errors_are_errors_at_once() -> None:
+    pool: Pool[Thing] = Pool()
+    pool.get("kept", Thing)
+
+    def opener() -> Thing:
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+
+    with pytest.raises(FileNotFoundError):
+        pool.get("a", opener)
     assert len(pool) == 1

@@ -21,6 +21,7 @@ from xckpt.storage.siblings import components
         "a\0b",
         "a?b",
         "a\nb",
+        "a\ud800",
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
@@ -28,6 +29,8 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
         components(name)
 
 
-@pytest.mark.parametrize("name", ["m-0.zt", "..zt", "blobs/xxh3/00", "model 1.zt", "größe"])
+@pytest.mark.parametrize(
+    "name", ["m-0.zt", "..zt", "blobs/xxh3/00", "model 1.zt", "größe", "\udcff"]
+)
 def test_plain_names(name: str) -> None:
     assert "/".join(components(name)) == name

@@ -12,15 +12,20 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
+import aiohttp
 import fsspec
 import pytest
 
-from xckpt.errors import UnsupportedError
-from xckpt.storage.partial import PARTIAL_SUFFIX
-from xckpt.storage.sink import Sink
+from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
+from xckpt.storage import partial
+from xckpt.storage.local import LocalSource
+from xckpt.storage.partial import PARTIAL_SUFFIX, alone
+from xckpt.storage.sink import Sink, publish
 from xckpt.storage.upload import UploadSink
 
 
@@ -147,6 +152,41 @@ def test_only_files_can_be_replaced(tmp_path: Path) -> None:
         Sink(tmp_path / "absent" / "m.zt")
 
 
+def test_a_folder_that_is_missing_or_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = tmp_path / "absent" / "m.zt"
+    with pytest.raises(FileNotFoundError, match="make the folder first") as missing:
+        Sink(absent)
+    assert missing.value.filename == str(absent)
+    assert PARTIAL_SUFFIX not in str(missing.value)
+    link = tmp_path / "link.zt"
+    link.symlink_to("absent/m.zt")
+    with pytest.raises(FileNotFoundError) as missing:
+        Sink(link)
+    assert missing.value.filename == str(link)
+
+    def read_only(*_: object) -> int:
+        raise OSError(number, os.strerror(number), "a temporary name")
+
+    for number in (errno.EACCES, errno.EROFS):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", read_only)
+            with pytest.raises(OSError, match="save to another one") as refused:
+                Sink(tmp_path / "m.zt")
+        assert refused.value.errno == number
+        assert refused.value.filename == str(tmp_path / "m.zt")
+        assert isinstance(refused.value.__cause__, OSError)
+
+
+def test_a_name_that_begins_like_a_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(Path("~backup.zt"), b"new")
+    assert names(tmp_path) == ["~backup.zt"]
+
+
 def test_names_that_are_as_long_as_can_be(tmp_path: Path) -> None:
     target = tmp_path / ("ü" * 127)
     written(target, b"new")
@@ -244,6 +284,161 @@ def test_many_writers_at_once_each_leave_a_whole_file(tmp_path: Path) -> None:
             assert len(set(target.read_bytes())) == 1
     assert [writer.wait() for writer in writers] == [0, 0]
     assert names(tmp_path) == ["m.zt"]
+
+
+def test_a_folder_that_is_not_brought_to_the_disk_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there: an error would say that it is not."""
+    fsync, folders = os.fsync, list[int]()
+
+    def failing(fileno: int) -> None:
+        if stat.S_ISDIR(os.fstat(fileno).st_mode):
+            folders.append(fileno)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fileno)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    target = tmp_path / "m.zt"
+    for data in (b"new", b"newer"):
+        told = r"m\.zt: the new file is complete and in place.*Input/output.*power failure"
+        with pytest.warns(CheckpointWarning, match=told):
+            written(target, data, overwrite=data == b"newer")
+        assert target.read_bytes() == data
+    assert len(folders) == 2, "once for each file"
+    assert names(tmp_path) == ["m.zt"]
+    assert _is_free(target)
+
+
+def _is_free(target: Path) -> bool:
+    with alone(str(target)):
+        return True
+
+
+LOCKING = """
+import sys, time
+from xckpt.storage.partial import alone
+with alone(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_names_change_one_after_another_and_a_killed_writer_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "m.zt"
+    command = [sys.executable, "-c", LOCKING, str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:  # noqa: S603  our own code
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        monkeypatch.setattr(partial, "_LONGEST_WAIT", 0.05)
+        with pytest.raises(BlockingIOError, match="another process") as caught:
+            written(target, b"new")
+        assert caught.value.filename == str(target)
+        written(tmp_path / "other.zt", b"new")
+        monkeypatch.undo()
+        threading.Timer(0.2, writer.kill).start()
+        written(target, b"new")
+    assert names(tmp_path) == ["m.zt", "other.zt"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_who_waited_for_a_lock_does_not_take_one_that_is_gone(tmp_path: Path) -> None:
+    target, inside = tmp_path / "m.zt", [0]
+    most: list[int] = []
+
+    def enter() -> None:
+        for _ in range(50):
+            with alone(str(target)):
+                inside[0] += 1
+                most.append(inside[0])
+                time.sleep(0)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(most), max(most)) == (200, 1)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    written(tmp_path / "m.zt", b"new")
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_what_another_writer_replaced_meanwhile_stays(tmp_path: Path) -> None:
+    target = tmp_path / "m.zt"
+    target.write_bytes(b"old")
+    for other in (b"other", b"dlo"):
+        source = LocalSource(str(target))
+        with Sink(target, overwrite=True) as sink:
+            sink.write(b"new", 0)
+            written(target, other, overwrite=True)
+            with pytest.raises(FileChangedError, match=r"m\.zt"):
+                publish(sink, replaced=[source])
+        assert target.read_bytes() == other
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_an_upload_follows_no_link_and_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"old")
+    victim.chmod(0o666)
+    planted = ("upload-{}", "xckpt-upload", ".xckpt-upload.0badcafe.xckpt-partial")
+    for name in planted:
+        (tmp_path / "tmp" / name.format(os.getpid())).symlink_to(victim)
+    tokens = iter(["0badcafe", "cafe0bad"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(tokens))
+    with UploadSink("memory://uploads/m.zt") as sink:
+        sink.write(b"new", 0)
+        assert Path(sink.path).parent == tmp_path / "tmp"
+        assert stat.S_IMODE(Path(sink.path).stat().st_mode) == 0o600
+    assert victim.read_bytes() == b"old"
+    assert names(tmp_path) == ["tmp", "victim"]
+    assert len(names(tmp_path / "tmp")) == len(planted), "what was planted, and nothing else"
+
+
+def test_an_upload_that_fails_leaves_nothing_and_names_the_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise error
+
+    url = "memory://uploads/m.zt"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fsspec.filesystem("memory"), "put_file", refused)
+    for error, kind in (
+        (PermissionError("no"), PermissionError),
+        (aiohttp.ClientPayloadError("cut"), OSError),
+        (RuntimeError("a bug"), RuntimeError),
+    ):
+        with UploadSink(url) as sink, pytest.raises(kind, match=str(error)) as caught:
+            sink.commit()
+        assert getattr(caught.value, "filename", url) == url
+        assert error in {caught.value, caught.value.__cause__, _cause(caught.value.__cause__)}
+    assert names(tmp_path) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match="TMPDIR names another folder") as missing:
+        UploadSink(url)
+    assert missing.value.filename == url
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    return None if error is None else error.__cause__
 
 
 def test_upload() -> None:

@@ -1,4 +1,4 @@
-"""Writers that are killed at random moments."""
+"""Writers that are killed at random moments, or at each step that others can see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 # Imports take longer than most of what follows, so they are done once: each writer is a fork. Until
@@ -34,10 +35,29 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         sys.argv[2:] = [line.strip()]
-        print(os.getpid(), flush=True)
+        print("started", os.getpid(), flush=True)
         exec(code)
-    os.waitpid(child, 0)
-    print("gone", flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+# Ends the process like a signal that cannot be caught, before one of the calls by which others
+# see a change, or by which it comes to the disk.
+_DYING = """
+left = int(sys.argv[2])
+
+def dying(call):
+    def called(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return call(*args, **kwargs)
+    return called
+
+for name in ("link", "replace", "rename", "unlink", "ftruncate", "fsync"):
+    setattr(os, name, dying(getattr(os, name)))
 """
 
 
@@ -61,18 +81,55 @@ def kill_at_random_moments(
         Is called with the number of the round when the writer is gone.
     """
     rng = np.random.default_rng(0)
+    with _nursery(code, target) as start:
+        for number in range(1, rounds + 1):
+            writer, ended = start(number)
+            time.sleep(float(rng.uniform(0, seconds)))
+            os.kill(writer, signal.SIGKILL)
+            assert ended() == -signal.SIGKILL, "the writer ended by itself"
+            check(number)
+
+
+def die_at_each_step(code: str, target: Path, check: Callable[[int], None]) -> int:
+    """Start writers one after another, each of which ends itself one step later than the last.
+
+    `code` is that of a writer, as above, which ends; `check` is called when it is gone, with the
+    number of steps that it took. Returned is how many there are.
+    """
+    with _nursery(_DYING + code, target) as start:
+        for number in range(1000):
+            _, ended = start(number)
+            status = ended()
+            check(number)
+            if status == 0:
+                return number
+            assert status == 9, "an error is no end that is wanted here"
+    raise AssertionError("it goes on and on")
+
+
+@contextmanager
+def _nursery(code: str, target: Path) -> Iterator[Callable[[int], tuple[int, Callable[[], int]]]]:
+    """Give a function that starts a writer, and returns its process and a wait for its end."""
     command = [sys.executable, "-c", _NURSERY, code, str(target)]
     with subprocess.Popen(  # noqa: S603  our own
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as nursery:
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        for number in range(1, rounds + 1):
-            nursery.stdin.write(f"{number}\n")
-            nursery.stdin.flush()
-            writer = int(nursery.stdout.readline())
-            time.sleep(float(rng.uniform(0, seconds)))
-            os.kill(writer, signal.SIGKILL)
-            assert nursery.stdout.readline() == "gone\n", "the writer ended by itself"
-            check(number)
-        nursery.stdin.close()
+        stdin, stdout = nursery.stdin, nursery.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def start(number: int) -> tuple[int, Callable[[], int]]:
+            stdin.write(f"{number}\n")
+            stdin.flush()
+            return told("started"), lambda: told("ended")
+
+        def told(what: str) -> int:
+            # No other number is taken for that of a process to be killed.
+            line = stdout.readline()
+            assert line, f"all writers are gone: {nursery.wait()}"
+            word, number = line.split()
+            assert word == what
+            return int(number)
+
+        yield start
+        stdin.close()

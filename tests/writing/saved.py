@@ -10,7 +10,7 @@ from xckpt.dtypes import stored_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-ENGINES = [name for name in formats.names() if hasattr(formats.get(name), "plan")]
+ENGINES = [name for name in formats.names() if formats.get(name).can.types]
 # Formats in which a number is an array of one.
 NO_SCALARS = {"gptrs", "primitiv"}
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ztensor": {"version": "2"}}
 
 def writable_types(engine: str) -> list[str]:
     """List the element types that a format holds, as far as numpy has them."""
-    return [n for n in formats.get_writer(engine).writes if stored_dtype(n).name == n]
+    return [n for n in formats.writable(engine).can.types if stored_dtype(n).name == n]
 
 
 def clean(codes: np.ndarray, name: str) -> np.ndarray:

@@ -16,7 +16,7 @@ import xarray as xr
 
 from tests.writing.killed import kill_at_random_moments
 from tests.writing.saved import ENGINES, assert_same_bits
-from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
+from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, read_index
 from xckpt.storage.partial import PARTIAL_SUFFIX
 from xckpt.storage.sink import Sink
 from xckpt.writing import append, convert, save, verify
@@ -83,7 +83,7 @@ def test_the_old_bytes_stay_and_all_tensors_are_there(model: Path) -> None:
         for name, variable in ds.variables.items():
             assert found[name].dims == variable.dims
             assert_same_bits(found[name].values, variable.values)
-    assert found["lazy"].encoding["compression"].startswith("zstd")
+    assert found["lazy"].encoding["stored_compression"].startswith("zstd")
     assert verify(model).ok
     assert names(model.parent) == ["m.zt"]
 
@@ -153,7 +153,6 @@ def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
     before = (tmp_path / "m").read_bytes()
     with pytest.raises(UnsupportedError, match=rf"'{engine}' cannot grow.*\.merge"):
         append(ds, tmp_path / "m")
-    assert formats.get_writer(engine).plan_append is None
     assert (tmp_path / "m").read_bytes() == before
 
 
@@ -237,6 +236,58 @@ def test_what_another_process_wrote_meanwhile_is_not_lost(model: Path) -> None:
     with pytest.raises(FileChangedError):
         append(xr.Dataset({"c": ("n", lazy)}), model)
     assert set(read_index(model).tensors) == {"other"}
+
+
+@pytest.mark.parametrize("kind", ["append", "convert", "save", "computed", "stacked", "delayed"])
+def test_what_is_made_of_the_old_file_undoes_nothing(
+    kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer is there first when all is read and written, but for the name."""
+    sync, other = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
+
+    def meanwhile(sink: Sink) -> None:
+        sync(sink)
+        monkeypatch.setattr(Sink, "sync", sync)
+        save(other, model, overwrite=True)
+
+    layers = {f"layers.{n}.w": ("n", np.full(4, n, "f8")) for n in range(3)}
+    append(xr.Dataset(layers), model)
+    ds = opened(model)
+    small = ds[["b"]]
+    stacked = opened(model, stack=True)[["layers.w"]]
+    later = save(small * 2, model, overwrite=True, compute=False)
+    write = {
+        "append": lambda: append(xr.Dataset({"c": ("n", np.ones(3))}), model),
+        "convert": lambda: convert(model, model, overwrite=True, tensors="b"),
+        "save": lambda: save(small, model, overwrite=True),
+        "computed": lambda: save(small * 2, model, overwrite=True),
+        "stacked": lambda: save(stacked + 1, model, overwrite=True),
+        "delayed": later.compute,
+    }
+    monkeypatch.setattr(Sink, "sync", meanwhile)
+    with pytest.raises(FileChangedError, match=r"m\.zt"):
+        write[kind]()
+    assert set(read_index(model).tensors) == {"other"}
+    assert names(model.parent) == ["m.zt"]
+    monkeypatch.setattr(Sink, "sync", meanwhile)
+    save(xr.Dataset({"mine": ("n", np.ones(3))}), model, overwrite=True)
+    assert set(read_index(model).tensors) == {"mine"}, "made of nothing that was lost"
+
+
+def test_a_url_that_another_writer_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://replaced/m.zt"
+    sync, other = Sink.sync, xr.Dataset({"other": ("n", np.ones(3))})
+
+    def meanwhile(sink: Sink) -> None:
+        sync(sink)
+        monkeypatch.setattr(Sink, "sync", sync)
+        save(other, url, overwrite=True)
+
+    save(xr.Dataset({"a": ("n", np.arange(3))}), url)
+    monkeypatch.setattr(Sink, "sync", meanwhile)
+    with pytest.raises(FileChangedError, match="memory://replaced"):
+        append(xr.Dataset({"b": ("n", np.arange(4))}), url)
+    assert set(read_index(url).tensors) == {"other"}
 
 
 def test_the_kernel_copies_the_old_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,10 @@ def test_nothing_is_lost_silently_between_two_formats(old: str, new: str, tmp_pa
 @pytest.mark.parametrize("new", ENGINES)
 def test_only_what_has_no_place_is_told(new: str, tmp_path: Path) -> None:
     text = told(save, rich(new), tmp_path / "m", new, **OPTIONS.get(new, {}))
-    writer = formats.get_writer(new)
+    can = formats.writable(new).can
     for places, attrs in [
-        (writer.file_attrs, OF_THE_FILE | OWN.get(new, {})),
-        (writer.tensor_attrs, OF_TENSORS),
+        (can.file_attrs, OF_THE_FILE | OWN.get(new, {})),
+        (can.tensor_attrs, OF_TENSORS),
     ]:
         for name in attrs:
             assert (repr(name) in text) == (places is not None and name not in places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -97,13 +98,35 @@ def test_a_disk_that_is_full_leaves_the_old_file(kind: str, tmp_path: Path) -> N
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large|No space"):
+        with pytest.raises(OSError, match=r"File too large|No space") as caught:
             write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)
+    assert caught.value.filename == str(target)
+    assert isinstance(caught.value.__cause__, OSError)
     assert target.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.zt", "source.zt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize("kind", ["numpy", "dask", "delayed"])
+def test_an_error_while_writing_names_the_file_as_the_user_does(
+    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    data = np.ones(4) if kind == "numpy" else da.ones(4, chunks=2)
+    ds = xr.Dataset({"w": ("n", data)})
+    later = save(ds, tmp_path / "m.zt", compute=False)
+    write = later.compute if kind == "delayed" else lambda: save(ds, tmp_path / "m.zt")
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        write()
+    assert caught.value.errno == number
+    assert caught.value.filename == str(tmp_path / "m.zt")
+    assert ("free some space" in str(caught.value)) == (number == errno.ENOSPC)
 
 
 FILLER = """
@@ -133,6 +156,7 @@ for count, attempt in enumerate(attempts(), 1):
         attempt()
     except OSError as error:
         assert "No space left on device" in str(error), error
+        assert error.filename == str(target), error
     else:
         raise AssertionError("8 MiB found space in 4")
     assert target.read_bytes() == before

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from tests.formats.burnpack_files import burnpack
 from tests.writing.attributes import missing
 from tests.writing.saved import (
     ENGINES,
@@ -187,3 +188,25 @@ def test_attributes_come_back_or_are_told_or_refused(
     told = " ".join(str(each.message) for each in caught)
     before: Any = SimpleNamespace(attrs=of_file, tensors={"w": SimpleNamespace(attrs=of_tensor)})
     assert missing(before, after, told) == []
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_values_that_come_before_all_data(tmp_path: Path, loaded: bool) -> None:
+    """Burnpack has numbers in its metadata, which are planned with their values."""
+    weight = {"dtype": "F32", "shape": [2], "data": bytes(8)}
+    scalars: dict[str, dict[str, Any]] = {
+        "rate": {"Float": 0.5},
+        "step": {"UInt": 7},
+        "on": {"Bool": True},
+    }
+    ds = xr.open_dataset(burnpack({"w": weight}, scalars=scalars), engine="burnpack")
+    save(ds.load() if loaded else ds, tmp_path / "m.bpk")
+    again = xr.open_dataset(tmp_path / "m.bpk", engine="burnpack")
+    assert {name: again[name].values.item() for name in scalars} == {
+        "rate": 0.5,
+        "step": 7,
+        "on": True,
+    }
+    assert {name: again[name].attrs["scalar"] for name in scalars} == {
+        name: kind for name, of in scalars.items() for kind in of
+    }

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 import xarray as xr
 
+import xckpt
 from tests.writing.saved import (
     ENGINES,
     OPTIONS,
@@ -174,7 +175,7 @@ def test_changed_values_that_do_not_fit_are_an_error_and_leave_nothing(
     save(ds, target, overwrite=True, cast="allow")
     assert xr.open_dataset(target)["w"].values[2, 1] == 1
     save(ds.drop_encoding(), target, overwrite=True)
-    assert xr.open_dataset(target)["w"].encoding["dtype"] == np.float32
+    assert xr.open_dataset(target)["w"].encoding["stored_dtype"] == np.float32
 
 
 def test_a_type_can_be_asked_for(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_overwriting_is_asked_for(tmp_path: Path) -> None:
 def test_the_ending_names_the_format(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros((2, 3), "f4"))
     for engine in ENGINES:
-        suffix = formats.get(engine).SUFFIXES[0]
+        suffix = formats.get(engine).suffixes[0]
         try:
             save(ds, tmp_path / f"m{suffix}")
         except ValueError as error:
@@ -418,3 +419,32 @@ def test_thousands_of_small_tensors_are_few_writes(
     assert len(writes) < 10
     ds = xr.open_dataset(tmp_path / "m.safetensors")
     assert all((ds.variables[name].values == array).all() for name, array in many.items())
+
+
+def test_a_tilde_that_is_no_home_is_part_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(dataset(a=np.arange(3.0)), "~no one.zt")
+    xckpt.append(dataset(b=np.arange(4.0)), "~no one.zt")
+    xckpt.convert("~no one.zt", "~copy.metadata.json", "mlcp")
+    assert {"~no one.zt", "~copy.metadata.json"} <= set(names(tmp_path))
+    paths: list[Any] = ["~no one.zt", "~copy.metadata.json", "~no*.zt", ["~no one.zt"]]
+    for path in paths:
+        np.testing.assert_array_equal(xr.open_dataset(path)["b"].values, np.arange(4.0))
+    assert xckpt.verify("~no one.zt").ok
+
+
+def test_a_tilde_that_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    save(dataset(a=np.arange(3.0)), "~/m.zt")
+    assert names(tmp_path) == ["m.zt"]
+    np.testing.assert_array_equal(xr.open_dataset("~/m.zt", engine="ztensor")["a"], np.arange(3.0))
+
+
+@pytest.mark.parametrize("path", ["a\0b.zt", "a\0*.zt"])
+def test_a_path_with_a_null_character(path: str) -> None:
+    for use in (read_index, xckpt.verify, lambda path: save(dataset(), path, "ztensor")):
+        with pytest.raises(ValueError, match="null character"):
+            use(path)

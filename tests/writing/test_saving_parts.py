@@ -11,9 +11,11 @@ import sparse
 import xarray as xr
 
 from tests.conftest import golden_files
+from tests.formats.burnpack_files import burnpack, dense, quantized
+from tests.formats.ztensor_files import dense_v2, stored, v2_file
 from tests.writing.saved import assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, read_index
-from xckpt.writing import save
+from xckpt.writing import convert, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,3 +136,117 @@ def test_equal_parts_of_two_files_are_two_tensors(model: Path, tmp_path: Path) -
     second = second.rename({f"coo:{role}": f"second:{role}" for role in names})
     saved(first.merge(second), tmp_path / "both.zt", "ztensor")
     assert set(read_index(tmp_path / "both.zt").tensors) == {"coo", "second"}
+
+
+# --- parts, and tensors that are called like parts ------------------------------------------------
+
+PER_TENSOR = {"mode": "Symmetric", "tensor": None, "block": None}
+QUANTISED = {**PER_TENSOR, "value": "Q8S", "store": "Native"}
+ODD = {**PER_TENSOR, "value": "E2M1", "store": {"PackedNative": 0}}
+
+
+def clashing_burnpack() -> bytes:
+    """Write tensors of which parts are shown, beside some that are called like these parts."""
+    values = np.arange(2, dtype="f4")
+    tensors = {
+        "w": quantized((2, 4), bytes(range(8)) + values[1:].tobytes(), QUANTISED),
+        "w:scales": dense(values),
+        "odd": quantized((2, 4), bytes(range(4)) + values[1:].tobytes(), ODD),
+        "odd:data": dense(values + 1),
+        "odd:data:": dense(values + 2),
+        "layers.0.w": quantized((4,), bytes(8), QUANTISED),
+        "layers.1.w": quantized((4,), bytes(range(8)), QUANTISED),
+        "layers.1.w:scales": dense(values + 3),
+        "w:": quantized((4,), bytes(8), QUANTISED),
+    }
+    return burnpack(tensors)
+
+
+def clashing_ztensor() -> bytes:
+    """Write the same for zTensor: sparse tensors, and one of an unknown layout."""
+    values = np.arange(2, dtype="f4")
+    index = {"dtype": "u32"}
+    coo = {
+        "shape": [4],
+        "layout": "zt.sparse_coo/1",
+        "parts": {
+            "values": stored(values.tobytes(), dtype="f32"),
+            "coords": stored(np.array([1, 3], "u4").tobytes(), **index),
+        },
+    }
+    odd = {
+        "shape": [7],
+        "layout": "other.layout/1",
+        "parts": {"a": stored(b"12", dtype="u8"), "a:": stored(b"345", dtype="u8")},
+    }
+    objects: dict[str, Any] = {"w": coo, "layers.0.w": coo, "layers.1.w": coo, "odd": odd}
+    for at, name in enumerate(["w:values", "w:coords", "w:coords:", "layers.0.w:values", "odd:a"]):
+        objects[name] = dense_v2((values + at).tobytes(), [2], "f32")
+    return v2_file(objects)
+
+
+CLASHING = {"burnpack": clashing_burnpack, "ztensor": clashing_ztensor}
+
+
+@pytest.mark.parametrize("engine", CLASHING)
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
+def test_tensors_called_like_parts_of_others(
+    engine: str, stack: bool, decode: bool, tree: bool, tmp_path: Path
+) -> None:
+    path, options = tmp_path / "model", OPTIONS.get(engine, {})
+    path.write_bytes(CLASHING[engine]())
+    convert(path, tmp_path / "converted", engine, **options)
+    open_it = xr.open_datatree if tree else xr.open_dataset
+    opened = open_it(path, engine=engine, stack=stack, decode=decode)
+    save(opened, tmp_path / "saved", engine, **options)  # without a warning
+    assert (tmp_path / "saved").read_bytes() == (tmp_path / "converted").read_bytes()
+    before, after = read_index(path).tensors, read_index(tmp_path / "saved").tensors
+    assert {n: (t.layout, t.shape) for n, t in after.items()} == {
+        name: (tensor.layout, tensor.shape) for name, tensor in before.items()
+    }
+
+
+@pytest.mark.parametrize("engine", CLASHING)
+@pytest.mark.parametrize("stack", [False, True])
+def test_values_of_tensors_called_like_parts(engine: str, stack: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(CLASHING[engine]())
+    ds = xr.open_dataset(path, engine=engine, decode=False, stack=stack)
+    if stack:
+        ds = ds.ckpt.unstack()
+    computed = ds.compute()  # all at once: equal names in a graph would be equal values
+    tensors = read_index(path).tensors
+    content = path.read_bytes()
+    for name, tensor in tensors.items():
+        if tensor.layout == "dense":
+            part = tensor.parts["data"]
+            assert computed[name].values.tobytes() == content[part.offset :][: part.nbytes]
+    parts = sum(len(t.parts) for t in tensors.values() if t.layout != "dense")
+    assert len(ds.variables) == parts + sum(t.layout == "dense" for t in tensors.values())
+
+
+def test_parts_that_are_tensors_elsewhere_have_free_names(tmp_path: Path) -> None:
+    path = tmp_path / "m.bpk"
+    path.write_bytes(clashing_burnpack())
+    whole = xr.open_dataset(path)[["odd:data", "odd:data:"]]
+    with pytest.warns(CheckpointWarning, match="tensors written as their parts: 'odd'"):
+        convert(path, tmp_path / "m.safetensors", tensors=["odd", "odd:*"])
+    tensors = read_index(tmp_path / "m.safetensors").tensors
+    assert set(tensors) == {"odd:data", "odd:data:", "odd:data::", "odd:scales"}
+    found = xr.open_dataset(tmp_path / "m.safetensors")
+    for name in whole.variables:
+        assert_same_bits(found[name].values, whole[name].values)
+    assert found["odd:data::"].values.tolist() == [0, 1, 2, 3]
+
+
+def test_parts_of_what_forgot_its_encoding(model: Path, tmp_path: Path) -> None:
+    for decode in (True, False):
+        bare = opened(model, decode=decode).drop_encoding()
+        saved(bare, tmp_path / "again.zt", "ztensor")
+        assert {n: t.layout for n, t in read_index(tmp_path / "again.zt").tensors.items()} == {
+            "a.csr": "sparse_csr",
+            "coo": "sparse_coo",
+            "w": "dense",
+        }

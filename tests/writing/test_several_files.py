@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-from typing import TYPE_CHECKING, Any
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
 
 import dask.array as da
+import fsspec
 import numpy as np
 import pytest
 import xarray as xr
 
-from xckpt import read_index
+from tests.writing.killed import die_at_each_step, kill_at_random_moments
+from xckpt import CheckpointWarning, FileChangedError, read_index
+from xckpt.opening import open_index
+from xckpt.storage.partial import new_aliases
+from xckpt.storage.shard import sources_of
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, save, verify
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-RANKS = 3
+RANKS = 4
 FILES = ["m.metadata.json", *(f"m_shard_{rank}.shard" for rank in range(RANKS))]
 
 
@@ -83,37 +91,286 @@ def test_a_companion_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_a_url(tmp_path: Path) -> None:
     target = "memory://several/m.metadata.json"
+    memory: Any = fsspec.filesystem("memory")
     for value in (1, 2):
         save(dataset(value), target, "mlcp", overwrite=True)
         with xr.open_dataset(target, engine="mlcp") as ds:
             assert float(ds["w2"].max()) == value
+        found = memory.ls("/several", detail=False)
+        assert sorted(path.rpartition("/")[2] for path in found) == FILES
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("renamed", range(len(FILES)))
-def test_an_end_between_two_renames_leaves_no_mixture(
-    renamed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+WRITER = """
+import warnings
+warnings.simplefilter("ignore")  # of what the one before left
+
+def dataset(value):
+    array = np.full((64, 256), value, "f4")
+    return xr.Dataset({f"w{r}": (("o", "i"), array, {"rank": r}) for r in range(RANKS)})
+
+def write():
+    save(dataset(float(sys.argv[2])), sys.argv[1], "mlcp", overwrite=True)
+"""
+
+
+def complete(path: Path) -> set[float]:
+    """Return all values of a checkpoint, which has to be complete; it may say how it got there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        index = read_index(path)
+        assert sorted(tensor.attrs["rank"] for tensor in index.tensors.values()) == [*range(RANKS)]
+        return values(path)
+
+
+def as_upstream(path: Path) -> list[bytes] | None:
+    """Return the data of all shards as upstream's MultiShardLoader does, or None if it refuses."""
+    prefix = str(path).removesuffix(".metadata.json")
+    found = []
+    for shard in json.loads(path.read_bytes())["shards"]:
+        data = Path(f"{prefix}_shard_{shard['rank']}.shard").read_bytes()
+        magic, rank, length = struct.unpack_from("<4sii", data)
+        checksum = data[12 : 12 + length].decode()
+        count, nbytes = struct.unpack_from("<ii", data, 12 + length)
+        assert (magic, rank, count) == (b"RAHS", shard["rank"], len(shard["tensors"]))
+        if shard["checksum"] and checksum != shard["checksum"]:
+            return None
+        found.append(data[20 + length :])
+        assert len(found[-1]) == nbytes
+    return found
+
+
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(0), target, "mlcp")
+    seen: set[float] = set()
+
+    def check(number: int) -> None:
+        found = complete(target)
+        assert len(found) == 1, f"a mixture of {found}"
+        assert found <= {float(n) for n in range(number + 1)}
+        seen.update(found)
+        data = as_upstream(target)
+        assert data is None or len(set(data)) == 1, "a mixture"
+
+    code = WRITER.replace("RANKS", str(RANKS)) + "while True: write()"
+    kill_at_random_moments(code, target, rounds=25, seconds=0.2, check=check)
+    assert len(seen) > 3, "hardly one of the writers came as far as to write"
+    save(dataset(0), target, "mlcp", overwrite=True)
+    assert names(tmp_path) == FILES
+
+
+@pytest.mark.slow
+def test_writers_at_once_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> None:
+    target = tmp_path / "m.metadata.json"
+    imports = "import sys\nimport numpy as np, xarray as xr\nfrom xckpt.writing import save\n"
+    code = imports + WRITER.replace("RANKS", str(RANKS)) + "for _ in range(30): write()"
+    save(dataset(0), target, "mlcp")
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, target, str(number)])  # noqa: S603  our own
+        for number in (1, 2)
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    data = as_upstream(target)
+    assert data is not None
+    assert len(set(data)) == 1
+    assert len(values(target)) == 1
+    assert names(tmp_path) == FILES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("before", ["a checkpoint", "nothing", "raw data"])
+def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
+    target = tmp_path / "m.metadata.json"
+    stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
+    seen: list[str] = []
+
+    def begin() -> None:
+        for name in names(tmp_path):
+            (tmp_path / name).unlink()
+        if before != "nothing":
+            save(dataset(0), target, "mlcp")
+        for name, shard in zip(stale, FILES[1:], strict=False):
+            data = (tmp_path / shard).read_bytes()[20:]
+            (tmp_path / name).write_bytes(data)
+            (tmp_path / shard).unlink()
+
+    def check(_: int) -> None:
+        if target.exists():
+            found = complete(target)
+            assert found in ({0.0}, {1.0})
+            seen.append("old" if found == {0.0} else "new")
+            if not stale:
+                data = as_upstream(target)
+                assert data is None or len(set(data)) == 1, "a mixture"
+                seen[-1] += " refused" if data is None else ""
+        else:
+            assert before == "nothing"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            save(opened_and_computed(target), target, "mlcp", overwrite=True)
+        assert names(tmp_path) == sorted([*FILES, *stale])
+        begin()
+
+    def opened_and_computed(path: Path) -> xr.Dataset:
+        if not path.exists():
+            return dataset(2)
+        with xr.open_dataset(path, engine="mlcp") as ds:
+            return ds * 1
+
+    no_links = "def no_links(*_): raise OSError(1, 'no hard links')\nos.link = no_links\n"
+    value = "sys.argv[2] = '1'\nwrite()\n"
+    code = WRITER.replace("RANKS", str(RANKS)) + ("" if links else no_links) + value
+    begin()
+    steps = die_at_each_step(code, target, check)
+    assert steps > 10
+    assert seen[-1] == "new"
+    assert "old" in seen or before == "nothing"
+
+
+def test_what_is_left_over_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+    mine = new_aliases(str(target), [*FILES[1:], "m_shard_9.shard"])
+    others = new_aliases(str(tmp_path / "n.metadata.json"), FILES[1:])
+    alike = {"m_shard_0.xckpt-notes.shard", "m_shard_0.xckpt-0123456789abcdef.shard.txt.bak"}
+    for name in {*mine.values(), *others.values(), *alike}:
+        (tmp_path / name).write_bytes(b"some")
+    (tmp_path / ".m.metadata.json.xckpt-lock").write_bytes(b"")
+    save(dataset(2), target, "mlcp", overwrite=True)
+    assert names(tmp_path) == sorted([*FILES, *others.values(), *alike])
+
+
+def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "m.metadata.json"
     save(dataset(1), target, "mlcp")
-    publish = Sink._publish
-    done: list[str] = []
 
-    def interrupted(sink: Sink) -> None:
-        if len(done) == renamed:
+    take_name, taken = Sink.take_name, list[str]()
+
+    def once(sink: Sink) -> None:
+        if taken:
             raise KeyboardInterrupt
-        done.append(sink.target)
-        publish(sink)
+        taken.append(sink.name)
+        take_name(sink)
 
-    monkeypatch.setattr(Sink, "_publish", interrupted)
+    monkeypatch.setattr(Sink, "take_name", once)
     with pytest.raises(KeyboardInterrupt):
         save(dataset(2), target, "mlcp", overwrite=True)
     monkeypatch.undo()
-    assert not target.exists(), "rather nothing than old metadata of new shards"
-    assert set(names(tmp_path)) == set(FILES[1:])
+    with pytest.warns(CheckpointWarning, match=r"checkpoint is complete.*Save it again"):
+        assert values(target) == {2}
+    assert as_upstream(target) is None
+    with pytest.warns(CheckpointWarning, match="Save it again"):
+        convert(target, target, overwrite=True)
+    assert values(target) == {2}
+    assert as_upstream(target) is not None
+    assert names(tmp_path) == FILES
+
+
+def test_an_error_after_the_switch_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+    take_name, taken = Sink.take_name, list[str]()
+
+    def failing(sink: Sink) -> None:
+        taken.append(sink.name)
+        if len(taken) == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), sink.name)
+        take_name(sink)
+
+    monkeypatch.setattr(Sink, "take_name", failing)
+    with pytest.warns(
+        CheckpointWarning, match=r"m\.metadata\.json: the new checkpoint is complete"
+    ):
+        save(dataset(2), target, "mlcp", overwrite=True)
+    monkeypatch.undo()
+    assert complete(target) == {2}
     save(dataset(3), target, "mlcp", overwrite=True)
     assert values(target) == {3}
     assert names(tmp_path) == FILES
+
+
+def test_an_error_before_the_switch_leaves_the_old_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match=r"m\.metadata\.json") as caught:
+        save(dataset(2), target, "mlcp", overwrite=True)
+    assert str(caught.value).count("free some space") == 1
+    assert values(target) == {1}
+    assert names(tmp_path) == FILES
+    new = tmp_path / "n.metadata.json"
+    link, linked = os.link, list[Any]()
+
+    def failing_for_the_last(*args: Any) -> None:
+        linked.append(args)
+        if len(linked) > RANKS:
+            failing()
+        link(*args)
+
+    monkeypatch.setattr(os, "link", failing_for_the_last)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match=r"n\.metadata\.json"):
+        save(dataset(2), new, "mlcp")
+    assert names(tmp_path) == FILES
+
+
+def test_who_reads_meanwhile_gets_no_mixture(tmp_path: Path) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+    source, index = open_index(target)
+    save(dataset(2), target, "mlcp", overwrite=True)
+    with pytest.raises(FileChangedError):
+        sources_of(source, index.shards)
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_an_upload_that_fails_leaves_a_whole_checkpoint(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = f"memory://failing-{failing}/m.metadata.json"
+    folder = f"/failing-{failing}"
+    memory: Any = fsspec.filesystem("memory")
+    save(dataset(1), target, "mlcp")
+    done: list[Any] = []
+
+    def counted(call: Any) -> Any:
+        def called(*args: Any, **options: Any) -> Any:
+            done.append(args)
+            if len(done) == failing + 1:
+                raise OSError(errno.EIO, "the network is down")
+            return call(*args, **options)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        for name in ("put_file", "cp_file"):
+            patch.setattr(memory, name, counted(getattr(memory, name)))
+        if failing <= RANKS:
+            with pytest.raises(OSError, match="network is down"):
+                save(dataset(2), target, "mlcp", overwrite=True)
+        else:
+            with pytest.warns(CheckpointWarning, match="new checkpoint is complete"):
+                save(dataset(2), target, "mlcp", overwrite=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        with xr.open_dataset(target, engine="mlcp") as ds:
+            found = {float(v) for name in ds.variables for v in np.unique(ds[name].values)}
+    assert found == ({1} if failing <= RANKS else {2})
+    save(dataset(3), target, "mlcp", overwrite=True)
+    if failing < RANKS:  # else the server may have taken what it has not confirmed
+        assert sorted(path.rpartition("/")[2] for path in memory.ls(folder, detail=False)) == FILES
+    memory.rm(folder, recursive=True)
 
 
 def test_a_disk_that_fails_leaves_the_old_files(

@@ -13,11 +13,11 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
-from xckpt.arrays.parts import PartReader
+from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, nbytes_of
-from xckpt.errors import FormatError
+from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +30,8 @@ __all__ = ["LazyArray", "ReadOptions", "lazy_arrays"]
 
 # What a variable of an element type that is not known is shown with; its values cannot be had.
 _UNKNOWN = np.dtype("V1")
+# Decoded at most, while opening, of a part whose size neither the file nor its zstd frames state.
+_COUNTED_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,13 @@ def lazy_arrays(
         One array under None where the tensor is shown as a whole, else one for each part under
         its role.
     """
+    arrays = _arrays(tensor, sources, options)
+    return {role: lazy.of(tensor, role) for role, lazy in arrays.items()}
+
+
+def _arrays(
+    tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions
+) -> dict[str | None, LazyArray]:
     if tensor.problem is not None:
         dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else _UNKNOWN
         problem = tensor.problem
@@ -102,34 +111,13 @@ def _dense(tensor: Tensor, reader: PartReader, options: ReadOptions) -> DenseArr
     )
 
 
-def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> DenseArray:
+def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> LazyArray:
+    """Give a part as an array; one whose length cannot be found out is listed, and not read."""
     reader = readers[role]
-    shape = reader.part.shape
-    if shape is None:
-        shape = _decoded_shape(tensor, role, readers)
+    try:
+        shape = decoded_shape(tensor, role, reader, _COUNTED_NBYTES)
+    except CheckpointError as problem:
+        dtype = stored_dtype(reader.part.dtype)
+        located = problem.with_traceback(None).located(path=reader.source.name, tensor=tensor.name)
+        return UnreadableArray(tensor.name, reader.source, (reader.part.nbytes,), dtype, located)
     return DenseArray(tensor.name, reader, shape, decode=False, strict=tensor.strict)
-
-
-def _decoded_shape(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> tuple[int, ...]:
-    """Find the shape of a compressed part that states none, by decoding what tells it.
-
-    Only sparse and structural tensors have such parts. It reads while opening, which nothing else
-    does; sparse ones need it only where their parts are asked for (``decode=False``).
-    """
-    part = readers[role].part
-    size = nbytes_of(part.dtype, 1)
-    lines = tensor.ndim if role == "coords" else 1
-    # A sparse tensor has at most as many stored elements as it has positions. Of a structural one
-    # nothing is known; real data do not compress a thousandfold.
-    limit = max(tensor.size * lines * size, 1024 * part.nbytes)
-    nbytes = readers[role].count_nbytes(limit)
-    count, left = divmod(nbytes, size * lines)
-    if left:
-        raise FormatError(
-            f"part {role!r} decodes to {nbytes} bytes, which is not a whole number of elements",
-            path=readers[role].source.name,
-            tensor=tensor.name,
-            offset=part.offset,
-            rule="Encoding",
-        )
-    return (lines, count) if role == "coords" else (count,)

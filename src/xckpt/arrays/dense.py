@@ -5,19 +5,34 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.elements import elements, unpack_codes
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import AxisKey, contiguous_run, result_shape, take
+from xckpt.arrays.selection import (
+    AxisKey,
+    contiguous_run,
+    groups,
+    is_all,
+    leading_axes,
+    positions,
+    result_shape,
+    take,
+)
 from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
+from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from xckpt.arrays.parts import PartReader
 
 __all__ = ["DenseArray"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Read at a time where not all of it is kept; it stays in the second-level cache.
+_BLOCK_NBYTES = 1 << 20
 
 
 class DenseArray(LazyArray):
@@ -61,10 +76,14 @@ class DenseArray(LazyArray):
 
     def chunks(self, target: int) -> Chunks:
         """Give chunks that are runs of bytes; see `LazyArray.chunks`."""
-        if self.reader.part.encoding == "zstd":
+        if self.reader.part.encoding in STREAMS:
             # It decodes from its start only: cut up, it would be decoded once for each chunk.
             return tuple((size,) for size in self.shape)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
+
+    def allocate(self, order: Any = None) -> Array:
+        """Return memory for the whole array, by default in the order of the file."""
+        return super().allocate(order or self.order)
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
@@ -74,23 +93,135 @@ class DenseArray(LazyArray):
             return self._select_c_order(self.shape[::-1], key[::-1]).T
         return self._select_c_order(self.shape, key)
 
+    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        turned = self.order == "F"
+        memory = out.T if turned else out
+        run = contiguous_run(*((self.shape[::-1], key[::-1]) if turned else (self.shape, key)))
+        if self._is_wide and out.size and is_all(run) and memory.flags.c_contiguous:
+            self._read_run(run.start, memory.reshape(-1))
+        else:
+            out[...] = self._select(key)
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether the file has the elements as they are, in bytes of their own."""
+        return self.reader.is_raw and ELEMENT_TYPES[self.reader.part.dtype].bits >= 8
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether reading copies them into memory of this process, and costs little but that."""
+        return self._is_wide and self.reader.source.worth_skipping is not None
+
     def _select_c_order(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Any:
         run = contiguous_run(shape, key)
-        flat = self._elements(run.start, run.start + prod(run.shape))
-        return take(flat.reshape(run.shape), run.key)
+        size = prod(run.shape)
+        wasteful = size * self.dtype.itemsize > _BLOCK_NBYTES
+        wasteful = wasteful and size > 2 * prod(result_shape(shape, key))
+        if wasteful and self._is_copied:
+            return self._gathered(shape, key)
+        flat = self._elements(run.start, run.start + size)
+        taken = take(flat.reshape(run.shape), run.key)
+        # What was not asked for must not stay in memory; a memory map is none.
+        return taken.copy() if wasteful and flat.flags.writeable else taken
 
-    def _elements(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def _gathered(self, shape: tuple[int, ...], key: tuple[AxisKey, ...]) -> Array:
+        """Read what is scattered, in little more memory than the result has."""
+        part, source = self.reader.part, self.reader.source
+        self.reader.check(nbytes_of(part.dtype, prod(shape)))
+        itemsize = nbytes_of(part.dtype, 1)
+        split = leading_axes(shape, key, (source.worth_skipping or 0) // itemsize)
+        run = contiguous_run(shape[split:], key[split:])
+        nbytes = prod(run.shape) * itemsize
+        count = prod(result_shape(shape[:split], key[:split]))
+        if count == 1 or nbytes > _BLOCK_NBYTES:
+            return self._gathered_by_rows(shape, key, one_by_one=count > 1)
+        starts = np.full(1, run.start)
+        for axis in range(split):
+            along = np.asarray(positions(key[axis], shape[axis])) * prod(shape[axis + 1 :])
+            starts = np.add.outer(starts, along).reshape(-1)
+        out = np.empty((count, *result_shape(run.shape, run.key)), self.dtype)
+        step = _BLOCK_NBYTES // nbytes
+        buffer = np.empty(min(step, count) * nbytes, np.uint8)
+        for at in range(0, count, step):
+            offsets = part.offset + starts[at : at + step] * itemsize
+            memory = buffer[: len(offsets) * nbytes].data
+            source.read_pieces(offsets.tolist(), nbytes, memory)
+            pieces = self.decoded(memory, 0).reshape(-1, *run.shape)
+            out[at : at + step] = take(pieces, (slice(None), *run.key))
+        return out.reshape(result_shape(shape, key))
+
+    def _gathered_by_rows(
+        self, shape: tuple[int, ...], key: tuple[AxisKey, ...], *, one_by_one: bool
+    ) -> Array:
+        """Read a few positions at a time of the first axis that has several."""
+        run = contiguous_run(shape, key)
+        axis = next(axis for axis, length in enumerate(run.shape) if length > 1)
+        count = len(positions(key[axis], shape[axis]))
+        nbytes = prod(run.shape) * self.dtype.itemsize // count
+        step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
+        out = np.empty(result_shape(shape, key), self.dtype)
+        before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
+        for number, some in enumerate(groups(key[axis], shape[axis], step)):
+            where = (*before, slice(number * step, (number + 1) * step))
+            out[where] = self._select_c_order(shape, (*key[:axis], some, *key[axis + 1 :]))
+        return out
+
+    def _elements(self, start: int, stop: int) -> Array:
+        if self._is_copied:
+            flat = np.empty(stop - start, self.dtype)
+            self._read_run(start, flat)
+            return flat
         part = self.reader.part
         bits = ELEMENT_TYPES[part.dtype].bits
         nbytes = nbytes_of(part.dtype, prod(self.shape))
         data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, nbytes)
+        return self._unpacked(data, start, stop) if bits < 8 else self.decoded(data, start)
+
+    def _read_run(self, start: int, flat: Array) -> None:
+        """Read elements from `start` on into a flat array."""
+        part, source = self.reader.part, self.reader.source
+        self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+        offset = part.offset + nbytes_of(part.dtype, start)
+        if self._is_native:
+            source.read_into(offset, flat.view(np.uint8).data)
+            return
+        at = 0
+        for block in source.blocks(offset, nbytes_of(part.dtype, flat.size), _BLOCK_NBYTES):
+            values = self.decoded(block, start + at)
+            flat[at : at + len(values)] = values
+            at += len(values)
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the bytes of elements in memory are those in the file."""
+        part = self.reader.part
+        return (
+            part.byteorder == "little"
+            and part.dtype != "bool"
+            and self.dtype == stored_dtype(part.dtype)
+        )
+
+    def decoded(self, data: memoryview, start: int) -> Array:
+        """Return the elements that whole bytes of the part hold, from the element `start` on."""
+        part = self.reader.part
+        bits = ELEMENT_TYPES[part.dtype].bits
         if bits < 8:
-            return self._unpacked(data, start, stop)
+            stop = start + len(data) * 8 // bits
+            return self._unpacked(data, start, min(stop, prod(self.shape)))
         return elements(
             data, part.dtype, decode=self.decode, byteorder=part.byteorder, strict=self.strict
         )
 
-    def _unpacked(self, data: memoryview, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def check(self) -> None:
+        """Read what has rules of its own: booleans, and padding after the last element."""
+        element, size = ELEMENT_TYPES[self.reader.part.dtype], prod(self.shape)
+        if element.bits < 8 and size:
+            self._elements(size - 1, size)
+        elif element.decoded == "bool":
+            for data in self.reader.blocks(nbytes_of(element.name, size), _BLOCK_NBYTES):
+                self.decoded(data, 0)
+
+    def _unpacked(self, data: memoryview, start: int, stop: int) -> Array:
         """Give 4-bit elements, the low half of a byte first."""
         dtype = self.reader.part.dtype
         bits = ELEMENT_TYPES[dtype].bits

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import product
 from math import prod
@@ -12,10 +16,12 @@ import dask.array as da
 import numpy as np
 from dask._task_spec import DataNode, GraphNode, Task
 from dask.array.core import finalize, getter
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
 from xckpt.arrays.sliced import SlicedArray, cut_chunks
-from xckpt.storage import is_mapped, release
+from xckpt.errors import locating
+from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,9 +32,6 @@ if TYPE_CHECKING:
     from xckpt.arrays.selection import AxisKey
 
 __all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_array"]
-
-# Copied from a map before the pages behind it are dropped.
-_PIECE_NBYTES = 16 << 20
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
@@ -65,9 +68,13 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     # Cached properties of Array, which xarray asks for a dozen times while it builds a Dataset.
     array.__dict__["shape"] = lazy.shape
     array.__dict__["ndim"] = len(lazy.shape)
-    # On the instance, because it is for whole tensors only; a slice of the array is another array,
-    # and its chunks may be views of more than they show.
-    if not isinstance(lazy, SlicedArray):
+    # On the instance, because it is for what is stored only: what is done to the array makes
+    # another one.
+    is_dense = isinstance(meta, np.ndarray)
+    if is_dense and _nbytes(lazy) >= UNCHECKED_NBYTES:
+        array.__dict__["__dask_postcompute__"] = partial(_checked_postcompute, lazy, chunks)
+    # The chunks of a slice may be views of more than they show.
+    elif not isinstance(lazy, SlicedArray):
         array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
     return array
 
@@ -148,6 +155,17 @@ class TensorGraph(HighLevelGraph):
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorGraph, self._tensor
 
+    def copy(self) -> HighLevelGraph:
+        """Return the graph for computing the whole array.
+
+        Dask copies the graph of an array that is itself asked for, and no other.
+        """
+        lazy, name, chunks = self._tensor
+        layer = TensorLayer(lazy, name, chunks)
+        if len(layer) > 1 and isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray):
+            layer.result = _Result(lazy)
+        return HighLevelGraph({name: layer}, {name: set()})
+
     @property
     def lazy(self) -> LazyArray:
         """The array in the file."""
@@ -187,6 +205,8 @@ class TensorLayer(Layer):
         self.lazy = lazy
         self.name = name
         self.chunks = chunks
+        # Where all chunks are read to, if all of them are wanted; other processes have none.
+        self.result: _Result | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorLayer, (self.lazy, self.name, self.chunks)
@@ -199,6 +219,8 @@ class TensorLayer(Layer):
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
+        if self.result is not None:
+            return Task(key, _read_into, self.result, DataNode(self.name, self.lazy), key, index)
         lazy, index = self.lazy.narrowed(index)
         # A node, because dask asks what is indexed for its key. asarray and lock of the getter are
         # positional, or dask does not see that it is one.
@@ -237,6 +259,72 @@ def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
     return tuple(along)
 
 
+class _Result:
+    """Memory for a whole array, which its chunks are read into, each at its place.
+
+    Joining chunks afterwards would take twice the memory. A graph may be computed again, even at
+    the same time: then a chunk that is there already begins new memory, and `_gathered` joins what
+    is not in one piece.
+    """
+
+    def __init__(self, lazy: LazyArray) -> None:
+        self._lazy = lazy
+        self._lock = threading.Lock()
+        self._whole: Any = None
+        self._filled: set[Any] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nowhere, ()
+
+    def place(self, key: Any, index: tuple[slice, ...]) -> Any:
+        """Return the memory of a chunk, to be filled by who asks."""
+        with self._lock:
+            whole = None if self._whole is None else self._whole()
+            if whole is None or key in self._filled:
+                whole = self._lazy.allocate()
+                self._whole = weakref.ref(whole)  # the chunks keep it
+                self._filled.clear()
+            self._filled.add(key)
+        return whole[index]
+
+
+def _nowhere() -> None:
+    """Return what a result is in another process."""
+
+
+def _read_into(result: _Result | None, lazy: LazyArray, key: Any, index: tuple[slice, ...]) -> Any:
+    """Read a chunk into its place."""
+    if result is None:
+        return lazy[index]
+    block = result.place(key, index)
+    lazy.read_into(block, index)
+    return block
+
+
+def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[Any, ...]]:
+    """Refuse to compute, before any chunk is, what would not fit in memory when it is put together.
+
+    On a cluster chunks may stay where they are: there it is found out when they come together.
+    """
+    if not _is_on_cluster():
+        with locating(path=lazy.source.name, tensor=lazy.name):
+            require_memory(_nbytes(lazy), lazy.advice)
+    if isinstance(lazy, SlicedArray):
+        return finalize, ()
+    return _gathered, (chunks,)
+
+
+def _nbytes(lazy: LazyArray) -> int:
+    return prod(lazy.shape) * lazy.dtype.itemsize
+
+
+def _is_on_cluster() -> bool:
+    distributed = sys.modules.get("distributed")
+    with suppress(ValueError):
+        return distributed is not None and distributed.default_client() is not None
+    return False
+
+
 @lru_cache(maxsize=4096)
 def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
     return lambda: (_gathered, (chunks,))
@@ -244,42 +332,15 @@ def _postcompute(chunks: Chunks) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
 
 def _gathered(results: Any, chunks: Chunks) -> Any:
     """Join computed chunks into memory of its own."""
-    first = results
-    while isinstance(first, list | tuple):
-        first = first[0]
-    if is_mapped(first):
-        return _copied(results, first, chunks)
+    blocks = list(flatten(results, container=(list, tuple)))
     whole = tuple(map(sum, chunks))
-    if isinstance(first, np.ndarray) and first.shape == whole and first.flags.writeable:
-        # Made for this result alone; dask's finalize would copy it once more.
-        return first
+    # Where they are this one array, it was made for this result alone; a memory map is read-only.
+    one = blocks[0] if len(blocks) == 1 else getattr(blocks[0], "base", None)
+    if (
+        isinstance(one, np.ndarray)
+        and one.shape == whole
+        and one.flags.writeable
+        and all(block is one or block.base is one for block in blocks)
+    ):
+        return one
     return finalize(results)
-
-
-def _copied(results: Any, first: Any, chunks: Chunks) -> Any:
-    """Copy chunks that are views of a memory map, and drop the mapped pages behind them.
-
-    Dropping them piece by piece keeps the peak of resident memory at the size of the result,
-    where a copy from a map would otherwise double it.
-    """
-    fortran = first.flags.f_contiguous and not first.flags.c_contiguous
-    whole: Any = np.empty(tuple(map(sum, chunks)), first.dtype, "F" if fortran else "C")
-    positions = product(*(range(len(sizes)) for sizes in chunks))
-    for position, index in zip(positions, product(*_slices(chunks)), strict=True):
-        block = results
-        for step in position:
-            block = block[step]
-        block = block[0] if isinstance(block, list | tuple) else block
-        target = whole[index]
-        # A transpose is a view: the slowest axis comes first.
-        _copy_and_release(*((block.T, target.T) if fortran else (block, target)))
-    return whole
-
-
-def _copy_and_release(block: Any, target: Any) -> None:
-    rows = len(block) if block.ndim else 1
-    step = max(1, rows * _PIECE_NBYTES // max(1, block.nbytes))
-    for start in range(0, rows, step):
-        piece = (slice(start, start + step),) if block.ndim else ()
-        target[piece] = block[piece]
-        release(block[piece])

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take, whole
-from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from xckpt.index import Tensor
     from xckpt.storage import Source
 
-__all__ = ["LazyArray", "RowBlockArray", "UnreadableArray"]
+__all__ = ["LazyArray", "Origin", "RowBlockArray", "UnreadableArray"]
+
+
+class Origin(NamedTuple):
+    """What an array shows all of: a tensor as its file describes it, or one part of that."""
+
+    tensor: Tensor
+    role: str | None
 
 
 class LazyArray(ABC):
@@ -36,7 +46,11 @@ class LazyArray(ABC):
         Of what indexing gives.
     """
 
-    __slots__ = ("dtype", "name", "shape", "source")
+    # What has no origin does not have the attribute either: tasks are smaller without it.
+    __slots__ = ("_origin", "dtype", "name", "shape", "source")
+
+    #: What to do where all of it does not fit in memory.
+    advice = "Select less of it at once"
 
     def __init__(
         self, name: str, source: Source, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -51,17 +65,38 @@ class LazyArray(ABC):
         """Number of axes."""
         return len(self.shape)
 
+    @property
+    def sources(self) -> Collection[Source]:
+        """All files that it is in."""
+        return [self.source]
+
+    @property
+    def origin(self) -> Origin | None:
+        """Which tensor it is, where it is all of one, or all of a part of one."""
+        return getattr(self, "_origin", None)
+
+    def of(self, tensor: Tensor, role: str | None) -> Self:
+        """Say which tensor it is, and return it."""
+        self._origin = Origin(tensor, role)
+        return self
+
     def __getitem__(self, key: Any) -> Any:
         chosen = normalize(key, self.shape)
-        try:
+        with locating(path=self.source.name, tensor=self.name):
             return self._select(chosen)
-        except CheckpointError as error:
-            error.located(path=self.source.name, tensor=self.name)
-            raise
+
+    def read_into(self, out: np.ndarray[Any, Any], key: Any) -> None:
+        """Read a selection into an array of its shape and dtype."""
+        chosen = normalize(key, self.shape)
+        with locating(path=self.source.name, tensor=self.name):
+            self._select_into(chosen, out)
 
     @abstractmethod
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         """Give the selection of a normalised index."""
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        out[...] = self._select(key)
 
     def chunks(self, target: int) -> Chunks:
         """Give the chunks that reading it is cheapest in.
@@ -110,7 +145,22 @@ class LazyArray(ABC):
         key : tuple of int, slice or array
             The selection of it.
         """
-        return self, key
+        return self.bare(), key
+
+    def bare(self) -> Self:
+        """Return the same without its `origin`, which reading does not need."""
+        if self.origin is None:
+            return self
+        bare = copy(self)
+        del bare._origin  # noqa: SLF001  a copy of this object
+        return bare
+
+    def allocate(self, order: Any = "C") -> np.ndarray[Any, Any]:
+        """Return memory for the whole array, to be read into."""
+        try:
+            return np.empty(self.shape, self.dtype, order)
+        except (MemoryError, ValueError) as error:
+            raise MemoryError(f"{self.source.name}: tensor {shown(self.name)}: {error}") from error
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """Give an array without elements, of the kind and dtype that indexing gives."""

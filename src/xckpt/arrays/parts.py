@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from xckpt.errors import CheckpointWarning, FormatError, UnsupportedError
+from xckpt.dtypes import nbytes_of
+from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.storage import digests, encodings
 from xckpt.storage.pool import Pool
+from xckpt.storage.source import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable, Iterator
 
-    from xckpt.index import Part
+    from xckpt.index import Part, Tensor
     from xckpt.storage import Source
 
-__all__ = ["PartReader"]
+__all__ = ["PartReader", "decoded_shape"]
 
 # A table is read once, not for each of the chunks that need it.
 _tables: Pool[encodings.SeekTable] = Pool(limit=256)
@@ -25,6 +28,13 @@ _tables: Pool[encodings.SeekTable] = Pool(limit=256)
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
 _verified: set[Hashable] = set()
 _verifying = tuple(threading.Lock() for _ in range(64))
+
+# Read of a compressed part to find the headers of its frames.
+_HEAD_NBYTES = 4096
+# Of what is decoded only to be hashed, at a time.
+_BLOCK_NBYTES = 8 << 20
+# More than any part decodes to.
+_ANY = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +69,8 @@ class PartReader:
         Returns
         -------
         memoryview
-            A view of the memory map for a raw part of a mapped file; writable or not, it must
-            not be written to.
+            Memory of its own, but for inline bytes and raw parts of mapped files: writable or
+            not, it must not be written to.
 
         Raises
         ------
@@ -69,85 +79,136 @@ class PartReader:
         IntegrityError
             If the digest disagrees.
         UnsupportedError
-            If the encoding is not known.
+            If the encoding is not known, or the range does not fit in memory.
         """
+        with self._placing():
+            self.check(nbytes)
+            data = self._bytes(start, stop, nbytes)
+            if (start, stop) == (0, nbytes):
+                for _ in self._checked([data]):
+                    pass
+            return data
+
+    def blocks(self, nbytes: int, block_nbytes: int) -> Iterator[memoryview]:
+        """Read all decoded bytes in order, in memory of constant size; see `read`."""
+        part = self.part
+        with self._placing():
+            self.check(nbytes)
+            if self.is_raw and nbytes == 0:  # what has no elements needs no file
+                return
+            if self.is_raw:
+                yield from self.source.blocks(part.offset, nbytes, block_nbytes)
+            elif part.encoding in encodings.STREAMS:
+                codec, stored = encodings.STREAMS[str(part.encoding)], self.stored_blocks()
+                blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
+                yield from self._checked(blocks)
+            else:
+                starts = range(0, nbytes, block_nbytes)
+                ranges = ((at, min(at + block_nbytes, nbytes)) for at in starts)
+                yield from self._checked(self._bytes(*each, nbytes) for each in ranges)
+
+    def check(self, nbytes: int) -> None:
+        """Check what can be known before anything is decoded, and the digest if asked to."""
         part = self.part
         if part.digest is not None and self.verify is not False:
             digests.parse(part.digest)  # a malformed one is an error even where it is not checked
             if self.verify:
                 self._verify_once(nbytes)
+        if part.encoding is None and part.nbytes != nbytes:
+            raise FormatError(
+                f"a part has {part.nbytes} bytes, but {nbytes} are needed",
+                offset=part.offset,
+                rule="LayoutData",
+            )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether its bytes are a range of the file, as they are."""
+        return self.part.encoding is None and self.part.inline is None
+
+    def stored(self) -> memoryview:
+        """Return all bytes as they are stored."""
+        if self.part.inline is not None or not self.part.nbytes:
+            return memoryview(self.part.inline or b"")  # for no bytes no file is needed
+        return self.source.view(self.part.offset, self.part.nbytes)
+
+    def stored_blocks(self) -> memoryview | Blocks:
+        """Return all bytes as they are stored, to be read block by block."""
+        if self.part.inline is not None or not self.part.nbytes:
+            return memoryview(self.part.inline or b"")
+        return Blocks(self.source, self.part.offset, self.part.nbytes)
+
+    def stated_nbytes(self) -> int | None:
+        """Return the decoded size as the file or the headers of zstd frames state it, if so."""
+        part = self.part
         if part.encoding is None:
-            if part.nbytes != nbytes:
-                raise FormatError(
-                    f"a part has {part.nbytes} bytes, but {nbytes} are needed",
-                    offset=part.offset,
-                    rule="LayoutData",
-                )
+            return part.nbytes
+        if part.decoded_nbytes is not None or part.encoding != "zstd":
+            return part.decoded_nbytes
+        with self._placing():
+            head = self.source.read(part.offset, min(part.nbytes, _HEAD_NBYTES))
+            return encodings.stated_nbytes(head, part.nbytes)
+
+    def count_nbytes(self, limit: int = _ANY) -> int:
+        """Find the decoded size of a zstd part by decoding it, in memory of constant size."""
+        with self._placing():
+            try:
+                return encodings.decompressed_nbytes(self.stored_blocks(), limit)
+            except encodings.LongStreamError as error:
+                raise UnsupportedError(
+                    f"its size is not stated, and counting ends after {limit} decoded bytes",
+                    rule="Encoding",
+                    hint="Compress it anew, in one frame that states its size",
+                ) from error
+
+    @contextmanager
+    def _placing(self) -> Iterator[None]:
+        """Say in errors where the part is."""
+        try:
+            yield
+        except (FormatError, IntegrityError, UnsupportedError) as error:
+            error.offset = self.part.offset if error.offset is None else error.offset
+            raise
+
+    def _bytes(self, start: int, stop: int, nbytes: int) -> memoryview:
+        part = self.part
+        if part.encoding is None:
             if part.inline is not None:
                 return memoryview(part.inline)[start:stop]
             return self.source.view(part.offset + start, stop - start)
-        if part.encoding == "zstd":
-            return self._read_zstd(start, stop, nbytes)
+        if part.encoding in encodings.STREAMS:
+            codec: Any = encodings.STREAMS[part.encoding]
+            decoded: memoryview
+            if (start, stop) == (0, nbytes) and not part.skip:
+                decoded = codec.decompress(self.stored(), nbytes)
+            else:
+                first = part.skip + start
+                decoded = codec.decompress_range(self.stored_blocks(), first, part.skip + stop)
+            return decoded
         if part.encoding == "zstd-seekable":
-            return self._read_seekable(start, stop, nbytes)
-        raise UnsupportedError(f"encoding {part.encoding!r} is not known", offset=part.offset)
+            return self._frames(start, stop, nbytes)
+        raise UnsupportedError(f"encoding {part.encoding!r} is not known")
 
-    def stored(self) -> memoryview:
-        """Give all bytes as they are stored."""
-        if self.part.inline is not None:
-            return memoryview(self.part.inline)
-        return self.source.view(self.part.offset, self.part.nbytes)
-
-    def count_nbytes(self, limit: int) -> int:
-        """Find the decoded size of a compressed part by decoding it.
-
-        Parameters
-        ----------
-        limit : int
-            The largest size that makes sense, in bytes.
-
-        Returns
-        -------
-        int
-            Size in bytes; memory use does not depend on it.
-
-        Raises
-        ------
-        FormatError
-            If it does not decode, or to more than `limit`.
-        """
-        return encodings.decompressed_nbytes(self.stored(), limit)
-
-    def _read_zstd(self, start: int, stop: int, nbytes: int) -> memoryview:
-        stored = self.stored()
-        if (start, stop) != (0, nbytes):
-            return encodings.decompress_prefix(stored, stop)[start:]
-        decoded = encodings.decompress(stored, nbytes)
-        self._check_decoded(stored, decoded)
-        return decoded
-
-    def _read_seekable(self, start: int, stop: int, nbytes: int) -> memoryview:
+    def _frames(self, start: int, stop: int, nbytes: int) -> memoryview:
         part = self.part
         key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
         table = _tables.get(
             key,
             lambda: encodings.read_seek_table(self.source.view, part.offset, part.nbytes, nbytes),
         )
-        decoded = encodings.read_frames(self.source.view, part.offset, table, start, stop)
-        if (start, stop) == (0, nbytes):
-            self._check_decoded(None, decoded)
-        return decoded
+        return encodings.read_frames(self.source.view, part.offset, table, start, stop)
 
-    def _check_decoded(self, stored: memoryview | None, decoded: memoryview) -> None:
-        """Check the digest of what was just decoded, unless asked not to or done before."""
-        if self.part.digest is None or self.verify is not None:
-            return
-        if not digests.is_known(self.part.digest):
-            return
-        if self.part.digest_of == "decoded":
-            digests.check(self.part.digest, decoded)
+    def _checked(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Hand on all decoded bytes, and check their digest, unless asked not to or done before."""
+        part = self.part
+        is_due = part.encoding is not None and self.verify is None
+        if part.digest is None or not is_due or not digests.is_known(part.digest):
+            yield from blocks
+        elif part.digest_of == "decoded":
+            yield from digests.checked(part.digest, blocks)
         else:
-            digests.check(self.part.digest, self.stored() if stored is None else stored)
+            yield from blocks
+            digests.check(part.digest, self.stored_blocks())
 
     def _verify_once(self, nbytes: int) -> None:
         part = self.part
@@ -163,7 +224,36 @@ class PartReader:
             text = f"{self.source.name}: byte {self.part.offset}: {digest!r} cannot be verified"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         elif self.part.digest_of == "stored" or self.part.encoding is None:
-            digests.check(digest, self.stored())
+            digests.check(digest, self.stored_blocks())
         else:
-            unverified = PartReader(self.source, self.part, verify=False)
-            digests.check(digest, unverified.read(0, nbytes, nbytes))
+            unverified = replace(self, verify=False)
+            for _ in digests.checked(digest, unverified.blocks(nbytes, _BLOCK_NBYTES)):
+                pass
+
+
+def decoded_shape(
+    tensor: Tensor, role: str, reader: PartReader, limit: int = _ANY
+) -> tuple[int, ...]:
+    """Return the shape of the array that a part decodes to.
+
+    Where neither the file nor the headers of zstd frames say how long it is, it is decoded to
+    count its elements, up to `limit` bytes. Only sparse and structural tensors have such parts.
+    """
+    part = reader.part
+    if tensor.layout == "dense" and role == "data":
+        return tensor.shape
+    if part.shape is not None:
+        return part.shape
+    nbytes = reader.stated_nbytes()
+    if nbytes is None:
+        nbytes = reader.count_nbytes(limit)
+    is_list_of_axes = tensor.layout == "sparse_coo" and role == "coords"
+    lines = tensor.ndim if is_list_of_axes else 1
+    count, left = divmod(nbytes, nbytes_of(part.dtype, 1) * lines)
+    if left:
+        raise FormatError(
+            f"part {role!r} decodes to {nbytes} bytes, which is not a whole number of elements",
+            offset=part.offset,
+            rule="Encoding",
+        )
+    return (lines, count) if is_list_of_axes else (count,)

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Run", "contiguous_run", "normalize", "result_shape", "take", "whole"]
+__all__ = [
+    "Run",
+    "contiguous_run",
+    "groups",
+    "is_all",
+    "leading_axes",
+    "normalize",
+    "positions",
+    "result_shape",
+    "take",
+    "whole",
+]
 
 AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
 
@@ -195,6 +206,58 @@ def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...
         elif not isinstance(entry, int):
             sizes.append(len(entry))
     return tuple(sizes)
+
+
+def is_all(run: Run) -> bool:
+    """Whether what is taken of a run is all of it, in its order."""
+    key = tuple([slice(0, 1, 1) if isinstance(entry, int) else entry for entry in run.key])
+    return all(isinstance(entry, slice) for entry in key) and key == whole(run.shape)
+
+
+def positions(entry: AxisKey, length: int) -> range | np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the positions on an axis that an entry selects, in the order of the result."""
+    if isinstance(entry, slice):
+        return range(length)[entry]
+    return np.atleast_1d(np.asarray(entry))
+
+
+def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
+    """Cut an entry into entries that select `size` positions each, in the same order.
+
+    Examples
+    --------
+    >>> list(groups(slice(9, None, -4), 10, 2))
+    [slice(9, 1, -4), slice(1, None, -4)]
+    """
+    chosen = positions(entry, length)
+    for start in range(0, len(chosen), size):
+        part = chosen[start : start + size]
+        yield (
+            slice(part.start, None if part.stop < 0 else part.stop, part.step)
+            if isinstance(part, range)
+            else part
+        )
+
+
+def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
+    """Return along how many axes it is best to read each selected position by itself.
+
+    One read costs as much as the elements in it and `skip` more.
+
+    Examples
+    --------
+    >>> leading_axes((100, 1000), (slice(0, 100, 1), 7), skip=10)
+    1
+    >>> leading_axes((100, 1000), (slice(0, 100, 1), 7), skip=2000)
+    0
+    """
+    best, lowest, count = 0, float("inf"), 1
+    for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
+        cost = count * (prod(contiguous_run(shape[axis:], key[axis:]).shape) + skip)
+        if cost < lowest:
+            best, lowest = axis, cost
+        count *= len(positions(entry, length))
+    return best
 
 
 def take(block: Any, key: Sequence[AxisKey]) -> Any:

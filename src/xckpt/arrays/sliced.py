@@ -11,10 +11,11 @@ from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.selection import result_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.selection import AxisKey
+    from xckpt.storage import Source
 
 __all__ = ["SlicedArray", "compose", "cut_chunks"]
 
@@ -37,6 +38,16 @@ class SlicedArray(LazyArray):
         self.base = base
         self.key = key
 
+    @property
+    def sources(self) -> Collection[Source]:
+        """Those of the base; see `LazyArray.sources`."""
+        return self.base.sources
+
+    @property
+    def advice(self) -> str:  # type: ignore[override]  # that of the base
+        """What to do where all of it does not fit in memory."""
+        return self.base.advice
+
     def chunks(self, target: int) -> Chunks:
         """Give the chunks of the base, cut; see `LazyArray.chunks`."""
         return cut_chunks(self.base.chunks(target), self.key)
@@ -55,6 +66,9 @@ class SlicedArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         return self.base[compose(self.key, key)]
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        self.base.read_into(out, compose(self.key, key))
 
 
 def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:

@@ -13,10 +13,10 @@ import numpy as np
 from xckpt.arrays import lazy_arrays
 from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import AxisKey, result_shape, whole
+from xckpt.arrays.selection import AxisKey, positions, result_shape, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from xckpt.arrays import ReadOptions
     from xckpt.index import Tensor
@@ -115,6 +115,18 @@ class StackedArray(LazyArray):
         self.members = members
         self.grid = grid
 
+    @property
+    def sources(self) -> Collection[Source]:
+        """Those of all members; see `LazyArray.sources`."""
+        if isinstance(self.members, TensorArrays):
+            return self.members.sources.values()
+        return {source for member in self.members for source in member.sources}
+
+    @property
+    def advice(self) -> str:  # type: ignore[override]  # that of the members
+        """What to do where all of it does not fit in memory."""
+        return self.members[0].advice
+
     def chunks(self, target: int) -> Chunks:
         """Give a chunk or several to each member; small members share some."""
         first = self.members[0]
@@ -148,7 +160,7 @@ class StackedArray(LazyArray):
         places, grid = self._places(outer)
         if not places:
             return self, key
-        members = tuple([self.members[place] for place in places])
+        members = tuple([self.members[place].bare() for place in places])
         return StackedArray(self.name, members, grid), whole(grid) + inner
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
@@ -158,15 +170,27 @@ class StackedArray(LazyArray):
             return self.empty(shape)
         if all(isinstance(entry, int) for entry in outer):
             return self.members[self._position(outer)][inner]
-        places = product(*map(_positions, outer, self.grid))
+        places = product(*map(positions, outer, self.grid))
         chosen = [self.members[self._position(place)] for place in places]
         if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
             return _sparse_stack([member[inner] for member in chosen], shape)
-        return _stack(chosen, inner, shape, self.dtype)
+        if len(chosen) == 1:
+            return chosen[0][inner].reshape(shape)
+        stacked = np.empty(shape, self.dtype)
+        _stack_into(stacked, chosen, inner)
+        return stacked
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        if not out.flags.c_contiguous or not out.size:
+            super()._select_into(key, out)
+            return
+        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
+        places = product(*map(positions, outer, self.grid))
+        _stack_into(out, [self.members[self._position(place)] for place in places], inner)
 
     def _places(self, outer: Sequence[AxisKey]) -> tuple[list[int], tuple[int, ...]]:
         """Give the members at some positions of the grid, and the grid that they make."""
-        along = list(map(_positions, outer, self.grid))
+        along = list(map(positions, outer, self.grid))
         grid = [len(s) for s, e in zip(along, outer, strict=True) if not isinstance(e, int)]
         return [self._position(place) for place in product(*along)], tuple(grid)
 
@@ -184,23 +208,13 @@ class StackedArray(LazyArray):
         return position
 
 
-def _positions(entry: AxisKey, count: int) -> list[int]:
-    if isinstance(entry, slice):
-        return list(range(count)[entry])
-    return [int(step) for step in np.atleast_1d(entry)]
-
-
-def _stack(
-    members: list[LazyArray], inner: tuple[AxisKey, ...], shape: tuple[int, ...], dtype: Any
-) -> Any:
-    """Read members into one array; each is let go before the next is read."""
-    if len(members) == 1:
-        return members[0][inner].reshape(shape)
-    stacked = np.empty(shape, dtype)
-    flat = stacked.reshape(len(members), *_tail(shape, inner))
+def _stack_into(
+    out: np.ndarray[Any, Any], members: list[LazyArray], inner: tuple[AxisKey, ...]
+) -> None:
+    """Read members one after another into a contiguous array."""
+    flat = out.reshape(len(members), *_tail(out.shape, inner))
     for place, member in enumerate(members):
-        flat[place] = member[inner]
-    return stacked
+        member.read_into(flat[place, ...], inner)
 
 
 def _tail(shape: tuple[int, ...], inner: tuple[AxisKey, ...]) -> tuple[int, ...]:

@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NotImplementedError, OSError) as error:
         complain(one_line(error))
         return _FAILED
+    except MemoryError:
+        complain("memory ran out")
+        return _FAILED
     return status
 
 

@@ -14,12 +14,12 @@ from xckpt.cli.output import (
     Column,
     complain,
     figure,
+    is_terminal,
     json_rows,
     print_document,
     print_table,
     require_columns,
 )
-from xckpt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,16 +76,14 @@ def compare(
         _require_pattern(rename[0])
     require_columns([sort] if sort else [], MEASURES)
     both = replace(reading, tensors=())
-    sizes = [sum(each.nbytes for each in both.index(file).tensors.values()) for file in (a, b)]
-    with progress_bar("compare", sum(sizes)) as progress:
-        result = compute(
-            both.dataset(a),
-            both.dataset(b),
-            names=rename,
-            tensors=reading.wanted,
-            progress=progress,
-            cache=not no_cache,
-        )
+    result = compute(
+        both.dataset(a),
+        both.dataset(b),
+        names=rename,
+        tensors=reading.wanted,
+        progress=is_terminal(),
+        cache=not no_cache,
+    )
     frame = table(result)
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor of {a} or {b}")

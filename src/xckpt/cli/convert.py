@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.files import Reading, engine_type, json_option, pairs, reading_options
-from xckpt.cli.output import complain, print_document
-from xckpt.cli.progress import progress_bar
+from xckpt.cli.output import complain, is_terminal, print_document
 from xckpt.errors import CheckpointError
 from xckpt.notebook.formatting import binary_size, counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.formats import Writer
+    from xckpt.formats import Format
     from xckpt.index import Index
 
 __all__ = ["convert"]
@@ -26,9 +25,9 @@ __all__ = ["convert"]
 @click.argument("file")
 @click.argument("new")
 @click.option("--to", type=engine_type, help="Format of NEW; by default its ending tells.")
-@click.option("--compression", metavar="NAME", help="zstd, zstd-seekable or none.")
+@click.option("--compression", metavar="NAME", help="Such as zstd or deflate, or none.")
 @click.option("--level", metavar="N", help="Of the compression, 1 to 22.")
-@click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")
+@click.option("--digest", metavar="NAME", help="Such as crc32c or sha256, or none.")
 @click.option("--dtype", metavar="TYPE", help="Element type of all tensors.")
 @click.option(
     "--encode",
@@ -78,21 +77,19 @@ def convert(
     from xckpt.writing import convert as write
 
     index = reading.index(file)
-    total = sum(tensor.nbytes for tensor in index.tensors.values())
     wanted = {"encoding": _encoding(requests, encodings), "cast": cast, "overwrite": overwrite}
     storage_options = reading.storage_options or None
     try:
         wanted |= _format_options(pairs(texts), _writer(new, to))
-        with progress_bar("convert", total) as progress:
-            write(
-                file,
-                new,
-                to,
-                tensors=reading.wanted,
-                storage_options=storage_options,
-                progress=progress,
-                **wanted,
-            )
+        write(
+            file,
+            new,
+            to,
+            tensors=reading.wanted,
+            storage_options=storage_options,
+            progress=is_terminal(),
+            **wanted,
+        )
     except FileExistsError as error:
         raise click.UsageError(f"{new} is there already; --overwrite replaces it") from error
     except CheckpointError:
@@ -141,7 +138,7 @@ def _encoded(key: str, text: str) -> Any:
     return None if text == "none" else text
 
 
-def _writer(new: str, engine: str | None) -> Writer:
+def _writer(new: str, engine: str | None) -> Format:
     from xckpt.writing.destination import Destination
 
     try:
@@ -160,19 +157,14 @@ def _writer(new: str, engine: str | None) -> Writer:
     return destination.writer
 
 
-def _format_options(texts: Mapping[str, str], writer: Writer) -> dict[str, Any]:
+def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
     """Read values as what the format takes: whole numbers, true or false, JSON, else text."""
-    from inspect import signature
-
-    parameters = signature(writer.plan).parameters
     options: dict[str, Any] = {}
     for key, text in texts.items():
-        if key not in writer.options:
-            known = ", ".join(writer.options) or "none"
-            raise click.UsageError(
-                f"{writer.format} has no option {key!r} for writing, but {known}"
-            )
-        kind = str(parameters[key].annotation)
+        if key not in writer.write_options:
+            known = ", ".join(writer.write_options) or "none"
+            raise click.UsageError(f"{writer.name} has no option {key!r} for writing, but {known}")
+        kind = str(writer.write_options[key].annotation)
         if "int" in kind:
             options[key] = _whole_number(key, text)
         else:

@@ -22,6 +22,7 @@ __all__ = [
     "Column",
     "complain",
     "figure",
+    "is_terminal",
     "json_rows",
     "one_line",
     "print_document",
@@ -34,6 +35,8 @@ _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
 _LARGEST_EXACT = 10.0**15
 _NARROWEST_NAME = 24
+# One long name would make every row as wide.
+_WIDEST_CELL = 120
 _GAP = "  "
 
 
@@ -64,6 +67,11 @@ def complain(message: str) -> None:
         As errors have it; it becomes one line.
     """
     click.echo(f"xckpt: {printable(message)}", err=True)
+
+
+def is_terminal() -> bool:
+    """Return whether somebody sees standard error, where bars of progress are."""
+    return bool(sys.stderr and sys.stderr.isatty())
 
 
 def one_line(error: BaseException) -> str:
@@ -143,16 +151,16 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn for a terminal, else as plain text with nothing left out.
+    """Print a table: drawn for a terminal, else as plain text with all rows and columns.
 
     Parameters
     ----------
     head : sequence of Column
         The first column has the names.
     rows : sequence of sequence of str
-        Texts as the file has them; they are escaped here.
+        Texts as the file has them; they are escaped here, and the middle of long ones left out.
     """
-    cells = [[printable(text) for text in row] for row in rows]
+    cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
     if sys.stdout.isatty():
         _draw(head, cells)
     else:

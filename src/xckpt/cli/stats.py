@@ -12,12 +12,12 @@ from xckpt.cli.output import (
     Column,
     complain,
     figure,
+    is_terminal,
     json_rows,
     print_document,
     print_table,
     require_columns,
 )
-from xckpt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,15 +85,13 @@ def stats(
     # Before the pass, which may take an hour.
     require_columns([*chosen, *([sort] if sort and sort not in _NAMES else [])], known)
     index = reading.index(file)
-    total = sum(tensor.nbytes for tensor in index.tensors.values())
-    with progress_bar("statistics", total) as progress:
-        result = compute(
-            reading.dataset(file),
-            exact_quantiles=exact_quantiles,
-            progress=progress,
-            cache=not no_cache,
-            quantiles=quantiles or QUANTILES,
-        )
+    result = compute(
+        reading.dataset(file),
+        exact_quantiles=exact_quantiles,
+        progress=is_terminal(),
+        cache=not no_cache,
+        quantiles=quantiles or QUANTILES,
+    )
     found = findings(result)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:

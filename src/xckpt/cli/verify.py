@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.files import json_option, storage_options_option
-from xckpt.cli.output import complain, one_line, print_document, print_text
-from xckpt.cli.progress import progress_bar
+from xckpt.cli.output import complain, is_terminal, one_line, print_document, print_text
 from xckpt.errors import shown
 from xckpt.notebook.formatting import counted, printable
 
@@ -54,8 +53,7 @@ def verify(files: tuple[str, ...], storage_options: dict[str, Any], *, as_json: 
 def _checked(file: str, storage_options: dict[str, Any]) -> Report:
     from xckpt.writing.verifying import verify as check
 
-    with progress_bar("verify", None) as progress:
-        return check(file, storage_options=storage_options or None, progress=progress)
+    return check(file, storage_options=storage_options or None, progress=is_terminal())
 
 
 def _print(file: str, report: Report) -> None:

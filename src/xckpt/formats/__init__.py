@@ -1,89 +1,58 @@
-"""Formats: one self-contained module each, and the registry that picks one by content.
+"""Formats: one object each, that reads and writes, and the registry that picks one by content.
 
-A format module is pure. It has
-
-``NAME``
-    the format's name, also the name of its xarray engine;
-``SUFFIXES``
-    file name endings, lower case, for messages and for writing;
-``SHARED_SUFFIXES`` (optional)
-    those of them that other programs use too: they do not mark a remote file as of this format;
-``detect(head, size, name)``
-    whether a file of that size and name that begins with these bytes (at most `HEAD_BYTES`) is of
-    this format; the content decides wherever it can;
-``read(source, **options)``
-    the `Index` of a file, from anything with ``name``, ``size`` and ``read(offset, nbytes)``;
-    keyword arguments are options of its own, which its engine declares;
-``module_axes(shapes)`` (optional)
-    names of axes in one module of a tree, from the shapes of its tensors by their names in it.
-
-A format that is written has also
-
-``plan(index, **options)``
-    the `xckpt.plan.Plan` of a file that holds what the index says, from no array. The index is as
-    `read` gives it, of this or of another format, in the order in which data are wanted; of a part
-    ``nbytes`` is the raw size, ``encoding`` the wanted compression and ``digest`` the name of the
-    wanted algorithm, offsets mean nothing, and ``source`` is the path of the new file. What cannot
-    be represented is an `UnsupportedError` that names the tensor and says what to do; wrong
-    options are a `ValueError` or `TypeError`.
-    Elements are little-endian. An `Extent` says what is written: where its part has another
-    element type than the index has (indices of sparse tensors), the data are cast to it;
-``WRITES``
-    element types that a file can hold, best first; `plan` may refuse some for some options;
-
-and, where they are not what the parentheses say,
-
-``LAYOUTS`` (``("dense",)``), ``ENCODINGS`` (none), ``DIGESTS`` (none)
-    layouts of tensors, compressions of parts and digest algorithms that it has;
-``ORDERS`` (``("C",)``)
-    memory orders that dense data may have;
-``WRITE_OPTIONS`` (none)
-    names of the keyword arguments of `plan`;
-``TENSOR_ATTRS``, ``FILE_ATTRS`` (none)
-    names of the attributes that it stores, of tensors and of the file; None is any. `plan` leaves
-    out all others;
-``is_inline(tensor)`` (none is)
-    whether the value of a tensor is in what comes before all data, so that `plan` needs it as the
-    ``inline`` bytes of its part, and gives it no extent;
-``plan_append(source, index, *, replace=False, **options)`` (none)
-    the `Plan` that adds tensors to the file `source`. No byte of the old file is written to, so
-    that cutting the file to its old size undoes what was not finished.
-
-Then ``read(plan(index))`` gives the same tensors and attributes, wherever their bytes are.
-
-To add a format, write such a module and name it in `_MODULES`.
+To add a format, write a subclass of `Format` in a module that has its name, and name the class in
+the registry below. A format is pure: from bytes to an `Index`, and from an `Index` to a `Plan`,
+with no arrays, files or xarray. What several of them need is in `xckpt.formats.kit`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from xckpt.errors import FormatError
+from xckpt.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from xckpt.index import Index, Tensor
     from xckpt.plan import Plan
 
-__all__ = ["HEAD_BYTES", "Format", "Readable", "Writer", "detect", "get", "get_writer", "names"]
+__all__ = [
+    "HEAD_BYTES",
+    "Can",
+    "Format",
+    "Readable",
+    "class_name",
+    "detect",
+    "get",
+    "names",
+    "writable",
+]
+
+# The registry: the class of each format, in the module of the same name in lower case. That is
+# also the name of the format and of its engine.
+_CLASSES = {
+    name.lower(): name
+    for name in (
+        "Burnpack",
+        "Gptrs",
+        "Mlcp",
+        "Npz",
+        "Primitiv",
+        "Safetensors",
+        "ZTensor",
+    )
+}
 
 HEAD_BYTES = 512
 
-_MODULES = {
-    "burnpack": "xckpt.formats.burnpack",
-    "gptrs": "xckpt.formats.gptrs",
-    "mlcp": "xckpt.formats.mlcp",
-    "primitiv": "xckpt.formats.primitiv",
-    "safetensors": "xckpt.formats.safetensors",
-    "ztensor": "xckpt.formats.ztensor",
-}
-
 
 class Readable(Protocol):
-    """What a format module reads from."""
+    """What a format reads from."""
 
     @property
     def name(self) -> str:
@@ -94,164 +63,294 @@ class Readable(Protocol):
         """Size in bytes."""
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Give exactly `nbytes` bytes, or raise `FormatError` where they are not in the file."""
+        """Return exactly `nbytes` bytes, or raise `FormatError` where they are not in the file."""
 
     def sibling(self, name: str) -> Readable:
         """Open a file in the same folder, or raise `FileNotFoundError`."""
 
 
-class Format(Protocol):
-    """What a format module has."""
-
-    NAME: str
-    SUFFIXES: tuple[str, ...]
-
-    def detect(self, head: bytes, size: int, name: str) -> bool:
-        """Tell whether a file with these first bytes is of this format."""
-
-    def read(self, source: Readable, **options: Any) -> Index:
-        """Read the index of a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """What a format module has for writing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Can:
+    """What a file of a format can hold; `xckpt.save` brings tensors into such a form.
 
     Parameters
     ----------
-    format : str
-        Name of the format.
-    plan : callable
-        ``plan(index, **options)`` gives the `Plan` of a file.
-    writes : tuple of str
-        Element types, best first.
+    types : tuple of str
+        Element types, best first; `Format.plan` may refuse some for some options. Without any the
+        format is only read.
     layouts : tuple of str
-        Layouts of tensors.
-    encodings : tuple of str
-        Compressions of parts.
+        Layouts of tensors; see `xckpt.index.Tensor`.
+    compressions : tuple of str
+        Encodings of parts, the first in place of those of other formats.
     digests : tuple of str
-        Digest algorithms.
-    orders : tuple of str
+        Digest algorithms of parts, the first in place of those of other formats.
+    orders : tuple of {"C", "F"}
         Memory orders of dense data.
-    options : tuple of str
-        Keyword arguments of `plan`.
     tensor_attrs, file_attrs : tuple of str or None
-        Attributes that are stored; None is any.
-    is_inline : callable or None
-        ``is_inline(tensor)`` tells whether `plan` needs the value of a tensor.
-    plan_append : callable or None
-        ``plan_append(source, index, *, replace=False, **options)`` gives the `Plan` that adds to a
-        file; None where the format does not let a file grow.
+        Names of the attributes that are stored; None is any.
     """
 
-    format: str
-    plan: Callable[..., Plan]
-    writes: tuple[str, ...]
+    types: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("dense",)
-    encodings: tuple[str, ...] = ()
+    compressions: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
-    orders: tuple[str, ...] = ("C",)
-    options: tuple[str, ...] = ()
+    orders: tuple[Literal["C", "F"], ...] = ("C",)
     tensor_attrs: tuple[str, ...] | None = ()
     file_attrs: tuple[str, ...] | None = ()
-    is_inline: Callable[[Tensor], bool] | None = None
-    plan_append: Callable[..., Plan] | None = None
 
 
-# Names in a module of the fields of `Writer` that it may leave out.
-_OPTIONAL = {
-    "layouts": "LAYOUTS",
-    "encodings": "ENCODINGS",
-    "digests": "DIGESTS",
-    "orders": "ORDERS",
-    "options": "WRITE_OPTIONS",
-    "tensor_attrs": "TENSOR_ATTRS",
-    "file_attrs": "FILE_ATTRS",
-    "is_inline": "is_inline",
-    "plan_append": "plan_append",
-}
+class Format:
+    """A file format: what its files are called and can hold, how they are read and written.
+
+    The keyword-only parameters of `read` and `plan` are options of the format's own. Those of
+    `read` are keywords of its engine, and their descriptions in its docstring are the engine's.
+
+    Attributes
+    ----------
+    name : str
+        Name of the format, also of its xarray engine.
+    description : str
+        What its files are, in a few words.
+    suffixes : tuple of str
+        File name endings, lower case, for messages and for writing.
+    shared_suffixes : tuple of str
+        Those of them that other programs use too: they do not mark a remote file as of this format.
+    types : mapping of object to str
+        How a file spells element types, and their names in `xckpt.dtypes.ELEMENT_TYPES`.
+    spelled : mapping of str to object
+        The same the other way round; of several spellings the first.
+    can : Can
+        What is written.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
+    shared_suffixes: ClassVar[tuple[str, ...]] = ()
+    types: ClassVar[Mapping[Any, str]] = {}
+    spelled: ClassVar[Mapping[str, Any]] = {}
+    can: ClassVar[Can] = Can()
+
+    def __init_subclass__(cls) -> None:
+        cls.spelled = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
+
+    @property
+    def open_options(self) -> Mapping[str, Parameter]:
+        """The keywords of `read`."""
+        return _keywords(self.read)
+
+    @property
+    def write_options(self) -> Mapping[str, Parameter]:
+        """The keywords of `plan`."""
+        return _keywords(self.plan)
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether a file is of this format; damaged ones too, so that `read` says what is wrong.
+
+        Parameters
+        ----------
+        head : bytes
+            The first bytes of the file, at most `HEAD_BYTES`.
+        size : int
+            Size of the file in bytes.
+        name : str
+            Its path or URL. The content decides wherever it can.
+
+        Returns
+        -------
+        bool
+            Whether `read` is the right reader.
+        """
+        raise NotImplementedError
+
+    def read(self, source: Readable, *args: Any, **options: Any) -> Index:
+        """Read what a file holds: headers, never the data of a tensor.
+
+        Parameters
+        ----------
+        source : Readable
+            The file. It is hostile: each count, length and offset is checked against what is left
+            before anything is allocated or repeated that often.
+        **options
+            The format's own, keyword-only and with defaults.
+
+        Returns
+        -------
+        Index
+            Tensors in file order. One that cannot be read while the others can has a `problem`.
+            Data in other files are parts with a `shard`, which `Index.shards` tells where to find.
+
+        Raises
+        ------
+        FormatError
+            If the file breaks a rule; it names the rule and the offset.
+        UnsupportedError
+            If it uses a feature that is not read.
+        """
+        raise NotImplementedError
+
+    def plan(self, index: Index, *args: Any, **options: Any) -> Plan:
+        """Lay a file out, from no array: then ``read(plan(index))`` gives the same index.
+
+        Parameters
+        ----------
+        index : Index
+            What is to be written, in the order in which data are wanted; ``source`` is the path of
+            the new file. Of a part ``nbytes`` is the raw size, ``encoding`` the wanted compression
+            and ``digest`` the name of the wanted algorithm; offsets mean nothing. All of it is
+            what `can` allows, with attributes of plain Python types.
+        **options
+            The format's own, keyword-only and with defaults.
+
+        Returns
+        -------
+        Plan
+            Data are little-endian. Where the part of an extent has another element type than the
+            index has (indices of sparse tensors), they are cast to it.
+
+        Raises
+        ------
+        UnsupportedError
+            If something cannot be represented; it names the tensor and says what to do.
+        ValueError, TypeError
+            If an option is wrong.
+        """
+        raise NotImplementedError
+
+    def check(self, index: Index) -> None:
+        """Check that an index has only what `can` names; for the beginning of `plan`.
+
+        Parameters
+        ----------
+        index : Index
+            What is to be written.
+
+        Raises
+        ------
+        UnsupportedError
+            If a tensor has another layout, element type or memory order.
+        """
+        for tensor in index.tensors.values():
+            if tensor.layout not in self.can.layouts:
+                rule, reason = "Layout", f"{tensor.layout} tensors"
+            elif tensor.layout == "dense" and tensor.dtype not in self.can.types:
+                rule, reason = "DType", f"{tensor.dtype} elements"
+            elif tensor.layout == "dense" and tensor.order not in self.can.orders:
+                rule, reason = "Order", f"tensors in {tensor.order} order"
+            else:
+                continue
+            reason += f" have no place in format {self.name!r}"
+            hint = f"Convert it to a dense tensor of {', '.join(self.can.types)}, or leave it out"
+            raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
+
+    def append(self, source: Readable, index: Index, *args: Any, **options: Any) -> Plan:
+        """Lay out what makes a file hold more tensors.
+
+        No byte of the old file is written to, so that cutting the file to its old size undoes what
+        was not finished.
+
+        Parameters
+        ----------
+        source : Readable
+            The file.
+        index : Index
+            What is added, as for `plan`.
+        **options
+            As for `plan`, and ``replace``: whether tensors replace those of the same name.
+
+        Returns
+        -------
+        Plan
+            With all offsets after the end of the file.
+
+        Raises
+        ------
+        UnsupportedError
+            If files of the format cannot grow.
+        """
+        raise UnsupportedError(
+            f"files of format {self.name!r} cannot grow",
+            rule="Append",
+            hint="Join the Datasets with .merge(...), and save that",
+        )
+
+    def module_axes(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, tuple[str | None, ...]]:
+        """Name axes within one module of a tree.
+
+        Parameters
+        ----------
+        shapes : mapping of str to tuple of int
+            Of its tensors, by their names in it.
+
+        Returns
+        -------
+        mapping of str to tuple
+            A name for each axis, or None, for some of the tensors.
+        """
+        return {}
+
+    def is_inline(self, tensor: Tensor) -> bool:
+        """Whether the value of a tensor is written before all data.
+
+        Then `plan` needs it as the ``inline`` bytes of its part, and makes no extent for it.
+
+        Parameters
+        ----------
+        tensor : Tensor
+            Any of an index that is to be written.
+
+        Returns
+        -------
+        bool
+            By default False.
+        """
+        return False
+
+
+def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
+    parameters = signature(method).parameters
+    return {name: each for name, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all formats."""
-    return tuple(_MODULES)
+    return tuple(_CLASSES)
 
 
-def get(name: str) -> Format:
-    """Return a format module by name.
-
-    Parameters
-    ----------
-    name : str
-        One of `names`.
-
-    Returns
-    -------
-    Format
-        The module.
-
-    Raises
-    ------
-    ValueError
-        If there is no such format.
-    """
+def class_name(name: str) -> str:
+    """Return the name of a format's class, without loading it."""
     try:
-        module = _MODULES[name]
+        return _CLASSES[name]
     except KeyError:
-        known = ", ".join(names())
-        raise ValueError(f"unknown format {name!r}; known are: {known}") from None
-    return cast("Format", import_module(module))
+        raise ValueError(f"unknown format {name!r}; known are: {', '.join(names())}") from None
 
 
-def get_writer(name: str) -> Writer:
-    """Return how files of a format are written.
+@cache
+def get(name: str) -> Format:
+    """Return a format by its name."""
+    title = class_name(name)
+    found: Format = getattr(import_module(f"{__name__}.{name}"), title)()
+    return found
 
-    Parameters
-    ----------
-    name : str
-        One of `names`.
 
-    Returns
-    -------
-    Writer
-        Its plan, and what a file can hold.
-
-    Raises
-    ------
-    ValueError
-        If there is no such format, or it is only read.
-    """
-    module = vars(get(name))
-    if "plan" not in module:
-        written = ", ".join(known for known in names() if "plan" in vars(get(known)))
+def writable(name: str) -> Format:
+    """Return a format that is written, by its name."""
+    found = get(name)
+    if not found.can.types:
+        written = ", ".join(known for known in names() if get(known).can.types)
         raise ValueError(f"format {name!r} is only read; written are: {written}")
-    optional = {field: module[spelled] for field, spelled in _OPTIONAL.items() if spelled in module}
-    return Writer(name, module["plan"], module["WRITES"], **optional)
+    return found
 
 
 def detect(source: Readable) -> Format:
-    """Find the format of a file by its content.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-
-    Returns
-    -------
-    Format
-        The module that reads it.
-
-    Raises
-    ------
-    FormatError
-        If no format knows it.
-    """
+    """Find the format of a file by its content."""
     head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
     for name in names():
-        module = get(name)
-        if module.detect(head, source.size, source.name):
-            return module
+        found = get(name)
+        if found.detect(head, source.size, source.name):
+            return found
     raise FormatError(
         f"not a checkpoint of a known format; the file begins {head[:16]!r}",
         path=source.name,

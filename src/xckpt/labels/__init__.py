@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from xckpt.labels.axes import AxisNames
+from xckpt.labels.axes import AxisNames, stated_name
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 from xckpt.labels.selection import TensorFilter, select
 
-__all__ = ["AxisNames", "TensorFilter", "child_nodes", "flat_name", "select", "tree_paths"]
+__all__ = [
+    "AxisNames",
+    "TensorFilter",
+    "child_nodes",
+    "flat_name",
+    "select",
+    "stated_name",
+    "tree_paths",
+]

@@ -17,7 +17,10 @@ from xckpt.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
-__all__ = ["AxisNames"]
+__all__ = ["AxisNames", "stated_name"]
+
+# Names that we or xarray give to axes that have none.
+_MADE_UP = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 
 
 class AxisNames:
@@ -188,6 +191,17 @@ class AxisNames:
             if free and self._sizes.setdefault(name, size) == size:
                 return name
             repeat += 1
+
+
+def stated_name(dim: Any) -> str | None:
+    """Return the name of a dimension, None where it stands for no name.
+
+    Examples
+    --------
+    >>> stated_name("rows"), stated_name("d768_1")
+    ('rows', None)
+    """
+    return None if _MADE_UP.fullmatch(str(dim)) else str(dim)
 
 
 def _refuse_other_names(glob: str, names: tuple[str | None, ...], stacked: tuple[str, ...]) -> None:

@@ -2,8 +2,9 @@
 
 A path component that is a whole number is an index; the component before it names the dimension.
 ``layers.0.w``, ``layers.1.w``, ... of one kind are the variable ``layers.w`` with the dimension
-``layers``, whose coordinate has the indices as they are written. Every tensor is in exactly one
-group at one position, or in none and keeps its own name; nothing is padded.
+``layers``, whose coordinate has the indices. Zeros in front of them are kept in the template, where
+one number of digits spells them all. Every tensor is in exactly one group at one position, or in
+none and keeps its own name; nothing is padded.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.labels.numbered import numbered
 from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Stack", "flat_names", "numbered_modules", "stack", "stack_in_tree"]
+__all__ = ["Stack", "flat_names", "numbered_modules", "stack", "stack_in_tree", "words"]
 
-# The dimension of an index that stands first, as the layers of a bare sequence do.
-_FIRST = "index"
-# Of the digits of an index: its coordinate has 64-bit integers.
-_LONGEST_INDEX = 18
 _Path = tuple[str, ...]
 _Position = tuple[int, ...]
+# Components, None where an index stands, or its number of digits where zeros stand in front of it.
+_Template = tuple[str | int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,9 @@ class Stack:
     ----------
     name : str
         Name of the variable: the common path without its indices.
-    template : tuple of (str or None)
-        The path of every member, None where an index stands.
+    template : tuple of (str, int or None)
+        The path of every member, None where an index stands, or its number of digits where zeros
+        stand in front of it.
     dims : tuple of str
         Names of the dimensions that the indices make, in their order.
     indices : tuple of tuple of int
@@ -47,7 +48,7 @@ class Stack:
     """
 
     name: str
-    template: tuple[str | None, ...]
+    template: _Template
     dims: tuple[str, ...]
     indices: tuple[tuple[int, ...], ...]
     members: tuple[str, ...]
@@ -61,7 +62,7 @@ class Stack:
 class _Pattern(NamedTuple):
     """Where indices stand in a path, and what the dimensions they make would like to be called."""
 
-    template: tuple[str | None, ...]
+    template: _Template
     bases: tuple[str, ...]
 
 
@@ -105,18 +106,19 @@ def stack(
     >>> found.name, found.dims, found.indices
     ('h.w', ('h',), ((0, 1),))
     """
-    families: dict[tuple[_Pattern, Hashable], dict[_Position, str]] = defaultdict(dict)
+    families: dict[tuple[_Pattern, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
         if stated is not None and ".".join(stated) != name:
             continue
         found = _split(stated or tuple(name.split(".")), only)
         if found is not None:
-            pattern, position = found
-            families[pattern, kind][position] = name
+            pattern, spelled = found
+            families[pattern, kind].append((spelled, name))
     grids = [
         _Grid(pattern, indices, tuple([members[place] for place in _product(indices)]))
-        for (pattern, _), members in families.items()
+        for (family, _), spelled_members in families.items()
+        for pattern, members in _spelled_alike(family, spelled_members)
         for indices in _full_grids(list(members))
     ]
     order = {name: number for number, name in enumerate(kinds)}
@@ -182,12 +184,14 @@ def numbered_modules(names: Iterable[str]) -> list[str]:
     return [base for base, _ in counted.most_common()]
 
 
-def flat_names(template: Iterable[str | None], indices: tuple[tuple[int, ...], ...]) -> list[str]:
+def flat_names(
+    template: Iterable[str | int | None], indices: tuple[tuple[int, ...], ...]
+) -> list[str]:
     """Give the names of the members of a stack, the inverse of `stack`.
 
     Parameters
     ----------
-    template : iterable of (str or None)
+    template : iterable of (str, int or None)
         As `Stack` has it.
     indices : tuple of tuple of int
         The indices along each dimension.
@@ -202,8 +206,19 @@ def flat_names(template: Iterable[str | None], indices: tuple[tuple[int, ...], .
     >>> flat_names(("h", None, "w"), ((0, 2),))
     ['h.0.w', 'h.2.w']
     """
-    form = ".".join("%d" if part is None else part.replace("%", "%%") for part in template)
+    form = ".".join(map(_form, template))
     return [form % place for place in _product(indices)]
+
+
+def words(template: Iterable[str | int | None]) -> tuple[str, ...]:
+    """Return the components of a template that are no indices."""
+    return tuple([part for part in template if isinstance(part, str)])
+
+
+def _form(part: str | int | None) -> str:
+    if isinstance(part, str):
+        return part.replace("%", "%%")
+    return "%d" if part is None else f"%0{part}d"
 
 
 def _clashes(stacks: list[Stack], names: Iterable[str], paths: Mapping[str, _Path]) -> set[str]:
@@ -212,8 +227,7 @@ def _clashes(stacks: list[Stack], names: Iterable[str], paths: Mapping[str, _Pat
     placed: dict[str, _Path | None] = {n: paths.get(n) for n in names if n not in members}
     for each in stacks:
         stated = each.members[0] in paths
-        path = tuple([part for part in each.template if part is not None])
-        placed[each.name] = path if stated else None
+        placed[each.name] = words(each.template) if stated else None
     places = tree_paths(placed)
     dims = {dim for each in stacks for dim in each.dims}
     # A node has the coordinates of those above it, too.
@@ -236,29 +250,46 @@ def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[
     return below
 
 
-def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Position] | None:
-    """Take the indices out of a path; None if there are none."""
-    template: list[str | None] = []
-    bases: list[str] = []
-    position: list[int] = []
-    base = _FIRST
-    for part in path:
-        if _is_index(part) and (only is None or base in only):
-            template.append(None)
-            bases.append(base or _FIRST)
-            position.append(int(part))
-        else:
-            template.append(part)
-            base = part
-    if not position or len(position) == len(path):
+def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Path] | None:
+    """Take the indices out of a path, as they are written; None if there are none."""
+    template, bases, indices = numbered(path, only)
+    if not indices or len(indices) == len(path):
         return None
-    return _Pattern(tuple(template), tuple(bases)), tuple(position)
+    return _Pattern(template, bases), indices
 
 
-def _is_index(part: str) -> bool:
-    """Tell whether a component is a whole number; ``007`` would come back as ``7``."""
-    is_number = part.isdecimal() and part.isascii() and (part[0] != "0" or part == "0")
-    return is_number and len(part) <= _LONGEST_INDEX
+def _spelled_alike(
+    family: _Pattern, members: Sequence[tuple[_Path, str]]
+) -> Iterator[tuple[_Pattern, dict[_Position, str]]]:
+    """Cut a family so that one number of digits spells all indices along each axis."""
+    if not any(index[0] == "0" != index for spelled, _ in members for index in spelled):
+        yield family, {tuple(map(int, spelled)): name for spelled, name in members}
+        return
+    groups: dict[_Position, list[tuple[_Path, str]]] = defaultdict(list)
+    for spelled, name in members:
+        groups[tuple(map(_padding, spelled))].append((spelled, name))
+    if len(groups) > 1:
+        # Of 08, 09, 10 the last has no zero in front, and the same number of digits.
+        widths = tuple(map(max, zip(*groups, strict=True)))
+        if all(_fits(spelled, widths) for spelled, _ in members):
+            groups = {widths: list(members)}
+    for widths, alike in groups.items():
+        padded = iter(widths)
+        template = [next(padded) or None if part is None else part for part in family.template]
+        places = {tuple(map(int, spelled)): name for spelled, name in alike}
+        yield _Pattern(tuple(template), family.bases), places
+
+
+def _padding(index: str) -> int:
+    """Return the number of digits if there are zeros in front, else 0."""
+    return len(index) if index[0] == "0" and index != "0" else 0
+
+
+def _fits(spelled: _Path, widths: _Position) -> bool:
+    return all(
+        len(index) == width if _padding(index) else len(index) >= width
+        for index, width in zip(spelled, widths, strict=True)
+    )
 
 
 def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
@@ -291,10 +322,7 @@ def _named(grids: list[_Grid], order: Mapping[str, int], reserved: Collection[st
     """Name variables and dimensions; nothing is named like a tensor."""
     grids = sorted(grids, key=lambda grid: (-len(grid.members), order[grid.members[0]]))
     free = _FreeNames(order)
-    named: list[tuple[str, _Grid]] = []
-    for grid in grids:
-        plain = ".".join(part for part in grid.pattern.template if part is not None)
-        named.append((free.take(plain), grid))
+    named = [(free.take(".".join(words(grid.pattern.template))), grid) for grid in grids]
     dims = _dimensions(grids, _FreeNames({*order, *reserved, *(name for name, _ in named)}))
     stacks = [
         Stack(

@@ -54,18 +54,20 @@ class Compute(Protocol):
     """Computes statistics."""
 
     def __call__(
-        self, names: Sequence[str], report: Callable[[int], object]
+        self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> Mapping[str, Mapping[str, float]]:
         """Give the statistics of tensors that have any, by name.
 
-        `report` is called now and then with the number of bytes done so far, and may raise.
+        `report` is called as ``report(done, total)`` with bytes, and may raise.
         """
 
 
 class Histogram(Protocol):
     """Computes histograms."""
 
-    def __call__(self, name: str, report: Callable[[int], object]) -> tuple[ArrayLike, ArrayLike]:
+    def __call__(
+        self, name: str, report: Callable[[int, int], object]
+    ) -> tuple[ArrayLike, ArrayLike]:
         """Give the edges of the bins of a tensor, and one count fewer; `report` as before."""
 
 
@@ -262,7 +264,7 @@ class Explorer(ipywidgets.VBox):
         try:
             for batch in self._batches(rows):
 
-                def report(more: int, nbytes: int = nbytes, done: int = done) -> None:
+                def report(more: int, _: int, nbytes: int = nbytes, done: int = done) -> None:
                     check()
                     self._progress.report(done, nbytes + more)
 
@@ -285,9 +287,9 @@ class Explorer(ipywidgets.VBox):
         if batch:
             yield batch
 
-    def _describe_rows(self, rows: Sequence[int], report: Callable[[int], object]) -> None:
+    def _describe_rows(self, rows: Sequence[int], report: Callable[[int, int], object]) -> None:
         """Compute statistics; what fails is halved until it is clear which tensor it is."""
-        report(0)
+        report(0, sum([self._nbytes[row] for row in rows]))
         try:
             found = self._compute([self._names[row] for row in rows], report)
         except CancelledError:

@@ -26,19 +26,19 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.labels.numbered import is_index
 from xckpt.notebook.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = ["Pattern", "Row", "fold", "indices_text", "is_index", "one_by_one"]
+__all__ = ["Pattern", "Row", "fold", "indices_text", "one_by_one"]
 
 _LONGEST_TEXT = 120
 _MOST_MEMBERS = 6
 _LONGEST_MEMBERS = 48
 _LONGEST_LISTED_RUN = 2
 _DEEPEST_MERGE = 16
-_LONGEST_INDEX = 18
 _JOINTS = "_-:/"
 # Any whole number is an index, "0" among them, so that this word cannot be a real one.
 _INDEX = "0"
@@ -181,12 +181,6 @@ class _Words(dict[str, str]):
     def __missing__(self, component: str) -> str:
         self[component] = word = _INDEX if is_index(component) else component
         return word
-
-
-def is_index(component: str) -> bool:
-    """Tell whether a component of a name is a whole number."""
-    # isdigit alone takes "³" and other scripts, and int refuses more than 4300 digits.
-    return component.isdigit() and component.isascii() and len(component) <= _LONGEST_INDEX
 
 
 def indices_text(indices: Iterable[str]) -> str:

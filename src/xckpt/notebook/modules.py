@@ -7,7 +7,8 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from xckpt.notebook.folding import fold, indices_text, is_index
+from xckpt.labels.numbered import numbered
+from xckpt.notebook.folding import fold, indices_text
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, shortened
 from xckpt.notebook.words import shapes_text
 
@@ -61,11 +62,11 @@ class ModuleTree:
         self._root = _Node()
         for row in rows:
             node = self._root
-            for part in row.name.split(".")[:depth]:
-                index = is_index(part)
-                node = node.children.setdefault(None if index else part, _Node())
+            parts = row.name.split(".")[:depth]
+            for part, word in zip(parts, numbered(parts).template, strict=True):
+                node = node.children.setdefault(word, _Node())
                 node.add(row)
-                if index:
+                if word is None:
                     node.indices.add(part)
 
     def __repr__(self) -> str:
@@ -149,5 +150,5 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
 def _layer(name: str) -> str:
     """Give a name up to its first number; empty where there is none."""
     parts = name.split(".")
-    numbered = next((at for at, part in enumerate(parts) if is_index(part)), -1)
-    return ".".join(parts[: numbered + 1])
+    template = numbered(parts).template
+    return ".".join(parts[: template.index(None) + 1]) if None in template else ""

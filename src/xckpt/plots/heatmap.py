@@ -118,7 +118,7 @@ def _has_cheap_rows(variable: xr.Variable) -> bool:
     """Tell whether to read a row takes less than to read a chunk, as far as is known."""
     encoding = variable.encoding
     parts = encoding.get("parts", {"data": encoding}).values()
-    compressions = {part.get("compression") for part in parts} - {None}
+    compressions = {part.get("stored_compression") for part in parts} - {None}
     if encoding.get("layout") in {None, "sparse_coo"} or compressions - {"zstd-seekable"}:
         return False
     # A row decodes the frame that it is in, which is 1 MiB as a rule.

@@ -48,7 +48,7 @@ def tensor_rows(obj: xr.Dataset | xr.DataTree, names: TensorFilter | None = None
         members = _members(name, variable, indexes)
         along = stack["dims"] if members != [name] else ()
         shape = tuple(n for dim, n in variable.sizes.items() if dim not in along)
-        dtype = str(variable.encoding.get("dtype", variable.dtype))
+        dtype = str(variable.encoding.get("stored_dtype", variable.dtype))
         nbytes = variable.encoding.get("nbytes", variable.nbytes) // len(stack["members"])
         for member in members:
             rows[member] = Row(member, dtype, tuple(map(int, shape)), nbytes, prod(shape))

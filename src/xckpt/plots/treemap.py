@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.labels.numbered import numbered
 from xckpt.notebook.formatting import binary_size, columns, printable, share, shortened
 from xckpt.plots.axes import add_legend, line_styles, luminance, new_axes, require_matplotlib, write
 from xckpt.plots.tensors import tensor_rows
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["draw_treemap", "squarify"]
 
 _ANY = "*"
-_LONGEST_INDEX = 18
 _POINT_SIZES = (8.0, 6.5)
 _HEAD_HEIGHT = 1.7
 _LINE_HEIGHT = 1.35
@@ -97,12 +97,9 @@ def _add_key(ax: Axes, root: _Module, colours: Mapping[str, Any]) -> None:
 def _tree(rows: Iterable[Row]) -> _Module:
     root = _Module("")
     for row in rows:
-        root.add(row, [_ANY if _is_index(part) else part for part in row.name.split(".")])
+        template = numbered(row.name.split(".")).template
+        root.add(row, [_ANY if part is None else part for part in template])
     return _without_chains(root)
-
-
-def _is_index(part: str) -> bool:
-    return part.isascii() and part.isdigit() and len(part) <= _LONGEST_INDEX
 
 
 def _without_chains(module: _Module) -> _Module:

@@ -51,7 +51,7 @@ def describe_rows(
     step = max(1, LONGEST_ROW // max(1, length))
     found = [describe_table(_values(rows, slab, length), quantiles) for slab in _slabs(shape, step)]
     whole = np.concatenate(found, axis=1) if found else describe_table(np.empty((0, 0)), quantiles)
-    stored = np.dtype(variable.encoding.get("dtype", variable.dtype))
+    stored = np.dtype(variable.encoding.get("stored_dtype", variable.dtype))
     kind = kind_of(stored) or kind_of(variable.dtype)
     if kind is None or not kind.exact:
         whole[-1] = np.nan  # distinct values are counted of small types only

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
+from xckpt.progress import Progress
 from xckpt.stats.describe import spectrum
 from xckpt.stats.entries import contents_of
 from xckpt.stats.passes import sketches
 from xckpt.stats.store import packed, unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from numpy.typing import ArrayLike
 
+    from xckpt.progress import ProgressOption
     from xckpt.stats.describe import Spectrum
     from xckpt.stats.sketch import Sketch
 
@@ -33,7 +35,7 @@ def histogram(
     bins: int | ArrayLike = 100,
     scale: Literal["symlog", "linear"] = "symlog",
     *,
-    progress: bool | Callable[[int], object] | None = None,
+    progress: ProgressOption = None,
     cache: bool = True,
 ) -> xr.Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
@@ -87,7 +89,8 @@ def histogram(
     entries = contents.entries()
     members = [member for entry in entries for member in entry.members]
     # Packed, because sketches of thousands of tensors take too much memory.
-    kept = sketches(members, lambda _, s: _kept(s), progress=progress, cache=cache)
+    with Progress(progress, "histogram") as bar:
+        kept = sketches(members, lambda _, s: _kept(s), progress=bar, cache=cache)
     edges = _edges(bins, scale, [span for span, _ in kept if span is not None])
     variables: dict[Hashable, Any] = {}
     at = 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xckpt.stats.kinds import Kind
     from xckpt.stats.workspace import Workspace
 
-__all__ = ["Sketcher", "codes_of", "keys_of", "leaf_moments", "prepared"]
+__all__ = ["SHORTEST_ROW", "Sketcher", "codes_of", "keys_of", "leaf_moments", "prepared"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,8 +25,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _MOST_PENDING = 1 << 31
 # Of so few elements the codes are sorted, which takes less time than to look through a table.
 _FEW = 4096
-# Shorter rows are columns of something else.
-_SHORTEST_ROW = 2
+#: Shorter rows are columns of something else.
+SHORTEST_ROW = 2
 
 
 class Sketcher:
@@ -52,7 +52,7 @@ class Sketcher:
         self._block_size = workspace.buffer.nbytes // kind.itemsize // LEAF * LEAF
         self._tree = MomentTree()
         self._pieces: list[tuple[int, Array]] = []
-        self._rows = RowCount(row) if row >= _SHORTEST_ROW else None
+        self._rows = RowCount(row) if row >= SHORTEST_ROW else None
         self._count = 0
         self._pending = 0
         self._drained: list[tuple[Array, Array]] = []

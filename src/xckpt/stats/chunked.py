@@ -20,6 +20,7 @@ import numpy as np
 
 from xckpt.stats import cluster
 from xckpt.stats.kinds import Kind, require_numbers
+from xckpt.stats.reader import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -128,7 +129,7 @@ def run(
             key = (token, number, *position)
             work = _ChunkTask(operation, tensor.kind, tensor.size, tensor.row, argument, start)
             graph[key] = Task(key, work, TaskRef((array.name, *position)))
-            sizes[key] = (stop - start) * array.dtype.itemsize
+            sizes[key] = share(tensor, start, stop)
 
     def deliver(key: Any, result: Any) -> None:
         receive(key[1], result)

@@ -214,7 +214,7 @@ def _wide_head(kind: Kind, sketch: Sketch) -> list[float]:
         variance = 0.0
     rms = math.hypot(mean, math.sqrt(variance))
     skew = kurtosis = math.nan
-    if variance > 0.0:
+    if variance * variance > 0.0:
         skew, kurtosis = m3 / n / variance**1.5, m4 / n / variance**2 - 3.0
     l2 = _scaled(math.sqrt(n) * rms, scale)
     mean = sketch.total / sketch.count if kind.integer else _scaled(mean, scale)

@@ -11,6 +11,7 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning
 from xckpt.opening import paused_collector
+from xckpt.progress import Progress
 from xckpt.stats.comparison import (
     MEASURES,
     STATUSES,
@@ -32,6 +33,7 @@ from xckpt.stats.matching import (
     renaming,
 )
 from xckpt.stats.passes import Member, one_pass
+from xckpt.stats.plausible import require_comparison
 from xckpt.stats.store import Store, open_stores
 from xckpt.stats.stored import BytesPass, stored_pair
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.labels import TensorFilter
+    from xckpt.progress import ProgressOption
     from xckpt.stats.comparison import Sides
     from xckpt.stats.kinds import Kind
     from xckpt.stats.pair_blocks import Comparer
@@ -53,7 +56,7 @@ def compare(
     *,
     names: Renaming | None = None,
     tensors: TensorFilter | None = None,
-    progress: bool | Callable[[int], object] | None = None,
+    progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
 ) -> xr.Dataset:
@@ -75,7 +78,7 @@ def compare(
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
     progress : bool or callable, optional
-        Whether to show a bar, as for `stats`; bytes are those of both.
+        As for `stats`; bytes are those of both.
     compute : bool
         False gives dask arrays: the pass is made once they are computed.
     cache : bool
@@ -158,7 +161,7 @@ def compare(
 class _Options:
     """How tensors are read."""
 
-    progress: bool | Callable[[int], object] | None
+    progress: ProgressOption
     cache: bool
 
 
@@ -185,6 +188,11 @@ class _ComparisonStore(Store):
     def _unpacked(data: bytes) -> Any:
         return unpacked(data)
 
+    @staticmethod
+    def require(kept: Any, reader: Any, stretch: tuple[int, int]) -> None:
+        """Raise an error if this cannot be what was kept of a pair of tensors."""
+        require_comparison(kept, reader, stretch)
+
 
 def _compare_all(
     inputs: Sequence[tuple[Sequence[Row], tuple[int, ...]]], options: _Options
@@ -205,7 +213,10 @@ def _compare_members(members: Sequence[Member], options: _Options) -> list[list[
     totals: dict[int, ComparisonSum] = {}
     wanted: list[list[tuple[int, int]]] = []
     readers: list[Any] = [member.reader for member in members]
-    with open_stores(readers, enabled=options.cache, kind=_ComparisonStore) as stores:
+    with (
+        Progress(options.progress, "comparison") as progress,
+        open_stores(readers, enabled=options.cache, kind=_ComparisonStore) as stores,
+    ):
 
         def receive(number: int, _: int, part: Comparison) -> None:
             reader, store = readers[number], stores[number]
@@ -224,17 +235,9 @@ def _compare_members(members: Sequence[Member], options: _Options) -> list[list[
             kept = None if store is None else store.get(everything)
             results[number] = None if kept is None else measures(kept)
             wanted.append([everything] if kept is None else [])
-        _compare_bytes(members, wanted, receive, options)
+        _compare_bytes(members, wanted, receive, progress)
         sides = [reader.sides for reader in readers]
-        one_pass(
-            members,
-            ComparePass(),
-            sides,
-            receive,
-            progress=options.progress,
-            wanted=wanted,
-            what="comparison",
-        )
+        one_pass(members, ComparePass(), sides, receive, progress=progress, wanted=wanted)
     return results
 
 
@@ -242,7 +245,7 @@ def _compare_bytes(
     members: Sequence[Member],
     wanted: Sequence[list[tuple[int, int]]],
     receive: Callable[[int, int, Comparison], None],
-    options: _Options,
+    progress: Progress,
 ) -> None:
     """Find tensors with the same bytes among those that would have to be decoded."""
     pairs = {number: stored_pair(member.reader) for number, member in enumerate(members)}
@@ -261,7 +264,7 @@ def _compare_bytes(
 
     nothing = [None] * len(stored)
     readers = [member for _, member in stored]
-    one_pass(readers, BytesPass(), nothing, add, progress=options.progress, what="comparison")
+    one_pass(readers, BytesPass(), nothing, add, progress=progress)
     for (number, _), each in zip(stored, found, strict=True):
         if each.equal == each.count:
             same = Comparison()

@@ -14,7 +14,7 @@ import xarray as xr
 
 from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.stacked import StackedArray
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import Index
 from xckpt.labels.stacking import flat_names
 from xckpt.stats.along import LONGEST_ROW
@@ -22,6 +22,7 @@ from xckpt.stats.chunked import ChunkedTensor
 from xckpt.stats.kinds import require_numbers
 from xckpt.stats.passes import Member
 from xckpt.stats.readers import ArrayReader, reader_of
+from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from xckpt.stats.reader import Reader
 
 __all__ = ["Contents", "Entry", "contents_of", "member_names"]
+
+# Of the statistics of one row.
+_ROW_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,9 @@ class Contents:
             dims = tuple(dim for dim in variable.dims if dim in stacked)
         else:
             dims = tuple(dim for dim in variable.dims if dim not in reduced)
+            with locating(tensor=str(name)):
+                rows = prod(_shape(variable, dims))
+                require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
             if prod(variable.sizes[dim] for dim in reduced if dim in variable.dims) <= LONGEST_ROW:
                 require_numbers(variable.dtype)
                 return Entry(name, dims, _shape(variable, dims), (), variable)

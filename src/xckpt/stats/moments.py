@@ -53,7 +53,9 @@ def merge(a: Moments, b: Moments) -> Moments:
         return b
     if nb == 0.0:
         return a
-    if scale != other:
+    if scale != other and ha == la == a2 == 0.0:
+        scale = other  # zeros have no power of two of their own
+    elif scale != other and not hb == lb == b2 == 0.0:
         f = math.ldexp(1.0, -int(abs(scale - other)))
         if scale < other:
             ha, la, a2, a3, a4 = ha * f, la * f, a2 * f * f, a3 * f * f * f, a4 * f * f * f * f

@@ -9,7 +9,8 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.errors import CheckpointError
+from xckpt.arrays.sparse import flat_positions
+from xckpt.errors import locating
 from xckpt.stats.chunked import ChunkedTensor
 from xckpt.stats.comparison import Sides
 from xckpt.stats.kinds import require_numbers
@@ -21,15 +22,15 @@ from xckpt.storage.local import is_mapped
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.arrays.sparse import COOArray, CSRArray
+    from xckpt.arrays.sparse import SparseArray
     from xckpt.stats.workspace import Workspace
 
 __all__ = ["ChunkedPair", "PairReader", "array_of", "pair_of", "shape_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Stored bytes of both sides of two sparse tensors that are looked at at a time.
-_SPARSE_NBYTES = 16 << 20
+# Of a file that is read across the order of its elements, at a time: a read brings few of them.
+_TURNED_NBYTES = 64 << 20
 
 
 def shape_of(reader: Reader | ChunkedTensor) -> tuple[int, ...]:
@@ -183,11 +184,8 @@ class _Stream:
         return found
 
     def _next(self) -> Array:
-        try:
+        with locating(path=self.reader.place[0] or None):
             return next(self.blocks)[1]
-        except CheckpointError as error:
-            error.located(path=self.reader.place[0] or None)
-            raise
 
 
 class SparsePairReader(PairReader):
@@ -209,7 +207,7 @@ class SparsePairReader(PairReader):
     @property
     def sides(self) -> Sides:
         """What the elements are."""
-        return Sides(self.first.kind.name, self.second.kind.name, sparse=True)
+        return Sides(_type_name(self.first), _type_name(self.second), sparse=True)
 
     def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
         """Read all stored values; see `Reader.blocks`."""
@@ -229,23 +227,46 @@ class SparsePairReader(PairReader):
 
     def _unions(self) -> Iterator[tuple[Array, Array]]:
         """Give what either side stores in some rows, in the order of the places."""
-        a, b = self.arrays
-        rows = a.shape[0]
-        step = max(1, rows * _SPARSE_NBYTES // max(1, self.nbytes))
-        for row in range(0, rows, step):
-            places, values = zip(*(_stored(each, row, row + step) for each in (a, b)), strict=True)
+        rows = [_StoredRows(array) for array in self.arrays]
+        nrows = self.arrays[0].shape[0]
+        row = 0
+        while row < nrows:
+            row = min(side.stop for side in rows)
+            places, values = zip(*(side.up_to(row) for side in rows), strict=True)
             union = np.union1d(*places)
             found = [np.zeros(len(union), each.dtype) for each in values]
             for each, where, stored in zip(found, places, values, strict=True):
                 each[np.searchsorted(union, where)] = stored
             yield found[0], found[1]
+        for side in rows:
+            side.finish()
 
 
-def _stored(array: CSRArray | COOArray, start: int, stop: int) -> tuple[Array, Array]:
-    """Give the places within some rows that have values, as numbers, and these."""
-    block = array[start:stop]
-    places = np.ravel_multi_index(tuple(block.coords), block.shape)
-    return places, block.data
+class _StoredRows:
+    """The stored elements of a sparse tensor, in blocks that are cut anew."""
+
+    def __init__(self, array: SparseArray) -> None:
+        self._shape = array.shape
+        self._blocks = array.blocks()
+        self._left = next(self._blocks)
+
+    @property
+    def stop(self) -> int:
+        """Up to which row elements are at hand."""
+        if self._left.start == self._left.stop < self._shape[0]:
+            self._left = next(self._blocks)
+        return self._left.stop
+
+    def up_to(self, row: int) -> tuple[Array, Array]:
+        """Give the places of the next elements as numbers, and the elements."""
+        taken = self._left.rows(self._left.start, row)
+        self._left = self._left.rows(row, self._left.stop)
+        return flat_positions(taken.coords, self._shape), taken.values
+
+    def finish(self) -> None:
+        """Read to the end: some of what can be wrong is found out there."""
+        for _ in self._blocks:
+            pass
 
 
 class ChunkedPair(ChunkedTensor):
@@ -339,6 +360,8 @@ def _reordered(reader: Reader, order: str) -> Reader:
     kind = ArrayReader if _is_sliceable(reader) else _LoadedReader
     new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
     new.place, new.local = reader.place, reader.local
+    if not reader.local:
+        new.piece_nbytes = _TURNED_NBYTES
     return new
 
 
@@ -350,7 +373,9 @@ def _is_sliceable(reader: Reader) -> bool:
     part = lazy.reader.part
     if part.encoding is not None:
         return False
-    return part.inline is not None or is_mapped(lazy.source.view(part.offset, 1))
+    if part.inline is not None or lazy.source.worth_skipping is not None:
+        return True
+    return is_mapped(lazy.source.view(part.offset, 1))
 
 
 def _plain(reader: Reader) -> Reader:
@@ -360,6 +385,9 @@ def _plain(reader: Reader) -> Reader:
         lazy.sparse = False
         dense = ArrayReader(lazy, reader.nbytes)
         dense.place = reader.place
+        # Where each piece costs what all of them do, in fewer of them.
+        dense.piece_nbytes = max(dense.piece_nbytes, lazy.nbytes_read)
+        dense.whole = dense.piece_nbytes == lazy.nbytes_read
         return dense
     if isinstance(reader, ArrayReader) and reader.complex:
         reader = copy(reader)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xckpt.opening import paused_collector
+from xckpt.progress import Progress
 from xckpt.stats import chunked, scan
 from xckpt.stats.chunked import ChunkedTensor
-from xckpt.stats.progress import reporting
+from xckpt.stats.reader import share
 from xckpt.stats.sketch import Sketch, SketchSum
 from xckpt.stats.store import open_stores
 
@@ -59,7 +60,7 @@ def sketches(
     members: Sequence[Member],
     finish: Callable[[int, Sketch], Any] | None = None,
     *,
-    progress: bool | Callable[[int], object] | None = None,
+    progress: Progress | None = None,
     cache: bool = True,
 ) -> list[Any]:
     """Sketch tensors, those that are kept from an earlier scan without reading them.
@@ -72,8 +73,8 @@ def sketches(
         Called with the number and the sketch of a tensor, as soon as it is complete. Sketches of
         thousands of tensors are too large to keep; what it returns should be smaller. By default
         it is the sketch itself.
-    progress : bool or callable, optional
-        See `reporting`.
+    progress : Progress, optional
+        Is told of the bytes.
     cache : bool
         Whether to keep sketches, and to use those that are kept.
 
@@ -124,6 +125,7 @@ def sketches(
                     parts[number, len(wanted[-1])] = _Part(member.reader, *stretch)
                     wanted[-1].append(stretch)
         nothing = [None] * len(members)
+        progress = progress or Progress(False, "")  # noqa: FBT003  nobody is told
         one_pass(members, SketchPass(), nothing, receive, progress=progress, wanted=wanted)
     return results
 
@@ -155,9 +157,8 @@ def one_pass(
     arguments: Sequence[Any],
     receive: Callable[[int, int, Any], None],
     *,
-    progress: bool | Callable[[int], object] | None,
+    progress: Progress,
     wanted: Sequence[Sequence[tuple[int, int]]] | None = None,
-    what: str = "statistics",
 ) -> None:
     """Do something with all elements of some tensors.
 
@@ -171,12 +172,10 @@ def one_pass(
         What the operation wants to know of each tensor.
     receive : callable
         Called with the number of a tensor, of a stretch of it, and a result for a part of that.
-    progress : bool or callable, optional
-        See `reporting`.
+    progress : Progress
+        Is told of the bytes.
     wanted : sequence of sequence of (int, int), optional
         Stretches of each tensor, by default all of it.
-    what : str
-        Shown before the bar.
     """
     if wanted is None:
         wanted = [_stretches(member.reader) for member in members]
@@ -193,11 +192,12 @@ def one_pass(
         else:
             jobs.append(scan.Job(member.name, member.reader, argument, wanted[number]))
             numbers.append(number)
-    total = sum(members[n].reader.nbytes for n in (*numbers, *places))
-    with reporting(progress, total, what) as report:
-        if jobs:
-            scan.run(jobs, operation, lambda n, s, r: receive(numbers[n], s, r), report)
-        chunked.run(arrays, operation, lambda n, r: receive(places[n], 0, r), report)
+    progress.expect(
+        sum(share(members[n].reader, *each) for n in (*numbers, *places) for each in wanted[n])
+    )
+    if jobs:
+        scan.run(jobs, operation, lambda n, s, r: receive(numbers[n], s, r), progress.advance)
+    chunked.run(arrays, operation, lambda n, r: receive(places[n], 0, r), progress.advance)
 
 
 def _stretches(reader: Reader | ChunkedTensor) -> list[tuple[int, int]]:

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from xckpt.stats.chunked import ChunkedTensor
     from xckpt.stats.kinds import Kind
     from xckpt.stats.workspace import Workspace
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "share"]
 
 
 class Reader(ABC):
@@ -72,3 +73,10 @@ class Reader(ABC):
         values : array
             One-dimensional; valid until the next one is asked for.
         """
+
+
+def share(tensor: Reader | ChunkedTensor, start: int, stop: int) -> int:
+    """Return how many of the bytes of a tensor a range of its elements counts for."""
+    if not tensor.size:
+        return tensor.nbytes
+    return tensor.nbytes * stop // tensor.size - tensor.nbytes * start // tensor.size

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from copy import copy
+import sys
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.elements import elements
 from xckpt.arrays.quantized import QuantizedArray
-from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.arrays.sparse import SparseArray
 from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import IntegrityError
+from xckpt.errors import UnsupportedError, locating
 from xckpt.stats.kinds import kind_named, require_numbers
 from xckpt.stats.reader import Reader
-from xckpt.storage import digests
-from xckpt.storage.encodings import decompressed_blocks
+from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.arrays.parts import PartReader
     from xckpt.stats.workspace import Workspace
 
 __all__ = ["ArrayReader", "DenseReader", "RawReader", "SparseReader", "reader_of"]
@@ -64,43 +61,25 @@ class DenseReader(Reader):
         self.flat = _flat(lazy)
         self.kind = require_numbers(self.flat.dtype)
         _describe_dense(self, lazy)
-        self.whole = lazy.reader.part.encoding == "zstd"
+        self.whole = lazy.reader.part.encoding in STREAMS
 
     def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
         """Read some of the elements; see `Reader.blocks`."""
-        if self.whole and self.nbytes > _PIECE_NBYTES and ELEMENT_TYPES[self._stored].bits >= 8:
+        if self.whole:
+            # A stream that can be decoded only from its start is not kept.
             yield from self._decoded()
             return
-        step = max(1, stop - start if self.whole else _PIECE_NBYTES // self.kind.itemsize)
+        step = max(1, _PIECE_NBYTES // self.kind.itemsize)
         for at in range(start, stop, step):
             yield at, self.flat[at : min(at + step, stop)]
 
-    @property
-    def _stored(self) -> str:
-        return self.flat.reader.part.dtype
-
     def _decoded(self) -> Iterator[tuple[int, Array]]:
-        """Decode a stream that can be decoded only from its start, without keeping it."""
-        reader = self.flat.reader
-        if reader.verify:
-            reader.read(0, 0, self.nbytes)
-        stored = reader.stored()
-        hasher = _hasher(reader, stored)
         at = 0
-        for data in decompressed_blocks(stored, self.nbytes, _PIECE_NBYTES):
-            if hasher is not None:
-                hasher.update(data)
-            values = elements(
-                data,
-                self._stored,
-                decode=self.flat.decode,
-                byteorder=reader.part.byteorder,
-                strict=self.flat.strict,
-            )
-            yield at, values
-            at += len(values)
-        if hasher is not None and hasher.value() != digests.parse(str(reader.part.digest))[1]:
-            raise IntegrityError("the decoded bytes have another digest", rule="Digest")
+        with locating(tensor=self.flat.name):
+            for data in self.flat.reader.blocks(self.nbytes, _PIECE_NBYTES):
+                values = self.flat.decoded(data, at)
+                yield at, values
+                at += len(values)
 
 
 class ArrayReader(Reader):
@@ -114,6 +93,8 @@ class ArrayReader(Reader):
         What there is to read.
     """
 
+    piece_nbytes = _PIECE_NBYTES
+
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
         self.array = array
         self.shape: tuple[int, ...] = tuple(array.shape)
@@ -124,6 +105,7 @@ class ArrayReader(Reader):
         self.size = prod(self.shape)
         self.nbytes = self.size * dtype.itemsize if nbytes is None else nbytes
         self.row = _row(self.shape)
+        self.piece_nbytes = _PIECE_NBYTES
 
     def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
         """Read some of the elements; see `Reader.blocks`."""
@@ -132,7 +114,7 @@ class ArrayReader(Reader):
         if not self.shape:
             yield 0, self._values(())
             return
-        wanted = max(1, _PIECE_NBYTES // self.kind.itemsize)
+        wanted = max(1, self.piece_nbytes // self.kind.itemsize)
         axis, inner = 0, prod(self.shape[1:])
         # A slice along the first axis may be too large: then along the next one.
         while inner > wanted and axis + 1 < len(self.shape) and self._divisible:
@@ -162,15 +144,23 @@ class ArrayReader(Reader):
 
 
 class SparseReader(Reader):
-    """The stored values of a sparse tensor, in the order of their coordinates."""
+    """The stored values of a sparse tensor, in the order of their positions."""
 
     whole = True
 
-    def __init__(self, lazy: CSRArray | COOArray) -> None:
-        self.lazy = copy(lazy)
-        self.lazy.sparse = True
+    def __init__(self, lazy: SparseArray) -> None:
+        self.lazy = lazy
+        # The kernels know no complex numbers: they get the magnitudes.
+        self.complex = lazy.dtype.kind == "c"
         self.kind = require_numbers(lazy.dtype)
         self.size = prod(lazy.shape)
+        if self.size > sys.maxsize:
+            raise UnsupportedError(
+                f"{self.size} elements are more than can be counted",
+                path=lazy.source.name,
+                tensor=lazy.name,
+                hint="Leave it out",
+            )
         parts = [reader.part for reader in lazy.readers.values()]
         self.nbytes = sum(part.nbytes for part in parts)
         self.row = _row(lazy.shape)
@@ -194,17 +184,13 @@ class SparseReader(Reader):
         dead : int
             How many of these rows have no value but zero.
         """
-        lazy = self.lazy
-        rows = lazy.shape[0]
-        # A list of coordinates is in no order: each block of rows looks through all of it.
-        share = 16 * _PIECE_NBYTES if isinstance(lazy, COOArray) else _PIECE_NBYTES
-        step = max(1, rows * share // max(1, self.nbytes))
         at = 0
-        for first in range(0, rows, step):
-            block = lazy[first : first + step]
-            alive = np.unique(block.coords[0][block.data != 0])
-            yield at, block.data, block.shape[0] - len(alive)
-            at += len(block.data)
+        for block in self.lazy.blocks():
+            rows = block.coords[0][block.values != 0]
+            alive = int(np.count_nonzero(np.diff(rows, prepend=-1)))
+            values: Array = np.abs(block.values) if self.complex else block.values
+            yield at, values, block.stop - block.start - alive
+            at += len(values)
 
 
 def reader_of(lazy: LazyArray) -> Reader:
@@ -227,7 +213,7 @@ def reader_of(lazy: LazyArray) -> Reader:
     """
     if isinstance(lazy, DenseArray) and lazy.dtype.kind != "c":
         return RawReader(lazy) if _is_raw(lazy) else DenseReader(lazy)
-    if isinstance(lazy, CSRArray | COOArray) and lazy.dtype.kind != "c" and 0 not in lazy.shape:
+    if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
         return SparseReader(lazy)
     reader = ArrayReader(lazy)
     if isinstance(lazy, QuantizedArray):
@@ -251,17 +237,6 @@ def _is_raw(lazy: DenseArray) -> bool:
         and ELEMENT_TYPES[part.dtype].bits >= 8
         and ELEMENT_TYPES[part.dtype].decoded != "bool"
     )
-
-
-def _hasher(reader: PartReader, stored: memoryview) -> digests.Hasher | None:
-    """Check the digest of stored bytes; prepare to check that of decoded ones. See `PartReader`."""
-    digest = reader.part.digest
-    if digest is None or reader.verify is not None or not digests.is_known(digest):
-        return None
-    if reader.part.digest_of == "stored":
-        digests.check(digest, stored)
-        return None
-    return digests.Hasher(digests.parse(digest)[0])
 
 
 def _flat(lazy: DenseArray) -> DenseArray:

@@ -17,8 +17,9 @@ from xckpt.stats.kinds import kind_named
 from xckpt.stats.passes import one_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from xckpt.progress import Progress
     from xckpt.stats.kinds import Kind
     from xckpt.stats.passes import Member
     from xckpt.stats.sketch import Sketch
@@ -143,7 +144,7 @@ class Search:
 def refine(
     members: Sequence[Member],
     searches: Sequence[Search],
-    progress: bool | Callable[[int], object] | None,  # noqa: FBT001  as users give it
+    progress: Progress,
 ) -> None:
     """Find quantiles without the error that those of a sketch have.
 
@@ -153,8 +154,8 @@ def refine(
         The tensors.
     searches : sequence of Search
         Of each; `found` has the quantiles afterwards, but for those that a sketch has exactly.
-    progress : bool or callable, optional
-        See `reporting`.
+    progress : Progress
+        Is told of the bytes.
     """
     while True:
         left = [n for n, search in enumerate(searches) if search.wanted]
@@ -168,7 +169,7 @@ def refine(
 
         arguments = [searches[n].wanted for n in left]
         some = [members[n] for n in left]
-        one_pass(some, _NarrowPass(), arguments, receive, progress=progress, what="quantiles")
+        one_pass(some, _NarrowPass(), arguments, receive, progress=progress)
 
 
 def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float]) -> list[_Wanted]:

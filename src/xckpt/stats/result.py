@@ -10,6 +10,7 @@ import numpy as np
 
 from xckpt.errors import shown
 from xckpt.opening import paused_collector
+from xckpt.progress import Progress
 from xckpt.stats.along import describe_rows
 from xckpt.stats.comparison import ranked
 from xckpt.stats.describe import describe, statistic_names
@@ -19,11 +20,12 @@ from xckpt.stats.passes import sketches
 from xckpt.stats.refine import Search, refine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     import pandas as pd
     import xarray as xr
 
+    from xckpt.progress import ProgressOption
     from xckpt.stats.entries import Contents, Entry
     from xckpt.stats.passes import Member
     from xckpt.stats.sketch import Sketch
@@ -44,7 +46,7 @@ def stats(
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
     dim: Hashable | Iterable[Hashable] | None = None,
-    progress: bool | Callable[[int], object] | None = None,
+    progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
 ) -> xr.Dataset:
@@ -68,8 +70,9 @@ def stats(
         Dimensions to reduce; by default all but those along which tensors are stacked. Variables
         without any of them are left out.
     progress : bool or callable, optional
-        Whether to show a bar; a function is called with the number of bytes done so far. By
-        default a bar is shown for more than about 1 GB, or in a terminal or notebook.
+        Whether to show a bar; by default one appears in a terminal or notebook if it takes more
+        than a moment. A function is called as ``f(done, total)``, with bytes: `done` never
+        decreases, and `total` grows where more turns out to be needed, as for exact quantiles.
     compute : bool
         False gives dask arrays: the pass is made once they are computed.
     cache : bool
@@ -131,7 +134,7 @@ class _Options:
 
     quantiles: tuple[float, ...]
     exact: bool
-    progress: bool | Callable[[int], object] | None
+    progress: ProgressOption
     cache: bool
 
 
@@ -174,9 +177,11 @@ def _described_members(
             _blank_real(values)
         return values, sketch.dead if sketch.row else None
 
-    described = sketches(members, finish, progress=options.progress, cache=options.cache)
+    with Progress(options.progress, "statistics") as progress:
+        described = sketches(members, finish, progress=progress, cache=options.cache)
+        if options.exact:
+            refine(members, searches, progress)
     if options.exact:
-        refine(members, searches, options.progress)
         first = len(statistic_names(())) - 1
         for (values, _), search in zip(described, searches, strict=True):
             for at, quantile in enumerate(options.quantiles, first):

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xckpt.errors import CheckpointError
+from xckpt.errors import locating
 from xckpt.stats import cluster
 from xckpt.stats.moments import LEAF
+from xckpt.stats.reader import share
 from xckpt.stats.readers import SparseReader
 
 if TYPE_CHECKING:
@@ -107,11 +108,7 @@ class Span:
     @property
     def nbytes(self) -> int:
         """Share of what there is to read."""
-        reader = self.reader
-        if reader.whole or not reader.size:
-            return reader.nbytes
-        done = reader.nbytes * self.start // reader.size
-        return reader.nbytes * self.stop // reader.size - done
+        return share(self.reader, self.start, self.stop)
 
 
 Task = list[Span]
@@ -186,16 +183,13 @@ def _scan_span(span: Span, operation: Operation, workspace: Workspace, stop: Any
     # How many values are stored is known once repeated ones are added up.
     size, row = (-1, 0) if sparse else (reader.size, reader.row)
     accumulator = operation.start(reader.kind, size, row, span.argument, workspace)
-    try:
+    with locating(path=reader.place[0] or None, tensor=span.name):
         if isinstance(reader, SparseReader):
             return _scan_sparse(reader, accumulator, stop)
         for at, values in reader.blocks(span.start, span.stop, workspace):
             accumulator.update(at, values)
             if stop.is_set():
                 break
-    except CheckpointError as error:
-        error.located(path=reader.place[0] or None, tensor=span.name)
-        raise
     return accumulator.result()
 
 

@@ -1,33 +1,35 @@
 """Sketches that are kept between calls: a second scan of a file reads only what is missing.
 
 There is a file for each checkpoint, named by a digest of its path and identity, in the folder
-``stats-1`` of the cache of this user: ``$XCKPT_CACHE_DIR``, by default ``$XDG_CACHE_HOME/xckpt``
-(``~/.cache/xckpt``), ``~/Library/Caches/xckpt`` on macOS, ``%LOCALAPPDATA%\\xckpt`` on Windows. It
-is a sequence of records, each with a length and a checksum; what is not as it should be, such as
-a record that was being written when the machine stopped, ends the file. Nothing here is needed:
-any of it may be deleted at any time, and where it cannot be written nothing is kept.
+``stats-1`` of the cache of this user (see `xckpt.storage.cache`). It is a sequence of records, each
+with a length and a checksum; what is not as it should be, such as a record that was being written
+when the machine stopped, ends the file. Records that cannot be true of their tensor are not
+believed (see `xckpt.stats.plausible`). Nothing here is needed: any of it may be deleted at any
+time, and where it cannot be written nothing is kept.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-import sys
+import threading
 import time
 from contextlib import contextmanager
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.stats.plausible import require_sketch
 from xckpt.stats.sketch import Sketch
+from xckpt.storage import cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-__all__ = ["Store", "TensorStore", "cache_folder", "open_stores", "packed", "unpacked"]
+__all__ = ["FOLDER", "Store", "TensorStore", "open_stores", "packed", "unpacked"]
+
+FOLDER = "stats-1"
 
 _MAGIC = b"xckpt sketches 1"
 _HEAD = struct.Struct("<16sIQ")  # key, length and checksum of a record
@@ -41,21 +43,9 @@ _PENDING_SECONDS = 5.0
 # again without another time.
 _SETTLED_NS = 50_000_000
 
+_thread = threading.local()
+
 _NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied", "row", "dead")
-
-
-def cache_folder() -> Path:
-    """Return the folder of sketches; it need not exist."""
-    chosen = os.environ.get("XCKPT_CACHE_DIR")
-    if chosen:
-        return Path(chosen) / "stats-1"
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = str(Path.home() / "Library" / "Caches")
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "xckpt" / "stats-1"
 
 
 @contextmanager
@@ -80,21 +70,21 @@ def open_stores(
     """
     files: dict[tuple[Any, Any], Store] = {}
     stores: list[TensorStore | None] = []
+    folder = cache.folder(FOLDER) if enabled else None
     for reader in readers:
-        identity = getattr(reader, "identity", None)
-        origin = _origin(identity) if enabled else None
+        origin = None if folder is None else _origin(getattr(reader, "identity", None))
         if origin is None:
             stores.append(None)
             continue
         if origin not in files:
             files[origin] = (kind or Store)(origin)
-        stores.append(TensorStore(files[origin], (reader.kind.name, identity)))
+        stores.append(TensorStore(files[origin], reader))
     try:
         yield stores
     finally:
         written = [store.flush() for store in files.values()]
-        if any(written):
-            _prune(cache_folder())
+        if folder is not None and any(written):
+            cache.make_room(folder, _LARGEST_FOLDER)
 
 
 class Store:
@@ -115,10 +105,16 @@ class Store:
     def _unpacked(data: bytes) -> Any:
         return unpacked(data)
 
+    @staticmethod
+    def require(kept: Any, reader: Any, stretch: tuple[int, int]) -> None:
+        """Raise an error if this cannot be what was kept of a stretch of a tensor."""
+        require_sketch(kept, reader, stretch)
+
     def __init__(self, origin: tuple[Any, Any]) -> None:
         name = blake2b(repr(origin).encode(), digest_size=16).hexdigest()
-        self.path = cache_folder() / name
-        self._data = _read(self.path)
+        folder = cache.folder(FOLDER)
+        self._path = None if folder is None else folder / name
+        self._data = _read(self._path)
         self._records = dict(_records(self._data))
         self._size = len(self._data)
         self._pending: list[bytes] = []
@@ -155,9 +151,8 @@ class Store:
         data = b"".join(self._pending)
         self._pending, self._pending_nbytes = [], 0
         self._written_at = time.monotonic()
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.path, data)
+        if self._path is not None:
+            _append(self._path, data)
         return True
 
 
@@ -168,19 +163,28 @@ class TensorStore:
     ----------
     store : Store
         Of its checkpoint.
-    identity : tuple
-        What tells the tensor and the way it is read from others.
+    reader : Reader
+        Its elements; they have an identity.
     """
 
-    __slots__ = ("_base", "_store")
+    __slots__ = ("_base", "_reader", "_store")
 
-    def __init__(self, store: Store, identity: tuple[Any, ...]) -> None:
+    def __init__(self, store: Store, reader: Any) -> None:
         self._store = store
-        self._base = repr(identity)
+        self._reader = reader
+        self._base = repr((reader.kind.name, reader.identity))
 
     def get(self, stretch: tuple[int, int]) -> Any:
-        """Return what is kept of a stretch of the tensor; None if nothing is."""
-        return self._store.get(self._key(stretch))
+        """Return what is kept of a stretch of the tensor; None if nothing is that can be true."""
+        kept = self._store.get(self._key(stretch))
+        if kept is None:
+            return None
+        try:
+            with np.errstate(all="ignore"):
+                self._store.require(kept, self._reader, stretch)
+        except Exception:  # noqa: BLE001  whatever is wrong with it, it can be made again
+            return None
+        return kept
 
     def put(self, stretch: tuple[int, int], kept: Any) -> None:
         """Keep what was found in a stretch of the tensor."""
@@ -208,17 +212,12 @@ def _is_lasting(name: str, version: Any) -> bool:
     if "://" in name or not isinstance(version, tuple):
         return True
     times = [number for number in version if isinstance(number, int)]
-    return len(times) != 3 or time.time_ns() - times[1] >= _SETTLED_NS
+    return len(times) != 4 or time.time_ns() - times[1] >= _SETTLED_NS
 
 
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE + _LARGEST_RECORD)
-        os.utime(path)  # the least recently used are deleted first
-    except OSError:
-        return b""
-    return data if data.startswith(_MAGIC) else b""
+def _read(path: Path | None) -> bytes:
+    data = None if path is None else cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
+    return data if data is not None and data.startswith(_MAGIC) else b""
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
@@ -239,27 +238,9 @@ def _append(path: Path, data: bytes) -> None:
     good = max([len(_MAGIC), *(stop for _, (_, stop) in _records(existing))])
     if existing and len(existing) == good:
         # One write, so that records of two processes do not mix.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-        return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_bytes((existing[:good] or _MAGIC) + data)
-    temporary.replace(path)
-
-
-def _prune(folder: Path) -> None:
-    """Delete the least recently used files until the others fit."""
-    with contextlib.suppress(OSError):
-        found = [(path.stat(), path) for path in folder.iterdir()]
-        found.sort(key=lambda pair: pair[0].st_mtime, reverse=True)
-        total = 0
-        for status, path in found:
-            total += status.st_size
-            if total > _LARGEST_FOLDER:
-                path.unlink(missing_ok=True)
+        cache.append(path, data)
+    else:
+        cache.write(path, (existing[:good] or _MAGIC) + data)
 
 
 def _checksum(data: bytes) -> int:
@@ -292,8 +273,12 @@ def unpacked(data: bytes) -> Sketch:
     import msgpack
     import zstandard
 
-    limit = _LARGEST_RECORD * 4
-    fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data, max_output_size=limit))
+    if not hasattr(_thread, "decompressor"):
+        _thread.decompressor = zstandard.ZstdDecompressor()
+    # The size that a frame states is allocated, whatever limit is given with it.
+    if not 0 < zstandard.frame_content_size(data) <= _LARGEST_RECORD * 4:
+        raise ValueError("not a record of a sketch")
+    fields = msgpack.unpackb(_thread.decompressor.decompress(data))
     codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
     low, high = (_number(text) for text in fields["extremes"])
     numbers: dict[str, Any] = {name: int(fields[name]) for name in _NUMBERS}

@@ -9,7 +9,7 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
-from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.arrays.sparse import SparseArray
 from xckpt.stats.comparison import Comparison
 from xckpt.stats.kinds import kind_named
 from xckpt.stats.pairs import PairReader, array_of
@@ -127,7 +127,7 @@ def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Give the parts of an array by their roles; None if it is not made of parts."""
     if isinstance(lazy, DenseArray):
         return {"data": lazy.reader}
-    if isinstance(lazy, QuantizedArray | CSRArray | COOArray):
+    if isinstance(lazy, QuantizedArray | SparseArray):
         return dict(lazy.readers)
     return None
 

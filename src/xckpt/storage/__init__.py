@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from xckpt.storage.local import LocalSource, is_mapped, release
+from xckpt.storage.local import LocalSource, is_file_url, is_mapped, local_path
 from xckpt.storage.memory import BytesSource, FileObjectSource
 from xckpt.storage.remote import FsspecSource, is_url
 from xckpt.storage.source import Source
@@ -13,16 +13,14 @@ from xckpt.storage.source import Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "release"]
-
-_FILE = "file://"
+__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source"]
 
 
 def open_source(
     obj: Any,
     *,
     storage_options: Mapping[str, Any] | None = None,
-    mmap: bool = True,
+    mmap: bool = False,
     first: int = 0,
 ) -> Source:
     """Open whatever holds the bytes of a file.
@@ -34,7 +32,7 @@ def open_source(
     storage_options : mapping, optional
         For fsspec; local paths need none.
     mmap : bool
-        Whether a local file may be mapped into memory.
+        Whether views of a local file are of a memory map; see `LocalSource`.
     first : int
         Bytes of the beginning of a remote file that are read at once, where that saves a request.
 
@@ -49,6 +47,8 @@ def open_source(
         If it cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
     TypeError
         If it is something else, or a file in text mode.
+    ValueError
+        If it is not a path that a file can have.
     ImportError
         If a package for this kind of URL is not installed.
     UnsupportedError
@@ -72,7 +72,7 @@ def open_source(
         )
     if is_remote(obj):
         return _open_url(obj, storage_options, first)
-    return LocalSource(local_path(obj), mmap=mmap)
+    return LocalSource(obj, mmap=mmap)
 
 
 def is_remote(obj: object) -> bool:
@@ -93,7 +93,7 @@ def is_remote(obj: object) -> bool:
     >>> is_remote("s3://bucket/m.zt"), is_remote("file:///m.zt"), is_remote("m.zt")
     (True, False, False)
     """
-    return isinstance(obj, str) and is_url(obj) and not _is_file_url(obj)
+    return isinstance(obj, str) and is_url(obj) and not is_file_url(obj)
 
 
 def _open_url(url: str, storage_options: Mapping[str, Any] | None, first: int) -> Source:
@@ -106,40 +106,3 @@ def _open_url(url: str, storage_options: Mapping[str, Any] | None, first: int) -
 
         return S3Source(url, storage_options, first=first)
     return FsspecSource(url, storage_options, first=first)
-
-
-def local_path(path: str) -> str:
-    """Give the path of a local file.
-
-    Parameters
-    ----------
-    path : str
-        A path, or a ``file://`` URL.
-
-    Returns
-    -------
-    str
-        A path as it is.
-
-    Raises
-    ------
-    ValueError
-        If the URL names another machine.
-
-    Examples
-    --------
-    >>> local_path("file:///tmp/a%20b.zt")
-    '/tmp/a b.zt'
-    """
-    if not _is_file_url(path):
-        return path
-    from urllib.request import url2pathname  # imports all of http and email
-
-    host, slash, rest = path[len(_FILE) :].partition("/")
-    if host not in {"", "localhost"}:
-        raise ValueError(f"{path} names the machine {host!r}; open the file by its path")
-    return url2pathname(slash + rest)
-
-
-def _is_file_url(text: str) -> bool:
-    return text[: len(_FILE)].lower() == _FILE

@@ -3,6 +3,7 @@
 ==========  =============================  ==========================================
 algorithm   value                          is
 ==========  =============================  ==========================================
+``crc32``   8 hex digits                   CRC-32, as zip files have it
 ``crc32c``  ``0x`` and 1 to 8 hex digits   CRC-32C (Castagnoli)
 ``sha256``  64 hex digits                  SHA-256
 ``xxh3``    16 hex digits, lower case      XXH3 with 64 bits and seed 0, big-endian
@@ -16,17 +17,19 @@ import hashlib
 import re
 import threading
 import warnings
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
+from xckpt.storage.source import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Hasher", "check", "is_known", "parse"]
+__all__ = ["Hasher", "check", "checked", "is_known", "parse"]
 
 # The libraries let other threads run while they hash; a block is how long Ctrl-C may wait.
 _BLOCK_NBYTES = 8 << 20
@@ -37,6 +40,19 @@ _FORM = re.compile(r"([a-z0-9_]+):(.+)", re.DOTALL)
 class _State(Protocol):
     def update(self, data: Any, /) -> object: ...
     def digest(self) -> bytes: ...
+
+
+class _Crc32:
+    """CRC-32 with the interface of `hashlib`, big-endian."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
 
 
 class _Crc32c:
@@ -94,6 +110,7 @@ class _Algorithm:
 
 
 _ALGORITHMS = {
+    "crc32": _Algorithm(re.compile("[0-9a-fA-F]{8}"), 8, _Crc32),
     "crc32c": _Algorithm(re.compile("0[xX][0-9a-fA-F]{1,8}"), 8, _Crc32c, "0x"),
     "sha256": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, hashlib.sha256),
     "xxh3": _Algorithm(re.compile("[0-9a-f]{16}"), 16, _xxh3),
@@ -216,28 +233,19 @@ class Hasher:
         return f"{self.algorithm}:{self._format(self.value())}"
 
 
-def check(digest: str, data: bytes | bytearray | memoryview) -> None:
-    """Compare bytes with the digest that a file states for them.
+def check(digest: str, data: bytes | bytearray | memoryview | Blocks) -> None:
+    """Compare bytes with the digest that a file states for them; see `checked`."""
+    for _ in checked(digest, data if isinstance(data, Blocks) else [memoryview(data)]):
+        pass
 
-    Parameters
-    ----------
-    digest : str
-        ``algorithm:value``.
-    data : bytes, bytearray or memoryview
-        What it covers.
 
-    Raises
-    ------
-    IntegrityError
-        If it disagrees.
-    FormatError
-        If it is malformed.
-    UnsupportedError
-        If its algorithm is not known.
-    """
+def checked(digest: str, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Hand on all that a digest covers, and then compare; `IntegrityError` if it disagrees."""
     algorithm, expected = parse(digest)
     hasher = Hasher(algorithm)
-    hasher.update(data)
+    for block in blocks:
+        hasher.update(block)
+        yield block
     if hasher.value() != expected:
         raise IntegrityError(
             f"the bytes have the digest {hasher.digest()}, but the file says {digest}",

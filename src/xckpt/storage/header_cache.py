@@ -8,25 +8,21 @@ server tells it, and the options. Bytes are kept as they were read, not what was
     bytes of the segments
     BLAKE2b-128 of all before
 
-The folder is ``xckpt/headers`` in the user's cache folder, or what the environment variable
-``XCKPT_CACHE_DIR`` says; where that is empty nothing is kept. It has at most 512 MiB: entries that
-were not used for longest make room.
+`xckpt.storage.cache` says where they lie. They have at most 512 MiB in total.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
-import tempfile
 from hashlib import blake2b
-from itertools import accumulate
-from pathlib import Path
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
+
+from xckpt.storage import cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from xckpt.storage.remote import FsspecSource
 
@@ -34,6 +30,7 @@ __all__ = ["load", "store"]
 
 _MAGIC = b"XCKPTHD1"
 _DIGEST_NBYTES = 16
+_FOLDER = "headers"
 _SUFFIX = ".header"
 _MOST_NBYTES = 512 << 20
 _LARGEST_ENTRY = 64 << 20
@@ -43,30 +40,14 @@ _STRONG = {"ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "
 
 
 def load(source: FsspecSource, first: memoryview) -> list[tuple[int, memoryview]] | None:
-    """Give what is kept of a file.
-
-    Parameters
-    ----------
-    source : FsspecSource
-        The file.
-    first : memoryview
-        What was just read of its beginning; an entry that disagrees is none.
-
-    Returns
-    -------
-    list of (int, memoryview) or None
-        Offsets and bytes of ranges that do not overlap. None where nothing is kept, or it is
-        damaged.
-    """
+    """Return what is kept of a file: offsets and bytes; None if it does not begin with `first`."""
     path = _path(source)
-    if path is None:
+    content = None if path is None else cache.read(path, 2 * _LARGEST_ENTRY)
+    if content is None:
         return None
     try:
-        if path.stat().st_size > 2 * _LARGEST_ENTRY:
-            return None
-        segments = _decoded(path.read_bytes(), source)
-        os.utime(path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        segments = _decoded(content, source)
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     start, data = segments[0]
     shared = min(len(data), len(first))
@@ -74,57 +55,23 @@ def load(source: FsspecSource, first: memoryview) -> list[tuple[int, memoryview]
 
 
 def store(source: FsspecSource, segments: Sequence[tuple[int, memoryview]]) -> None:
-    """Keep what was read of a file; that it cannot be kept is no error.
-
-    Parameters
-    ----------
-    source : FsspecSource
-        The file.
-    segments : sequence of (int, memoryview)
-        Offsets and bytes of ranges that do not overlap.
-    """
+    """Keep what was read of a file; that it cannot be kept is not an error."""
     path = _path(source)
     if path is None or sum(len(data) for _, data in segments) > _LARGEST_ENTRY:
         return
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Readable by the user alone, as the folder is.
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_encoded(source, segments))
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _make_room(path.parent)
+    if cache.write(path, _encoded(source, segments)):
+        cache.make_room(path.parent, _MOST_NBYTES)
 
 
 def _path(source: FsspecSource) -> Path | None:
-    """Say where the entry of a file is; None where its version is not known for sure."""
+    """Return where the entry of a file is; None where its version is not known for sure."""
     identity: Any = source.identity
     strong = [v for key, v in identity[1:] if key in _STRONG and not v.startswith("W/")]
-    folder = _folder()
-    if not strong or folder is None:
+    folder = cache.folder(_FOLDER) if strong else None
+    if folder is None:
         return None
     told = repr((source.name, identity, sorted(source.storage_options.items())))
     return folder / (blake2b(told.encode(), digest_size=20).hexdigest() + _SUFFIX)
-
-
-def _folder() -> Path | None:
-    given = os.environ.get("XCKPT_CACHE_DIR")
-    if given is not None:
-        return Path(given) / "headers" if given else None
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return Path(base).expanduser() / "xckpt" / "headers"
-    except RuntimeError:  # a user without a home
-        return None
 
 
 def _encoded(source: FsspecSource, segments: Sequence[tuple[int, memoryview]]) -> bytes:
@@ -150,23 +97,13 @@ def _decoded(content: bytes, source: FsspecSource) -> list[tuple[int, memoryview
     said = json.loads(bytes(body[12:begin]))
     if (said["name"], said["identity"]) != (source.name, repr(source.identity)):
         raise ValueError("of another file")
-    starts = [start for start, _ in said["segments"]]
-    ends = list(accumulate([nbytes for _, nbytes in said["segments"]], initial=begin))
+    places = said["segments"]
+    if not places or any(type(number) is not int for place in places for number in place):
+        raise ValueError("not of numbers")
+    bounds = [0, *(at for start, nbytes in places for at in (start, start + nbytes)), source.size]
+    if any(a > b for a, b in pairwise(bounds)):
+        raise ValueError("ranges that overlap, or lie outside of the file")
+    ends = list(accumulate([nbytes for _, nbytes in places], initial=begin))
     if ends[-1] != len(body):
         raise ValueError("of another size")
-    return [(start, body[a:b]) for start, a, b in zip(starts, ends[:-1], ends[1:], strict=True)]
-
-
-def _make_room(folder: Path) -> None:
-    """Remove the entries that were not used for longest."""
-    entries = []
-    for path in folder.glob(f"*{_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            entries.append((status.st_mtime, status.st_size, path))
-    total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries):
-        if total <= _MOST_NBYTES:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
+    return [(places[n][0], body[a:b]) for n, (a, b) in enumerate(pairwise(ends))]

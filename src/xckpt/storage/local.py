@@ -1,8 +1,7 @@
-"""Local files: memory maps for views, positional reads for copies, and a check for changes."""
+"""Local files: reads at any position, a check for changes, and memory maps for who wants them."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import mmap
@@ -12,19 +11,33 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
-from xckpt.errors import FileChangedError, UnsupportedError
+from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
 from xckpt.storage.pool import Pool
 from xckpt.storage.siblings import components
 from xckpt.storage.source import Source
 
-__all__ = ["Descriptor", "LocalSource", "empty", "file_identity", "is_mapped", "release"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
-_FAULTED_AROUND = 1 << 20
+__all__ = [
+    "Descriptor",
+    "FileVersion",
+    "LocalSource",
+    "empty",
+    "is_file_url",
+    "is_mapped",
+    "local_path",
+]
+
+_FILE = "file://"
+# One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
+_READ_NBYTES = 64 << 20
+# What a read costs besides its bytes is what it takes to copy about so many.
+_WORTH_SKIPPING = 16 << 10
 
 # A map made without `trackfd` keeps a duplicate of the descriptor open for as long as it lives.
 _UNTRACKED: dict[str, Any] = (
@@ -33,38 +46,95 @@ _UNTRACKED: dict[str, Any] = (
 
 
 def empty(nbytes: int) -> memoryview:
-    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first.
-
-    Parameters
-    ----------
-    nbytes : int
-        Number of bytes.
-
-    Returns
-    -------
-    memoryview
-        Writable, of undefined content.
-    """
+    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
     return np.empty(nbytes, np.uint8).data
 
 
-def file_identity(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what tells one version of a file from another: size, time in ns, inode.
+def is_file_url(text: str) -> bool:
+    """Whether a text is a ``file://`` URL."""
+    return text[: len(_FILE)].lower() == _FILE
 
-    The device number is not part of it: for network file systems each machine makes up its own,
-    and a source must be the same to all workers of a cluster.
+
+def local_path(path: str) -> str:
+    """Return the absolute path of a local file that is read or written.
+
+    ``~/m.zt`` and ``~user/m.zt`` are in home folders. Where there is no such user, the tilde is
+    part of the name, as it always is in a URL.
 
     Parameters
     ----------
-    status : os.stat_result
-        Of the file.
+    path : str
+        A path, or a ``file://`` URL.
 
     Returns
     -------
-    tuple of int
-        Comparable and hashable.
+    str
+        Absolute, so that a later change of the working directory does no harm.
+
+    Raises
+    ------
+    ValueError
+        If a URL names another machine, or a path has a null character.
+
+    Examples
+    --------
+    >>> local_path("file:///tmp/a%20b.zt")
+    '/tmp/a b.zt'
     """
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    is_url = is_file_url(path)
+    found = _path_of_url(path) if is_url else path
+    if "\0" in found:
+        raise ValueError(f"the path {shown(path)} has a null character, which no path can have")
+    # Path.expanduser fails where there is no such user, and absolute() keeps "..".
+    return found if is_url else os.path.abspath(os.path.expanduser(found))  # noqa: PTH100, PTH111
+
+
+def _path_of_url(url: str) -> str:
+    from urllib.request import url2pathname  # imports all of http and email
+
+    host, slash, rest = url[len(_FILE) :].partition("/")
+    if host not in {"", "localhost"}:
+        raise ValueError(f"{url} names the machine {host!r}; open the file by its path")
+    return url2pathname(slash + rest)
+
+
+class FileVersion:
+    """What tells one version of a file from another: size, times and inode.
+
+    The time of the last change (``st_ctime``) tells of writers that put the time of modification
+    back. It also moves when the file gets another name, owner or permissions, which leaves its
+    bytes alone: such a change is accepted, and what it looks like is kept for the next one.
+
+    The device number is not part of it: for network file systems each machine makes up its own,
+    and a source must be the same to all workers of a cluster.
+    """
+
+    __slots__ = ("_seen", "identity")
+
+    def __init__(self, status: os.stat_result) -> None:
+        self.identity = (status.st_size, status.st_mtime_ns, status.st_ino, _ctime(status))
+        self._seen = _ctime(status), _attributes(status)
+
+    def matches(self, status: os.stat_result) -> bool:
+        """Whether a file still has the bytes that it had."""
+        if (status.st_size, status.st_mtime_ns, status.st_ino) != self.identity[:3]:
+            return False
+        changed, attributes = self._seen
+        if _ctime(status) == changed:
+            return True
+        if _attributes(status) == attributes:
+            return False
+        self._seen = _ctime(status), _attributes(status)
+        return True
+
+
+def _ctime(status: os.stat_result) -> int:
+    # On Windows it is the time of creation.
+    return 0 if sys.platform == "win32" else status.st_ctime_ns
+
+
+def _attributes(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_nlink, status.st_mode, status.st_uid, status.st_gid
 
 
 class Descriptor:
@@ -101,23 +171,13 @@ class Descriptor:
         weakref.finalize(self, os.close, self.fileno)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill memory from a position in the file.
+        """Fill memory from a position in the file, and return how much of it was filled.
 
-        Parameters
-        ----------
-        memory : memoryview
-            Writable bytes.
-        offset : int
-            Position of the first byte.
-
-        Returns
-        -------
-        int
-            How many bytes were read; fewer than asked for only at the end of the file.
+        It is less than all only at the end of the file.
         """
         done = 0
         while done < len(memory):
-            count = self._read_once(memory[done:], offset + done)
+            count = self._read_once(memory[done : done + _READ_NBYTES], offset + done)
             if count == 0:
                 break
             done += count
@@ -132,8 +192,18 @@ class Descriptor:
             return file.readinto(memory) or 0
 
 
+def _most_open() -> int:
+    """Return how many files may be kept open: a quarter of what the process may have."""
+    if sys.platform == "win32":
+        return 64
+    import resource
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 64 if allowed == resource.RLIM_INFINITY else max(4, min(64, allowed // 4))
+
+
 # Descriptors and maps in one pool, because before Python 3.13 a map costs a descriptor as well.
-_pool: Pool[Any] = Pool()
+_pool: Pool[Any] = Pool(_most_open())
 
 
 class LocalSource(Source):
@@ -142,10 +212,10 @@ class LocalSource(Source):
     Parameters
     ----------
     path : str
-        Made absolute at once, so that a later change of the working directory does no harm.
+        As `local_path` returns it.
     mmap : bool
-        Whether `view` may map the file into memory. A file that another program cuts short while
-        a view of it is read ends the process (``SIGBUS``); without maps that is an error.
+        Whether `view` maps the file into memory. A file that another program cuts short while a
+        view of it is in use then ends the process (``SIGBUS``); without maps that is an error.
 
     Raises
     ------
@@ -155,17 +225,24 @@ class LocalSource(Source):
         If it is a pipe or a device.
     """
 
-    __slots__ = ("mmap",)
+    __slots__ = ("_version", "mmap")
 
-    def __init__(self, path: str, *, mmap: bool = True) -> None:
-        # Path.expanduser fails where there is no such user, and absolute() keeps "..".
-        self.name = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
+    identity: tuple[int, ...]
+
+    def __init__(self, path: str, *, mmap: bool = False) -> None:
+        self.name = local_path(path)
         self.mmap = mmap
-        descriptor = Descriptor(self.name)
+        descriptor = _pool.make_room(lambda: Descriptor(self.name))
         status = os.fstat(descriptor.fileno)
-        self.identity = file_identity(status)
+        self._version = FileVersion(status)
+        self.identity = self._version.identity
         self.size = status.st_size
         _pool.get(self._key(Descriptor), lambda: descriptor)
+
+    @property
+    def worth_skipping(self) -> int | None:
+        """See `Source.worth_skipping`; of a map nothing is read that is not looked at."""
+        return None if self.mmap else _WORTH_SKIPPING
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes into memory of its own; see `Source.read`."""
@@ -176,19 +253,33 @@ class LocalSource(Source):
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""
-        nbytes = len(memory)
+        self._check_range(offset, len(memory))
+        self._fill(offset, memory)
+        self.check(offset)  # once is enough, and only afterwards does it cover the read
+
+    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
+        """Read ranges of equal length; see `Source.read_pieces`."""
+        for offset in (min(offsets), max(offsets)):
+            self._check_range(offset, nbytes)
+        for number, offset in enumerate(offsets):
+            self._fill(offset, memory[number * nbytes : (number + 1) * nbytes])
+        self.check(offsets[0])
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Read a range of bytes into the same memory again and again; see `Source.blocks`."""
         self._check_range(offset, nbytes)
-        found = self._descriptor().read_into(memory, offset)
-        if found < nbytes:
-            raise self._changed(f"it ends {nbytes - found} bytes before the end of a read")
-        self._check_unchanged()  # once is enough, and only afterwards does it cover the read
+        buffer = empty(min(nbytes, block_nbytes))
+        for start in range(0, nbytes, block_nbytes):
+            memory = buffer[: min(block_nbytes, nbytes - start)]
+            self.read_into(offset + start, memory)
+            yield memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Give a range of bytes of the file's memory map; see `Source.view`."""
+        """Return a range of bytes of the file's memory map; see `Source.view`."""
         if not self.mmap:
             return self.read(offset, nbytes)
         self._check_range(offset, nbytes)
-        self._check_unchanged()
+        self.check(offset)
         if nbytes == 0:  # an empty file cannot be mapped
             return memoryview(b"")
         try:
@@ -209,6 +300,22 @@ class LocalSource(Source):
         _pool.discard(self._key(Descriptor))
         _pool.discard(self._key(mmap.mmap))
 
+    def descriptor(self) -> Descriptor:
+        """Return the open file, opened anew if need be and if it is still the same."""
+        descriptor: Descriptor = _pool.get(self._key(Descriptor), self._open_descriptor)
+        return descriptor
+
+    def check(self, offset: int | None = None) -> None:
+        """Raise an error if the file is no longer the one that was opened.
+
+        `offset` is where it is read, for the message.
+        """
+        try:
+            status = os.stat(self.name)  # noqa: PTH116  for each read: half the time of Path.stat
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._changed("it is no longer there", offset) from error
+        self._compare(status, offset)
+
     def _key(self, kind: type) -> tuple[Any, ...]:
         # Not the source itself: its __hash__ and __eq__ are Python, and a scan reads often.
         return kind, self.name, self.identity
@@ -216,9 +323,23 @@ class LocalSource(Source):
     def _read_each(self, ranges: Any) -> list[memoryview]:
         return [self.view(offset, nbytes) for offset, nbytes in ranges]
 
-    def _descriptor(self) -> Descriptor:
-        descriptor: Descriptor = _pool.get(self._key(Descriptor), self._open_descriptor)
-        return descriptor
+    def _fill(self, offset: int, memory: memoryview, *, again: bool = False) -> None:
+        try:
+            found = self.descriptor().read_into(memory, offset)
+        except CheckpointError as error:
+            error.located(offset=offset)
+            raise
+        except OSError as error:
+            if error.errno != errno.ESTALE or again:
+                doing = f", reading {len(memory)} bytes at {offset}"
+                raise named(error, self.name, doing) from error
+            # The server forgot the file, or has another one of that name: opening it tells.
+            self.close()
+            self._fill(offset, memory, again=True)
+            return
+        if found < len(memory):
+            short = f"it ends {len(memory) - found} bytes before the end of a read"
+            raise self._changed(short, offset)
 
     def _open_descriptor(self) -> Descriptor:
         try:
@@ -229,32 +350,26 @@ class LocalSource(Source):
         return descriptor
 
     def _open_map(self) -> mmap.mmap:
-        descriptor = self._descriptor()
+        descriptor = self.descriptor()
         try:
             return mmap.mmap(descriptor.fileno, self.size, access=mmap.ACCESS_READ, **_UNTRACKED)
         except ValueError as error:
             raise self._changed("it is shorter than it was") from error
 
-    def _check_unchanged(self) -> None:
-        try:
-            status = os.stat(self.name)  # noqa: PTH116  for each read: half the time of Path.stat
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._changed("it is no longer there") from error
-        self._compare(status)
-
-    def _compare(self, status: os.stat_result) -> None:
-        found = file_identity(status)
-        if found == self.identity:
+    def _compare(self, status: os.stat_result, offset: int | None = None) -> None:
+        if self._version.matches(status):
             return
         if status.st_size != self.size:
-            raise self._changed(f"it had {self.size} bytes and has {status.st_size} now")
-        raise self._changed("it was written to, or replaced by another file")
+            now = f"it had {self.size} bytes and has {status.st_size} now"
+            raise self._changed(now, offset)
+        raise self._changed("it was written to, or replaced by another file", offset)
 
-    def _changed(self, how: str) -> FileChangedError:
+    def _changed(self, how: str, offset: int | None = None) -> FileChangedError:
         self.close()
         return FileChangedError(
             f"the file changed after it was opened: {how}",
             path=self.name,
+            offset=offset,
             hint="Open it again; on a cluster, all workers must see the same file at this path",
         )
 
@@ -284,35 +399,3 @@ def is_mapped(view: object) -> bool:
         False for copies.
     """
     return _map_of(view) is not None
-
-
-def release(view: object) -> None:
-    """Drop from resident memory the mapped pages that a view looks at, for example once copied.
-
-    The view stays valid: what is used again comes back from the page cache or the disk. Nothing
-    happens to what is not mapped, to maps that can be written to, and where the operating system
-    has no such advice.
-
-    Parameters
-    ----------
-    view : numpy.ndarray or memoryview
-        Pages around it are dropped too, those that the kernel mapped along with it.
-    """
-    mapped = _map_of(view)
-    advice = getattr(mmap, "MADV_DONTNEED", None)
-    # Dropping pages of a private writable map would lose what was written.
-    if mapped is None or advice is None or not memoryview(mapped).readonly:
-        return
-    start, stop = _extent(mapped, view)
-    # The kernel maps pages around those that are touched; neighbours come back if they are used.
-    start = max(0, start // mmap.PAGESIZE * mmap.PAGESIZE - _FAULTED_AROUND)
-    stop = min(len(mapped), stop + _FAULTED_AROUND)
-    if start < stop:
-        with contextlib.suppress(OSError):  # it is advice: locked pages refuse it
-            mapped.madvise(advice, start, stop - start)
-
-
-def _extent(mapped: mmap.mmap, view: Any) -> tuple[int, int]:
-    origin, _ = byte_bounds(np.frombuffer(mapped, np.uint8))
-    first, last = byte_bounds(np.asarray(view))
-    return int(first - origin), int(last - origin)

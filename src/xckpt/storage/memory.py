@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from xckpt.errors import FileChangedError, UnsupportedError
-from xckpt.storage.local import LocalSource, empty, file_identity
+from xckpt.errors import FileChangedError, UnsupportedError, named
+from xckpt.storage.local import FileVersion, LocalSource, empty
 from xckpt.storage.siblings import components
 from xckpt.storage.source import Source
 
@@ -74,7 +74,7 @@ class FileObjectSource(Source):
         If it is opened in text mode or cannot seek.
     """
 
-    __slots__ = ("_file", "_folder", "_lock")
+    __slots__ = ("_file", "_folder", "_lock", "_version")
 
     def __init__(self, file: Any) -> None:
         if isinstance(file.read(0), str):
@@ -86,8 +86,9 @@ class FileObjectSource(Source):
         status = _status_of(file)
         self.name, self._folder = _place_of(file, on_disk=status is not None)
         self.size = _size_of(file)
-        version: Hashable = uuid4().hex if status is None else file_identity(status)
-        self.identity = (self.size, version)
+        self._version = None if status is None else FileVersion(status)
+        told: Hashable = uuid4().hex if self._version is None else self._version.identity
+        self.identity = (self.size, told)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         try:
@@ -97,23 +98,42 @@ class FileObjectSource(Source):
                 f"{self._file!r} cannot be pickled, so neither can what reads from it; "
                 "open the checkpoint by its path or URL instead"
             ) from error
-        return _restore, (self._file, self._folder, self.name, self.size, self.identity)
+        names = ("_file", "_folder", "_version", "name", "size", "identity")
+        state = {name: getattr(self, name) for name in names}
+        return object.__new__, (FileObjectSource,), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._lock = threading.Lock()
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""
         self._check_range(offset, nbytes)
-        self._check_unchanged()
         memory = empty(nbytes)
-        with self._lock:
-            position = self._file.tell()
-            try:
-                self._file.seek(offset)
-                found = _fill(self._file, memory)
-            finally:
-                self._file.seek(position)
+        try:
+            with self._lock:
+                position = self._file.tell()
+                try:
+                    self._file.seek(offset)
+                    found = _fill(self._file, memory)
+                finally:
+                    self._file.seek(position)
+        except OSError as error:
+            raise named(error, self.name) from error
         if found < nbytes:
-            raise self._changed()
+            raise self._changed(offset)
+        self.check(offset)
         return memory
+
+    def check(self, offset: int | None = None) -> None:
+        """Look at the file; see `Source.check`."""
+        if not self._is_unchanged():
+            raise self._changed(offset)
+
+    def _changed(self, offset: int | None) -> FileChangedError:
+        reason = "the file changed after it was opened"
+        return FileChangedError(reason, path=self.name, offset=offset, hint="Open it again")
 
     def sibling(self, name: str) -> Source:
         """Open another file beside the one on disk that the object reads; see `Source.sibling`."""
@@ -121,24 +141,9 @@ class FileObjectSource(Source):
             raise _without_folder(self, name)
         return LocalSource(str(Path(self._folder, *components(name))))
 
-    def _check_unchanged(self) -> None:
-        status = _status_of(self._file)
-        if status is not None and self.identity != (self.size, file_identity(status)):
-            raise self._changed()
-
-    def _changed(self) -> FileChangedError:
-        return FileChangedError(
-            "the file changed after it was opened", path=self.name, hint="Open it again"
-        )
-
-
-def _restore(
-    file: Any, folder: str | None, name: str, size: int, identity: Hashable
-) -> FileObjectSource:
-    source = FileObjectSource.__new__(FileObjectSource)
-    source._file, source._folder, source._lock = file, folder, threading.Lock()  # noqa: SLF001
-    source.name, source.size, source.identity = name, size, identity
-    return source
+    def _is_unchanged(self) -> bool:
+        status = None if self._version is None else _status_of(self._file)
+        return status is None or self._version is None or self._version.matches(status)
 
 
 def _without_folder(source: Source, name: str) -> UnsupportedError:

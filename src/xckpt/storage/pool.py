@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["Pool"]
 
 T = TypeVar("T")
+
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
 
 
 class Pool(Generic[T]):
@@ -29,6 +32,9 @@ class Pool(Generic[T]):
     ----------
     limit : int
         How many are held at most.
+    measure : callable, optional
+        What one of them counts for the limit, by default 1. What counts for more than the limit is
+        not held.
 
     Examples
     --------
@@ -37,8 +43,9 @@ class Pool(Generic[T]):
     True
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1) -> None:
         self.limit = limit
+        self._measure = measure
         self._reset()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset)
@@ -47,6 +54,7 @@ class Pool(Generic[T]):
         # Reentrant, because the garbage collector may run a finalizer that comes back here.
         self._lock = threading.RLock()
         self._held: OrderedDict[Hashable, T] = OrderedDict()
+        self._total = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -71,14 +79,29 @@ class Pool(Generic[T]):
                 self._held.move_to_end(key)
                 return self._held[key]
         # Outside the lock: a slow file system holds up only those who wait for it.
-        opened = opener()
+        opened = self.make_room(opener)
         dropped: list[T] = []
         with self._lock:
+            if key not in self._held:
+                self._total += self._measure(opened)
             held = self._held.setdefault(key, opened)
             self._held.move_to_end(key)
-            while len(self._held) > self.limit:
+            while self._total > self.limit:
                 dropped.append(self._held.popitem(last=False)[1])
+                self._total -= self._measure(dropped[-1])
         return held
+
+    def make_room(self, opener: Callable[[], T]) -> T:
+        """Open something; if too many files are open, let go of all that are idle and try again."""
+        try:
+            return opener()
+        except OSError as error:
+            if error.errno not in _TOO_MANY:
+                raise
+        with self._lock:
+            idle, self._held = self._held, OrderedDict()
+        del idle
+        return opener()
 
     def discard(self, key: Hashable) -> None:
         """Let go of what is held under a key, if anything is.
@@ -89,4 +112,5 @@ class Pool(Generic[T]):
             What it is.
         """
         with self._lock:
-            self._held.pop(key, None)
+            if key in self._held:
+                self._total -= self._measure(self._held.pop(key))

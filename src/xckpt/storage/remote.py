@@ -150,6 +150,11 @@ class FsspecSource(Source):
                 retrying.pause(failures)
         return pieces[0] if len(pieces) == 1 else _joined(pieces, nbytes)
 
+    def check(self) -> None:
+        """Ask for a byte, and by that for the version; see `Source.check`."""
+        _checks.get(self, _LastCheck).time = float("-inf")
+        self.read(0, min(1, self.size))
+
     def take_first(self) -> memoryview:
         """Hand over the bytes of the beginning that were read when the file was opened, if any.
 

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError
+from xckpt.storage.local import LocalSource
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from xckpt.index import Shard
 
-__all__ = ["ShardSource", "ShardedSource", "sources_of"]
+__all__ = ["ShardSource", "ShardedSource", "files_of", "sources_of"]
 
 # Files that this process found for shards that came to it by pickle, without the file.
 _files: Pool[Source] = Pool(limit=1024)
 
 
 def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
-    """Give the files that the parts of an index are in.
-
-    Parameters
-    ----------
-    source : Source
-        The file that the index was read from.
-    shards : mapping of str to Shard
-        Of the index.
-
-    Returns
-    -------
-    dict of (str or None) to Source
-        The file itself under None, the shards under the names that `Part.shard` uses.
-    """
+    """Return the files that parts are in: the shards by the names that `Part.shard` uses."""
     found: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
+    if found and isinstance(source, LocalSource):
+        # Who replaces shards replaces the file that refers to them first: what is found now is
+        # not newer than this file.
+        source.check()
     found[None] = source
     return found
+
+
+def files_of(source: Source) -> list[Source]:
+    """Return the files that a source reads, but for shards: those that refer to these."""
+    if isinstance(source, ShardSource):
+        return files_of(source.root)
+    if isinstance(source, ShardedSource):
+        return [file for each in source.files.values() for file in files_of(each)]
+    return [source]
 
 
 class ShardSource(Source):
@@ -74,19 +76,41 @@ class ShardSource(Source):
         told = (self.root, self.shard_entry, self.label, self.identity, self._found)
         return _restored, told
 
+    @property
+    def worth_skipping(self) -> int | None:
+        """See `Source.worth_skipping`."""
+        return self.found.worth_skipping
+
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""
-        data: memoryview = self._of_file(lambda file: file.read(offset, nbytes))
-        return data
+        with self._file() as file:
+            return file.read(offset, nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Give a range of bytes without a copy where the shard is mapped; see `Source.view`."""
-        data: memoryview = self._of_file(lambda file: file.view(offset, nbytes))
-        return data
+        """Return a range of bytes without a copy where the shard is mapped; see `Source.view`."""
+        with self._file() as file:
+            return file.view(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""
-        self._of_file(lambda file: file.read_into(offset, memory))
+        with self._file() as file:
+            file.read_into(offset, memory)
+
+    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
+        """Read ranges of equal length; see `Source.read_pieces`."""
+        with self._file() as file:
+            file.read_pieces(offsets, nbytes, memory)
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Read a range of bytes block by block; see `Source.blocks`."""
+        with self._file() as file:
+            yield from file.blocks(offset, nbytes, block_nbytes)
+
+    def check(self) -> None:
+        """Look at the referring file, and at the shard; see `Source.check`."""
+        self.root.check()
+        if self._found is not None:
+            self._found.check()
 
     def sibling(self, name: str) -> Source:
         """Open another file beside the referring one."""
@@ -110,9 +134,10 @@ class ShardSource(Source):
             self._found = _files.get(self.identity, self._find)
         return self._found
 
-    def _of_file(self, use: Callable[[Source], Any]) -> Any:
+    @contextmanager
+    def _file(self) -> Iterator[Source]:
         try:
-            return use(self.found)
+            yield self.found
         except FileChangedError:
             _files.discard(self.identity)
             raise
@@ -182,6 +207,11 @@ class ShardedSource(Source):
             f"no {nbytes} bytes at {offset}: these are several files, and data are in each",
             path=self.name,
         )
+
+    def check(self) -> None:
+        """Look at all files; see `Source.check`."""
+        for file in self.files.values():
+            file.check()
 
     def sibling(self, name: str) -> Source:
         """Give one of the files; see `Source.sibling`."""

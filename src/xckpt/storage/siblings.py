@@ -1,4 +1,8 @@
-"""Names of files beside a file, as another file gives them: no way out of the folder."""
+"""Names of files next to a file, as another file gives them: no way out of the folder.
+
+This is about names. Symbolic links in the folder are its user's and are followed: the caches of
+Hugging Face, git-annex and DVC consist of links that lead out of it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from xckpt.errors import FormatError, shown
 
 __all__ = ["components"]
 
-# Besides the separators: what Windows takes for a drive, a stream or a pattern, and controls.
-_UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|]')
+# Besides the separators: what Windows takes for a drive, a stream or a pattern, controls, and lone
+# surrogates that stand for no byte.
+_UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|\ud800-\udc7f\udd00-\udfff]')
 
 
 def components(name: str) -> list[str]:

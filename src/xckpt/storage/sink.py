@@ -1,23 +1,49 @@
-"""A new file: written beside its target under another name, and renamed when it is complete.
+"""New files: written next to their targets under other names, and renamed when they are complete.
 
-See `xckpt.storage.partial` for the other name.
+One file takes the place of another by one rename. Several files cannot, and readers may want the
+same names always. So where the names are taken (`publish`)
+
+1. all files are brought to the disk under temporary names;
+2. companions get aliases, and a file that refers to the aliases takes the place of the main file:
+   this one rename changes the old checkpoint into the new one;
+3. companions get their names, then the main file does, which refers to these;
+4. the aliases are removed.
+
+Whenever it ends, the main file refers to files that are there, all old or all new. What is left
+over is removed by the next writer, see `xckpt.storage.partial`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import sys
 import threading
+import warnings
 import weakref
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from xckpt.errors import UnsupportedError
-from xckpt.storage.partial import create, discard, remove_left_over
+from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
+from xckpt.storage.local import local_path
+from xckpt.storage.partial import (
+    alone,
+    create,
+    discard,
+    new_aliases,
+    remove_aliases,
+    remove_left_over,
+)
 
-__all__ = ["Sink", "write_at"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from xckpt.storage.source import Source
+
+__all__ = ["Place", "Sink", "exists", "publish", "write_at"]
 
 _WRITE_NBYTES = 64 << 20
 _O_BINARY = getattr(os, "O_BINARY", 0)
@@ -25,50 +51,83 @@ _NOBODY = 0  # no process has this number
 # File systems that cannot do something say so in different ways.
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOLCK}
 
+_NO_SPACE = "free some space, or save to another disk"
+_NO_FOLDER = "make the folder first"
+_NO_ACCESS = "its folder cannot be written to; save to another one"
+_ADVICE = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.ENOENT: _NO_FOLDER,
+    errno.ENOTDIR: _NO_FOLDER,
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.EROFS: _NO_ACCESS,
+    errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
+}
+# Of errors that libraries raise without one.
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+}
+
+
+class Place(NamedTuple):
+    """A temporary file, and the name that errors have for it: the one that the user gave."""
+
+    path: str
+    name: str
+    is_upload: bool = False  # the file is not next to its target
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Make errors of the operating system name the file as the user does."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, CheckpointError) or error.filename == self.name:
+                raise
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> OSError:
+        number = error.errno or _NUMBERS.get(type(error), errno.EIO)
+        text = error.strerror or str(error)
+        advice = _ADVICE.get(number)
+        if self.is_upload:
+            advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
+        return OSError(number, text if advice is None else f"{text} ({advice})", self.name)
+
 
 class Sink:
-    """A file that is under its name complete, or not at all.
+    """A file that is complete under its name, or not there at all.
 
     Everything is written at positions, by any number of threads; other processes may write to
     `path` too. It pickles as a reference that does not own the file. A sink that is let go of
-    without `commit` removes what it wrote.
-
-    Parameters
-    ----------
-    target : str or os.PathLike
-        Where the file is to be. Through a symbolic link, the file that it leads to is replaced.
-    overwrite : bool
-        Whether a file may be replaced.
-
-    Attributes
-    ----------
-    target : str
-        Absolute path.
-    path : str
-        Of the temporary file.
-
-    Raises
-    ------
-    FileExistsError
-        If the target exists and may not be replaced.
-    UnsupportedError
-        If the target exists and is no file.
-    OSError
-        If no file can be made there.
+    without `commit` removes what it wrote. Through a symbolic link, the file that it leads to is
+    replaced. Errors of the operating system name the file as the user does.
     """
 
+    name: str  # for messages
+    target: str  # where the file is to be, links resolved
+    path: str  # of the temporary file
+
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self.target = os.path.realpath(Path(target).expanduser())
-        self.overwrite = overwrite
-        replaced = _status_of_target(self.target, overwrite=overwrite)
-        remove_left_over(self.target)
-        self.path, self.fileno = create(self.target, replaced)
+        name = local_path(os.fspath(target))
+        with Place(name, name).named():
+            self.target = os.path.realpath(name)
+            replaced = _status_of_target(self.target, name, overwrite=overwrite)
+            remove_left_over(self.target)
+            self._own(name, *create(self.target, replaced), overwrite=overwrite)
+
+    def _own(self, name: str, path: str, fileno: int, *, overwrite: bool) -> None:
+        """Take over a temporary file: it is removed with the sink."""
+        self.name, self.path, self.fileno, self.overwrite = name, path, fileno, overwrite
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(
-            self, discard, self.fileno, self.path, os.getpid()
+            self, discard, fileno, path, os.getpid()
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self.target, self.path, self.overwrite)
+        return _attached, (self.name, self.target, self.path, self.overwrite)
 
     def __enter__(self) -> Self:
         return self
@@ -76,170 +135,240 @@ class Sink:
     def __exit__(self, *error: object) -> None:
         self.abort()
 
-    def scratch(self) -> Sink:
-        """Make another temporary file in the same place, which is never committed."""
-        return Sink(self.target, overwrite=True)
+    @property
+    def place(self) -> Place:
+        """Where other processes write, and what errors call it."""
+        return Place(self.path, self.name)
+
+    def another(self) -> Sink:
+        """Begin another temporary file in the same place."""
+        return Sink(self.name, overwrite=True)
 
     def resize(self, nbytes: int) -> None:
-        """Give the file its size; what is not written reads as zero and takes no space.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of the whole file.
-
-        Raises
-        ------
-        OSError
-            If the file system has no files of this size.
-        """
-        try:
+        """Give the file its size; what is not written reads as zero and takes no space."""
+        with self.place.named():
+            if nbytes > sys.maxsize:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             os.ftruncate(self.fileno, nbytes)
-        except OSError as error:
-            raise _named(error, self.target) from None
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take space for a range of bytes, so that a memory map of it can be written to safely.
-
-        Parameters
-        ----------
-        offset, nbytes : int
-            The range.
-
-        Raises
-        ------
-        OSError
-            If there is no space left.
-        """
+        """Take space for a range of bytes, so that a memory map of it can be written to safely."""
         if nbytes == 0 or not hasattr(os, "posix_fallocate"):
             return
         try:
-            os.posix_fallocate(self.fileno, offset, nbytes)
+            with self.place.named():
+                os.posix_fallocate(self.fileno, offset, nbytes)
         except OSError as error:
             if error.errno not in _CANNOT:
-                raise _named(error, self.target) from None
+                raise
 
     def write(self, data: Any, offset: int) -> None:
-        """Write bytes at a position.
-
-        Parameters
-        ----------
-        data : bytes-like
-            Contiguous.
-        offset : int
-            Position of the first byte.
-
-        Raises
-        ------
-        OSError
-            If not all of them can be written.
-        """
-        try:
+        """Write contiguous bytes at a position, all of them."""
+        with self.place.named():
             write_at(self.fileno, data, offset)
-        except OSError as error:
-            raise _named(error, self.target) from None
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read back what was written.
-
-        Parameters
-        ----------
-        offset, nbytes : int
-            The range.
-
-        Returns
-        -------
-        bytes
-            Exactly `nbytes` bytes.
-
-        Raises
-        ------
-        OSError
-            If they are not in the file.
-        """
-        with Path(self.path).open("rb") as file:
-            file.seek(offset)
-            data = file.read(nbytes)
-        if len(data) < nbytes:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), self.target)
+        """Read back what was written: exactly so many bytes."""
+        with self.place.named():
+            with Path(self.path).open("rb") as file:
+                file.seek(offset)
+                data = file.read(nbytes)
+            if len(data) < nbytes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         return data
 
-    def commit(self) -> None:
-        """Make the file durable and give it its name, in one step.
-
-        Raises
-        ------
-        FileExistsError
-            If there is a file of that name by now, and it may not be replaced.
-        OSError
-            If the data do not reach the disk.
-        """
-        try:
-            self.sync()
-            self._publish()
-        except OSError as error:
-            raise _named(error, self.target) from None
-        finally:
-            self.abort()
-
     def sync(self) -> None:
-        """Make what was written durable, under the name of the temporary file.
-
-        Raises
-        ------
-        OSError
-            If the data do not reach the disk.
-        """
-        try:
+        """Make what was written durable, under the name of the temporary file."""
+        with self.place.named():
             os.fsync(self.fileno)
-        except OSError as error:
-            raise _named(error, self.target) from None
 
-    def withdraw(self) -> None:
-        """Remove the file that is to be replaced, where other files replace what it refers to.
-
-        Raises
-        ------
-        OSError
-            If it cannot be removed.
-        """
-        if self.overwrite:
-            self._remove()
-
-    def _remove(self) -> None:
-        Path(self.target).unlink(missing_ok=True)
-        _sync_folder(self.target)
-
-    def _publish(self) -> None:
-        """Give the file its name."""
-        if self.overwrite:
-            Path(self.path).replace(self.target)
-        else:
-            _rename_to_new(self.path, self.target)
-        _sync_folder(self.target)
+    def commit(self) -> None:
+        """Make the file durable and give it its name, in one step."""
+        publish(self)
 
     def abort(self) -> None:
         """Remove what was written; nothing happens after `commit`."""
         self._finalizer()
 
+    # The steps of `publish`.
+
+    @property
+    def folders(self) -> set[str]:
+        """Those that names are in: of the file, and of what a link in its place leads to."""
+        return {os.path.dirname(self.name), os.path.dirname(self.target)}  # noqa: PTH120
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other writers from changing what is under the name."""
+        with ExitStack() as stack:
+            with self.place.named():
+                stack.enter_context(alone(self.target))
+            yield
+
+    def is_taken(self) -> bool:
+        """Whether there is a file of that name."""
+        return os.path.lexists(self.target)
+
+    def take_name(self) -> None:
+        """Give the file its name, in one step."""
+        with self.place.named():
+            if self.overwrite:
+                Path(self.path).replace(self.target)
+            else:
+                _rename_to_new(self.path, self.target, self.name)
+
+    def has_name(self) -> bool:
+        """Whether this file is the one of that name."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self.fileno), Path(self.target).stat())
+        return False
+
+    def remove(self) -> None:
+        """Remove the file of that name."""
+        Path(self.target).unlink(missing_ok=True)
+
+    def add_alias(self, name: str) -> None:
+        """Give the file another name in the same folder."""
+        with self.place.named():
+            _link_or_copy(self.path, self._next_to(name))
+
+    def remove_alias(self, name: str) -> None:
+        """Take the other name away."""
+        self._next_to(name).unlink(missing_ok=True)
+
+    def remove_aliases(self, companions: Iterable[Sink]) -> None:
+        """Remove the aliases that earlier writers of this file left."""
+        remove_aliases(self.target, set[str]().union(*(each.folders for each in companions)))
+
+    def _next_to(self, name: str) -> Path:
+        # Where readers look for it, also through a link.
+        return Path(self.name).with_name(name.rpartition("/")[2])
+
+
+def publish(
+    main: Sink,
+    companions: Mapping[str, Sink] | None = None,
+    *,
+    replaced: Iterable[Source] = (),
+    referring: Callable[[Mapping[str, str]], Sink] | None = None,
+) -> None:
+    """Give the files of a checkpoint their names: at every moment it is the old one or the new one.
+
+    `companions` are by the names that the main file has for them; ``referring(names)`` makes a
+    main file that has other names for them. `replaced` are files that the new ones were made of:
+    that another writer changed one of them is an error.
+    """
+    others = companions or {}
+    sinks = [*others.values(), main]
+    interim = None
+    try:
+        for sink in sinks:
+            sink.sync()
+        aliases = new_aliases(main.target, others)
+        if others and main.overwrite and referring is not None:
+            interim = referring(aliases)
+            interim.sync()
+        with main.alone():
+            for source in replaced:
+                source.check()
+            for sink in sinks:
+                if not sink.overwrite and sink.is_taken():
+                    raise exists(sink.name)
+            if interim is None or not any(sink.is_taken() for sink in sinks):
+                _take_names(main, others)
+                problem = _unsynced(main, [])
+            else:
+                problem = _replace(main, others, interim, aliases)
+    finally:
+        for sink in sinks if interim is None else [*sinks, interim]:
+            sink.abort()
+    if problem is not None:
+        warnings.warn(f"{main.name}: {problem}", CheckpointWarning, stacklevel=2)
+
+
+def _take_names(main: Sink, companions: Mapping[str, Sink]) -> None:
+    """Give files their names, those of companions being free."""
+    try:
+        for sink in companions.values():
+            sink.take_name()
+        if companions:
+            _sync_folders(main, companions.values())
+        main.take_name()
+    except BaseException:
+        if not main.has_name():
+            for sink in companions.values():
+                if sink.has_name():
+                    with suppress(OSError):
+                        sink.remove()
+        raise
+
+
+def _replace(
+    main: Sink, companions: Mapping[str, Sink], interim: Sink, aliases: Mapping[str, str]
+) -> str | None:
+    """Replace several files; return what goes wrong when the new ones are there already."""
+    sinks = [*companions.values(), main]
+    with ExitStack() as stack:
+        try:
+            for label, sink in companions.items():
+                sink.add_alias(aliases[label])
+            _sync_folders(main, companions.values())
+            # To free the space of a file takes longer than all renames.
+            stack.callback(_close, _opened(sinks))
+            interim.take_name()
+        except BaseException:
+            if not interim.has_name():
+                for label, sink in companions.items():
+                    with suppress(OSError):
+                        sink.remove_alias(aliases[label])
+            raise
+        # The new checkpoint is there now. Readers that know no aliases refuse it until the last
+        # rename. File systems with a journal keep the order of renames when the power fails.
+        try:
+            for sink in sinks:
+                sink.take_name()
+        except OSError as error:
+            return (
+                f"the new checkpoint is complete and in place, but {error.strerror or error}: "
+                "files of it have temporary names, which not all readers find. Save it again"
+            )
+    problem = _unsynced(main, companions.values())
+    for label, sink in companions.items():
+        with suppress(OSError):
+            sink.remove_alias(aliases[label])
+    main.remove_aliases(companions.values())
+    return problem
+
+
+def _opened(sinks: Iterable[Sink]) -> list[int]:
+    """Open the files that are about to be replaced, as far as that can be done."""
+    held: list[int] = []
+    for sink in sinks if sys.platform != "win32" else ():
+        with suppress(OSError):  # too many files, for example
+            held.append(os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
+    return held
+
+
+def _close(filenos: Iterable[int]) -> None:
+    for fileno in filenos:
+        os.close(fileno)
+
+
+def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
+    """Make names durable, and return what goes wrong: the files have them."""
+    try:
+        _sync_folders(main, companions)
+    except OSError as error:
+        return (
+            "the new file is complete and in place, but its folder was not brought to the disk "
+            f"({error.strerror or error}): after a power failure the old file may be back. "
+            "Check the disk, and save again"
+        )
+    return None
+
 
 def write_at(fileno: int, data: Any, offset: int) -> None:
-    """Write bytes to an open file at a position.
-
-    Parameters
-    ----------
-    fileno : int
-        Its descriptor.
-    data : bytes-like
-        Contiguous.
-    offset : int
-        Position of the first byte.
-
-    Raises
-    ------
-    OSError
-        If not all of them can be written.
-    """
+    """Write contiguous bytes to an open file at a position, all of them."""
     view = memoryview(data).cast("B")
     while view:
         # One call writes at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
@@ -260,66 +389,77 @@ def _write_once(fileno: int, data: memoryview, offset: int) -> int:
 _taking_turns = threading.Lock()
 
 
-def _status_of_target(target: str, *, overwrite: bool) -> os.stat_result | None:
+def _status_of_target(target: str, name: str, *, overwrite: bool) -> os.stat_result | None:
     try:
         status = Path(target).stat()
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     if not stat.S_ISREG(status.st_mode):
         raise UnsupportedError(
-            "only a regular file can be replaced", path=target, hint="Save to a file and copy it"
+            "only a regular file can be replaced", path=name, hint="Save to a file and copy it"
         )
     if not overwrite:
-        raise _exists(target)
+        raise exists(name)
     return status
 
 
-def _exists(target: str) -> FileExistsError:
+def exists(name: str) -> FileExistsError:
+    """Return the error for a file that may not be replaced."""
     text = f"{os.strerror(errno.EEXIST)} (overwrite=True replaces it)"
-    return FileExistsError(errno.EEXIST, text, target)
+    return FileExistsError(errno.EEXIST, text, name)
 
 
-def _named(error: OSError, target: str) -> OSError:
-    """Say which file an error of the operating system is about."""
-    return type(error)(error.errno, error.strerror or str(error), target)
-
-
-def _rename_to_new(path: str, target: str) -> None:
+def _rename_to_new(path: str, target: str, name: str) -> None:
     """Rename a file, unless there is one of the new name."""
     try:
         os.link(path, target)
     except FileExistsError:
-        raise _exists(target) from None
+        raise exists(name) from None
     except (OSError, AttributeError):
         # No hard links here. The name may be taken between the two calls, which only file
         # systems without hard links cannot prevent.
         if os.path.lexists(target):
-            raise _exists(target) from None
+            raise exists(name) from None
         Path(path).rename(target)
     else:
         Path(path).unlink()
 
 
-def _sync_folder(target: str) -> None:
-    """Make a rename durable."""
-    if sys.platform == "win32":
+def _link_or_copy(path: str, new: Path) -> None:
+    """Give a file a second name; where there are no hard links, to a copy."""
+    with suppress(OSError, AttributeError):
+        os.link(path, new)
         return
-    folder = os.open(Path(target).parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in _CANNOT:  # some network file systems have no such call
-            raise
-    finally:
-        os.close(folder)
+    with Path(path).open("rb") as file:
+        fileno = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _O_BINARY, 0o600)
+        with os.fdopen(fileno, "wb") as copy:
+            shutil.copyfileobj(file, copy, _WRITE_NBYTES)
+            shutil.copymode(path, new)
+            copy.flush()
+            os.fsync(fileno)
 
 
-def _attached(target: str, path: str, overwrite: bool) -> Sink:  # noqa: FBT001  pickle's way
+def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
+    """Make names durable."""
+    folders = main.folders.union(*(sink.folders for sink in companions))
+    for path in folders if sys.platform != "win32" else ():
+        with main.place.named():
+            folder = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            except OSError as error:
+                if error.errno not in _CANNOT:  # some network file systems have no such call
+                    raise
+            finally:
+                os.close(folder)
+
+
+def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # noqa: FBT001  pickle
     """Open the temporary file of a sink of another process."""
     sink = object.__new__(Sink)
-    sink.target, sink.path, sink.overwrite = target, path, overwrite
+    sink.name, sink.target, sink.path, sink.overwrite = name, target, path, overwrite
     sink.fileno = os.open(path, os.O_RDWR | _O_BINARY)
     sink._finalizer = weakref.finalize(sink, discard, sink.fileno, path, _NOBODY)
     return sink

@@ -10,12 +10,14 @@ from xckpt.errors import FormatError
 from xckpt.storage.ranges import merge, split
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from xckpt.index import Shard
 
-__all__ = ["Source"]
+__all__ = ["Blocks", "Source"]
+
+_GAP = 1 << 20
 
 
 class Source(ABC):
@@ -66,6 +68,11 @@ class Source(ABC):
             If the file is no longer the one that was opened.
         """
 
+    @property
+    def worth_skipping(self) -> int | None:
+        """How many unwanted bytes cost as much as a read; None where reads are not to be split."""
+        return None
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Give a range of bytes without a copy where the file is mapped, else read it.
 
@@ -95,8 +102,19 @@ class Source(ABC):
         """
         memory[:] = self.view(offset, len(memory))
 
+    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
+        """Read ranges of `nbytes` bytes each, one after another, into memory for all of them."""
+        for number, offset in enumerate(offsets):
+            self.read_into(offset, memory[number * nbytes : (number + 1) * nbytes])
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Give a range of bytes block by block; each is valid until the next one is asked for."""
+        data = self.view(offset, nbytes)
+        for start in range(0, nbytes, block_nbytes):
+            yield data[start : start + block_nbytes]
+
     def read_ranges(
-        self, ranges: Sequence[tuple[int, int]], *, gap: int = 1 << 20
+        self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
     ) -> list[memoryview]:
         """Read several ranges of bytes with few requests.
 
@@ -104,7 +122,7 @@ class Source(ABC):
         ----------
         ranges : sequence of (int, int)
             First byte and number of bytes of each, in any order; they may overlap.
-        gap : int
+        gap : int, optional
             Ranges that are at most this many bytes apart are read as one.
 
         Returns
@@ -121,9 +139,14 @@ class Source(ABC):
         """
         for offset, nbytes in ranges:
             self._check_range(offset, nbytes)
+        if gap is None:
+            gap = self.worth_skipping or _GAP
         spans = merge(ranges, gap)
         blocks = self._read_each([(span.start, span.nbytes) for span in spans])
         return split(ranges, spans, blocks)
+
+    def check(self) -> None:  # noqa: B027  bytes in memory do not change
+        """Raise `FileChangedError` if the file is no longer the one that was opened."""
 
     def close(self) -> None:  # noqa: B027  nothing is open for bytes in memory
         """Let go of what this process has open for the file; the next read opens it again."""
@@ -200,3 +223,19 @@ class Source(ABC):
 
     def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return [self.read(offset, nbytes) for offset, nbytes in ranges]
+
+
+class Blocks:
+    """A range of bytes of a file that is read block by block; a block is valid until the next."""
+
+    __slots__ = ("nbytes", "offset", "source")
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        source._check_range(offset, nbytes)  # noqa: SLF001  before anything is made of that size
+        self.source, self.offset, self.nbytes = source, offset, nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self.source.blocks(self.offset, self.nbytes)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from xckpt.storage.sink import Sink
+from xckpt.storage.partial import create, remove_left_over
+from xckpt.storage.retrying import is_transient
+from xckpt.storage.sink import Place, Sink, exists
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["UploadSink"]
 
@@ -20,22 +22,6 @@ class UploadSink(Sink):
 
     Stores of objects show an object when it is complete; of other file systems a reader may see
     the file grow while it is uploaded.
-
-    Parameters
-    ----------
-    url : str
-        Where the file is to be.
-    overwrite : bool
-        Whether a file may be replaced.
-    storage_options : mapping, optional
-        For fsspec.
-
-    Raises
-    ------
-    FileExistsError
-        If there is a file, and it may not be replaced.
-    ImportError
-        If a package for this kind of URL is not installed.
     """
 
     def __init__(
@@ -47,29 +33,91 @@ class UploadSink(Sink):
     ) -> None:
         from fsspec.core import url_to_fs
 
-        self.url = url
         self._filesystem, self._remote = url_to_fs(url, **(storage_options or {}))
-        self._refuse_existing(overwrite=overwrite)
-        folder = tempfile.gettempdir()
-        super().__init__(os.path.join(folder, f"upload-{os.getpid()}"), overwrite=True)  # noqa: PTH118
-        self.overwrite = overwrite
+        self._options = storage_options
+        self._alias: str | None = None
+        self._is_there = False
+        if not overwrite and self.is_taken():
+            raise exists(url)
+        # The target of temporary files only: their names cannot be guessed, and others cannot
+        # read them.
+        self.target = os.path.join(tempfile.gettempdir(), "xckpt-upload")  # noqa: PTH118
+        with Place(self.target, url, is_upload=True).named():
+            remove_left_over(self.target)
+            self._own(url, *create(self.target, None, private=True), overwrite=overwrite)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            f"{self.url}: what is uploaded is written by one machine; save to a shared folder, "
+            f"{self.name}: what is uploaded is written by one machine; save to a shared folder, "
             "or without a cluster"
         )
 
-    def _refuse_existing(self, *, overwrite: bool) -> None:
-        if not overwrite and self._filesystem.exists(self._remote):
-            text = f"{os.strerror(errno.EEXIST)} (overwrite=True replaces it)"
-            raise FileExistsError(errno.EEXIST, text, self.url)
+    @property
+    def place(self) -> Place:
+        """Where the file is written before it is uploaded."""
+        return Place(self.path, self.name, is_upload=True)
 
-    def _remove(self) -> None:
-        if self._filesystem.exists(self._remote):
-            self._filesystem.rm_file(self._remote)
+    def another(self) -> Sink:
+        """Begin another temporary file for the same URL."""
+        return UploadSink(self.name, overwrite=True, storage_options=self._options)
 
-    def _publish(self) -> None:
-        """Upload the file."""
-        self._refuse_existing(overwrite=self.overwrite)
-        self._filesystem.put_file(self.path, self._remote)
+    # The steps of `publish`.
+
+    @property
+    def folders(self) -> set[str]:
+        """None that have to be brought to a disk."""
+        return set()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """There are no locks."""
+        yield
+
+    def is_taken(self) -> bool:
+        """Whether there is a file; see `Sink.is_taken`."""
+        found: bool = self._filesystem.exists(self._remote)
+        return found
+
+    def take_name(self) -> None:
+        """Upload the file, or copy it there from its alias."""
+        self._is_there = True
+        if self._alias is not None:
+            with suppress(NotImplementedError):
+                self._transfer(self._filesystem.cp_file, self._alias)
+                return
+        self._transfer(self._filesystem.put_file, self.path)
+
+    def has_name(self) -> bool:
+        """Whether it was uploaded, or may have been."""
+        return self._is_there
+
+    def remove(self) -> None:
+        """Remove what was uploaded."""
+        self._filesystem.rm_file(self._remote)
+
+    def add_alias(self, name: str) -> None:
+        """Upload the file under another name in the same folder."""
+        alias = self._next_to_remote(name)
+        self._transfer(self._filesystem.put_file, self.path, alias)
+        self._alias = alias
+
+    def remove_alias(self, name: str) -> None:
+        """Remove the other file."""
+        self._filesystem.rm_file(self._next_to_remote(name))
+
+    def remove_aliases(self, companions: Iterable[Sink]) -> None:
+        """Nothing: whether others use them is not known, without locks."""
+
+    def _next_to_remote(self, name: str) -> str:
+        folder, slash, _ = str(self._remote).rpartition("/")
+        return folder + slash + name.rpartition("/")[2]
+
+    def _transfer(self, how: Any, start: str, end: str | None = None) -> None:
+        """Copy or upload a file; errors of libraries become those of the operating system."""
+        with Place(self.name, self.name).named():
+            try:
+                how(start, end or self._remote)
+            except Exception as error:
+                if isinstance(error, OSError) or not is_transient(error):
+                    raise
+                raise OSError(f"the upload failed: {error}") from error

@@ -8,7 +8,8 @@
 
 ``contents`` lists what is to be written of an xarray object. ``fitting`` brings it into a form
 that the format has. ``executor`` computes dask arrays straight into their places (``regions``)
-and streams everything else (``streaming``).
+and streams everything else (``streaming``). ``plain`` makes an object of what xarray itself can
+write to netCDF and zarr, whose rules are in ``holding``.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from xckpt.writing.stored_data import StoredData
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from xckpt.formats import Writer
+    from xckpt.formats import Format
     from xckpt.plan import Plan
+    from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
-    from xckpt.writing.progress import Wanted
 
 __all__ = ["append"]
 
@@ -47,7 +47,7 @@ def append(
     replace: bool = False,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
 ) -> None:
@@ -120,9 +120,10 @@ def append(
             storage_options=storage_options,
             format_options=format_options,
         )
-        plan = partial(_plan_append(destination.writer, source), source, replace=replace)
+        plan = partial(_appending(destination.writer, source), source, replace=replace)
         notes = Notes()
-        job = destination.job(read_contents(obj, notes), notes, plan, before=_whole(source))
+        contents = read_contents(obj, notes)
+        job = destination.job(contents, notes, plan, before=_whole(source), sources=[source])
         notes.warn(destination.path, stacklevel=2)
         with _alone(source):
             job.run(progress)
@@ -132,15 +133,11 @@ def append(
         source.close()
 
 
-def _plan_append(writer: Writer, source: Source) -> Callable[..., Plan]:
+def _appending(writer: Format, source: Source) -> Callable[..., Plan]:
     if isinstance(source, ShardedSource):
         reason, hint = "several files are one checkpoint here", "Append to one of them"
-    elif writer.plan_append is None:
-        reason = f"files of format {writer.format!r} cannot grow"
-        hint = "Join the Datasets with .merge(...), and save that"
-    else:
-        return writer.plan_append
-    raise UnsupportedError(reason, rule="Append", hint=hint)
+        raise UnsupportedError(reason, rule="Append", hint=hint)
+    return writer.append
 
 
 def _whole(source: Source) -> Item:
@@ -165,7 +162,7 @@ def _alone(source: Source) -> Iterator[None]:
         raise BlockingIOError(error.errno, text, source.name) from None
     except OSError:  # the file system has no locks
         pass
-    source.view(0, 0)  # who had the lock before may have replaced the file
+    source.check()  # who had the lock before may have replaced the file
     try:
         yield
     finally:

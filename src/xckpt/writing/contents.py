@@ -1,7 +1,7 @@
 """What is to be written of an xarray object: its tensors, with stored bytes where nothing changed.
 
-A variable that was opened by us and not touched is copied
-as it is stored; of one that was computed or changed, the encoding says how it was stored.
+A variable that was opened by us and not touched is the tensor that its file describes, copied as
+it is stored; of one that was computed or changed, the encoding says how it was stored.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
+from dask.highlevelgraph import HighLevelGraph
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.graph import is_stored
+from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.arrays.quantized import QuantizedArray
-from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.index import Part, Tensor
+from xckpt.labels import stated_name
+from xckpt.storage.shard import files_of
 from xckpt.writing.casting import element_type
-from xckpt.writing.entries import ArrayPart, Contents, Entry
+from xckpt.writing.entries import ArrayPart, Contents, Entry, StoredPart
 from xckpt.writing.naming import named_variables
 from xckpt.writing.sparse_parts import densified, is_sparse, sparse_parts
 from xckpt.writing.stored import stored_entry
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from xckpt.arrays import LazyArray
+    from xckpt.arrays.lazy import Origin
+    from xckpt.arrays.parts import PartReader
+    from xckpt.storage import Source
     from xckpt.writing.fitting import Notes
 
-__all__ = ["read_contents"]
+__all__ = ["array_of", "read_contents", "read_sources", "untouched"]
 
 _SPARSE = ("sparse_csr", "sparse_coo")
-# Names that we or xarray give to axes that have none.
-_NO_NAME = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 
 
-def read_contents(obj: Any, notes: Notes) -> Contents:
+def read_contents(obj: Any, notes: Notes, format: str | None = None) -> Contents:
     """List what is to be written of an xarray object.
 
     Parameters
@@ -50,6 +52,9 @@ def read_contents(obj: Any, notes: Notes) -> Contents:
         Opened by us, computed, or made in memory.
     notes : Notes
         Collects what is not written.
+    format : str, optional
+        Of the new file. Names that axes have by their role in a module are not written where
+        reading the file gives them again.
 
     Returns
     -------
@@ -75,7 +80,25 @@ def read_contents(obj: Any, notes: Notes) -> Contents:
             "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
         )
     variables = named_variables(obj, notes)
-    return Contents(list(_entries(variables, notes)), _attrs(obj, notes))
+    whole = obj.root if isinstance(obj, xr.DataTree) else obj
+    again = format is not None and whole.encoding.get("format") == format
+    return Contents(list(_entries(variables, notes, again=again)), _attrs(obj, notes))
+
+
+def read_sources(contents: Contents) -> Iterator[Source]:
+    """Find the files that values are read from, also those that something is computed from."""
+    found: dict[Source, None] = {}
+    for entry in contents.entries:
+        for part in entry.parts.values():
+            if isinstance(part, StoredPart):
+                found[part.reader.source] = None
+                continue
+            graph = getattr(part.array, "dask", None)
+            for layer in graph.layers.values() if isinstance(graph, HighLevelGraph) else ():
+                if isinstance(layer, TensorLayer):
+                    found |= dict.fromkeys(layer.lazy.sources)
+    for source in found:
+        yield from files_of(source)
 
 
 def _attrs(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, Any]:
@@ -87,14 +110,14 @@ def _attrs(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, Any]:
     return {str(name): value for name, value in obj.attrs.items()}
 
 
-def _entries(variables: Mapping[str, xr.Variable], notes: Notes) -> Iterator[Entry]:
+def _entries(variables: Mapping[str, xr.Variable], notes: Notes, *, again: bool) -> Iterator[Entry]:
     """Make the entries of all variables; parts that make a whole tensor become that again."""
     wholes = _wholes(variables)
     part_of = {part: whole for whole, parts in wholes.items() for part in parts.values()}
     for name, variable in variables.items():
         whole = part_of.get(name)
         if whole is None:
-            yield _entry(name, variable, notes)
+            yield _entry(name, variable, notes, again=again)
         elif whole in wholes:
             parts = wholes.pop(whole)
             yield _whole(whole, {role: variables[part] for role, part in parts.items()})
@@ -105,103 +128,95 @@ def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
 
     Variables may be renamed, all parts of a tensor alike.
     """
-    found: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
-        role = str(variable.encoding.get("part"))
-        whole = name.removesuffix(f":{role}")
-        if whole not in {name, ""} and isinstance(untouched(variable), DenseArray):
-            key = (whole, variable.encoding["tensor"], variable.encoding["source"])
-            found[key][role] = name
-    roles = {
-        key: variables[next(iter(parts.values()))].encoding["whole"]["roles"]
-        for key, parts in found.items()
-    }
-    return {
-        key[0]: {role: parts[role] for role in roles[key]}
-        for key, parts in found.items()
-        if parts.keys() == set(roles[key]) and key[0] not in variables
-    }
+        origin = _origin(variable)
+        if origin is None or origin.role is None:
+            continue
+        whole = _name_of_whole(name, origin.tensor.name, origin.role)
+        if whole is not None and whole not in variables:
+            key = (whole, origin.tensor.name, str(variable.encoding.get("source")))
+            found[key][origin.role] = name
+            roles[key] = list(origin.tensor.parts)
+    wholes: dict[str, dict[str, str]] = {}
+    for key, parts in found.items():
+        if parts.keys() == set(roles[key]):
+            wholes.setdefault(key[0], {role: parts[role] for role in roles[key]})
+    return wholes
+
+
+def _name_of_whole(name: str, tensor: str, role: str) -> str | None:
+    """Tell from the name of a part what the whole is called, None if it does not say.
+
+    Behind the role are colons where the name was another tensor's.
+    """
+    part = f":{role}"
+    if name.startswith(tensor + part) and not name[len(tensor + part) :].strip(":"):
+        return tensor
+    renamed = re.fullmatch(f"(.+?){re.escape(part)}:*", name, re.DOTALL)
+    return None if renamed is None else renamed[1]
 
 
 def _whole(name: str, variables: Mapping[str, xr.Variable]) -> Entry:
-    readers = {}
-    for role, variable in variables.items():
-        lazy = untouched(variable)
-        if not isinstance(lazy, DenseArray):
-            raise TypeError(f"part {role!r} of {name!r} is a {type(lazy).__name__}")
-        readers[role] = lazy.reader
-    role, first = next(iter(variables.items()))
-    said = first.encoding["whole"]
-    path = first.encoding.get("path")
-    if path is not None:
-        path = (*path[:-1], path[-1].removesuffix(f":{role}"))
-    tensor = Tensor(
-        name,
-        said["dtype"],
-        said["shape"],
-        {role: reader.part for role, reader in readers.items()},
-        first.encoding["layout"],
-        attrs=first.attrs,
-        dims=said["dims"],
-        path=path,
-        quantization=said["quantization"],
-    )
+    """Make the entry of a tensor that is open as its parts."""
+    first = next(iter(variables.values()))
+    origin = _origin(first)
+    if origin is None:
+        raise TypeError(f"parts of {name!r} are not those of a file")
+    readers = {role: _readers(variable)["data"] for role, variable in variables.items()}
+    path = origin.tensor.path if "path" in first.encoding else None
+    tensor = replace(origin.tensor, name=name, attrs=first.attrs, path=path)
     return stored_entry(tensor, readers)
 
 
-def _entry(name: str, variable: xr.Variable, notes: Notes) -> Entry:
+def _entry(name: str, variable: xr.Variable, notes: Notes, *, again: bool) -> Entry:
     lazy = untouched(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
-    dims = tuple(None if _NO_NAME.fullmatch(str(dim)) else str(dim) for dim in variable.dims)
     common: dict[str, Any] = {
         "attrs": variable.attrs,
-        "dims": dims if any(dims) else None,
+        "dims": _dims(variable, again=again),
         "path": variable.encoding.get("path"),
     }
+    origin = _origin(variable)
+    if origin is not None and origin.role is None:
+        tensor = replace(origin.tensor, name=name, **common)
+        values = None if tensor.layout == "dense" else lambda: densified(variable.data)
+        return stored_entry(tensor, _readers(variable), values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
-        tensor = Tensor(
-            name,
-            part.dtype,
-            lazy.shape,
-            {"data": part},
-            order=_order(lazy.order),
-            strict=lazy.strict,
-        )
-        return stored_entry(replace(tensor, **common), {"data": lazy.reader})
-    if isinstance(lazy, CSRArray | COOArray | QuantizedArray):
-        return _untouched_composite(name, variable, lazy, common)
+        tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
+        return stored_entry(tensor, _readers(variable))
     if _layout(variable.encoding) == "quantized":
         notes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, common)
 
 
-def _order(order: str) -> Any:
-    return order
+def _origin(variable: xr.Variable) -> Origin | None:
+    lazy = untouched(variable)
+    return None if lazy is None else lazy.origin
 
 
-def _untouched_composite(
-    name: str,
-    variable: xr.Variable,
-    lazy: CSRArray | COOArray | QuantizedArray,
-    common: dict[str, Any],
-) -> Entry:
-    layout: Any = variable.encoding["layout"]
-    parts = {role: reader.part for role, reader in lazy.readers.items()}
-    dtype = variable.encoding["dtype"].name
-    scheme = lazy.quantization if isinstance(lazy, QuantizedArray) else None
-    strict = False if isinstance(lazy, QuantizedArray) else lazy.strict
-    if layout != "quantized":
-        dtype = parts["values"].dtype
-    tensor = Tensor(
-        name, dtype, lazy.shape, parts, layout, quantization=scheme, strict=strict, **common
-    )
-    return stored_entry(tensor, lazy.readers, lambda: densified(variable.data))
+def _readers(variable: xr.Variable) -> dict[str, PartReader]:
+    """Return the parts of an untouched variable by role; a dense one, or one part, is ``data``."""
+    lazy: Any = untouched(variable)
+    return {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
+
+
+def _dims(variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
+    """Name the axes: as the file did where that could not be shown, else as they are shown."""
+    stated = variable.encoding.get("axes", {})
+    dims = []
+    for dim in variable.dims:
+        # None is no name of the file: the role of the tensor in its module gave the one shown.
+        is_stated = dim in stated and (again or stated[dim] is not None)
+        dims.append(stated[dim] if is_stated else stated_name(dim))
+    return tuple(dims) if any(dims) else None
 
 
 def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Entry:
-    array = _array(variable)
+    array = array_of(variable)
     dtype = element_type(array.dtype)
     if dtype is None:
         raise UnsupportedError(
@@ -218,12 +233,12 @@ def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Entry
     part = Part(
         stored,
         array.shape,
-        0,
+        encoding.get("offset", 0),
         nbytes_of(stored, variable.size),
-        encoding.get("compression"),
+        encoding.get("stored_compression"),
         digest=None if digest is None else digest.partition(":")[0],
     )
-    order: Any = encoding.get("order", "C")
+    order: Any = encoding.get("stored_order", "C")
     tensor = Tensor(name, stored, array.shape, {"data": part}, order=order, **common)
     return Entry(tensor, {"data": ArrayPart(array, name)})
 
@@ -249,7 +264,7 @@ def _layout(encoding: Mapping[Any, Any]) -> Any:
 
 def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
     """Give the element type that a dense variable was stored with, if it was."""
-    before = encoding.get("dtype")
+    before = encoding.get("stored_dtype")
     if _layout(encoding) not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
         return dtype
     name = element_type(before)
@@ -259,7 +274,7 @@ def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
     return dtype if name is None else name
 
 
-def _array(variable: xr.Variable) -> Any:
+def array_of(variable: xr.Variable) -> Any:
     """Give the array of a variable without loading what is lazy."""
     if variable.chunks is None and not variable._in_memory:  # noqa: SLF001  .data would load it
         variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))

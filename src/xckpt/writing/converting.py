@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
-from xckpt.errors import CheckpointError
+from xckpt.errors import locating
 from xckpt.labels import select
 from xckpt.opening import open_index, paused_collector
-from xckpt.storage.shard import sources_of
+from xckpt.storage.shard import files_of, sources_of
 from xckpt.writing.destination import Destination
 from xckpt.writing.entries import Contents, Entry, lazy_dask_array
 from xckpt.writing.fitting import Notes
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
-    from xckpt.writing.progress import Wanted
 
 __all__ = ["convert"]
 
@@ -37,7 +38,7 @@ def convert(
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     overwrite: bool = False,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     verify: bool | None = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
@@ -78,6 +79,8 @@ def convert(
     ------
     FileExistsError
         If the new file exists and `overwrite` is false.
+    FileChangedError
+        If another process wrote the old file meanwhile, or the new one, where that is the same.
     IntegrityError
         If values are not those that the old file has a digest of.
     UnsupportedError
@@ -105,16 +108,12 @@ def convert(
     )
     source, index = open_index(src, storage_options=storage_options)
     notes = Notes()
-    try:
+    with closing(source), locating(path=source.name):
         with paused_collector():
             contents = _contents(source, index, tensors, ReadOptions(verify=verify))
-            job = destination.job(contents, notes)
+            job = destination.job(contents, notes, sources=files_of(source))
         notes.warn(destination.path, stacklevel=2)
         job.run(progress)
-    except CheckpointError as error:
-        raise error.located(path=source.name) from error.__cause__
-    finally:
-        source.close()
 
 
 def _contents(

@@ -4,59 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from typing import TYPE_CHECKING
 
-from xckpt.storage.local import Descriptor, LocalSource, file_identity
+from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from xckpt.storage import Source
+    from xckpt.storage.local import Descriptor
     from xckpt.storage.sink import Sink
 
 __all__ = ["Copier"]
 
+# Where the kernel cannot copy, or cannot say which of the two files is at fault.
 _CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+_CANNOT |= {errno.EIO, errno.ESTALE}
 # At a time, so that Ctrl-C and errors of other threads need not wait for long.
 _STEP = 16 << 20
 
 
 class Copier:
-    """Copies ranges of files into a sink.
-
-    Parameters
-    ----------
-    sink : Sink
-        Of which nothing has been written to where a copy goes.
-    """
+    """Copies ranges of files into a sink, to where nothing has been written yet."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._opened: dict[Source, Descriptor] = {}
-        self._lock = threading.Lock()
         self._by_system = hasattr(os, "copy_file_range")
 
     def copy(self, source: Source, start: int, offset: int, nbytes: int) -> None:
-        """Copy a range of bytes.
-
-        Parameters
-        ----------
-        source : Source
-            Of any kind.
-        start : int
-            First byte in it.
-        offset : int
-            Where it goes.
-        nbytes : int
-            How many bytes.
-
-        Raises
-        ------
-        FileChangedError
-            If the source is no longer the file that was opened.
-        OSError
-            If they cannot be written.
-        """
-        descriptor = self._descriptor(source)
+        """Copy `nbytes` from `start` of a source to `offset` of the sink."""
+        descriptor = source.descriptor() if isinstance(source, LocalSource) else None
         done = 0
         while done < nbytes:
             hole, count = _extent(descriptor, start + done, nbytes - done)
@@ -68,25 +43,15 @@ class Copier:
                 done += copied or count
         source.view(start, 0)  # checks that the file is still the same
 
-    def _descriptor(self, source: Source) -> Descriptor | None:
-        if not isinstance(source, LocalSource):
-            return None
-        with self._lock:
-            if source not in self._opened:
-                source.view(0, 0)
-                descriptor = Descriptor(source.name)
-                if file_identity(os.fstat(descriptor.fileno)) != source.identity:
-                    source.view(0, 0)  # says how it changed
-                    return None
-                self._opened[source] = descriptor
-            return self._opened[source]
-
     def _copied(self, descriptor: Descriptor | None, start: int, offset: int, nbytes: int) -> int:
         """Copy within the kernel, and give how much was; 0 where it cannot."""
         if descriptor is None or not self._by_system:
             return 0
         try:
-            return os.copy_file_range(descriptor.fileno, self._sink.fileno, nbytes, start, offset)
+            with self._sink.place.named():
+                return os.copy_file_range(
+                    descriptor.fileno, self._sink.fileno, nbytes, start, offset
+                )
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise

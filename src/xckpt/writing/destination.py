@@ -20,10 +20,11 @@ from xckpt.writing.fitting import fit
 from xckpt.writing.requests import Requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from xckpt.formats import Writer
+    from xckpt.formats import Format
     from xckpt.plan import Plan
+    from xckpt.storage import Source
     from xckpt.writing.casting import Cast
     from xckpt.writing.entries import Contents
     from xckpt.writing.fitting import Notes
@@ -40,7 +41,7 @@ class Destination:
     ----------
     path : str
         A path or URL.
-    writer : Writer
+    writer : Format
         Its format.
     requests : Requests
         How tensors are stored.
@@ -55,7 +56,7 @@ class Destination:
     """
 
     path: str
-    writer: Writer
+    writer: Format
     requests: Requests
     cast: Cast
     overwrite: bool
@@ -87,9 +88,9 @@ class Destination:
         """
         check_cast(cast)
         target = os.fspath(path)
-        writer = formats.get_writer(engine or _format_of(target))
+        writer = formats.writable(engine or _format_of(target))
         for option in format_options:
-            if option not in writer.options:
+            if option not in writer.write_options:
                 raise TypeError(_unknown(option, writer))
         return cls(
             target if is_remote(target) else local_path(target),
@@ -108,29 +109,12 @@ class Destination:
         plan: Callable[..., Plan] | None = None,
         *,
         before: Item | None = None,
+        sources: Iterable[Source] = (),
     ) -> Job:
         """Lay the file out; nothing is written yet.
 
-        Parameters
-        ----------
-        contents : Contents
-            What is to be written.
-        notes : Notes
-            Collects what the user should know.
-        plan : callable, optional
-            ``plan(index, **options)``; by default that of the format for a new file.
-        before : Item, optional
-            What the file begins with, ahead of all that is planned.
-
-        Returns
-        -------
-        Job
-            To be run.
-
-        Raises
-        ------
-        UnsupportedError
-            If the format cannot hold something.
+        ``plan(index, **options)`` is by default that of the format for a new file, which begins
+        with `before`. Of `sources`, which are read, those that are replaced must not change.
         """
         try:
             fitted = fit(contents, self.writer, self.requests, self.cast, notes)
@@ -138,9 +122,15 @@ class Destination:
             planned = (plan or self.writer.plan)(index, **self.format_options)
             sink = partial(_open_sink, self.path, self.overwrite, self.storage_options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            return Job(planned, fitted, self.cast, sink, label, before=before)
+            replaced = self._replaced(sources, planned) if self.overwrite else []
+            return Job(planned, fitted, self.cast, sink, label, before=before, replaced=replaced)
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
+
+    def _replaced(self, sources: Iterable[Source], plan: Plan) -> list[Source]:
+        paths = [self.path, *(_companion(self.path, name) for name in plan.companions)]
+        targets = {_resolved(path) for path in paths}
+        return [source for source in sources if _resolved(source.name) in targets]
 
     def open_sink(self) -> Sink:
         """Begin the file."""
@@ -154,25 +144,34 @@ def _open_sink(
     companion: str | None = None,
 ) -> Sink:
     if companion is not None:
-        folder, slash, _ = path.rpartition("/")
-        path = folder + slash + "/".join(components(companion))
+        path = _companion(path, companion)
     if is_remote(path):
         return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
     return Sink(path, overwrite=overwrite)
 
 
+def _companion(path: str, name: str) -> str:
+    folder, slash, _ = path.rpartition("/")
+    return folder + slash + "/".join(components(name))
+
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+
+
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    modules = [formats.get(known) for known in formats.names()]
+    every = [formats.get(known) for known in formats.names()]
     found = {
-        module.NAME: suffix
-        for module in modules
-        for suffix in module.SUFFIXES
+        each.name: suffix
+        for each in every
+        if each.can.types
+        for suffix in each.suffixes
         if name.endswith(suffix)
     }
     if len(found) > 1:
-        shared = {m.NAME: getattr(m, "SHARED_SUFFIXES", ()) for m in modules}
+        shared = {each.name: each.shared_suffixes for each in every}
         found = {each: s for each, s in found.items() if s not in shared[each]} or found
     if len(found) == 1:
         return next(iter(found))
@@ -183,13 +182,12 @@ def _format_of(path: str) -> str:
     )
 
 
-def _unknown(option: str, writer: Writer) -> str:
+def _unknown(option: str, writer: Format) -> str:
     known = (
         *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-        *writer.options,
+        *writer.write_options,
     )
     alike = get_close_matches(option, known, n=1)
-    hint = (
-        f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(writer.options) or 'none'}"
-    )
-    return f"format {writer.format!r} has no option {option!r} for writing; {hint}"
+    has = ", ".join(writer.write_options) or "none"
+    hint = f"did you mean {alike[0]!r}?" if alike else f"it has {has}"
+    return f"format {writer.name!r} has no option {option!r} for writing; {hint}"

@@ -84,10 +84,11 @@ class StoredPart:
         data = StoredData(self.reader, self.nbytes)
         # A file may have booleans other than 0 and 1, where the new one must not.
         if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
-            return RecodedData(
-                StoredData(self._checking(), self.nbytes), part.dtype, cast, self.name, self.strict
-            )
-        if stored.encoding is not None and part.encoding == stored.encoding and not recompress:
+            checked = StoredData(self._checking(), self.nbytes)
+            count = prod(self.shape)
+            return RecodedData(checked, part.dtype, cast, self.name, count, self.strict)
+        is_same = part.encoding == stored.encoding and not stored.skip
+        if stored.encoding is not None and is_same and not recompress:
             return VerbatimData(self.reader, self.nbytes)
         return data
 

@@ -2,7 +2,8 @@
 
 Dask arrays are computed first, all in one graph, straight into their places. What they cannot be
 written to directly (parts that are compressed) they are computed into a temporary file for. Then
-everything else is streamed in file order, and the files get their names.
+everything else is streamed in file order, and the files get their names
+(`xckpt.storage.sink.publish`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.progress import Progress
+from xckpt.storage.sink import publish
 from xckpt.writing.data import DaskData, LiteralData, SpooledData
 from xckpt.writing.items import Item, literal_item
-from xckpt.writing.progress import Progress
 from xckpt.writing.regions import is_scattered, store, store_delayed
 from xckpt.writing.streaming import stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.plan import Extent, Literal, Plan, Written
-    from xckpt.storage.sink import Sink
+    from xckpt.storage import Source
+    from xckpt.storage.sink import Place, Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.entries import Entry
     from xckpt.writing.fitting import Fitted
@@ -74,6 +77,8 @@ class Job:
         Of the file, for the progress bar.
     before : Item, optional
         What the file begins with, ahead of all that is planned.
+    replaced : sequence of Source
+        Files that are read and replaced: nobody else may have changed them in the meantime.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Job:
         label: str,
         *,
         before: Item | None = None,
+        replaced: Sequence[Source] = (),
     ) -> None:
         self._label = label
         self._cast = cast
@@ -99,7 +105,7 @@ class Job:
             items += [literal_item(literal) for literal in each.literals]
             items += [before] if before is not None and name is None else []
             files.append(_File(name, each, sorted(items, key=_position)))
-        self._files = _Files(files, open_sink, self._spooled, self._reserved())
+        self._files = _Files(files, open_sink, self._spooled, self._reserved(), replaced)
 
     def run(self, progress: Any = None) -> None:
         """Write everything now; after an error nothing is left.
@@ -107,16 +113,16 @@ class Job:
         Parameters
         ----------
         progress : None, bool or callable
-            See `xckpt.writing.progress.Progress`.
+            See `xckpt.progress.Progress`.
         """
-        with Progress(progress, self._files.nbytes, self._label) as bar:
+        with Progress(progress, self._label, self._files.nbytes) as bar:
             begun = self._files.begin()
             try:
                 if self._stores:
                     import dask
 
                     tasks = [
-                        store(data, begun.sinks[file].path, offset, bar.name)
+                        store(data, begun.sinks[file].place, offset, bar.name)
                         for data, file, offset in self._stores
                     ]
                     dask.compute(*tasks)
@@ -136,11 +142,11 @@ class Job:
 
         begun = dask.delayed(self._files.begin, pure=False)()
         count = len(self._files.files) + (self._spooled > 0)
-        paths = [dask.delayed(_path_of, pure=True)(begun, number) for number in range(count)]
+        places = [dask.delayed(_place_of, pure=True)(begun, number) for number in range(count)]
         tasks = [
             task
             for data, file, offset in self._stores
-            for task in store_delayed(data, paths[file], offset)
+            for task in store_delayed(data, places[file], offset)
         ]
         return dask.delayed(self._files.finish, pure=False)(begun, tasks)
 
@@ -171,8 +177,8 @@ class Job:
         ]
 
 
-def _path_of(begun: _Begun, number: int) -> str:
-    return begun.sinks[number].path
+def _place_of(begun: _Begun, number: int) -> Place:
+    return begun.sinks[number].place
 
 
 class _Files:
@@ -184,8 +190,10 @@ class _Files:
         open_sink: Callable[[str | None], Sink],
         spooled: int,
         reserved: list[tuple[int, int, int]],
+        replaced: Sequence[Source],
     ) -> None:
         self.files = files
+        self._replaced = replaced
         self._open_sink = open_sink
         self._spooled = spooled
         self._reserved = reserved
@@ -204,7 +212,7 @@ class _Files:
                 begun.sinks.append(sink)
                 sink.resize(_known_nbytes(file))
             if self._spooled:
-                begun.sinks.append(begun.sinks[-1].scratch())
+                begun.sinks.append(begun.sinks[-1].another())
                 begun.sinks[-1].resize(self._spooled)
             for number, offset, nbytes in self._reserved:
                 begun.sinks[number].reserve(offset, nbytes)
@@ -215,7 +223,7 @@ class _Files:
 
     def finish(self, begun: _Begun, _: Any, bar: Progress | None = None) -> None:
         """Stream what is not written yet, and give the files their names."""
-        bar = bar or Progress(False, 0, "")  # noqa: FBT003  no bar
+        bar = bar or Progress(False, "")  # noqa: FBT003  no bar
         written: dict[tuple[str, str], Written] = {}
         ends = []
         for file, sink in zip(self.files, begun.sinks, strict=False):
@@ -225,7 +233,14 @@ class _Files:
             ends.append(end)
         for file, sink, end in zip(self.files, begun.sinks, ends, strict=False):
             _finish(file.plan, sink, end, written)
-        _commit(begun.sinks[: len(self.files)])
+        sinks = {file.name or "": sink for file, sink in zip(self.files, begun.sinks, strict=False)}
+        main = sinks.pop("")
+        plan = self.files[-1].plan
+
+        def referring(names: Mapping[str, str]) -> Sink:
+            return _referring(plan, names, main, written)
+
+        publish(main, sinks, replaced=self._replaced, referring=referring)
 
     def _bound(self, item: Item, spool: str) -> Item:
         if isinstance(item.data, SpooledData):
@@ -233,18 +248,20 @@ class _Files:
         return item
 
 
-def _commit(sinks: list[Sink]) -> None:
-    """Give the files of a checkpoint their names, the one that refers to the others last.
-
-    Several names are not changed in one step. What can fail is done before the first of them, and
-    in between there is rather no checkpoint than one of old and new files.
-    """
-    if len(sinks) > 1:
-        for sink in sinks:
-            sink.sync()
-        sinks[-1].withdraw()
-    for sink in sinks:
-        sink.commit()
+def _referring(
+    plan: Plan, names: Mapping[str, str], main: Sink, written: dict[tuple[str, str], Written]
+) -> Sink:
+    """Write the main file as it is when companions have other names."""
+    if plan.renamed is None or plan.extents:
+        raise TypeError("a plan with companions leaves all parts to them, and can rename them")
+    renamed = plan.renamed(names)
+    sink = main.another()
+    try:
+        _finish(renamed, sink, _put(renamed.literals, sink, 0), written)
+    except BaseException:
+        sink.abort()
+        raise
+    return sink
 
 
 def _position(item: Item) -> float:
@@ -261,13 +278,16 @@ def _known_nbytes(file: _File) -> int:
     return max([(item.extent.offset or 0) + item.nbytes for item in raw], default=0)
 
 
-def _end(literal: Literal, end: int) -> int:
-    return (end if literal.offset is None else literal.offset) + len(literal.data)
+def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:
+    """Write literals, and return where the last of all that is written ends."""
+    for literal in literals:
+        offset = end if literal.offset is None else literal.offset
+        sink.write(literal.data, offset)
+        end = max(end, offset + len(literal.data))
+    return end
 
 
 def _finish(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> None:
     """Write what depends on where the parts went."""
-    for literal in plan.finish(written):
-        sink.write(literal.data, end if literal.offset is None else literal.offset)
-        end = max(end, _end(literal, end))
+    end = _put(plan.finish(written), sink, end)
     sink.resize(end if plan.nbytes is None else plan.nbytes)

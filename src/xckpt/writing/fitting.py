@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
+from xckpt.listing import free_name
 from xckpt.writing.casting import choose_type
 from xckpt.writing.entries import ArrayPart, Contents, Entry
+from xckpt.writing.inline import put_inline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from xckpt.formats import Writer
+    from xckpt.formats import Format
     from xckpt.writing.casting import Cast
     from xckpt.writing.requests import Requests
 
@@ -93,7 +95,7 @@ class Fitted:
 
 def fit(
     contents: Contents,
-    writer: Writer,
+    writer: Format,
     requests: Requests,
     cast: Cast,
     notes: Notes,
@@ -104,7 +106,7 @@ def fit(
     ----------
     contents : Contents
         What is to be written, in order.
-    writer : Writer
+    writer : Format
         The format.
     requests : Requests
         What the user asked for.
@@ -126,9 +128,10 @@ def fit(
         If two tensors have one name, or something is asked for no tensor.
     """
     fitted: dict[str, Entry] = {}
+    names = {entry.tensor.name for entry in contents.entries}
     for entry in contents.entries:
         wanted = requests.of(entry.tensor.name)
-        for shaped in _in_layout(entry, writer, wanted, cast, notes):
+        for shaped in _in_layout(entry, writer, wanted, cast, notes, names=names):
             name = shaped.tensor.name
             if name in fitted:
                 raise ValueError(f"two tensors are called {shown(name)}")
@@ -136,17 +139,24 @@ def fit(
             shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, notes)
             fitted[name] = shaped
     requests.check_used(fitted)
-    kept = _kept_attrs(contents.attrs, writer.file_attrs, _OF_FILE, notes)
+    put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
+    kept = _kept_attrs(contents.attrs, writer.can.file_attrs, _OF_FILE, notes)
     tensors = {name: entry.tensor for name, entry in fitted.items()}
-    return Fitted(Index(writer.format, "", tensors, kept), fitted)
+    return Fitted(Index(writer.name, "", tensors, kept), fitted)
 
 
 def _in_layout(
-    entry: Entry, writer: Writer, wanted: Mapping[str, Any], cast: Cast, notes: Notes
+    entry: Entry,
+    writer: Format,
+    wanted: Mapping[str, Any],
+    cast: Cast,
+    notes: Notes,
+    *,
+    names: set[str],
 ) -> Iterator[Entry]:
     """Give a tensor in a layout that the format has: as it is, dense, or as its parts."""
     tensor = entry.tensor
-    if tensor.layout in writer.layouts and wanted.get("layout", tensor.layout) == tensor.layout:
+    if tensor.layout in writer.can.layouts and wanted.get("layout", tensor.layout) == tensor.layout:
         yield entry
     elif "layout" in wanted and entry.values is not None and tensor.layout != "structural":
         yield dense_entry(tensor, entry.values())
@@ -157,13 +167,14 @@ def _in_layout(
     elif tensor.layout == "structural" and cast != "never":
         notes.add("tensors written as their parts", tensor.name)
         for role, part in tensor.parts.items():
-            name = f"{tensor.name}:{role}"
+            name = free_name(f"{tensor.name}:{role}", names)
+            names.add(name)
             shape = part.shape or ()
             alone = Tensor(name, part.dtype, shape, {"data": part}, attrs=tensor.attrs)
             yield Entry(alone, {"data": entry.parts[role]})
     else:
         raise UnsupportedError(
-            f"{tensor.layout} tensors have no place in format {writer.format!r}",
+            f"{tensor.layout} tensors have no place in format {writer.name!r}",
             tensor=tensor.name,
             rule="Layout",
             hint="cast='exact' writes the values dense" if cast == "never" else None,
@@ -200,30 +211,30 @@ def dense_entry(tensor: Tensor, values: Any) -> Entry:
 
 
 def _fitted(
-    tensor: Tensor, writer: Writer, wanted: Mapping[str, Any], cast: Cast, notes: Notes
+    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, notes: Notes
 ) -> Tensor:
     """Choose element type, memory order, compression, digests and attributes of a tensor."""
     dtype, parts = _typed(tensor, writer, wanted, cast)
-    compression = _choice("compression", tensor, writer.encodings, wanted)
-    digest = _choice("digest", tensor, writer.digests, wanted)
+    compression = _choice("compression", tensor, writer.can.compressions, wanted)
+    digest = _choice("digest", tensor, writer.can.digests, wanted)
     for role, part in parts.items():
         encoding, algorithm = compression, digest
         if compression is _UNASKED:
-            encoding = _inherited(part.encoding, writer.encodings)
+            encoding = _inherited(part.encoding, writer.can.compressions)
         if digest is _UNASKED:
-            algorithm = _inherited(part.digest, writer.digests)
+            algorithm = _inherited(part.digest, writer.can.digests)
         # Files have 90,000 tensors of which nothing changes.
         if (encoding, algorithm) != (part.encoding, part.digest):
             parts[role] = replace(part, encoding=encoding, digest=algorithm)
-    attrs = _kept_attrs(tensor.attrs, writer.tensor_attrs, _OF_TENSORS, notes)
-    order: Any = tensor.order if tensor.order in writer.orders else writer.orders[0]
+    attrs = _kept_attrs(tensor.attrs, writer.can.tensor_attrs, _OF_TENSORS, notes)
+    order: Any = tensor.order if tensor.order in writer.can.orders else writer.can.orders[0]
     if (dtype, parts, order, attrs) == (tensor.dtype, tensor.parts, tensor.order, tensor.attrs):
         return tensor
     return replace(tensor, dtype=dtype, parts=parts, order=order, attrs=attrs)
 
 
 def _typed(
-    tensor: Tensor, writer: Writer, wanted: Mapping[str, Any], cast: Cast
+    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
 ) -> tuple[str, dict[str, Part]]:
     """Choose the element type, and give the parts with it."""
     parts = dict(tensor.parts)
@@ -234,7 +245,7 @@ def _typed(
             raise UnsupportedError(reason, tensor=tensor.name)
         return tensor.dtype, parts
     part = parts[role]
-    dtype = choose_type(wanted.get("dtype", part.dtype), writer.writes, cast, tensor=tensor.name)
+    dtype = choose_type(wanted.get("dtype", part.dtype), writer.can.types, cast, tensor=tensor.name)
     if dtype != part.dtype:
         count = tensor.size if part.shape is None else prod(part.shape)
         parts[role] = replace(part, dtype=dtype, nbytes=nbytes_of(dtype, count))

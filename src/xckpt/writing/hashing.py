@@ -107,7 +107,7 @@ class Hashing:
             if self._check.value() != digests.parse(self._stated)[1]:
                 raise _disagrees(self._check.digest(), self._stated, self._source.offset)
         elif self._stated is not None and isinstance(self._data, StoredData):
-            digests.check(self._stated, self._data.reader.stored())
+            digests.check(self._stated, self._data.reader.stored_blocks())
         if self._wanted is None:
             return None
         return f"{self._wanted.algorithm}:{self._wanted.value().hex()}"

@@ -89,6 +89,8 @@ def is_copy(item: Item) -> bool:
     data = item.data
     if not isinstance(data, StoredData) or item.is_compressed or item.is_hashed:
         return False
+    if not data.nbytes:  # nor does anything have to be there
+        return False
     return data.reader.part.encoding is None and data.reader.part.inline is None
 
 

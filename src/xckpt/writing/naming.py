@@ -53,7 +53,8 @@ def named_variables(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, xr
         if not isinstance(name, str):
             raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
         found[name] = variable
-    order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
+    known = obj.encoding.get("file_order", obj.encoding.get("flat_order", ()))
+    order = {name: at for at, name in enumerate(known)}
     if order:
         found = {name: found[name] for name in sorted(found, key=_position_in(order))}
     _add_coords(found, flat, notes)

@@ -17,8 +17,8 @@ import numpy as np
 
 from xckpt.dtypes import nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
-from xckpt.storage.sink import write_at
-from xckpt.writing import progress
+from xckpt.progress import report
+from xckpt.storage.sink import Place, write_at
 from xckpt.writing.casting import convert
 from xckpt.writing.data import as_bytes, block_keys
 
@@ -36,59 +36,27 @@ _SHORTEST_RUN = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where an array goes in a file.
+    """Where an array goes in a file, as which type, and who is told of the progress."""
 
-    Parameters
-    ----------
-    path : str
-        Of the file.
-    offset : int
-        First byte.
-    shape : tuple of int
-        Of the array.
-    dtype : str
-        Element type to write, of 8 bits or more.
-    cast : {"exact", "allow", "never"}
-        What the conversion may lose.
-    tensor : str
-        For messages.
-    order : {"C", "F"}
-        Memory order in the file.
-    observer : str
-        Who is told of the progress, see `xckpt.writing.progress`.
-    """
-
-    path: str
+    place: Place
     offset: int
     shape: tuple[int, ...]
     dtype: str
     cast: Cast
-    tensor: str
+    tensor: str  # for messages
     order: str = "C"
     observer: str = ""
 
     def write(self, block: np.ndarray[Any, Any], origin: Sequence[int]) -> int:
-        """Convert a block and write it.
-
-        Parameters
-        ----------
-        block : numpy.ndarray
-            Values.
-        origin : sequence of int
-            Where it begins in the array.
-
-        Returns
-        -------
-        int
-            How many bytes were written.
-        """
-        fileno = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
-        try:
-            self._write(fileno, block, origin)
-        finally:
-            os.close(fileno)
+        """Convert a block that begins at `origin`, write it, and return how many bytes it has."""
+        with self.place.named():
+            fileno = os.open(self.place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            try:
+                self._write(fileno, block, origin)
+            finally:
+                os.close(fileno)
         nbytes = nbytes_of(self.dtype, block.size)
-        progress.report(self.observer, nbytes)
+        report(self.observer, nbytes)
         return nbytes
 
     def _write(self, fileno: int, block: np.ndarray[Any, Any], origin: Sequence[int]) -> None:
@@ -114,7 +82,7 @@ class Region:
         shape = self.shape[::-1] if self.order == "F" else self.shape
         split, run = _longest_run(shape, block.shape)
         if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
-            target = np.memmap(self.path, block.dtype, "r+", self.offset, shape)
+            target = np.memmap(self.place.path, block.dtype, "r+", self.offset, shape)
             target[tuple(slice(w, w + n) for w, n in zip(where, block.shape, strict=True))] = block
             return
         strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -158,34 +126,12 @@ def is_scattered(data: DaskData) -> bool:
     return split > 0 and run * stored_dtype(data.dtype).itemsize < _SHORTEST_RUN
 
 
-def store(data: DaskData, path: str, offset: int, observer: str = "") -> Any:
-    """Make the tasks that write a dask array to a file that is there.
-
-    Parameters
-    ----------
-    data : DaskData
-        The array.
-    path : str
-        Of the file.
-    offset : int
-        Where the array goes in it.
-    observer : str
-        Who is told of the progress.
-
-    Returns
-    -------
-    dask.array.Array
-        Of the numbers of bytes written, one for each chunk.
-
-    Raises
-    ------
-    UnsupportedError
-        If the sizes of chunks are not known.
-    """
+def store(data: DaskData, place: Place, offset: int, observer: str = "") -> Any:
+    """Make a dask array whose chunks write those of another to a file that is there."""
     array = data.array
     return array.map_blocks(
         _store_block,
-        path=path,
+        place=place,
         region=_region(data, offset, observer),
         starts=_starts(data),
         chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
@@ -195,28 +141,8 @@ def store(data: DaskData, path: str, offset: int, observer: str = "") -> Any:
     )
 
 
-def store_delayed(data: DaskData, path: Any, offset: int) -> list[Any]:
-    """Make the tasks that write a dask array to a file that another task makes.
-
-    Parameters
-    ----------
-    data : DaskData
-        The array.
-    path : dask.delayed.Delayed
-        Of the file.
-    offset : int
-        Where the array goes in it.
-
-    Returns
-    -------
-    list of dask.delayed.Delayed
-        One for each chunk.
-
-    Raises
-    ------
-    UnsupportedError
-        If the sizes of chunks are not known.
-    """
+def store_delayed(data: DaskData, place: Any, offset: int) -> list[Any]:
+    """Make tasks, one for each chunk, that write to a file that another task makes."""
     # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
     import dask
 
@@ -224,7 +150,7 @@ def store_delayed(data: DaskData, path: Any, offset: int) -> list[Any]:
     write = dask.delayed(_store_block, pure=False, traverse=False)
     blocks = data.array.to_delayed(optimize_graph=False)
     return [
-        write(blocks[where], path=path, region=region, starts=starts, block_id=where)
+        write(blocks[where], place=place, region=region, starts=starts, block_id=where)
         for where in np.ndindex(blocks.shape)
     ]
 
@@ -249,11 +175,11 @@ def _starts(data: DaskData) -> tuple[tuple[int, ...], ...]:
 def _store_block(
     block: Any,
     *,
-    path: str,
+    place: Place,
     region: tuple[Any, ...],
     starts: tuple[tuple[int, ...], ...],
     block_id: tuple[int, ...],
 ) -> np.ndarray[Any, Any]:
     origin = [along[i] for along, i in zip(starts, block_id, strict=True)]
-    written = Region(path, *region).write(np.asarray(block), origin)
+    written = Region(place, *region).write(np.asarray(block), origin)
     return np.full((1,) * len(starts), written, np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xckpt.writing.contents import read_contents
+from xckpt.writing.contents import read_contents, read_sources
 from xckpt.writing.destination import Destination
 from xckpt.writing.fitting import Notes
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from xckpt.progress import ProgressOption
     from xckpt.writing.casting import Cast
-    from xckpt.writing.progress import Wanted
 
 __all__ = ["save"]
 
@@ -27,7 +27,7 @@ def save(
     cast: Cast = "exact",
     compute: bool = True,
     overwrite: bool = False,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
 ) -> Any:
@@ -59,8 +59,7 @@ def save(
     overwrite : bool, default False
         Whether an existing file is replaced.
     progress : bool or callable, optional
-        Whether to show a bar; a function is called with the bytes done and all bytes. By default
-        a bar is shown in terminals and notebooks, if it takes more than two seconds.
+        As for `xckpt.stats`.
     storage_options : dict, optional
         For fsspec, where `path` is a URL.
     **format_options
@@ -75,6 +74,8 @@ def save(
     ------
     FileExistsError
         If the file exists and `overwrite` is false.
+    FileChangedError
+        If another process wrote a file that is read, also while it is replaced by this save.
     UnsupportedError
         If the format cannot hold something, or a conversion would lose something.
     OSError
@@ -100,7 +101,8 @@ def save(
         format_options=format_options,
     )
     notes = Notes()
-    job = destination.job(read_contents(obj, notes), notes)
+    contents = read_contents(obj, notes, destination.writer.name)
+    job = destination.job(contents, notes, sources=read_sources(contents))
     notes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)

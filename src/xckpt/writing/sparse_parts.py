@@ -17,9 +17,11 @@ from xckpt.index import Part
 from xckpt.writing.entries import ArrayPart
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from xckpt.writing.entries import StoredPart
 
-__all__ = ["densified", "is_sparse", "sparse_parts"]
+__all__ = ["as_parts", "densified", "is_sparse", "row_pointers", "sparse_parts"]
 
 # What indices are made as; a format says what it wants.
 _INDEX = "int64"
@@ -100,6 +102,13 @@ def sparse_parts(
     if arrays is None:
         coords, values = _stored_elements(array, name)
         arrays = {"values": values, **_whole_indices(coords, layout, array.shape)}
+    return as_parts(arrays, stored, name)
+
+
+def as_parts(
+    arrays: Mapping[str, Any], stored: str, name: str
+) -> tuple[dict[str, Part], dict[str, StoredPart | ArrayPart]]:
+    """Say of the arrays of a sparse tensor what is wanted of each part."""
     parts = {}
     for role, part in arrays.items():
         dtype = stored if role == "values" else _INDEX
@@ -133,10 +142,11 @@ def _whole_indices(
 ) -> dict[str, np.ndarray[Any, Any]]:
     if layout == "sparse_coo":
         return {"coords": coords}
-    return {"indices": coords[1], "indptr": _row_pointers(coords[0], shape[0])}
+    return {"indices": coords[1], "indptr": row_pointers(coords[0], shape[0])}
 
 
-def _row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+def row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Give where the elements of each row begin, and where the last ones end."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64)
 
 
@@ -209,5 +219,5 @@ def _share(
     if role == "coords":
         first = coords[:1] + known["rows"][number]
         return np.concatenate([first, coords[1:]])
-    pointers = _row_pointers(coords[0], block.shape[0]) + known["starts"][number]
+    pointers = row_pointers(coords[0], block.shape[0]) + known["starts"][number]
     return pointers if number == 0 else pointers[1:]

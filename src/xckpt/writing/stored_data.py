@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from xckpt.arrays.elements import elements, unpack_codes
-from xckpt.dtypes import ELEMENT_TYPES
-from xckpt.storage import encodings, release
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.storage.encodings import STREAMS
+from xckpt.storage.source import Blocks
 from xckpt.writing.casting import convert
 from xckpt.writing.data import PIECE_NBYTES, Data, Piece, as_bytes
 
@@ -38,22 +39,25 @@ class StoredData(Data):
 
     def blocks(self) -> Iterator[memoryview]:
         """Give all bytes in order; see `Data.blocks`."""
-        if self.reader.part.encoding != "zstd":
-            for piece in self._pieces():
-                yield piece.read()
-            return
-        stored = self.reader.stored()
-        yield from encodings.decompressed_blocks(stored, self.nbytes, PIECE_NBYTES)
-        release(stored)
+        # Digests that are not to be checked before are checked by whoever takes the bytes.
+        reader = self.reader if self.reader.verify else replace(self.reader, verify=False)
+        yield from reader.blocks(self.nbytes, PIECE_NBYTES)
 
     def pieces(self) -> Iterable[Piece] | None:
         """Give ranges, except of a stream that can only be decoded from its start."""
-        return None if self.reader.part.encoding == "zstd" else self._pieces()
+        return None if self.reader.part.encoding in STREAMS else self._pieces()
 
     def _pieces(self) -> Iterator[Piece]:
         for start in range(0, self.nbytes, PIECE_NBYTES):
             stop = min(start + PIECE_NBYTES, self.nbytes)
-            yield Piece(start, stop, partial(self.reader.read, start, stop, self.nbytes))
+            yield Piece(start, stop, partial(self._read, start, stop))
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        if not self.reader.is_raw:
+            return self.reader.read(start, stop, self.nbytes)
+        # Not a view of a memory map: it is written at once.
+        self.reader.check(self.nbytes)
+        return self.reader.source.read(self.reader.part.offset + start, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,8 @@ class VerbatimData(Data):
 
     def blocks(self) -> Iterator[memoryview]:
         """Give all bytes in order; see `Data.blocks`."""
-        stored = self.reader.stored()
-        for start in range(0, len(stored), PIECE_NBYTES):
-            block = stored[start : start + PIECE_NBYTES]
-            yield block
-            release(block)
+        stored = self.reader.stored_blocks()
+        yield from stored if isinstance(stored, Blocks) else (stored,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class RecodedData(Data):
         What the conversion may lose.
     tensor : str
         For messages.
+    count : int
+        How many elements there are: small ones may leave a part of the last byte.
     strict : bool
         Whether booleans other than 0 and 1 are errors instead of true.
     """
@@ -107,12 +110,13 @@ class RecodedData(Data):
     dtype: str
     cast: Cast
     tensor: str
+    count: int
     strict: bool = False
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
         """How many bytes are written."""
-        return self.stored.nbytes * 8 // self._bits * ELEMENT_TYPES[self.dtype].bits // 8
+        return nbytes_of(self.dtype, self.count)
 
     @property
     def _bits(self) -> int:
@@ -134,7 +138,7 @@ class RecodedData(Data):
         return (
             Piece(
                 piece.start * bits // self._bits,
-                piece.stop * bits // self._bits,
+                min(piece.stop * bits // self._bits, self.nbytes),
                 partial(self._read, piece),
             )
             for piece in pieces
@@ -151,5 +155,6 @@ class RecodedData(Data):
             block, part.dtype, decode=False, byteorder=part.byteorder, strict=self.strict
         )
         origin = (start * 8 // self._bits,)
+        values = values[: self.count - origin[0]]
         converted = convert(values, self.dtype, self.cast, tensor=self.tensor, origin=origin)
         return as_bytes(converted)

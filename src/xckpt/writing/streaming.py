@@ -7,9 +7,8 @@ from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError
+from xckpt.errors import locating
 from xckpt.plan import Written
-from xckpt.storage import release
 from xckpt.storage.encodings.compress import DEFAULT_LEVEL, new_encoder
 from xckpt.writing.copying import Copier
 from xckpt.writing.data import PIECE_NBYTES
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
+    from xckpt.progress import Progress
     from xckpt.storage import Source
     from xckpt.storage.sink import Sink
     from xckpt.writing.items import Item
-    from xckpt.writing.progress import Progress
 
 __all__ = ["stream"]
 
@@ -87,8 +86,10 @@ class _Streaming:
         position = end = 0
         compressed = self._compress_ahead([item for item in items if _is_compressed_whole(item)])
         for group, is_run in groups(items):
-            first = group[0].extent.offset
-            offset = _aligned(position, alignment) if first is None else first
+            extent = group[0].extent
+            offset = extent.offset
+            if offset is None:
+                offset = _aligned(position + extent.gap, alignment)
             if group[0].is_compressed:
                 position = self._put_compressed(group[0], offset, compressed)
             else:
@@ -161,7 +162,6 @@ class _Streaming:
         data = read()
         self._sink.write(data, offset)
         self._progress.advance(len(data))
-        release(data)
 
     def _put_gathered(self, spans: list[tuple[Item, int]]) -> None:
         """Write small parts by one call."""
@@ -237,7 +237,7 @@ class _Streaming:
             part = item.extent.part
             encoder = new_encoder(str(part.encoding), part.nbytes, level=level, threads=threads)
         at = 0
-        try:
+        with locating(tensor=item.extent.tensor):
             for block in blocks:
                 self._check_stopped()
                 hashing.add_raw(block)
@@ -246,14 +246,11 @@ class _Streaming:
                 emit(stored, at)
                 at += len(stored)
                 self._progress.advance(len(block))
-                release(block)
             if encoder is not None:
                 stored = encoder.end()
                 hashing.add_stored(stored)
                 emit(stored, at)
             return hashing.finish()
-        except CheckpointError as error:
-            raise error.located(tensor=item.extent.tensor) from error.__cause__
 
     def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
         for start in range(offset, offset + nbytes, PIECE_NBYTES):

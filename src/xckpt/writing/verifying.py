@@ -5,33 +5,37 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 from xckpt.arrays import ReadOptions, lazy_arrays
-from xckpt.arrays.chunks import target_nbytes
+from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader
+from xckpt.arrays.sparse import SparseArray
 from xckpt.dtypes import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, CheckpointWarning, FormatError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    FormatError,
+    UnsupportedError,
+    locating,
+    shown,
+)
 from xckpt.index import Part
 from xckpt.opening import open_index
-from xckpt.storage import release
+from xckpt.progress import Progress
 from xckpt.storage.shard import sources_of
 from xckpt.writing.hashing import Hashing, stated_digest
-from xckpt.writing.progress import Progress
 from xckpt.writing.stored import raw_nbytes
 from xckpt.writing.stored_data import StoredData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pandas import DataFrame
 
     from xckpt.index import Index, Tensor
+    from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.writing.progress import Wanted
 
 __all__ = ["Finding", "Report", "verify"]
 
@@ -132,7 +136,7 @@ def _line(finding: Finding) -> str:
 
 
 def verify(
-    path: Any, *, storage_options: dict[str, Any] | None = None, progress: Wanted = None
+    path: Any, *, storage_options: dict[str, Any] | None = None, progress: ProgressOption = None
 ) -> Report:
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
@@ -185,11 +189,13 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     return Finding(severity, name, error.rule, error.offset, error.reason)
 
 
-def _check_tensors(source: Source, index: Index, progress: Wanted) -> tuple[list[Finding], int]:
+def _check_tensors(
+    source: Source, index: Index, progress: ProgressOption
+) -> tuple[list[Finding], int]:
     sources = sources_of(source, index.shards)
     total = sum([tensor.nbytes for tensor in index.tensors.values()])
     findings, digests = [], 0
-    with Progress(progress, total, "verify") as bar, ThreadPoolExecutor(_THREADS) as threads:
+    with Progress(progress, "verify", total) as bar, ThreadPoolExecutor(_THREADS) as threads:
         checks = threads.map(lambda tensor: _check(tensor, sources, bar), index.tensors.values())
         for found, hashed in checks:
             findings += found
@@ -206,10 +212,11 @@ def _check(
     readers = {role: PartReader(sources[part.shard], part) for role, part in tensor.parts.items()}
     findings, digests = [], 0
     try:
-        for role, reader in readers.items():
-            digests += _check_part(StoredData(reader, raw_nbytes(tensor, role, readers)))
-            progress.advance(reader.part.nbytes)
-        _check_values(tensor, sources)
+        with locating(tensor=tensor.name):
+            for role, reader in readers.items():
+                digests += _check_part(StoredData(reader, raw_nbytes(tensor, role, reader)))
+                progress.advance(reader.part.nbytes)
+            _check_values(tensor, sources)
     except CheckpointError as error:
         findings.append(_finding(error, tensor.name))
     return findings, digests
@@ -227,9 +234,9 @@ def _check_part(data: StoredData) -> bool:
         _check_presence(reader.source, part)
         return False
     hashing = Hashing(data, Part(part.dtype, part.shape, 0, nbytes))
-    for block in data.blocks():
+    blocks = reader.stored_blocks() if reader.is_raw else data.blocks()
+    for block in blocks:
         hashing.add_raw(block)
-        release(block)
     hashing.finish()
     return stated is not None
 
@@ -251,20 +258,15 @@ def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
     is_sparse = tensor.layout in {"sparse_csr", "sparse_coo"}
     if not is_sparse and not (tensor.strict and _has_rules(tensor)):
         return
-    options = ReadOptions(decode=is_sparse, sparse=True, verify=False)
+    options = ReadOptions(decode=is_sparse, verify=False)
     for lazy in lazy_arrays(tensor, sources, options).values():
-        for key in _chunk_keys(lazy.chunks(target_nbytes())):
-            lazy[key]
+        if isinstance(lazy, DenseArray):
+            lazy.check()
+        elif isinstance(lazy, SparseArray):
+            for _ in lazy.blocks():
+                pass
 
 
 def _has_rules(tensor: Tensor) -> bool:
     dtypes = {part.dtype for part in tensor.parts.values()}
     return any(dtype == "bool" or ELEMENT_TYPES[dtype].bits < 8 for dtype in dtypes)
-
-
-def _chunk_keys(chunks: tuple[tuple[int, ...], ...]) -> Iterator[tuple[slice, ...]]:
-    along = []
-    for sizes in chunks:
-        stops = np.cumsum(sizes, dtype=np.int64).tolist()
-        along.append([slice(b - n, b) for n, b in zip(sizes, stops, strict=True)])
-    yield from product(*along)

@@ -36,7 +36,7 @@ def sample(nbytes: int) -> bytes:
 def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
     data = sample(nbytes)
     plain = compressed("zstd", data, cuts, threads=threads)
-    assert encodings.decompress(plain, nbytes) == data
+    assert encodings.zstd.decompress(plain, nbytes) == data
     assert zstandard.ZstdDecompressor().decompress(plain) == data
     seekable = compressed("zstd-seekable", data, cuts, threads=threads)
     read = memoryview(seekable)
@@ -52,13 +52,13 @@ def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
 def test_blocks_of_a_plain_stream(nbytes: int) -> None:
     data = sample(nbytes)
     stored = compressed("zstd", data, [])
-    blocks = list(encodings.decompressed_blocks(stored, nbytes, 1000))
+    blocks = [bytes(b) for b in encodings.zstd.decompressed_blocks(stored, nbytes, 1000)]
     assert b"".join(blocks) == data
     assert {len(block) for block in blocks[:-1]} <= {1000}
     for wrong, count in [(stored, nbytes + 1), (stored, nbytes - 1), (stored[:-1], nbytes)]:
         if count >= 0:  # nothing is fewer than no bytes
             with pytest.raises(FormatError, match="zstd"):
-                list(encodings.decompressed_blocks(wrong, count, 1000))
+                list(encodings.zstd.decompressed_blocks(wrong, count, 1000))
 
 
 def test_cuts_and_threads_do_not_matter_to_a_seekable_stream() -> None:

@@ -6,14 +6,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import dask
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.errors import FormatError
-from xckpt.storage.encodings import decompress, decompress_prefix, decompressed_nbytes, zstd
+from xckpt.errors import FormatError, TooLargeError
+from xckpt.storage.encodings import decompressed_nbytes, stated_nbytes, zstd
+from xckpt.storage.encodings.zstd import decompress, decompress_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,13 +51,68 @@ STREAMS = st.lists(FRAMES, max_size=6).map(
 )
 
 
-@given(STREAMS, st.integers(0, 3000))
-def test_streams_of_any_frames(stream: tuple[bytes, bytes], prefix: int) -> None:
+def decompress_prefix(stored: bytes, nbytes: int) -> memoryview:
+    return decompress_range(stored, 0, nbytes)
+
+
+@given(STREAMS, st.integers(0, 3000), st.integers(0, 3000))
+def test_streams_of_any_frames(stream: tuple[bytes, bytes], start: int, stop: int) -> None:
     data, stored = stream
     assert decompress(stored, len(data)) == data
     assert decompressed_nbytes(stored, len(data)) == len(data)
-    prefix = min(prefix, len(data))
-    assert decompress_prefix(stored, prefix) == data[:prefix]
+    stop = min(stop, len(data))
+    start = min(start, stop)
+    assert decompress_range(stored, start, stop) == data[start:stop]
+    assert decompress_prefix(stored, stop) == data[:stop]
+
+
+@given(STREAMS)
+def test_the_size_that_frames_state(stream: tuple[bytes, bytes]) -> None:
+    data, stored = stream
+    assert stated_nbytes(stored, len(stored)) in {len(data), None}
+
+
+def test_the_size_of_a_stream_is_that_of_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    sized, unsized = frame(DATA), frame(DATA[:3000], write_content_size=False)
+    checked, one_value = frame(DATA[:10], write_checksum=True), frame(bytes(1 << 20))
+    skipped = skippable(b"abcdefgh")
+    streams = {
+        b"": 0,
+        sized: len(DATA),
+        checked + skipped + sized + one_value + checked: len(DATA) + (1 << 20) + 20,
+        skipped: 0,
+        unsized: None,
+        checked + unsized: None,
+    }
+    for stored, expected in streams.items():
+        assert stated_nbytes(stored, len(stored)) == expected
+    # The beginning of a stream, of which a frame goes on behind it.
+    for head in (18, 100, len(sized) - 1):
+        assert stated_nbytes(sized[:head], len(sized)) == len(DATA)
+    assert stated_nbytes((skipped + sized)[:20], len(skipped + sized)) is None
+
+
+@given(st.binary(max_size=40), st.integers(0, 100))
+def test_the_size_that_any_bytes_state(stored: bytes, more: int) -> None:
+    broken(stated_nbytes, stored, len(stored) + more)
+    broken(stated_nbytes, frame(b"")[:4] + stored, len(stored) + more)
+
+
+def test_a_stated_size_that_no_stream_can_have() -> None:
+    stored = bytes.fromhex("28b52ffd e0") + (1 << 62).to_bytes(8, "little") + b"\x01\0\0"
+    with pytest.raises(FormatError, match="cannot decode to 4611686018427387904"):
+        stated_nbytes(stored, len(stored))
+
+
+def test_what_does_not_fit_in_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = frame(bytes(2 << 20))
+    monkeypatch.setattr(np, "empty", None)
+    with dask.config.set({"xckpt.memory-limit": "1 MiB"}):
+        with pytest.raises(TooLargeError, match=r"2097152 bytes \(2.00 MiB\).*1.00 MiB is the"):
+            decompress(stored, 2 << 20)
+        with pytest.raises(TooLargeError):
+            decompress_range(stored, 16, 2 << 20)
 
 
 @given(STREAMS, st.integers(1, 40))
@@ -184,11 +241,11 @@ def test_a_claimed_content_size_is_not_believed() -> None:
 BOMB = """
 import resource
 from xckpt.errors import FormatError
-from xckpt.storage.encodings import decompress, decompress_prefix, decompressed_nbytes
+from xckpt.storage.encodings.zstd import decompress, decompress_range, decompressed_nbytes
 
 stored = open(__import__("sys").argv[1], "rb").read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert len(decompress_prefix(stored, 16)) == 16
+assert len(decompress_range(stored, 1 << 29, (1 << 29) + 16)) == 16
 for call in (decompress, decompressed_nbytes):
     try: call(stored, 16)
     except FormatError as error: assert "more than 16" in str(error), error

@@ -39,20 +39,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
+from xckpt.formats import Can, Format
 from xckpt.formats.burnpack.axes import module_axes
 from xckpt.formats.burnpack.metadata import decode, mapping, mistyped, struct
 from xckpt.formats.burnpack.plan import (
     FILE_ATTRS,
     LAYOUTS,
     TENSOR_ATTRS,
-    WRITE_OPTIONS,
     WRITES,
     is_inline,
     plan,
 )
-from xckpt.formats.burnpack.tensors import check_ranges, listed, scalar, tensor
+from xckpt.formats.burnpack.scalars import ScalarNames
+from xckpt.formats.burnpack.tensors import ELEMENTS, check_ranges, listed, scalar, tensor
+from xckpt.formats.kit import DIMS_KEY, with_dims
 from xckpt.index import Index, Tensor
 
 if TYPE_CHECKING:
@@ -62,23 +63,7 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.burnpack.tensors import Listed
 
-__all__ = [
-    "FILE_ATTRS",
-    "LAYOUTS",
-    "NAME",
-    "SUFFIXES",
-    "TENSOR_ATTRS",
-    "WRITES",
-    "WRITE_OPTIONS",
-    "detect",
-    "is_inline",
-    "module_axes",
-    "plan",
-    "read",
-]
-
-NAME = "burnpack"
-SUFFIXES = (".bpk",)
+__all__ = ["WRITES", "Burnpack", "detect", "is_inline", "module_axes", "plan", "read"]
 
 Layout = Literal["aligned", "legacy"]
 
@@ -115,7 +100,7 @@ def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the regi
     return head.startswith(_MAGIC)
 
 
-def read(source: Readable, layout: Layout | None = None) -> Index:
+def read(source: Readable, *, layout: Layout | None = None) -> Index:
     """Read the index of a burnpack file: header and metadata, no tensor.
 
     Parameters
@@ -162,7 +147,7 @@ def read(source: Readable, layout: Layout | None = None) -> Index:
             error.offset = _HEADER
         raise
     return Index(
-        format=NAME,
+        format=Burnpack.name,
         version=str(version) if layout == "aligned" else f"{version}-legacy",
         tensors=tensors,
         attrs=attrs,
@@ -228,11 +213,10 @@ def _hint(layout: Layout, found: Sequence[Listed], end: int, size: int) -> str:
 
 
 def _add_scalars(tensors: dict[str, Tensor], scalars: Mapping[str, Any]) -> None:
-    """Add scalars as tensors without axes; a tensor keeps its name, and a scalar gives way."""
+    """Add scalars as tensors without axes."""
+    names = ScalarNames(frozenset(tensors))
     for name, value in scalars.items():
-        free = name
-        while free in tensors:
-            free = f"{free}:scalar" if free == name else f"{free}:"
+        free = names.shown(name)
         tensors[free] = scalar(free, value, _HEADER)
 
 
@@ -242,3 +226,19 @@ def _attributes(root: Mapping[str, Any]) -> dict[str, str]:
         if type(value) is not str:
             raise mistyped(f"metadata {key!r}", value, "text")
     return attrs
+
+
+class Burnpack(Format):
+    """Burnpack, the three dialects of version 1 (``.bpk``)."""
+
+    name = "burnpack"
+    description = "Burnpack checkpoints"
+    suffixes = (".bpk",)
+    types = {spelled: dtype for spelled, (dtype, _) in ELEMENTS.items()}  # noqa: RUF012  never changed
+    can = Can(types=WRITES, layouts=LAYOUTS, tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+
+    detect = staticmethod(detect)
+    read = staticmethod(read)
+    plan = staticmethod(plan)
+    module_axes = staticmethod(module_axes)
+    is_inline = staticmethod(is_inline)

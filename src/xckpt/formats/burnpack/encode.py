@@ -77,8 +77,15 @@ def _number(value: float) -> bytes:
     """Encode a number as ciborium does: a float in the shortest form that keeps its bits."""
     import cbor2
 
-    shortest = cbor2.dumps(value, canonical=True)
     if type(value) is not float:
-        return shortest
-    keeps_bits = binary.pack("<d", cbor2.loads(shortest)) == binary.pack("<d", value)
-    return shortest if keeps_bits else cbor2.dumps(value)
+        return cbor2.dumps(value)
+    bits = binary.pack(">d", value)
+    # cbor2 has one NaN only.
+    for first, form in ((b"\xf9", ">e"), (b"\xfa", ">f")):
+        try:
+            shorter = binary.pack(form, value)
+        except OverflowError:
+            continue
+        if binary.pack(">d", *binary.unpack(form, shorter)) == bits:
+            return first + shorter
+    return b"\xfb" + bits

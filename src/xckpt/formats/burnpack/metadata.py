@@ -1,9 +1,5 @@
 """The CBOR metadata, taken and refused as burn does (ciborium 0.2 under serde's derived readers).
 
-cbor2 does the decoding, with three traps closed: it runs semantic tags (a tag can compile a
-regular expression, parse a date, or tie a list to itself), keeps the last of two equal keys, and
-makes integers of any size.
-
 Fields of a struct are in any order, their keys text or bytes, and unknown ones are ignored. Tags
 are skipped, but for large integers. An enum is the text of a variant without content, or a map of
 one variant to its content. Two refusals of ciborium are not imitated, because what they refuse
@@ -13,13 +9,13 @@ are an array of indefinite length.
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats.kit import decode_cbor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
     from collections.abc import Set as AbstractSet
 
 __all__ = [
@@ -39,31 +35,15 @@ _RULE = "MetadataDeserialization"
 # What a variant without content has.
 UNIT = object()
 
-# Counted as cbor2 does, the outermost map too.
-_DEEPEST = 128
 _LONGEST_KEY = 4096
 
 
-class _Tags(dict[int, "Callable[[Any, bool], Any]"]):
-    """Give the decoder of every semantic tag, so that cbor2 uses none of its own."""
-
-    def __missing__(self, tag: int) -> Callable[[Any, bool], Any]:
-        return {2: _large, 3: _large_negative}.get(tag, _untagged)
-
-
-def _untagged(value: Any, _hashable: object) -> Any:
-    return value
-
-
-def _large(value: Any, _hashable: object) -> Any:
-    if type(value) is not bytes or len(value.lstrip(b"\0")) > 8:
+def _tagged(tag: int, value: Any) -> Any:
+    """Tags are skipped, but for those of large integers."""
+    if tag not in {2, 3} or type(value) is not bytes or len(value.lstrip(b"\0")) > 8:
         return value
-    return int.from_bytes(value, "big")
-
-
-def _large_negative(value: Any, hashable: object) -> Any:
-    number = _large(value, hashable)
-    return ~number if type(number) is int else number
+    number = int.from_bytes(value, "big")
+    return ~number if tag == 3 else number
 
 
 def decode(data: bytes) -> Any:
@@ -89,17 +69,11 @@ def decode(data: bytes) -> Any:
     >>> decode(bytes.fromhex("a1616101ff"))
     {'a': 1}
     """
-    import cbor2
-
-    decoder = cbor2.CBORDecoder(
-        BytesIO(data), semantic_decoders=_Tags(), allow_duplicate_keys=False, max_depth=_DEEPEST
-    )
     try:
-        return decoder.decode()
-    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
-    except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-        raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=_RULE) from error
+        return decode_cbor(data, tagged=_tagged)[0]
+    except FormatError as error:
+        error.rule = _RULE
+        raise
 
 
 def mistyped(what: str, value: Any, expected: str) -> FormatError:

@@ -1,8 +1,9 @@
-"""Writing burnpack files, byte for byte as burn does.
+"""Writing burnpack files, byte for byte as burn does if it has tensors in the same order.
 
-Names are in the order of their UTF-8 bytes, data in the order of the index, each tensor at a
-multiple of 256, with nothing behind the last. Maps without entries and param_ids that there are
-none of are left out. Integers and floats are in their shortest form.
+Names are in the order of their UTF-8 bytes. Data are in the order of the file that they come from,
+else in that of the index (burn has them in the order of its modules), each tensor at a multiple of
+256, with nothing behind the last. Maps without entries and param_ids that there are none of are
+left out. Integers and floats are in their shortest form.
 
 Scalars have their value in the metadata, which come first: it must be in the index, as the
 `inline` bytes of their part.
@@ -16,17 +17,18 @@ from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.dims import DIMS_KEY, dims_text
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formats.burnpack.encode import encode_metadata
+from xckpt.formats.burnpack.scalars import ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import placed_parts, scheme_of, spelled_scheme
-from xckpt.formats.burnpack.tensors import ELEMENTS, SCALARS
+from xckpt.formats.burnpack.tensors import ELEMENTS
+from xckpt.formats.kit import DIMS_KEY, as_text, check_text, dims_text
 from xckpt.index import Part
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Extent, Literal, Plan, by_source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from xckpt.index import Index, Tensor
 
@@ -35,14 +37,12 @@ __all__ = [
     "LAYOUTS",
     "TENSOR_ATTRS",
     "WRITES",
-    "WRITE_OPTIONS",
     "is_inline",
     "plan",
 ]
 
 WRITES = (*dict.fromkeys(dtype for dtype, _ in ELEMENTS.values()), "bool32")
 LAYOUTS = ("dense", "quantized", "structural")
-WRITE_OPTIONS = ("dialect", "param_ids")
 TENSOR_ATTRS = ("param_id", "burn_dtype", "scalar")
 FILE_ATTRS = None
 
@@ -69,7 +69,7 @@ def is_inline(tensor: Tensor) -> bool:
     bool
         True for a scalar.
     """
-    return "scalar" in tensor.attrs and not tensor.shape
+    return "scalar" in tensor.attrs and not tensor.shape and tensor.layout == "dense"
 
 
 def plan(index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
@@ -103,14 +103,12 @@ def plan(index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Pla
     if param_ids not in {"keep", "make"}:
         raise ValueError(f"param_ids={param_ids!r}: expected 'keep' or 'make'")
     options = _Options(dialect, param_ids == "make")
-    scalars = {name for name, tensor in index.tensors.items() if is_inline(tensor)}
-    tensors = {name: each for name, each in index.tensors.items() if name not in scalars}
+    scalars = [name for name, tensor in index.tensors.items() if is_inline(tensor)]
+    tensors = {name: each for name, each in index.tensors.items() if not is_inline(each)}
+    tensors = by_source(tensors)
     descriptors, extents, end = _placed(tensors, options)
-    metadata = encode_metadata(
-        descriptors,
-        _attributes(index),
-        {_scalar_name(name, tensors): _scalar(index.tensors[name]) for name in scalars},
-    )
+    values = _scalars([index.tensors[name] for name in scalars], tensors)
+    metadata = encode_metadata(descriptors, _attributes(index), values)
     head = b"NRUB" + binary.pack("<HI", 1, len(metadata)) + metadata
     start = _aligned(len(head))
     placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
@@ -129,7 +127,7 @@ def _placed(
     extents: list[Extent] = []
     end = 0
     for name, tensor in tensors.items():
-        _check_text("the name", name, name)
+        check_text("the name", name, name)
         dtype, parts = _typed(tensor, options)
         start = _aligned(end)
         extents += [
@@ -250,56 +248,25 @@ def _attributes(index: Index) -> dict[str, str]:
     if dims is not None:
         texts[DIMS_KEY] = dims
     for key, text in texts.items():
-        _check_text("the attribute", key)
-        _check_text("an attribute", text)
+        check_text("the attribute", key)
+        check_text("an attribute", text)
     return texts
 
 
 def _text(key: str, value: Any) -> str:
     if type(key) is not str:
-        raise _no_text(f"an attribute is named by a {type(key).__name__}")
-    if type(value) is str:
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        raise _no_text(f"the attribute {shown(key)} is of type {type(value).__name__}") from None
+        reason = f"an attribute is named by a {type(key).__name__}"
+        raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
+    return as_text(key, value, nan=True)
 
 
-def _no_text(reason: str) -> UnsupportedError:
-    return UnsupportedError(reason, rule="Metadata", hint="Give it as text, or leave it out")
-
-
-def _check_text(what: str, text: str, tensor: str | None = None) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UnsupportedError(
-            f"{what} {shown(text)} has lone surrogates, which are no characters",
-            tensor=tensor,
-            rule="Name",
-            hint="Rename it",
-        ) from None
-
-
-def _scalar_name(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of a scalar, which has another one if a tensor has it too."""
-    _check_text("the name", name, name)
-    own = name.removesuffix(":scalar")
-    return own if own in tensors else name
-
-
-def _scalar(tensor: Tensor) -> tuple[str, Any]:
-    """Return the kind of a scalar and its value."""
-    kind, data = tensor.attrs["scalar"], tensor.parts["data"].inline
-    dtype, _, layout = SCALARS.get(kind, ("", object, ""))
-    if tensor.dtype != dtype:
-        raise UnsupportedError(
-            f"a scalar of the kind {shown(str(kind))} and the type {tensor.dtype}",
-            tensor=tensor.name,
-            rule="Scalar",
-            hint="Kinds are " + ", ".join(f"{name} ({of[0]})" for name, of in SCALARS.items()),
-        )
-    if data is None:
-        raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")
-    return kind, binary.unpack(layout, data)[0]
+def _scalars(
+    scalars: Iterable[Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[str, Any]]:
+    """Return the kinds and values of scalars, by their names in the file."""
+    names = ScalarNames(tensors)
+    values = {}
+    for scalar in scalars:
+        check_text("the name", scalar.name, scalar.name)
+        values[names.stored(scalar.name)] = kind_and_value(scalar)
+    return values

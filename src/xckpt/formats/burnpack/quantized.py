@@ -133,6 +133,10 @@ class Scheme:
         usual_store = self.store != "PackedNative" and not self.packed_axis
         return usual_store and self.mode == "Symmetric" and self.written
 
+    def packs(self, rank: int) -> bool:
+        """Tell whether a tensor of so many axes has the one that codes are packed along."""
+        return self.packed_axis is None or self.packed_axis < rank
+
     def __str__(self) -> str:
         store = self.store if self.packed_axis is None else {self.store: self.packed_axis}
         block = None

@@ -127,6 +127,8 @@ def placed_parts(tensor: Tensor, scheme: Scheme) -> Mapping[str, Part]:
         If the scheme does not mean what the tensor does.
     """
     total = sum(part.nbytes for part in tensor.parts.values())
+    if not scheme.packs(tensor.ndim):
+        raise _no_scheme(tensor)
     try:
         parts, quantization = split(scheme, tensor.shape, 0, total)
     except CheckpointError:

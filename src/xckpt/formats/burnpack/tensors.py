@@ -18,6 +18,7 @@ from xckpt.formats.burnpack.metadata import (
     variant,
 )
 from xckpt.formats.burnpack.quantized import Scheme, split
+from xckpt.formats.burnpack.scalars import KINDS
 from xckpt.index import Part, Tensor
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BOOLEANS",
     "ELEMENTS",
-    "SCALARS",
     "Listed",
     "check_ranges",
     "listed",
@@ -56,12 +56,6 @@ ELEMENTS = {
     "Bool": ("bool", 1),
 }
 BOOLEANS = {"Native": ("bool", 1), "U8": ("bool", 1), "U32": ("bool32", 4)}
-SCALARS: Mapping[str, tuple[str, type, str]] = {
-    "Int": ("int64", int, "<q"),
-    "UInt": ("uint64", int, "<Q"),
-    "Float": ("float64", float, "<d"),
-    "Bool": ("bool", bool, "<?"),
-}
 
 
 class Listed(NamedTuple):
@@ -274,6 +268,14 @@ def _dense(element: tuple[str, int], shape: tuple[int, ...], offset: int, nbytes
 
 
 def _quantized(found: _Typeless, scheme: Scheme) -> Tensor:
+    found = found._replace(attrs={**found.attrs, "burn_dtype": str(scheme)})
+    if not scheme.packs(len(found.shape)):
+        problem = FormatError(
+            f"codes are packed along axis {scheme.packed_axis}, counted from the innermost, of a "
+            f"tensor of {len(found.shape)} axes",
+            rule="QuantScheme",
+        )
+        return _unreadable(found, "QFloat", problem)
     parts, quantization = split(scheme, found.shape, found.offset, found.nbytes)
     return Tensor(
         found.name,
@@ -281,12 +283,12 @@ def _quantized(found: _Typeless, scheme: Scheme) -> Tensor:
         found.shape,
         parts,
         "structural" if quantization is None else "quantized",
-        attrs={**found.attrs, "burn_dtype": str(scheme)},
+        attrs=found.attrs,
         quantization=quantization,
     )
 
 
-def _unreadable(found: _Typeless, kind: str, problem: UnsupportedError) -> Tensor:
+def _unreadable(found: _Typeless, kind: str, problem: CheckpointError) -> Tensor:
     problem.located(tensor=found.name)
     problem.offset = found.offset
     problem.hint = f"The rest opens with drop_variables=[{shown(found.name)}]"
@@ -324,10 +326,10 @@ def scalar(name: str, value: Any, offset: int) -> Tensor:
         If the value is not of its kind.
     """
     kind, content = variant(f"scalar {shown(name)}", value)
-    if kind not in SCALARS:
+    if kind not in KINDS:
         problem = unknown("scalar", kind)
         return _unreadable(_Typeless(name, (), offset, 0, {"scalar": kind}), kind, problem)
-    dtype, python_type, layout = SCALARS[kind]
+    dtype, python_type, layout = KINDS[kind]
     if type(content) is not python_type:
         raise mistyped(f"scalar {shown(name)}", content, kind)
     try:

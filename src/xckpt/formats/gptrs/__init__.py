@@ -18,7 +18,7 @@ All integers are unsigned and little-endian; nothing is aligned. Version 2 has a
             offset u64, nbytes u64        absolute; row-major data
 
 In version 1, records follow the head (and the config) at once: the number of tensors, then for
-each what the index has, without the id and the offset, and behind it the data.
+each what the index has, without the id and the offset, and then its data.
 
 For an hour of its development version 2 had its index in the encoding of bincode 1: the same
 fields, but with 64 bits for the number of tensors, the lengths of names and the numbers of axes.
@@ -29,7 +29,11 @@ The base id is made of the name (see `xckpt.identity`), and 0 where it is not st
 parameters are ASCII. Entries may be in any order, with gaps between data, and share them. All of
 ``config`` is the config of a gpt up to the end of 2025, and later an object with ``kind``,
 ``config`` and perhaps ``runtime``. gpt.rs ignores what else there is; names of axes that the kind
-of model does not give are there as one text, under the key ``xckpt.dims``.
+of model does not give are there as one text, under the key ``xckpt.dims``. An archive has no place
+for them.
+
+What is written is version 2 as gpt.rs's exporter writes it: tensors sorted by name, with their data
+one after the other. A tensor without axes gets one of length 1, or gpt.rs does not read it.
 
 References: docs/file_formats.md, crates/gpt-rs/src/checkpoint, src/io/tensor_archive.rs and
 scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c78c3 (version 1),
@@ -38,161 +42,410 @@ scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from math import prod
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.cursor import Cursor
-from xckpt.dims import DIMS_KEY, with_dims
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats.gptrs.axes import ModelAxes
-from xckpt.formats.gptrs.config import LARGEST_CONFIG, parse_config
-from xckpt.formats.gptrs.entries import BINCODE, COMPACT, indexed_entries, inline_entries
-from xckpt.formats.gptrs.plan import FILE_ATTRS, TENSOR_ATTRS, WRITE_OPTIONS, WRITES, plan
-from xckpt.formats.gptrs.tensors import Tensors
-from xckpt.identity import base_id, param_key
-from xckpt.index import Index
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
+from xckpt.identity import base_id
+from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan
 
 if TYPE_CHECKING:
-    from xckpt.formats import Readable
-    from xckpt.formats.gptrs.config import ModelConfig
+    from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "FILE_ATTRS",
-    "NAME",
-    "SHARED_SUFFIXES",
-    "SUFFIXES",
-    "TENSOR_ATTRS",
-    "WRITES",
-    "WRITE_OPTIONS",
-    "base_id",
-    "detect",
-    "param_key",
-    "plan",
-    "read",
-]
-
-NAME = "gptrs"
-# Upstream has no fixed ones; these are those of its tools and its documentation.
-SUFFIXES = (".bin", ".ten", ".gptrs")
-SHARED_SUFFIXES = (".bin",)
+    from xckpt.formats.gptrs.models import ModelConfig
 
 _CHECKPOINT, _ARCHIVE = b"GPTRSCHK", b"GPTRSTEN"
-_U32 = Struct("<I")
+_U32, _U64 = Struct("<I"), Struct("<Q")
+_ID_NBYTES = 16
+_LARGEST_U32 = (1 << 32) - 1
+
+# An entry after its name and id, by number of axes: extents, element type, whether it requires a
+# gradient, offset where there is an index, size of the data.
+_INDEXED = [Struct(f"<{rank}QIBQQ") for rank in range(kit.MOST_AXES + 1)]
+_INLINE = [Struct(f"<{rank}QIBQ") for rank in range(kit.MOST_AXES + 1)]
+
+_TYPES = dict(enumerate(("float32", "float16", "bfloat16", "int32")))
+_NBYTES = [ELEMENT_TYPES[dtype].bits // 8 for dtype in _TYPES.values()]
 
 
-def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Tell whether a file is a checkpoint or an archive of gpt.rs, by its magic.
+class Gptrs(Format):
+    """gpt.rs: checkpoints (GPTRSCHK) and tensor archives (GPTRSTEN), versions 1 and 2."""
 
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file, at least 8 where it has so many.
-    size : int
-        Size of the file in bytes.
-    name : str
-        Its path or URL.
-
-    Returns
-    -------
-    bool
-        Whether `read` is the right reader; it may still find the file malformed.
-
-    Examples
-    --------
-    >>> detect(b"GPTRSCHK\x02\x00\x00\x00", 4096, "model.bin")
-    True
-    """
-    return head.startswith((_CHECKPOINT, _ARCHIVE))
-
-
-def read(source: Readable) -> Index:
-    """Read the index of a checkpoint or an archive, no data.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-
-    Returns
-    -------
-    Index
-        Every tensor, with the attributes ``requires_grad`` and, in checkpoints, ``base_id``: 32
-        hexadecimal digits of the number, the highest first. The attributes of a checkpoint are
-        its ``kind``, ``config`` and ``runtime``, and ``ids="stored"`` where it has base ids.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    UnsupportedError
-        If its version is not known.
-    """
-    cursor = Cursor(source)
-    magic = cursor.take(8, "the magic")
-    if magic not in {_CHECKPOINT, _ARCHIVE}:
-        raise FormatError(f"the file begins {magic!r}", offset=0, rule="Magic")
-    version = cursor.number(_U32, "the version")
-    if version not in {1, 2}:
-        raise UnsupportedError(f"version {version}: 1 and 2 are read", offset=8, rule="Version")
-    config = _config(cursor) if magic == _CHECKPOINT else None
-    tensors, dialect = (_inline if version == 1 else _indexed)(cursor, source.size, config)
-    warnings = tensors.warnings()
-    attrs = _attrs(config, tensors)
-    if config is not None and config.warning is not None:
-        warnings = (config.warning, *warnings)
-    return Index(
-        format=NAME,
-        version=dialect,
-        tensors=with_dims(tensors.found, attrs.pop(DIMS_KEY, None)),
-        attrs=attrs,
-        source=source.name,
-        nbytes=source.size,
-        warnings=warnings,
+    name = "gptrs"
+    description = "gpt.rs checkpoints and tensor archives"
+    # Upstream has no fixed ones; these are those of its tools and its documentation.
+    suffixes = (".bin", ".ten", ".gptrs")
+    shared_suffixes = (".bin",)
+    types = _TYPES
+    can = Can(
+        types=("float32", "int32"),  # gpt.rs reads no others
+        tensor_attrs=("requires_grad", "base_id"),
+        file_attrs=("kind", "config", "runtime", "ids"),
     )
 
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether the magic is one of gpt.rs."""
+        return head.startswith((_CHECKPOINT, _ARCHIVE))
 
-def _attrs(config: ModelConfig | None, tensors: Tensors) -> dict[str, Any]:
-    if config is None:
-        return {}
-    return config.attrs | ({"ids": "stored"} if tensors.has_ids else {})
+    def read(self, source: Readable) -> Index:
+        """Read the index of a checkpoint or an archive, no data.
+
+        Tensors have the attributes ``requires_grad`` and, in checkpoints, ``base_id``: 32
+        hexadecimal digits of the number, the highest first. The attributes of a checkpoint are its
+        ``kind``, ``config`` and ``runtime``, and ``ids="stored"`` where it has base ids.
+        """
+        cursor = kit.Cursor(source)
+        magic = cursor.take(8, "the magic")
+        if magic not in {_CHECKPOINT, _ARCHIVE}:
+            raise FormatError(f"the file begins {magic!r}", offset=0, rule="Magic")
+        version = cursor.number(_U32, "the version")
+        if version not in {1, 2}:
+            reason = f"version {version}: 1 and 2 are read"
+            raise UnsupportedError(reason, offset=8, rule="Version")
+        config = _config(cursor) if magic == _CHECKPOINT else None
+        if version == 1:
+            found, dialect = _Found(cursor.at, source.size, config), "1"
+            found.add(_inline(cursor))
+        else:
+            found, dialect = _indexed(cursor, source.size, config)
+        attrs = {} if config is None else dict(config.attrs)
+        tensors = kit.with_dims(found.tensors, attrs.pop(kit.DIMS_KEY, None))
+        if config is not None and found.has_ids:
+            attrs["ids"] = "stored"
+        warnings = (*(config.warnings if config else ()), *found.warnings())
+        return Index(
+            self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
+        )
+
+    def plan(
+        self,
+        index: Index,
+        *,
+        container: str | None = None,
+        kind: str | None = None,
+        config: Any = None,
+        ids: str | None = None,
+    ) -> Plan:
+        """Lay out a checkpoint or an archive of version 2.
+
+        Parameters
+        ----------
+        index : Index
+            What is written.
+        container : {"checkpoint", "tensors"}, optional
+            ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default a
+            checkpoint where a kind of model is known.
+        kind : str, optional
+            Kind of the model. By default the attribute ``kind`` of the index.
+        config : object, optional
+            Config of the model, any JSON. By default the attribute ``config`` of the index.
+        ids : {"stored", "zero"}, optional
+            Whether the base ids of names are stored, or 0, of which gpt.rs makes them. By default
+            as the attribute ``ids`` of the index says, else 0, as gpt.rs's exporter writes it.
+
+        Raises
+        ------
+        UnsupportedError
+            If gpt.rs would refuse the file: for the name or element type of a tensor, the
+            attribute ``requires_grad`` of one, or the config.
+        ValueError
+            If an option has an unknown value, or one that an archive has no place for.
+        TypeError
+            If `kind` is not text.
+        """
+        _check_option("container", container, ("checkpoint", "tensors"))
+        _check_option("ids", ids, ("stored", "zero"))
+        self.check(index)
+        model = _model(index, container, kind, config)
+        if model is None and (ids or kind or config is not None):
+            raise ValueError("without a kind this is an archive, which has no config and no ids")
+        stored = (ids or index.attrs.get("ids")) == "stored"
+        entries = [
+            self._entry(tensor, ids=None if model is None else stored)
+            for tensor in index.tensors.values()
+        ]
+        entries.sort(key=lambda entry: entry.name)
+        start = (_ARCHIVE if model is None else _CHECKPOINT) + _U32.pack(2)
+        start += b"" if model is None else _sized(model, "the config")
+        offset = len(start) + 2 * _U32.size + sum([entry.listed_nbytes for entry in entries])
+        placed, extents = [], []
+        for entry in entries:
+            placed.append(entry._replace(offset=offset))
+            part = index.tensors[entry.name].parts["data"]
+            extents.append(Extent(entry.name, "data", part, offset))
+            offset += entry.nbytes
+        return Plan((Literal(0, start + _listed(placed)),), tuple(extents), nbytes=offset)
+
+    def _entry(self, tensor: Tensor, *, ids: bool | None) -> _Entry:
+        """Describe a tensor that is written; without an id in an archive."""
+        _check_name(tensor.name, ascii_only=ids is not None)
+        identity = None if ids is None else base_id(tensor.name) if ids else 0
+        tag, nbytes = self.spelled[tensor.dtype], nbytes_of(tensor.dtype, tensor.size)
+        shape = tensor.shape or (1,)
+        return _Entry(0, tensor.name, identity, shape, tag, _flag(tensor), 0, nbytes)
 
 
-def _config(cursor: Cursor) -> ModelConfig:
+class _Entry(NamedTuple):
+    """What a file says of a tensor, and where it says so; `identity` is None in an archive."""
+
+    at: int
+    name: str
+    identity: int | None
+    shape: tuple[int, ...]
+    tag: int
+    flag: int
+    offset: int
+    nbytes: int
+
+    @property
+    def listed_nbytes(self) -> int:
+        """How many bytes describe it in an index."""
+        identity = 0 if self.identity is None else _ID_NBYTES
+        name = len(self.name.encode())
+        return 2 * _U32.size + name + identity + _INDEXED[len(self.shape)].size
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _config(cursor: kit.Cursor) -> ModelConfig:
     length = cursor.number(_U32, "length of the config")
     start = cursor.at
     if LARGEST_CONFIG < length <= cursor.left:
-        raise FormatError(
-            f"a config of {length} bytes is larger than {LARGEST_CONFIG}",
-            offset=start,
-            rule="ConfigLength",
-        )
+        reason = f"a config of {length} bytes is larger than {LARGEST_CONFIG}"
+        raise FormatError(reason, offset=start, rule="ConfigLength")
     return parse_config(cursor.take(length, "the config"), start)
 
 
-def _inline(cursor: Cursor, size: int, config: ModelConfig | None) -> tuple[Tensors, str]:
-    tensors = _tensors(cursor.at, size, config)
-    return tensors.add(inline_entries(cursor)), "1"
-
-
-def _indexed(cursor: Cursor, size: int, config: ModelConfig | None) -> tuple[Tensors, str]:
+def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Found, str]:
+    """Read an index in the one encoding or the other, of which nothing tells."""
     length = cursor.number(_U32, "length of the index")
     start = cursor.at
     cursor.enter(length, "the index")
     ids = config is not None
+    found = _Found(start + length, size, config)
     try:
-        tensors = _tensors(start + length, size, config)
-        return tensors.add(indexed_entries(cursor, COMPACT, ids=ids)), "2"
+        found.add(_entries(cursor, _U32, ids=ids))
     except CheckpointError as error:
         cursor.at = start
         try:
-            entries = list(indexed_entries(cursor, BINCODE, ids=ids))
+            entries = list(_entries(cursor, _U64, ids=ids))
         except CheckpointError as other:
             # Neither makes sense: the one that made sense for longer has the telling error.
             raise max(error, other, key=lambda e: e.offset or 0) from None
-    return _tensors(start + length, size, config).add(entries), "2-bincode"
+        found = _Found(start + length, size, config)
+        found.add(entries)
+        return found, "2-bincode"
+    return found, "2"
 
 
-def _tensors(data_start: int, size: int, config: ModelConfig | None) -> Tensors:
-    if config is None:
-        return Tensors(data_start, size)
-    return Tensors(data_start, size, axes=ModelAxes(config.kind, config.config), ids=True)
+def _entries(cursor: kit.Cursor, lengths: Struct, *, ids: bool) -> Iterator[_Entry]:
+    """Read an index whose lengths are so encoded; that of bincode must fill it exactly."""
+    smallest = 2 * lengths.size + _INDEXED[0].size + (_ID_NBYTES if ids else 0)
+    for _ in range(_checked_count(cursor, lengths, smallest)):
+        at = cursor.at
+        name = _name(cursor, lengths)
+        identity = int.from_bytes(cursor.take(_ID_NBYTES, "a base id"), "little") if ids else None
+        *shape, tag, flag, offset, nbytes = _fields(cursor, lengths, _INDEXED, name)
+        yield _Entry(at, name, identity, tuple(shape), tag, flag, offset, nbytes)
+    if lengths is _U64 and cursor.left:
+        reason = f"{cursor.left} bytes follow the last entry of the index"
+        raise FormatError(reason, offset=cursor.at, rule="IndexLength")
+
+
+def _inline(cursor: kit.Cursor) -> Iterator[_Entry]:
+    """Read the records of version 1, in which the data of each tensor follow its description."""
+    smallest = 2 * _U32.size + _INLINE[0].size
+    for _ in range(_checked_count(cursor, _U32, smallest)):
+        at = cursor.at
+        name = _name(cursor, _U32)
+        *shape, tag, flag, nbytes = _fields(cursor, _U32, _INLINE, name)
+        entry = _Entry(at, name, 0, tuple(shape), tag, flag, cursor.at, nbytes)
+        try:
+            cursor.skip(nbytes, "data")
+        except FormatError as error:
+            raise error.located(tensor=name) from None
+        yield entry
+
+
+def _checked_count(cursor: kit.Cursor, lengths: Struct, smallest: int) -> int:
+    at = cursor.at
+    count = cursor.number(lengths, "number of tensors")
+    if count * smallest > cursor.left:
+        needed = f"{count} tensor(s) need {count * smallest} bytes or more"
+        reason = f"{needed}, but {cursor.left} are left"
+        raise FormatError(reason, offset=at, rule="TensorCount")
+    return count
+
+
+def _name(cursor: kit.Cursor, lengths: Struct) -> str:
+    return cursor.text(cursor.number(lengths, "length of a name"), "name of a tensor", "Name")
+
+
+def _fields(
+    cursor: kit.Cursor, lengths: Struct, by_rank: list[Struct], name: str
+) -> tuple[Any, ...]:
+    """Read what follows the name and the id: the number of axes, on which the rest depends."""
+    at = cursor.at
+    rank = cursor.number(lengths, "number of axes")
+    if rank > kit.MOST_AXES:
+        cursor.skip(8 * rank, "a shape")
+        reason = f"{rank} axes are more than the {kit.MOST_AXES} that arrays can have"
+        raise UnsupportedError(reason, offset=at, tensor=name, rule="Rank")
+    return cursor.fields(by_rank[rank], "a description")
+
+
+class _Found:
+    """Checks and collects the tensors of one file, whose data are after `data_start`."""
+
+    def __init__(self, data_start: int, size: int, config: ModelConfig | None) -> None:
+        self._data_start = data_start
+        self._size = size
+        self._axes = None if config is None else ModelAxes(config.kind, config.config)
+        self._nameless: list[str] = []
+        # By range of bytes, the first tensor that is there: equal ranges are shared on purpose.
+        self._ranges: dict[tuple[int, int], str] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.has_ids = False
+
+    def add(self, entries: Iterable[_Entry]) -> None:
+        """Make the tensors that a file describes."""
+        for entry in entries:
+            name, shape, nbytes = entry.name, entry.shape, entry.nbytes
+            if name in self.tensors:
+                raise _broken(entry, "another tensor before it has this name", "DuplicateName")
+            attrs: dict[str, Any] = {"requires_grad": entry.flag != 0}
+            if self._axes is not None:
+                self._identify(entry, attrs)
+            dtype = _checked_type(entry)
+            start, end = entry.offset, entry.offset + nbytes
+            if end > self._size or (nbytes and start < self._data_start):
+                where = f"{self._data_start} to {self._size}"
+                raise _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+            if nbytes:
+                self._ranges.setdefault((start, end), name)
+            parts = {"data": Part(dtype, shape, start, nbytes)}
+            dims = None if self._axes is None else self._axes.of(name, shape)
+            self.tensors[name] = Tensor(name, dtype, shape, parts, attrs=attrs, dims=dims)
+
+    def _identify(self, entry: _Entry, attrs: dict[str, Any]) -> None:
+        expected = base_id(entry.name) if entry.name.isascii() else None
+        if entry.identity and entry.identity != expected:
+            wanted = "none, which a name beyond ASCII has"
+            wanted = wanted if expected is None else f"{expected:032x}"
+            reason = f"the base id {entry.identity:032x} is stored, expected {wanted}"
+            raise _broken(entry, reason, "BaseId")
+        self.has_ids = self.has_ids or bool(entry.identity)
+        if expected is None:
+            self._nameless.append(entry.name)
+        else:
+            attrs["base_id"] = f"{expected:032x}"
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return one text for each reason there is to warn."""
+        notes = kit.Notes()
+        for name in self._nameless:
+            reason = "a name beyond ASCII; it has no base id, and gpt.rs refuses the file"
+            notes.add(reason, f"tensor {shown(name)}")
+        ranges = [(start, end, name) for (start, end), name in self._ranges.items()]
+        for start, name, other in kit.overlaps(ranges):
+            notes.add("overlapping others", f"tensor {shown(name)} at byte {start}, {shown(other)}")
+        return notes.warnings()
+
+
+def _checked_type(entry: _Entry) -> str:
+    """Return the element type, with which the shape makes up the size."""
+    dtype = _TYPES.get(entry.tag)
+    if dtype is None:
+        known = "0 (f32), 1 (f16), 2 (bf16) or 3 (i32)"
+        raise _broken(
+            entry, f"the element type {entry.tag} is not known: expected {known}", "DType"
+        )
+    expected = prod(entry.shape) * _NBYTES[entry.tag]
+    if kit.is_oversized(entry.shape, dtype):
+        raise _broken(entry, f"the shape {entry.shape} is larger than an array can be", "Shape")
+    if entry.nbytes != expected:
+        reason = f"{entry.nbytes} bytes of data: expected {expected} for {dtype} of shape "
+        raise _broken(entry, f"{reason}{entry.shape}", "ByteLength")
+    return dtype
+
+
+def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
+    return FormatError(reason, offset=entry.at, tensor=entry.name, rule=rule)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _check_option(name: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _model(index: Index, container: str | None, kind: str | None, config: Any) -> bytes | None:
+    """Write the config of a checkpoint; None for an archive."""
+    if container == "tensors":
+        return None
+    if kind is not None and not isinstance(kind, str):
+        raise TypeError(f"kind={kind!r} is not text")
+    attrs = index.attrs
+    kind = attrs.get("kind") if kind is None else kind
+    if kind is None and container is None and config is None and "config" not in attrs:
+        return None
+    if not isinstance(kind, str):
+        reason = "a checkpoint names the kind of its model, or gpt.rs refuses it"
+        reason += "" if kind is None else f": {kind!r} is not text"
+        hint = "kind= names it; container='tensors' writes the tensors alone"
+        raise UnsupportedError(reason, rule="ConfigKind", hint=hint)
+    config = attrs.get("config") if config is None else config
+    axes = ModelAxes(kind, config)
+    unlike = {n: t for n, t in index.tensors.items() if t.dims != axes.of(n, t.shape)}
+    # gpt.rs ignores the names of axes.
+    more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
+    given = {key: value for key, value in more.items() if value is not None}
+    return write_config(kind, config, given)
+
+
+def _check_name(name: str, *, ascii_only: bool) -> None:
+    try:
+        name.encode("ascii" if ascii_only else "utf-8")
+    except UnicodeEncodeError as error:
+        refused = "checkpoint" if ascii_only else "archive"
+        found = name[error.start : error.end]
+        reason = f"gpt.rs refuses a whole {refused} for {found!r} in a name"
+        hint = "Rename it" + ("; container='tensors' takes any text" if ascii_only else "")
+        raise UnsupportedError(reason, tensor=name, rule="Name", hint=hint) from None
+
+
+def _flag(tensor: Tensor) -> bool:
+    value = tensor.attrs.get("requires_grad", False)
+    if not isinstance(value, Hashable) or value not in {False, True}:
+        reason = f"the attribute requires_grad is {value!r}, neither True nor False"
+        hint = "Set it, or remove it"
+        raise UnsupportedError(reason, tensor=tensor.name, rule="RequiresGrad", hint=hint)
+    return bool(value)
+
+
+def _listed(entries: list[_Entry]) -> bytes:
+    """Write the index, after its length."""
+    written = [_U32.pack(len(entries))]
+    for entry in entries:
+        name, rank = entry.name.encode(), len(entry.shape)
+        identity = b"" if entry.identity is None else entry.identity.to_bytes(_ID_NBYTES, "little")
+        data = (entry.tag, entry.flag, entry.offset, entry.nbytes)
+        fields = _INDEXED[rank].pack(*entry.shape, *data)
+        written += [_U32.pack(len(name)), name, identity, _U32.pack(rank), fields]
+    return _sized(b"".join(written), "the index")
+
+
+def _sized(data: bytes, what: str) -> bytes:
+    if len(data) > _LARGEST_U32:
+        reason = f"{what} has {len(data)} bytes, but its length has 32 bits"
+        raise UnsupportedError(reason, rule="Length", hint="Write several files")
+    return _U32.pack(len(data)) + data

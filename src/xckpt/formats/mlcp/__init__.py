@@ -36,23 +36,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import FormatError, PayloadMissingError, UnsupportedError, shown
+from xckpt.formats import Can, Format
+from xckpt.formats.kit import DIMS_KEY, with_dims
 from xckpt.formats.mlcp.companions import (
     CHECKPOINT_MAGIC,
     METADATA_SUFFIX,
+    MOVING,
     SHARD_MAGIC,
     candidates,
     look_beside,
     metadata_name,
 )
 from xckpt.formats.mlcp.cursor import NetCursor
-from xckpt.formats.mlcp.metadata import parse
+from xckpt.formats.mlcp.metadata import FIELDS, parse
 from xckpt.formats.mlcp.payload import find_payload, read_as
-from xckpt.formats.mlcp.plan import FILE_ATTRS, TENSOR_ATTRS, WRITE_OPTIONS, WRITES, plan
-from xckpt.formats.mlcp.records import same_tensors
+from xckpt.formats.mlcp.plan import FILE_ATTRS, TENSOR_ATTRS, WRITES, plan
+from xckpt.formats.mlcp.records import DATA_TYPES, same_tensors
 from xckpt.formats.mlcp.tensors import ListedShard, make_tensors, variable_name
 from xckpt.index import Index
 
@@ -64,28 +66,14 @@ if TYPE_CHECKING:
     from xckpt.formats.mlcp.payload import Body
     from xckpt.index import Shard
 
-__all__ = [
-    "FILE_ATTRS",
-    "NAME",
-    "SHARED_SUFFIXES",
-    "SUFFIXES",
-    "TENSOR_ATTRS",
-    "WRITES",
-    "WRITE_OPTIONS",
-    "detect",
-    "plan",
-    "read",
-    "variable_name",
-]
-
-NAME = "mlcp"
-SUFFIXES = (".checkpoint", METADATA_SUFFIX)
-SHARED_SUFFIXES = (METADATA_SUFFIX,)
+__all__ = ["WRITES", "Mlcp", "detect", "plan", "read", "variable_name"]
 
 Payload = Literal["none", "inline", "per_shard", "tail", "companion"]
 
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_FIELD = re.compile(rb'"(?:worldSize|ddpRank|shardingStrategy|shards|sharding)"[ \t\r\n]*:')
+# What other metadata are unlikely to have.
+_OWN_FIELDS = ("worldSize", "ddpRank", "shardingStrategy", "shards", "sharding")
+_OWN_FIELD = re.compile(rf'"(?:{"|".join(_OWN_FIELDS)})"[ \t\r\n]*:'.encode())
 _LARGEST_JSON = 1 << 30
 
 
@@ -98,7 +86,7 @@ class _Data(NamedTuple):
     warnings: Sequence[str] = ()
 
 
-def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
+def detect(head: bytes, size: int, name: str) -> bool:
     """Tell whether a file is a checkpoint or the metadata of one.
 
     Parameters
@@ -123,12 +111,20 @@ def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the regi
     """
     if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
         return True
+    if not _is_named(name) or _OBJECT.match(head) is None:
+        return False
+    # Where its fields may be further behind, or escaped, `read` finds out.
+    unsure = size > len(head) or b"\\u" in head
+    return unsure or _OWN_FIELD.search(head) is not None
+
+
+def _is_named(name: str) -> bool:
+    """Tell whether a file has the name of metadata."""
     path = name.partition("?")[0] if "://" in name else name
-    is_named = path.lower().endswith(METADATA_SUFFIX)
-    return is_named and _OBJECT.match(head) is not None and _FIELD.search(head) is not None
+    return path.lower().endswith(METADATA_SUFFIX)
 
 
-def read(source: Readable, payload: Payload | None = None) -> Index:
+def read(source: Readable, *, payload: Payload | None = None) -> Index:
     """Read the index of a checkpoint: metadata and records, no data.
 
     Parameters
@@ -227,9 +223,22 @@ def _read_metadata(source: Readable, payload: Payload | None) -> Index:
         reason = f"metadata of {source.size} bytes are larger than {_LARGEST_JSON}"
         raise FormatError(reason, offset=0, rule="Metadata")
     metadata = parse(bytes(source.read(0, source.size)), 0)
+    _check_is_metadata(metadata.fields, source.name)
     wanted = payload if metadata.shards else "none"
     data = _look_for_data(source, _listed(metadata), wanted, expected=True)
     return _index(source, metadata.version, metadata, data)
+
+
+def _check_is_metadata(fields: Mapping[str, Any], name: str) -> None:
+    """Refuse JSON that is something else: what `detect` says of a file is true here too."""
+    # Of a file with another name somebody has said what it is.
+    known = _OWN_FIELDS if _is_named(name) else FIELDS
+    if (fields or _is_named(name)) and fields.keys().isdisjoint(known):
+        raise FormatError(
+            f"this is not metadata of a checkpoint, which have {', '.join(known)}",
+            offset=0,
+            rule="Metadata",
+        )
 
 
 def _listed(metadata: Metadata) -> list[ListedShard]:
@@ -274,7 +283,7 @@ def _nowhere(
 def _index(source: Readable, version: str, metadata: Metadata, data: _Data, rest: int = 0) -> Index:
     warnings = _warnings(metadata, data.shards, rest)
     return Index(
-        format=NAME,
+        format=Mlcp.name,
         version=version,
         tensors=with_dims(make_tensors(data.shards), metadata.custom_field(DIMS_KEY)),
         attrs={**metadata.fields, "payload": data.where, "metadata_json": metadata.text},
@@ -290,6 +299,11 @@ def _warnings(metadata: Metadata, shards: Sequence[ListedShard], rest: int) -> l
         f"the metadata have the field {shown(name)} several times: the last counts"
         for name in dict.fromkeys(metadata.repeated)
     ]
+    if any(said.checksum == MOVING for said in metadata.shards):
+        texts.append(
+            "another process is saving it, or was ended while it did: the checkpoint is complete, "
+            "but its shards have names that only readers of filePath find. Save it again"
+        )
     count = metadata.shard_count
     if not metadata.shards and count not in {None, len(shards)}:
         texts.append(f"the metadata say {count} shards, but there are {len(shards)}")
@@ -305,3 +319,18 @@ def _warnings(metadata: Metadata, shards: Sequence[ListedShard], rest: int) -> l
     if rest:
         texts.append(f"{rest} bytes follow the last record, and are not read")
     return texts
+
+
+class Mlcp(Format):
+    """MLCP, in one file (``.checkpoint``) or with a file for each shard (``.metadata.json``)."""
+
+    name = "mlcp"
+    description = "MLCP checkpoints"
+    suffixes = (".checkpoint", METADATA_SUFFIX)
+    shared_suffixes = (METADATA_SUFFIX,)
+    types = DATA_TYPES
+    can = Can(types=WRITES, tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+
+    detect = staticmethod(detect)
+    read = staticmethod(read)
+    plan = staticmethod(plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from struct import Struct
 
-from xckpt.cursor import Cursor
 from xckpt.errors import FormatError
+from xckpt.formats.kit import Cursor
 
 __all__ = ["NetCursor", "written_string"]
 
@@ -65,32 +65,6 @@ class NetCursor(Cursor):
         if found * size > self.left:
             self._require(found * size, what)
         return found
-
-    def text(self, nbytes: int, what: str) -> str:
-        """Read a text of known length.
-
-        Parameters
-        ----------
-        nbytes : int
-            Its size in UTF-8.
-        what : str
-            What it is, for messages.
-
-        Returns
-        -------
-        str
-            The text.
-
-        Raises
-        ------
-        FormatError
-            If fewer bytes are left (rule Truncated) or they are not UTF-8 (Utf8).
-        """
-        at = self.at
-        try:
-            return self.take(nbytes, what).decode()
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{what} is not UTF-8: {error}", offset=at, rule="Utf8") from error
 
     def string(self, what: str) -> str:
         """Read a text that begins with its length in groups of 7 bits, the lowest first.

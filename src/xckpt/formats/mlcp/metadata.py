@@ -20,26 +20,23 @@ ignored. Names of fields are case-sensitive. Of equal names the last counts.
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, shown
+from xckpt.formats.kit import decode_json
 from xckpt.formats.mlcp.records import DATA_TYPES, MOST_AXES, Record, check_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Metadata", "ShardMetadata", "check_fields", "parse"]
+__all__ = ["FIELDS", "Metadata", "ShardMetadata", "check_fields", "parse"]
 
 _DEEPEST = 64
 _NUMBERED = tuple(DATA_TYPES.values())
 _NUMBER = {"int32": 1 << 31, "int64": 1 << 63}
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_FIELDS = {
+#: Of the root, with their types.
+FIELDS = {
     "version": "text",
     "timestamp": "text",
     "worldSize": "int32",
@@ -184,43 +181,10 @@ def parse(data: bytes, at: int) -> Metadata:
 
 def _decoded(data: bytes) -> tuple[str, dict[str, Any], list[str]]:
     repeated: list[str] = []
-
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            times = Counter(name for name, _ in pairs)
-            repeated.extend(name for name, number in times.items() if number > 1)
-        return found
-
-    try:
-        text = data.decode()
-        value = json.loads(
-            text, object_pairs_hook=members, parse_float=_finite, parse_constant=_finite
-        )
-        if _ESCAPED_SURROGATE.search(data):
-            # Python lets half of a pair pass, but it is no text.
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the metadata are not valid JSON: {error}", rule="Json") from error
+    value = decode_json(data, "the metadata", deepest=_DEEPEST, repeated=repeated.append)
     if type(value) is not dict:
         raise FormatError("the metadata are no JSON object", rule="Metadata")
-    _check_depth(value, _DEEPEST)
-    return text, value, repeated
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not isfinite(number):
-        raise ValueError(f"number out of range: {shown(digits)}")
-    return number
-
-
-def _check_depth(value: dict[str, Any] | list[Any], levels: int) -> None:
-    if not levels:
-        raise FormatError(f"the metadata are nested deeper than {_DEEPEST} levels", rule="Json")
-    for inner in value.values() if type(value) is dict else value:
-        if type(inner) is dict or type(inner) is list:
-            _check_depth(inner, levels - 1)
+    return data.decode(), value, repeated
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -236,7 +200,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     FormatError
         If one of them has another type (rule Metadata). Shards and tensors are not looked into.
     """
-    _check(fields, _FIELDS, "")
+    _check(fields, FIELDS, "")
     for name in ("sharding", "shardingStrategy"):
         _check(fields.get(name) or {}, _SHARDING, f"{name}.")
     _check(fields.get("training") or {}, _TRAINING, "training.")

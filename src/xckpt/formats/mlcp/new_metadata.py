@@ -54,6 +54,9 @@ class NewShard(NamedTuple):
         Name of a file of its own; empty if it has none.
     file_size : int
         Size of that file, or of the data.
+    checksum : str or None
+        Upstream's reader compares it with one inside of the file, and its verifier with one of the
+        whole file: no checksum but none satisfies both.
     """
 
     rank: int
@@ -61,6 +64,7 @@ class NewShard(NamedTuple):
     tensors: list[Tensor]
     file_path: str = ""
     file_size: int = 0
+    checksum: str | None = None
 
     @property
     def offsets(self) -> list[int]:
@@ -189,14 +193,12 @@ def _is_a_time(value: str) -> bool:
 
 
 def _shard(shard: NewShard) -> dict[str, Any]:
-    # Upstream's reader compares the checksum with one inside of the file, and its verifier with
-    # one of the whole file: no checksum but none satisfies both.
     return {
         "rank": shard.rank,
         "filePath": shard.file_path,
         "fileSize": shard.file_size,
         "tensors": _tensors(shard),
-        "checksum": None,
+        "checksum": shard.checksum,
     }
 
 

@@ -217,7 +217,9 @@ def _consecutive(records: Iterable[Record], start: int) -> list[int]:
     sizes = []
     for record in records:
         if not record.fits:
-            raise size_error(record)
+            error = size_error(record)
+            error.offset = start
+            raise error
         sizes.append(record.nbytes)
     return list(accumulate(sizes, initial=start))[:-1]
 

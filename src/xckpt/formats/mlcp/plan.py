@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dims import DIMS_KEY, dims_text
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import UnsupportedError
-from xckpt.formats.mlcp.companions import CHECKPOINT_MAGIC, METADATA_SUFFIX, SHARD_MAGIC, candidates
+from xckpt.formats.kit import DIMS_KEY, dims_text
+from xckpt.formats.mlcp.companions import (
+    CHECKPOINT_MAGIC,
+    METADATA_SUFFIX,
+    MOVING,
+    SHARD_MAGIC,
+    candidates,
+)
 from xckpt.formats.mlcp.cursor import written_string
 from xckpt.formats.mlcp.new_metadata import NewShard, new_metadata
 from xckpt.formats.mlcp.records import DATA_TYPES, Record, written_block
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index, Tensor
 
-__all__ = ["FILE_ATTRS", "TENSOR_ATTRS", "WRITES", "WRITE_OPTIONS", "plan"]
+__all__ = ["FILE_ATTRS", "TENSOR_ATTRS", "WRITES", "plan"]
 
 #: All that have a name. Of equally wide ones that hold a value the first is better.
 WRITES = (
@@ -31,7 +38,6 @@ WRITES = (
     "bfloat16",
     *(dtype for dtype in DATA_TYPES.values() if "float" not in dtype),
 )
-WRITE_OPTIONS = ("multi_shard",)
 TENSOR_ATTRS = ("rank", "name")
 FILE_ATTRS = None
 
@@ -189,10 +195,18 @@ def _in_several(index: Index, shards: Sequence[NewShard], dims: str | None) -> P
         )
         for shard in shards
     ]
-    custom = {"payload": None, DIMS_KEY: dims}
-    metadata = new_metadata(index.attrs, shards, custom)
+
+    def renamed(names: Mapping[str, str]) -> Plan:
+        moving = [s._replace(file_path=names[s.file_path], checksum=MOVING) for s in shards]
+        return _metadata(index, moving, dims)
+
     companions = {shard.file_path: _shard_file(shard) for shard in shards}
-    return Plan((Literal(0, metadata),), (), nbytes=len(metadata), companions=companions)
+    return replace(_metadata(index, shards, dims), companions=companions, renamed=renamed)
+
+
+def _metadata(index: Index, shards: Sequence[NewShard], dims: str | None) -> Plan:
+    metadata = new_metadata(index.attrs, shards, {"payload": None, DIMS_KEY: dims})
+    return Plan((Literal(0, metadata),), (), nbytes=len(metadata))
 
 
 def _shard_file(shard: NewShard) -> Plan:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.dtypes import ELEMENT_TYPES
 from xckpt.errors import FormatError, shown
+from xckpt.formats.kit import is_oversized
 from xckpt.formats.mlcp.cursor import written_string
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ MOST_AXES = 64
 _SPELLED = {dtype: name for name, dtype in DATA_TYPES.items()}
 _NBYTES = {name: ELEMENT_TYPES[name].bits // 8 for name in DATA_TYPES.values()}
 _EXTENTS_AND_SIZE = [Struct(f"<{axes + 1}q") for axes in range(MOST_AXES + 1)]
-_LARGEST = (1 << 63) - 1
 _SMALLEST_RECORD = 17
 
 
@@ -199,8 +199,7 @@ def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
     """
     if shape and min(shape) < 0:
         raise FormatError(f"the shape {list(shape)} has an extent below zero", rule="Shape")
-    # A zero does not make up for other extents: numpy cannot represent such an array.
-    if (prod(shape) or prod(filter(None, shape))) * _NBYTES[dtype] > _LARGEST:
+    if is_oversized(shape, dtype):
         reason = f"the shape {list(shape)} is larger than an array can be"
         raise FormatError(reason, rule="Shape")
     if nbytes < 0:

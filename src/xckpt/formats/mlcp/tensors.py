@@ -96,8 +96,9 @@ def make_tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
     Returns
     -------
     dict of str to Tensor
-        By the name of the variable. A tensor whose values cannot be read has a `problem`. If
-        shards have names in common, every tensor has its place in the group of its rank.
+        By the name of the variable. A tensor whose values cannot be read has a `problem`; one
+        without elements needs no data. If shards have names in common, every tensor has its place
+        in the group of its rank.
     """
     times = Counter(record.name for shard in shards for record in shard.records)
     in_groups = len(times) < times.total()
@@ -107,7 +108,9 @@ def make_tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
         for number, record in enumerate(shard.records):
             name = record.name
             variable = variable_name(name, shard.rank, repeated=times[name] > 1)
-            problem = shard.problem or (None if record.fits else size_error(record))
+            problem: CheckpointError | None = None if record.fits else size_error(record)
+            if record.nbytes or problem:
+                problem = shard.problem or problem
             tensors[variable] = Tensor(
                 variable,
                 record.dtype,
@@ -126,4 +129,6 @@ def _path(rank: int, name: str) -> tuple[str, ...]:
 
 def _part(shard: ListedShard, number: int) -> Part:
     _, dtype, shape, nbytes = shard.records[number]
+    if shard.problem is not None:  # nothing is read of a tensor without elements
+        return Part(dtype, shape, 0, nbytes)
     return Part(dtype, shape, shard.offsets[number], nbytes, shard=shard.file)

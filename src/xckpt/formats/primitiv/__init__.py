@@ -33,14 +33,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xckpt.errors import FormatError
+from xckpt.formats import Can, Format
 from xckpt.formats.primitiv.axes import module_axes
 from xckpt.formats.primitiv.contents import KINDS, Notes, read_content
 from xckpt.formats.primitiv.names import variable_name
 from xckpt.formats.primitiv.plan import (
     FILE_ATTRS,
-    ORDERS,
     TENSOR_ATTRS,
-    WRITE_OPTIONS,
     WRITES,
     plan,
 )
@@ -50,25 +49,7 @@ from xckpt.index import Index
 if TYPE_CHECKING:
     from xckpt.formats import Readable
 
-__all__ = [
-    "FILE_ATTRS",
-    "NAME",
-    "ORDERS",
-    "SHARED_SUFFIXES",
-    "SUFFIXES",
-    "TENSOR_ATTRS",
-    "WRITES",
-    "WRITE_OPTIONS",
-    "detect",
-    "module_axes",
-    "plan",
-    "read",
-    "variable_name",
-]
-
-NAME = "primitiv"
-SUFFIXES = (".primitiv", ".model", ".optimizer", ".param")
-SHARED_SUFFIXES = SUFFIXES[1:]
+__all__ = ["Primitiv", "detect", "module_axes", "plan", "read", "variable_name"]
 
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
 
@@ -131,7 +112,7 @@ def read(source: Readable, *, with_stats: bool = True) -> Index:
     if not with_stats:
         tensors = {name: tensor for name, tensor in tensors.items() if "stat" not in tensor.attrs}
     return Index(
-        format=NAME,
+        format=Primitiv.name,
         version="0.1",
         tensors=tensors,
         attrs=attrs,
@@ -139,3 +120,18 @@ def read(source: Readable, *, with_stats: bool = True) -> Index:
         nbytes=source.size,
         warnings=notes.warnings(),
     )
+
+
+class Primitiv(Format):
+    """primitiv, version 0.1: shapes, tensors, parameters, models, optimizers."""
+
+    name = "primitiv"
+    description = "primitiv files"
+    suffixes = (".primitiv", ".model", ".optimizer", ".param")
+    shared_suffixes = suffixes[1:]
+    can = Can(types=WRITES, orders=("F",), tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+
+    detect = staticmethod(detect)
+    read = staticmethod(read)
+    plan = staticmethod(plan)
+    module_axes = staticmethod(module_axes)

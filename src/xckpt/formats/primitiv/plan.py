@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Tensor
     from xckpt.plan import Plan
 
-__all__ = ["FILE_ATTRS", "ORDERS", "TENSOR_ATTRS", "WRITES", "WRITE_OPTIONS", "plan"]
+__all__ = ["FILE_ATTRS", "TENSOR_ATTRS", "WRITES", "plan"]
 
-ORDERS = ("F",)
-WRITE_OPTIONS = ("data_type",)
 TENSOR_ATTRS = ("key", "stat")
 
 _CODES = {name: code for code, (name, _) in KINDS.items()}

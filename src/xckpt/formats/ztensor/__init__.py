@@ -49,14 +49,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xckpt.errors import FormatError
+from xckpt.formats import Can, Format
 from xckpt.formats.ztensor import container_v2, v0, v1, v2
+from xckpt.formats.ztensor.elements import LONG, SHORT_1
 from xckpt.formats.ztensor.plan import (
     DIGESTS,
     ENCODINGS,
     FILE_ATTRS,
     LAYOUTS,
     TENSOR_ATTRS,
-    WRITE_OPTIONS,
     WRITES,
     plan,
     plan_append,
@@ -66,24 +67,7 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.index import Index
 
-__all__ = [
-    "DIGESTS",
-    "ENCODINGS",
-    "FILE_ATTRS",
-    "LAYOUTS",
-    "NAME",
-    "SUFFIXES",
-    "TENSOR_ATTRS",
-    "WRITES",
-    "WRITE_OPTIONS",
-    "detect",
-    "plan",
-    "plan_append",
-    "read",
-]
-
-NAME = "ztensor"
-SUFFIXES = (".zt",)
+__all__ = ["WRITES", "ZTensor", "detect", "plan", "plan_append", "read"]
 
 _SMALLEST = 16  # a head and a footer of 8 bytes each
 
@@ -150,3 +134,25 @@ def read(source: Readable) -> Index:
     raise FormatError(
         f"the file begins {magic!r}, which is no zTensor magic", offset=0, rule="HeaderMagic"
     )
+
+
+class ZTensor(Format):
+    """zTensor, versions 0.1 to 2 (``.zt``)."""
+
+    name = "ztensor"
+    description = "zTensor checkpoints"
+    suffixes = (".zt",)
+    types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
+    can = Can(
+        types=WRITES,
+        layouts=LAYOUTS,
+        compressions=ENCODINGS,
+        digests=DIGESTS,
+        tensor_attrs=TENSOR_ATTRS,
+        file_attrs=FILE_ATTRS,
+    )
+
+    detect = staticmethod(detect)
+    read = staticmethod(read)
+    plan = staticmethod(plan)
+    append = staticmethod(plan_append)

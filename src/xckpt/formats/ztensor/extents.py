@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xckpt.errors import FormatError, shown
+from xckpt.formats.kit import Notes
 from xckpt.formats.ztensor.manifest import mistyped
 
 __all__ = ["Extents"]
@@ -25,13 +26,12 @@ class Extents:
         Where the manifest begins.
     """
 
-    __slots__ = ("_data_end", "_notes", "_size")
+    __slots__ = ("_data_end", "_size", "notes")
 
     def __init__(self, size: int, data_end: int) -> None:
         self._size = size
         self._data_end = data_end
-        # For each reason, how many ranges and the first of them.
-        self._notes: dict[str, tuple[int, str]] = {}
+        self.notes = Notes()
 
     def check(self, tensor: str, offset: Any, nbytes: Any) -> tuple[int, int]:
         """Check a range.
@@ -89,18 +89,4 @@ class Extents:
             )
 
     def _note(self, reason: str, tensor: str, offset: int) -> None:
-        count, first = self._notes.get(reason, (0, ""))
-        self._notes[reason] = (count + 1, first or f"tensor {shown(tensor)} at byte {offset}")
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return one text for each reason there is to warn.
-
-        Returns
-        -------
-        tuple of str
-            Short, however many ranges there are.
-        """
-        return tuple(
-            f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
-            for reason, (count, first) in self._notes.items()
-        )
+        self.notes.add(reason, f"tensor {shown(tensor)} at byte {offset}")

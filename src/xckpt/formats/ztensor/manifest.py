@@ -1,18 +1,16 @@
 """The CBOR manifest: where it lies, decoding that trusts nothing, and typed fields.
 
-cbor2 does the decoding, with four traps closed: it runs semantic tags (a tag can compile a
-regular expression, parse a date, or tie a list to itself), ignores what follows the first value,
-keeps the last of two equal keys, and cannot tell deterministic encoding from any other.
+cbor2 cannot tell deterministic encoding from any other, and ignores what follows the first value.
 """
 
 from __future__ import annotations
 
-from io import BytesIO
 from itertools import pairwise
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, shown
+from xckpt.formats.kit import decode_cbor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +29,6 @@ __all__ = [
 LARGEST = 1 << 30
 _HEAD = 8
 
-# As deep as serde_cbor, which the reference readers of versions 0 and 1 use.
-_DEEPEST = 128
 # Depth 32 counted from the root, as version 2 does, is 33 containers.
 _DEEPEST_2 = 33
 
@@ -78,27 +74,11 @@ def locate(size: int, footer: int, length: int) -> int:
     return size - footer - length
 
 
-class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
-    """Give one function as the decoder of every semantic tag, so that cbor2 uses none of its own.
-
-    Parameters
-    ----------
-    decoder : callable
-        Called with the tagged value and whether it must be hashable.
-    """
-
-    def __init__(self, decoder: Callable[[Any, bool], Any]) -> None:
-        self._decoder = decoder
-
-    def __missing__(self, _tag: int) -> Callable[[Any, bool], Any]:
-        return self._decoder
-
-
-def _untagged(value: Any, _hashable: object) -> Any:
+def _untagged(_tag: int, value: Any) -> Any:
     return value
 
 
-def _refused(_value: Any, _hashable: object) -> Any:
+def _refused(_tag: int, _value: Any) -> Any:
     raise ValueError("tags are not permitted")
 
 
@@ -126,7 +106,7 @@ def decode(data: bytes) -> Any:
     >>> decode(bytes.fromhex("a1616101"))
     {'a': 1}
     """
-    return _decode(data, _untagged, max_depth=_DEEPEST)
+    return _one_value(data, _untagged)
 
 
 def decode_deterministic(data: bytes) -> Any:
@@ -158,43 +138,19 @@ def decode_deterministic(data: bytes) -> Any:
     """
     import cbor2
 
-    value = _decode(data, _refused, max_depth=_DEEPEST_2, allow_indefinite=False)
+    value = _one_value(data, _refused, deepest=_DEEPEST_2, indefinite=False)
     length = _encoded_length(value, {})
     if length != len(data) and (not isnan(length) or cbor2.dumps(value, canonical=True) != data):
         raise FormatError("lengths or numbers are not in shortest form", rule="CborDeterminism")
     return value
 
 
-def _decode(data: bytes, tagged: Callable[[Any, bool], Any], **limits: Any) -> Any:
-    import cbor2
-
-    stream = BytesIO(data)
-    decoder = cbor2.CBORDecoder(
-        stream, semantic_decoders=_EveryTag(tagged), allow_duplicate_keys=False, **limits
-    )
-    try:
-        value = decoder.decode()
-    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
-    except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise FormatError(f"not CBOR: {_reason(error)}", rule=_rule(error)) from error
-    if stream.tell() != len(data):
-        raise FormatError(
-            f"{len(data) - stream.tell()} bytes follow the manifest's one value", rule="CborSyntax"
-        )
+def _one_value(data: bytes, tagged: Callable[[int, Any], Any], **limits: Any) -> Any:
+    value, nbytes = decode_cbor(data, tagged=tagged, **limits)
+    if nbytes != len(data):
+        reason = f"{len(data) - nbytes} bytes follow the manifest's one value"
+        raise FormatError(reason, rule="CborSyntax")
     return value
-
-
-def _reason(error: BaseException) -> str:
-    reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-    return shown(reason)[1:-1]
-
-
-def _rule(error: BaseException) -> str:
-    # cbor2 has one error class for all of these.
-    message = str(error)
-    if "nesting depth" in message:
-        return "CborDepth"
-    return "CborDuplicateKey" if "Duplicate map key" in message else "CborSyntax"
 
 
 def _encoded_length(value: Any, orders: dict[tuple[Any, ...], int]) -> float:

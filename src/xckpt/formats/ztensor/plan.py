@@ -20,7 +20,6 @@ __all__ = [
     "LAYOUTS",
     "TENSOR_ATTRS",
     "WRITES",
-    "WRITE_OPTIONS",
     "plan",
     "plan_append",
 ]
@@ -30,7 +29,6 @@ WRITES = WRITTEN
 LAYOUTS = ("dense", "sparse_csr", "sparse_coo", "quantized", "structural")
 ENCODINGS = ("zstd", "zstd-seekable")
 DIGESTS = ("crc32c", "sha256", "xxh3")
-WRITE_OPTIONS = ("version", "alignment")
 TENSOR_ATTRS = None
 FILE_ATTRS = None
 

@@ -1,8 +1,9 @@
-"""Writing version 1.0: byte for byte what its reference implementation (tag 1.0.1) writes.
+"""Writing version 1.0: byte for byte as its reference implementation (tag 1.0.1), in one order.
 
-The head, blobs at multiples of 64 in the order of the tensors, right behind the last one the
-manifest with tensors in the order of their UTF-8 bytes, and its length. The manifest comes last
-because the size of a compressed blob, and a digest, are known only when it is written.
+The head, blobs at multiples of 64 in the order of the file that they come from, else of the
+tensors, right behind the last one the manifest with tensors in the order of their UTF-8 bytes, and
+its length. The manifest comes last because the size of a compressed blob, and a digest, are known
+only when it is written.
 
 That implementation demands `generator` and `attributes` in the root, and texts as values of the
 latter. The specification does not. It gives tensors no attributes; here they have them as in
@@ -15,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.dims import DIMS_KEY
 from xckpt.errors import UnsupportedError, shown
+from xckpt.formats.kit import DIMS_KEY, check_text
 from xckpt.formats.ztensor import v1
 from xckpt.formats.ztensor.elements import LONG
 from xckpt.formats.ztensor.manifest import attributes, decode, locate, mapping
@@ -27,10 +28,9 @@ from xckpt.formats.ztensor.storable import (
     root_attributes,
     storable,
     storable_parts,
-    storable_text,
     unnamed_layout,
 )
-from xckpt.plan import Literal, Plan
+from xckpt.plan import Literal, Plan, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +121,7 @@ class _Entry(NamedTuple):
 
 def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
     """Plan data from some byte on, and the manifest behind them."""
-    entries = {name: _entry(tensor) for name, tensor in index.tensors.items()}
+    entries = {name: _entry(tensor) for name, tensor in by_source(index.tensors).items()}
     parts = [
         (name, role, part) for name, entry in entries.items() for role, part in entry.parts.items()
     ]
@@ -130,7 +130,7 @@ def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], 
 
 
 def _entry(tensor: Tensor) -> _Entry:
-    name = storable_text("the name", tensor.name, tensor.name)
+    name = check_text("the name", tensor.name, tensor.name)
     parts = storable_parts(tensor, ("uint64",))
     head = {"dtype": _dtype(tensor, parts), "shape": list(tensor.shape)}
     attrs = dict(tensor.attrs)
@@ -160,8 +160,8 @@ def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
         if part.dtype != "uint8":
             reason = f"version 1.0 has no type of its own for the part {shown(role)}, {part.dtype}"
             raise _lacking(reason, tensor.name, "Layout")
-        storable_text("the part", role, tensor.name)
-    return storable_text("the layout", layout, tensor.name)
+        check_text("the part", role, tensor.name)
+    return check_text("the layout", layout, tensor.name)
 
 
 def _wished(tensor: Tensor, role: str, part: Part) -> Part:

@@ -17,10 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.dims import DIMS_KEY
 from xckpt.errors import CheckpointError, UnsupportedError, shown
+from xckpt.formats.kit import DIMS_KEY, check_text, encode_cbor
 from xckpt.formats.ztensor.container_v2 import LONGEST_NAME, MAGIC, VERSION, read_manifest
-from xckpt.formats.ztensor.deterministic import encode_deterministic
 from xckpt.formats.ztensor.elements import REGISTERED_TYPES, SHORT
 from xckpt.formats.ztensor.placing import aligned, end_of, placed
 from xckpt.formats.ztensor.profiles import ARRAYS, profile
@@ -31,7 +30,6 @@ from xckpt.formats.ztensor.storable import (
     root_attributes,
     storable,
     storable_parts,
-    storable_text,
     unnamed_layout,
 )
 from xckpt.formats.ztensor.v2 import ENCODINGS
@@ -154,7 +152,7 @@ def _planned(
 
 
 def _checked_name(what: str, text: str, tensor: str | None = None) -> str:
-    size = len(storable_text(what, text, tensor).encode())
+    size = len(check_text(what, text, tensor).encode())
     if not 0 < size <= LONGEST_NAME or "\0" in text:
         raise UnsupportedError(
             f"{what} {shown(text)}: version 2 has names of 1 to {LONGEST_NAME} bytes without NUL",
@@ -198,7 +196,7 @@ def _structural(
             assemble(tensor.name, tensor.shape, parts, attrs)
         except CheckpointError as error:
             raise error.located(tensor=tensor.name) from None
-    return storable_text("the layout", layout, tensor.name)
+    return check_text("the layout", layout, tensor.name)
 
 
 def _wished(tensor: Tensor, role: str, part: Part) -> Part:
@@ -231,7 +229,7 @@ def _finish(
         objects[name] = {"layout": entry.layout, "shape": entry.shape, "parts": parts}
         if entry.attrs:
             objects[name]["attributes"] = entry.attrs
-    manifest = encode_deterministic({**root, "objects": objects})
+    manifest = encode_cbor({**root, "objects": objects})
     offset = aligned(end_of(written, start), alignment)
     footer = struct.pack(
         "<QQQII", offset, len(manifest), xxhash.xxh3_64_intdigest(manifest), VERSION, 0

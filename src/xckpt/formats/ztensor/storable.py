@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dims import DIMS_KEY, dims_text
 from xckpt.errors import CheckpointError, UnsupportedError, shown
+from xckpt.formats.kit import DIMS_KEY, check_text, dims_text
 from xckpt.formats.ztensor.elements import BITS, WRITTEN
 from xckpt.formats.ztensor.layouts import (
     coo,
@@ -28,7 +28,6 @@ __all__ = [
     "root_attributes",
     "storable",
     "storable_parts",
-    "storable_text",
     "unnamed_layout",
 ]
 
@@ -36,40 +35,6 @@ __all__ = [
 LAYOUT_KEY = "ztensor_layout"
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
-
-
-def storable_text(what: str, text: str, tensor: str | None = None) -> str:
-    """Check that text can be encoded as UTF-8.
-
-    Parameters
-    ----------
-    what : str
-        What it is, for messages.
-    text : str
-        Any text.
-    tensor : str, optional
-        Name of the tensor that it belongs to.
-
-    Returns
-    -------
-    str
-        The same.
-
-    Raises
-    ------
-    UnsupportedError
-        If it has lone surrogates (rule Name).
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UnsupportedError(
-            f"{what} {shown(text)} has lone surrogates, which are no characters",
-            tensor=tensor,
-            rule="Name",
-            hint="Rename it",
-        ) from None
-    return text
 
 
 def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
@@ -101,7 +66,7 @@ def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
     """
     kind = type(value)
     if kind is str:
-        return storable_text("an attribute", value, tensor)
+        return check_text("an attribute", value, tensor)
     if kind is int and not -(1 << 64) <= value < 1 << 64:
         raise _no_attribute(f"{value:.3e}, an integer of more than 64 bits", tensor)
     if kind in _SCALARS:
@@ -163,10 +128,10 @@ def root_attributes(
     for key, value in index.attrs.items():
         if type(key) is not str:
             raise _no_attribute(f"named by a {type(key).__name__}", None)
-        attrs[storable_text("the attribute", key)] = storable(value, levels)
+        attrs[check_text("the attribute", key)] = storable(value, levels)
     dims = dims_text(index.tensors if tensors is None else tensors)
     if dims is not None:
-        attrs[DIMS_KEY] = storable_text("names of axes", dims)
+        attrs[DIMS_KEY] = check_text("names of axes", dims)
     return attrs
 
 

@@ -89,7 +89,7 @@ def read(source: Readable, tail: bytes) -> Index:
         tensors=tensors,
         source=source.name,
         nbytes=source.size,
-        warnings=extents.warnings(),
+        warnings=extents.notes.warnings(),
     )
 
 
@@ -151,8 +151,8 @@ def _dense(entry: Mapping[Any, Any], dtype: str, shape: tuple[int, ...], blob: P
     if blob.encoding is None and blob.nbytes != dense_size(dtype, shape):
         raise wrong_dense_size(dtype, shape, blob.nbytes, blob.offset)
     order = entry.get("data_endianness")
-    if order not in {None, "little", "big"}:
-        raise FormatError(f"the byte order {shown(str(order))}", rule="Schema")
+    if order is not None and text("data_endianness", order) not in {"little", "big"}:
+        raise FormatError(f"the byte order {shown(order)}", rule="Schema")
     return Part(
         dtype,
         shape,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats.kit import DIMS_KEY, with_dims
 from xckpt.formats.ztensor.elements import (
     LONG,
     SHORT_1,
@@ -97,7 +97,7 @@ def read(source: Readable, tail: bytes) -> Index:
         attrs=attrs,
         source=source.name,
         nbytes=source.size,
-        warnings=(*newer, *extents.warnings()),
+        warnings=(*newer, *extents.notes.warnings()),
     )
 
 

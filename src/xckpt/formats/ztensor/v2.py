@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dims import DIMS_KEY, with_dims
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats.kit import DIMS_KEY, with_dims
 from xckpt.formats.ztensor.container_v2 import (
     ALIGNMENT,
     FOOTER_NBYTES,

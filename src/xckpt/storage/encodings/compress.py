@@ -1,7 +1,8 @@
-"""Compression of parts, as bytes come: plain Zstandard streams and seekable ones."""
+"""Compression of parts, as bytes come: Zstandard streams, plain and seekable, and deflate."""
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -35,12 +36,12 @@ def new_encoder(
 
     Parameters
     ----------
-    encoding : {"zstd", "zstd-seekable"}
+    encoding : {"zstd", "zstd-seekable", "deflate"}
         What the stream is to be.
     nbytes : int
         How many bytes will come in all.
     level : int
-        Of Zstandard, up to 22.
+        Of Zstandard, up to 22; what is above 9 is 9 to deflate.
     threads : int
         How many threads compress. The stream does not depend on it, except that of one thread
         from that of several.
@@ -59,10 +60,12 @@ def new_encoder(
         return _Stream(nbytes, level, threads)
     if encoding == "zstd-seekable":
         return _Seekable(level, threads)
+    if encoding == "deflate":
+        return _Deflate(level)
     raise UnsupportedError(
         f"the compression {shown(encoding)} is not known",
         rule="Encoding",
-        hint="Known are: zstd, zstd-seekable",
+        hint="Known are: zstd, zstd-seekable, deflate",
     )
 
 
@@ -75,6 +78,19 @@ class _Stream:
         # Workers cost memory and time to start, and make another stream than a single thread.
         compressor = zstandard.ZstdCompressor(level=level, threads=threads if threads > 1 else 0)
         self._compressor = compressor.compressobj(size=nbytes)
+
+    def add(self, data: Any) -> bytes:
+        return self._compressor.compress(data)
+
+    def end(self) -> bytes:
+        return self._compressor.flush()
+
+
+class _Deflate:
+    """A stream without a header, whose checksum is elsewhere."""
+
+    def __init__(self, level: int) -> None:
+        self._compressor = zlib.compressobj(min(level, 9), wbits=-zlib.MAX_WBITS)
 
     def add(self, data: Any) -> bytes:
         return self._compressor.compress(data)

@@ -2,32 +2,48 @@
 
 A stream is any number of frames, some of them skippable, with or without a content size. Sizes
 that a stream claims are never trusted: the caller says how many bytes there must be, and no
-more are decoded. All errors are `FormatError` with ``rule="Encoding"``.
+more are decoded. All errors are `FormatError` with ``rule="Encoding"``, but for what does not fit
+in memory.
+
+A frame (RFC 8878, section 3.1.1) is a header, which may state the size of its content; blocks; and
+4 bytes of a checksum, where the header says so::
+
+    block         3 bytes, little-endian: bit 0 marks the last one, bits 1 and 2 are its type, the
+                  rest its size; of type 1 (one byte, repeated) that byte alone is stored
+    skippable     50 2A 4D 18 to 5F 2A 4D 18, size u32, so many bytes
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.errors import FormatError
+from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
+    from xckpt.storage.source import Blocks
+
+    Stored = memoryview | bytes | Blocks
+
 __all__ = [
+    "LongStreamError",
     "allocate",
     "decompress",
     "decompress_into",
-    "decompress_prefix",
+    "decompress_range",
     "decompressed_blocks",
     "decompressed_nbytes",
     "malformed",
+    "stated_nbytes",
 ]
 
 # The densest block there is: four bytes for 128 KiB of one value.
@@ -35,16 +51,20 @@ _HIGHEST_RATIO = 1 << 15
 
 _COUNTING_NBYTES = 1 << 18
 
+_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+_LONGEST_HEADER = 18
+_UNKNOWN = (1 << 64) - 1
+
 # Ends every stream that is decoded to its end, see `_closed`.
 _END = bytes.fromhex("6f1c93d25ae84b07b6390dfe728145ac")
 
 
-def decompress(stored: memoryview | bytes, nbytes: int) -> memoryview:
+def decompress(stored: Stored, nbytes: int) -> memoryview:
     """Decode a whole stream.
 
     Parameters
     ----------
-    stored : memoryview or bytes
+    stored : memoryview, bytes or Blocks
         All of the stream.
     nbytes : int
         How many bytes it must decode to.
@@ -64,54 +84,26 @@ def decompress(stored: memoryview | bytes, nbytes: int) -> memoryview:
     return decoded.data
 
 
-def decompress_prefix(stored: memoryview | bytes, nbytes: int) -> memoryview:
-    """Decode the beginning of a stream, and no more of it.
-
-    Parameters
-    ----------
-    stored : memoryview or bytes
-        All of the stream.
-    nbytes : int
-        How many bytes to decode.
-
-    Returns
-    -------
-    memoryview
-        The first decoded bytes, in memory of their own.
-
-    Raises
-    ------
-    FormatError
-        If it is corrupt there, or ends before.
-    """
-    decoded = allocate(stored, nbytes)
+def decompress_range(stored: Stored, start: int, stop: int) -> memoryview:
+    """Decode a stream from its beginning up to `stop`, in memory for what is behind `start`."""
+    _check_ratio(stored, stop)
+    decoded = allocate(stored, stop - start)
     with _decoding():
-        found = _fill(_stream(stored), decoded)
-    if found < nbytes:
-        raise malformed(f"a zstd stream ends after {found} of {nbytes} bytes")
+        stream = _stream(stored)
+        found = _skip(stream, start)
+        if found == start:
+            found += _fill(stream, decoded)
+    if found < stop:
+        raise malformed(f"a zstd stream ends after {found} of {stop} bytes")
     return decoded.data
 
 
-def decompressed_nbytes(stored: memoryview | bytes, limit: int) -> int:
-    """Count the bytes that a stream decodes to, in memory of constant size.
+class LongStreamError(FormatError):
+    """A stream decodes to more bytes than are wanted."""
 
-    Parameters
-    ----------
-    stored : memoryview or bytes
-        All of the stream.
-    limit : int
-        The largest count that makes sense.
 
-    Returns
-    -------
-    int
-        The exact count.
-
-    Raises
-    ------
-    FormatError
-        If it is corrupt, cut short, or decodes to more than `limit` bytes.
-    """
+def decompressed_nbytes(stored: Stored, limit: int) -> int:
+    """Count the bytes that a stream decodes to, at most `limit`, in memory of constant size."""
     buffer = np.empty(_COUNTING_NBYTES, np.uint8)
     total, tail = 0, b""
     with _decoding():
@@ -120,30 +112,82 @@ def decompressed_nbytes(stored: memoryview | bytes, limit: int) -> int:
             total += count
             tail = (tail + buffer[max(0, count - len(_END)) : count].tobytes())[-len(_END) :]
             if total > limit + len(_END):
-                raise malformed(f"a zstd stream decodes to more than {limit} bytes")
+                reason = f"a zstd stream decodes to more than {limit} bytes"
+                raise LongStreamError(reason, rule="Encoding")
     if tail != _END:
         raise malformed("a zstd stream is cut short")
     return total - len(_END)
 
 
+def stated_nbytes(head: memoryview | bytes, nbytes: int) -> int | None:
+    """Return the size that the headers of a stream's frames state for it; None if they do not.
+
+    Parameters
+    ----------
+    head : memoryview or bytes
+        The beginning of the stream. A frame that goes on behind it is taken for the last one.
+    nbytes : int
+        Size of the whole stream.
+    """
+    total = at = 0
+    while at < nbytes:
+        if len(head) < min(nbytes, at + _LONGEST_HEADER):
+            return None
+        if int.from_bytes(head[at : at + 4], "little") in _SKIPPABLE:
+            at += 8 + int.from_bytes(head[at + 4 : at + 8], "little")
+            continue
+        content, start, has_checksum = _frame_header(head[at : at + _LONGEST_HEADER])
+        if content == _UNKNOWN:
+            return None
+        total += content
+        end = _end_of_blocks(head, at + start)
+        if end is None:
+            break
+        at = end + 4 * has_checksum
+    if total > nbytes * _HIGHEST_RATIO:
+        raise malformed(f"{nbytes} bytes of zstd cannot decode to {total}")
+    return total
+
+
+def _frame_header(data: memoryview | bytes) -> tuple[int, int, bool]:
+    """Return the size of the content, that of the header, and whether there is a checksum."""
+    import zstandard
+
+    with _decoding():
+        said = zstandard.get_frame_parameters(data)
+        return said.content_size, zstandard.frame_header_size(data), bool(said.has_checksum)
+
+
+def _end_of_blocks(head: memoryview | bytes, at: int) -> int | None:
+    """Return where the blocks that begin here end; None if that is behind the head."""
+    while at + 3 <= len(head):
+        block = int.from_bytes(head[at : at + 3], "little")
+        at += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+        if block & 1:
+            return at
+    return None
+
+
 def decompressed_blocks(
-    stored: memoryview | bytes, nbytes: int, block_nbytes: int
+    stored: Stored, nbytes: int, block_nbytes: int, skip: int = 0
 ) -> Iterator[memoryview]:
     """Decode a whole stream block by block, in memory of constant size.
 
     Parameters
     ----------
-    stored : memoryview or bytes
+    stored : memoryview, bytes or Blocks
         All of the stream.
     nbytes : int
         How many bytes it must decode to.
     block_nbytes : int
         Size of the blocks; the last may be smaller.
+    skip : int
+        How many decoded bytes come before these. Then the stream may go on after them.
 
     Yields
     ------
     memoryview
-        The next decoded bytes, in memory of their own.
+        The next decoded bytes; valid until the next ones are asked for.
 
     Raises
     ------
@@ -151,23 +195,29 @@ def decompressed_blocks(
         If it is corrupt, cut short, or decodes to fewer or more bytes; the blocks before it have
         been given by then.
     """
+    _check_ratio(stored, nbytes)
     stream = _closed(stored)
+    for start in range(0, skip, block_nbytes):
+        with _decoding():
+            _fill(stream, np.empty(min(block_nbytes, skip - start), np.uint8))
+    buffer = np.empty(min(block_nbytes, nbytes), np.uint8)
     for start in range(0, nbytes, block_nbytes):
-        block = np.empty(min(block_nbytes, nbytes - start), np.uint8)
+        block = buffer[: nbytes - start]
         with _decoding():
             found = _fill(stream, block)
         if found < len(block):
             raise malformed(f"a zstd stream decodes to fewer than {nbytes} bytes")
         yield block.data
-    _expect_end(stream, nbytes)
+    if not skip:
+        _expect_end(stream, nbytes)
 
 
-def decompress_into(stored: memoryview | bytes, decoded: NDArray[np.uint8]) -> None:
+def decompress_into(stored: Stored, decoded: NDArray[np.uint8]) -> None:
     """Decode a whole stream that must fill an array exactly.
 
     Parameters
     ----------
-    stored : memoryview or bytes
+    stored : memoryview, bytes or Blocks
         All of the stream.
     decoded : numpy.ndarray of uint8
         Where the decoded bytes go.
@@ -194,62 +244,38 @@ def _expect_end(stream: Any, nbytes: int) -> None:
         raise malformed(f"a zstd stream decodes to fewer than {nbytes} bytes, or is cut short")
 
 
-def allocate(stored: memoryview | bytes, nbytes: int) -> NDArray[np.uint8]:
-    """Allocate memory for the decoded bytes of a stream, if it can have so many.
-
-    Parameters
-    ----------
-    stored : memoryview or bytes
-        All of the stream.
-    nbytes : int
-        How many bytes it is said to decode to.
-
-    Returns
-    -------
-    numpy.ndarray of uint8
-        Of undefined content.
-
-    Raises
-    ------
-    FormatError
-        If no stream of this size decodes to so many bytes.
-    """
-    if nbytes > len(stored) * _HIGHEST_RATIO:
-        raise malformed(f"{len(stored)} bytes of zstd cannot decode to {nbytes}")
+def allocate(stored: Stored, nbytes: int) -> NDArray[np.uint8]:
+    """Allocate memory for decoded bytes of a stream, if it can have so many and they fit."""
+    _check_ratio(stored, nbytes)
+    require_memory(nbytes)
     return np.empty(nbytes, np.uint8)
 
 
+def _check_ratio(stored: Stored, nbytes: int) -> None:
+    if nbytes > len(stored) * _HIGHEST_RATIO:
+        raise malformed(f"{len(stored)} bytes of zstd cannot decode to {nbytes}")
+
+
 def malformed(reason: str, offset: int | None = None) -> FormatError:
-    """Make the error of all encodings.
-
-    Parameters
-    ----------
-    reason : str
-        What is wrong.
-    offset : int, optional
-        Where in the file.
-
-    Returns
-    -------
-    FormatError
-        With ``rule="Encoding"``, to be raised.
-    """
+    """Make the error of all encodings."""
     return FormatError(reason, offset=offset, rule="Encoding")
 
 
 class _Chain:
     """Buffers one after another, as the file object that zstandard reads from."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_buffers",)
 
-    def __init__(self, *parts: memoryview | bytes) -> None:
-        self._parts = [part for part in reversed(parts) if len(part)]
+    def __init__(self, *parts: Stored) -> None:
+        whole = (memoryview, bytes)
+        listed = ([part] if isinstance(part, whole) else part for part in parts)
+        self._buffers = filter(len, chain.from_iterable(listed))
 
     def read(self, size: int) -> memoryview | bytes:
-        return self._parts.pop() if self._parts else b""
+        return next(self._buffers, b"")
 
 
-def _stream(*parts: memoryview | bytes) -> Any:
+def _stream(*parts: Stored) -> Any:
     import zstandard
 
     # Each part is handed over whole: a frame that lies in one buffer, with its content size, is
@@ -267,7 +293,7 @@ def _end_frame() -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(_END)
 
 
-def _closed(stored: memoryview | bytes) -> Any:
+def _closed(stored: Stored) -> Any:
     """Read a stream with a known frame after it.
 
     zstandard does not tell whether a stream ends between frames or inside one. If and only if it
@@ -287,6 +313,15 @@ def _decoding() -> Iterator[None]:
         yield
     except ZstdError as error:
         raise malformed(f"a zstd stream is corrupt or cut short: {error}") from error
+
+
+def _skip(stream: Any, nbytes: int) -> int:
+    """Decode bytes that nobody wants, and return how many there were."""
+    scratch = np.empty(min(nbytes, _COUNTING_NBYTES), np.uint8)
+    done = 0
+    while done < nbytes and (count := stream.readinto(scratch[: nbytes - done])):
+        done += count
+    return done
 
 
 def _fill(stream: Any, decoded: NDArray[np.uint8]) -> int:

@@ -1,0 +1,429 @@
+"""Zip archives, for formats that keep each tensor in a member: the directory, read and written.
+
+A member is a local header and its content; the central directory at the end of the file has the
+same again for all members, and alone has their sizes for certain. Fields, little-endian::
+
+    local header    "PK\\3\\4"  version, flags, method, time, date u16; crc32, stored size, size
+                    u32; lengths of name and extra u16; name, extra; content
+    central entry   "PK\\1\\2"  versions of writer and reader, flags, method, time, date u16; crc32,
+                    stored size, size u32; lengths of name, extra, comment, disk, attributes u16;
+                    attributes, offset of the local header u32; name, extra, comment
+    end             "PK\\5\\6"  disk, disk, entries, entries u16; size, offset of the directory u32;
+                    length of comment u16, comment
+
+A size, offset or count of which all bits are set is in 64 bits elsewhere (zip64): for an entry in
+the extra field 1, for the end in the record "PK\\6\\6", which "PK\\6\\7" before the end tells where
+to find. Extra fields of local headers differ from those of the directory: writers pad with them.
+
+Reference: APPNOTE.TXT 6.3.10 of PKWARE.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import kit
+from xckpt.index import Part
+from xckpt.plan import Extent, Literal, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from xckpt.formats import Readable
+    from xckpt.plan import Written
+
+STORED, DEFLATED = 0, 8
+_ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags
+
+_LOCAL = Struct("<4s5H3I2H")
+_CENTRAL = Struct("<4s6H3I5H2I")
+_END = Struct("<4s4H2IH")
+_LOCATOR_64 = Struct("<4sIQI")
+_END_64 = Struct("<4sQ2H2I4Q")
+_EXTRA = Struct("<2H")
+_FULL_16, _FULL_32 = (1 << 16) - 1, (1 << 32) - 1
+_DATE = 1 << 5 | 1  # 1980-01-01, as numpy has it: files do not depend on when they are written
+_ZIP_64, _PADDING = 1, 0xD935
+
+
+class Member(NamedTuple):
+    """A member as the directory has it; `at` is its local header."""
+
+    name: str
+    method: int
+    crc: int
+    stored_nbytes: int
+    nbytes: int
+    at: int
+    flags: int = _UTF_8
+    comment: bytes = b""
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def first_name(head: bytes) -> str:
+    """Return the name of the first member, from the first bytes of a file; "" where it is not."""
+    if len(head) < _LOCAL.size or not head.startswith(b"PK\3\4"):
+        return ""
+    *_, nbytes, _ = _LOCAL.unpack_from(head)
+    return head[_LOCAL.size : _LOCAL.size + nbytes].decode("utf-8", "replace")
+
+
+def read_directory(source: Readable) -> tuple[list[Member], int]:
+    """Read the members of an archive, in their order there, and where its directory begins."""
+    count, nbytes, start = _read_end(source)
+    if start + nbytes > source.size or count * _CENTRAL.size > nbytes:
+        reason = f"a directory of {count} entries in {nbytes} bytes is not in the file"
+        raise FormatError(reason, offset=min(start, source.size), rule="Directory")
+    cursor = kit.Cursor(source, start)
+    cursor.enter(nbytes, "the directory")
+    members = [_read_entry(cursor) for _ in range(count)]
+    [(name, times)] = Counter(member.name for member in members).most_common(1) or [("", 0)]
+    if times > 1:
+        raise FormatError(f"{times} members have one name", offset=start, tensor=name, rule="Name")
+    return members, start
+
+
+def _read_end(source: Readable) -> tuple[int, int, int]:
+    """Return how many entries the directory has, its size, and where it begins."""
+    origin = max(0, source.size - _END.size - _FULL_16)
+    tail = bytes(source.read(origin, source.size - origin))
+    at = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
+    while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
+        at = tail.rfind(b"PK\5\6", 0, at)
+    if at < 0:
+        reason, hint = "no end of an archive", "The file may be truncated"
+        raise FormatError(reason, offset=source.size, rule="EndRecord", hint=hint)
+    _, disk, first, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    if disk or first not in {0, _FULL_16}:
+        raise FormatError("one of several disks", offset=origin + at, rule="EndRecord")
+    locator = origin + at - _LOCATOR_64.size
+    is_wide = count == _FULL_16 or _FULL_32 in {nbytes, start}
+    found = _read_end_64(source, locator) if is_wide and locator >= 0 else None
+    return found or (count, nbytes, start)
+
+
+def _read_end_64(source: Readable, locator: int) -> tuple[int, int, int] | None:
+    magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
+    if magic != b"PK\6\7":
+        return None
+    if at + _END_64.size > locator:
+        reason = f"the zip64 end is not before byte {locator}"
+        raise FormatError(reason, offset=locator, rule="EndRecord")
+    magic, *_, count, nbytes, start = _END_64.unpack(source.read(at, _END_64.size))
+    if magic != b"PK\6\6":
+        raise FormatError(f"the zip64 end begins {magic!r}", offset=at, rule="EndRecord")
+    return count, nbytes, start
+
+
+def _read_entry(cursor: kit.Cursor) -> Member:
+    at = cursor.at
+    magic, _, _, flags, method, _, _, crc, stored, nbytes, *rest = cursor.fields(
+        _CENTRAL, "an entry"
+    )
+    name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = rest
+    if magic != b"PK\1\2":
+        raise FormatError(f"an entry begins {magic!r}", offset=at, rule="Directory")
+    data = cursor.take(name_nbytes, "a name")
+    extra = cursor.take(extra_nbytes, "an extra field")
+    comment = cursor.take(comment_nbytes, "a comment")
+    try:
+        name = data.decode("utf-8" if flags & _UTF_8 else "cp437")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"a name is not UTF-8: {error}", offset=at, rule="Name") from error
+    wide = _wide(extra)
+    sizes = []
+    for value in (nbytes, stored, header):
+        if value == _FULL_32 and len(wide) >= 8:
+            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]  # noqa: PLW2901
+        sizes.append(value)
+    return Member(name, method, crc, sizes[1], sizes[0], sizes[2], flags, comment)
+
+
+def _wide(extra: bytes) -> bytes:
+    """Find the extra field with what does not fit in 32 bits."""
+    at = 0
+    while at + _EXTRA.size <= len(extra):
+        kind, nbytes = _EXTRA.unpack_from(extra, at)
+        at += _EXTRA.size
+        if kind == _ZIP_64:
+            return extra[at : at + nbytes]
+        at += nbytes
+    return b""
+
+
+def contents(source: Readable) -> Iterator[tuple[Member, Content]]:
+    """Go through the members of an archive, which must not overlap."""
+    members, end = read_directory(source)
+    cursor, spans = kit.Cursor(source), []
+    for member in members:
+        content = Content(cursor, member, _content_offset(cursor, member, end))
+        spans.append((member.at, content.at + member.stored_nbytes, member.name))
+        yield member, content
+    for at, name, other in kit.overlaps(spans):
+        reason = f"the member overlaps {shown(other)}"
+        raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
+
+
+def whole(source: Readable, name: str) -> Iterator[tuple[Member, Content]]:
+    """Take a file for the only member of an archive."""
+    member = Member(name, STORED, 0, source.size, source.size, 0)
+    yield member, Content(kit.Cursor(source), member, 0)
+
+
+def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
+    """Find where the content of a member begins, all of which must be before `end`.
+
+    The local header says it: its extra field is not that of the directory.
+    """
+    if member.at > end - _LOCAL.size:
+        raise _broken(member, f"a local header at byte {member.at} of {end}", end)
+    cursor.at = member.at
+    magic, *_, name_nbytes, extra_nbytes = cursor.fields(_LOCAL, "a local header")
+    coding = "utf-8" if member.flags & _UTF_8 else "cp437"
+    name = cursor.take(name_nbytes, "a name").decode(coding, "replace")
+    if magic != b"PK\3\4" or name != member.name:
+        raise _broken(member, f"its local header is {magic!r} of {shown(name)}", member.at)
+    cursor.skip(extra_nbytes, "an extra field")
+    if cursor.at + member.stored_nbytes > end:
+        reason = f"{member.stored_nbytes} bytes do not end before byte {end}"
+        raise _broken(member, reason, member.at)
+    return cursor.at
+
+
+def _broken(member: Member, reason: str, offset: int) -> FormatError:
+    return FormatError(reason, offset=offset, tensor=member.name, rule="Member")
+
+
+class Content:
+    """What a member holds, from byte `at` on, read from its beginning."""
+
+    def __init__(self, cursor: kit.Cursor, member: Member, at: int) -> None:
+        self._cursor, self._member = cursor, member
+        self.at = at
+        self._stored_left, self._left = member.stored_nbytes, member.nbytes
+        self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._decoded = b""
+        self._crc = 0
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        """Read the next bytes, exactly so many; nothing is allocated by what a file claims."""
+        member = self._member
+        if member.flags & _ENCRYPTED or member.method not in {STORED, DEFLATED}:
+            how = "encrypted" if member.flags & _ENCRYPTED else f"method {member.method}"
+            raise UnsupportedError(f"the member is not read: {how}", offset=self.at, rule="Method")
+        if member.method == STORED and member.stored_nbytes != member.nbytes:
+            raise self._broken(f"{member.stored_nbytes} bytes are stored of {member.nbytes}")
+        if nbytes > self._left:
+            raise self._broken(f"{what}: {nbytes} bytes, but {self._left} are left")
+        self._cursor.at = self.at + member.stored_nbytes - self._stored_left
+        taken = (self._copied if member.method == STORED else self._inflated)(nbytes, what)
+        self._left -= nbytes
+        self._crc = zlib.crc32(taken, self._crc)
+        return taken
+
+    def rest(self) -> Part:
+        """Describe what is left as bytes, with their checksum if the archive has one."""
+        member, left = self._member, self._left
+        crc = joined_crc(self._crc, member.crc, left)
+        digest = f"crc32:{crc:08x}" if member.crc else None
+        if member.method != DEFLATED:
+            at = self.at + member.stored_nbytes - self._stored_left
+            return Part("uint8", (self._stored_left,), at, self._stored_left, digest=digest)
+        skip = member.nbytes - left
+        return Part(
+            "uint8",
+            (left,),
+            self.at,
+            member.stored_nbytes,
+            "deflate",
+            left,
+            digest,
+            "decoded",
+            skip=skip,
+        )
+
+    def _copied(self, nbytes: int, what: str) -> bytes:
+        self._stored_left -= nbytes
+        return self._cursor.take(nbytes, what)
+
+    def _inflated(self, nbytes: int, what: str) -> bytes:
+        while len(self._decoded) < nbytes:
+            fresh = self._cursor.take(min(self._stored_left, 512), what)
+            self._stored_left -= len(fresh)
+            try:
+                data = self._inflater.unconsumed_tail + fresh
+                decoded = self._inflater.decompress(data, nbytes - len(self._decoded))
+            except zlib.error as error:
+                raise self._broken(f"{what} does not decode: {error}") from error
+            if not decoded and not self._stored_left:
+                raise self._broken(f"{what}: the content ends before")
+            self._decoded += decoded
+        taken, self._decoded = self._decoded[:nbytes], self._decoded[nbytes:]
+        return taken
+
+    def _broken(self, reason: str) -> FormatError:
+        return _broken(self._member, reason, self.at)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class NewMember(NamedTuple):
+    """A member that is written: the data of a tensor after some bytes."""
+
+    name: str
+    tensor: str
+    front: bytes
+    part: Part
+    comment: bytes = b""
+
+
+def plan(new: Sequence[NewMember], *, alignment: int) -> Plan:
+    """Lay out an archive, in which data that are not compressed are aligned where that is known."""
+    extents, placed = [], []
+    at: int | None = 0
+    for each in new:
+        part = replace(each.part, digest="crc32", digest_of="decoded")
+        name = kit.check_text("the name", each.name, each.tensor).encode()
+        if max(len(name), len(each.comment)) > _FULL_16:
+            reason, hint = "a name or a comment of 64 KiB or more", "Rename it"
+            raise UnsupportedError(reason, tensor=each.tensor, rule="Name", hint=hint)
+        front = each.front
+        if part.encoding is not None:
+            # A block that is stored can come before all others.
+            size = len(front).to_bytes(2, "little")
+            front = b"\0" + size + bytes(byte ^ 0xFF for byte in size) + front
+        method = STORED if part.encoding is None else DEFLATED
+        nbytes = len(each.front) + part.nbytes
+        member = Member(each.name, method, 0, 0, nbytes, at or 0, comment=each.comment)
+        aligned = alignment if at is not None and method == STORED else 1
+        header_nbytes = len(_local_header(member, len(front), aligned))
+        gap = header_nbytes + len(front)
+        extents.append(Extent(each.tensor, "data", part, None if at is None else at + gap, gap))
+        placed.append(_Placed(each, member, front, aligned, gap))
+        at = at + gap + part.nbytes if at is not None and method == STORED else None
+    return Plan((), tuple(extents), finish=partial(_finish, placed))
+
+
+class _Placed(NamedTuple):
+    new: NewMember
+    member: Member
+    front: bytes
+    alignment: int
+    gap: int
+
+
+def _finish(
+    placed: Sequence[_Placed], written: Mapping[tuple[str, str], Written]
+) -> tuple[Literal, ...]:
+    """Write what has checksums and sizes: local headers, and the directory."""
+    literals, members, end = [], [], 0
+    for new, planned, front, alignment, gap in placed:
+        place = written[new.tensor, "data"]
+        crc = joined_crc(zlib.crc32(new.front), _crc_of(place), new.part.nbytes)
+        at, stored = place.offset - gap, len(front) + place.nbytes
+        member = planned._replace(crc=crc, stored_nbytes=stored, at=at)
+        literals.append(Literal(at, _local_header(member, len(front), alignment) + front))
+        members.append(member)
+        end = place.offset + place.nbytes
+    return (*literals, Literal(end, _directory(members, end)))
+
+
+def _crc_of(place: Written) -> int:
+    return int(str(place.digest).partition(":")[2], 16)
+
+
+def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:
+    """Write the header before a member, so that what follows its front is aligned.
+
+    Its size does not depend on checksum and stored size, which are known after the data.
+    """
+    name = member.name.encode()
+    version, extra = 20, b""
+    sizes = (member.nbytes, member.stored_nbytes)
+    # Deflate makes what it cannot compress a little larger.
+    if member.nbytes >= 1 << 31:
+        version, extra = 45, b"".join(size.to_bytes(8, "little") for size in sizes)
+        sizes, extra = (_FULL_32, _FULL_32), _EXTRA.pack(_ZIP_64, len(extra)) + extra
+    nbytes = _LOCAL.size + len(name) + len(extra) + front_nbytes
+    if padding := -(member.at + nbytes) % alignment:
+        padding += 0 if padding >= _EXTRA.size else alignment
+        extra += _EXTRA.pack(_PADDING, padding - _EXTRA.size) + bytes(padding - _EXTRA.size)
+    fields = (version, _UTF_8, member.method, 0, _DATE, member.crc, *reversed(sizes))
+    return _LOCAL.pack(b"PK\3\4", *fields, len(name), len(extra)) + name + extra
+
+
+def _directory(members: Sequence[Member], start: int) -> bytes:
+    """Write the directory and the end of an archive whose directory begins at `start`."""
+    entries = b"".join(map(_entry, members))
+    count, nbytes = len(members), len(entries)
+    wide = b""
+    if count >= _FULL_16 or start + nbytes >= _FULL_32:
+        fields = (_END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, start)
+        wide = _END_64.pack(b"PK\6\6", *fields)
+        wide += _LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
+    few, small, near = min(count, _FULL_16), min(nbytes, _FULL_32), min(start, _FULL_32)
+    return entries + wide + _END.pack(b"PK\5\6", 0, 0, few, few, small, near, 0)
+
+
+def _entry(member: Member) -> bytes:
+    name = member.name.encode()
+    numbers = (member.nbytes, member.stored_nbytes, member.at)
+    large = [number for number in numbers if number >= _FULL_32]
+    extra = b"".join(number.to_bytes(8, "little") for number in large)
+    extra = _EXTRA.pack(_ZIP_64, len(extra)) + extra if large else b""
+    nbytes, stored, at = (min(number, _FULL_32) for number in numbers)
+    lengths = (len(name), len(extra), len(member.comment))
+    fields = (20, 20, _UTF_8, member.method, 0, _DATE, member.crc, stored, nbytes)
+    entry = _CENTRAL.pack(b"PK\1\2", *fields, *lengths, 0, 0, 0, at)
+    return entry + name + extra + member.comment
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def joined_crc(first: int, other: int, nbytes: int) -> int:
+    """Join the CRC-32 of some bytes with that of the next `nbytes` bytes.
+
+    With that of all of them as `other` it is that of the next ones: a checksum of a whole member
+    also tells that of the data after a header.
+    """
+    return _product(_power(nbytes), first) ^ other
+
+
+def _product(some: int, other: int) -> int:
+    """Multiply two polynomials modulo that of CRC-32, bits reflected."""
+    product, bit = 0, 1 << 31
+    while some:
+        if some & bit:
+            product ^= other
+            some ^= bit
+        bit >>= 1
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
+
+
+@cache
+def _square(number: int) -> int:
+    """Return x to the power of 2 to the `number`."""
+    return 1 << 30 if not number else _product(_square(number - 1), _square(number - 1))
+
+
+@cache
+def _power(nbytes: int) -> int:
+    """Return what appending so many bytes multiplies a checksum with."""
+    power = 1 << 31
+    for bit in range(nbytes.bit_length()):
+        if nbytes >> bit & 1:
+            power = _product(_square((bit + 3) & 31), power)
+    return power

@@ -1,0 +1,280 @@
+"""What gpt.rs knows of models: their configs, and names of axes of their tensors.
+
+A name is given only where the axis has the size that the config gives, and never guessed from
+the size, since sizes collide. Transformers have their weights as ``[in, out]``; the classifiers of
+vision models theirs as ``[out, in]``. The channels and kernels of convolutions differ from layer
+to layer, so that no one name fits them all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import UnsupportedError
+from xckpt.formats import kit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Names = tuple[str | None, ...]
+
+# By kind and name of the tensor, "*" being the number of a block. Block 3 of 2 has them too:
+# whether the model uses a tensor says nothing about its axes.
+_AXES: Mapping[str, Mapping[str, _Names]] = {
+    "gpt": {
+        "tok_embeddings.weight": ("vocab_size", "embed_dim"),
+        "pos_embeddings": ("context_length", "embed_dim"),
+        "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
+        "blocks.*.attention.b_qkv": ("qkv_dim",),
+        "blocks.*.attention.w_out": ("attn_dim", "embed_dim"),
+        "blocks.*.attention.b_out": ("embed_dim",),
+        "blocks.*.feed_forward.w_in": ("embed_dim", "mlp_hidden_dim"),
+        "blocks.*.feed_forward.b_in": ("mlp_hidden_dim",),
+        "blocks.*.feed_forward.w_out": ("mlp_hidden_dim", "embed_dim"),
+        "blocks.*.feed_forward.b_out": ("embed_dim",),
+        "blocks.*.ln_1.gamma": ("embed_dim",),
+        "blocks.*.ln_1.beta": ("embed_dim",),
+        "blocks.*.ln_2.gamma": ("embed_dim",),
+        "blocks.*.ln_2.beta": ("embed_dim",),
+        "final_ln.gamma": ("embed_dim",),
+        "final_ln.beta": ("embed_dim",),
+        "lm_head": ("embed_dim", "vocab_size"),
+    },
+    "ministral": {
+        "tok_embeddings.weight": ("vocab_size", "embed_dim"),
+        "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
+        "blocks.*.attention.w_out": ("attn_dim", "embed_dim"),
+        "blocks.*.feed_forward.w_gate": ("embed_dim", "mlp_hidden_dim"),
+        "blocks.*.feed_forward.w_up": ("embed_dim", "mlp_hidden_dim"),
+        "blocks.*.feed_forward.w_down": ("mlp_hidden_dim", "embed_dim"),
+        "blocks.*.norm_1.gamma": ("embed_dim",),
+        "blocks.*.norm_2.gamma": ("embed_dim",),
+        "final_norm.gamma": ("embed_dim",),
+        "lm_head": ("embed_dim", "vocab_size"),
+    },
+    "resnet34": {
+        "fc.weight": ("num_classes", "in_features"),
+        "fc.bias": ("num_classes",),
+    },
+    "mobilenet_v2": {
+        "classifier.weight": ("num_classes", "in_features"),
+        "classifier.bias": ("num_classes",),
+    },
+}
+
+# By kind and name of an axis: a sum of products of numbers and keys of the config.
+_SIZES: Mapping[str, Mapping[str, str]] = {
+    "gpt": {
+        "vocab_size": "vocab_size",
+        "context_length": "context_length",
+        "embed_dim": "embed_dim",
+        "attn_dim": "embed_dim",
+        "qkv_dim": "3 * embed_dim",
+        "mlp_hidden_dim": "embed_dim * mlp_ratio",
+    },
+    "ministral": {
+        "vocab_size": "vocab_size",
+        "embed_dim": "embed_dim",
+        "attn_dim": "num_heads * head_dim",
+        "qkv_dim": "num_heads * head_dim + 2 * num_kv_heads * head_dim",
+        "mlp_hidden_dim": "mlp_hidden_dim",
+    },
+    "resnet34": {"num_classes": "num_classes", "in_features": "512"},
+    "mobilenet_v2": {"num_classes": "num_classes", "in_features": "1280"},
+}
+
+# By kind and key that may be missing: the keys whose quotient it is then.
+_QUOTIENTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "ministral": {"head_dim": ("embed_dim", "num_heads")},
+}
+
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+
+
+class ModelAxes:
+    """Names the axes of the tensors of one model; keys of its config may be anything.
+
+    >>> axes = ModelAxes("gpt", {"vocab_size": 19, "embed_dim": 8})
+    >>> axes.of("tok_embeddings.weight", (19, 8)), axes.of("lm_head", (8, 20))
+    (('vocab_size', 'embed_dim'), ('embed_dim', None))
+    """
+
+    __slots__ = ("_axes", "_known", "_sizes")
+
+    def __init__(self, kind: str | None, config: Any) -> None:
+        self._axes = _AXES.get(kind or "", {})
+        self._sizes = _sizes(kind or "", config)
+        self._known: dict[tuple[str, tuple[int, ...]], _Names | None] = {}
+
+    def of(self, name: str, shape: tuple[int, ...]) -> _Names | None:
+        """Name each axis of a tensor that has the size the config gives; None without names."""
+        if not self._axes:
+            return None
+        key = _NUMBER.sub("*", name), shape
+        if key not in self._known:
+            self._known[key] = self._fitting(*key)
+        return self._known[key]
+
+    def _fitting(self, pattern: str, shape: tuple[int, ...]) -> _Names | None:
+        names = self._axes.get(pattern, ())
+        if len(names) != len(shape):
+            return None
+        fitting = tuple(
+            name if name is not None and self._sizes.get(name) == size else None
+            for name, size in zip(names, shape, strict=True)
+        )
+        return fitting if any(fitting) else None
+
+
+def _sizes(kind: str, config: Any) -> dict[str, int | None]:
+    """Compute the size of each axis; None where the config does not tell."""
+    entries = config.items() if type(config) is dict else ()
+    known = {key: n for key, n in entries if type(n) is int and 0 < n <= kit.LARGEST}
+    for key, (dividend, divisor) in _QUOTIENTS.get(kind, {}).items():
+        if type(config) is dict and config.get(key) is None and {dividend, divisor} <= known.keys():
+            quotient, left = divmod(known[dividend], known[divisor])
+            if quotient and not left:
+                known[key] = quotient
+    return {name: _evaluated(size, known) for name, size in _SIZES.get(kind, {}).items()}
+
+
+def _evaluated(size: str, known: Mapping[str, int]) -> int | None:
+    terms = [
+        [int(factor) if factor.isdigit() else known.get(factor) for factor in term.split(" * ")]
+        for term in size.split(" + ")
+    ]
+    products = [prod(factor for factor in term if factor is not None) for term in terms]
+    return None if any(None in term for term in terms) else sum(products)
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+LARGEST_CONFIG = 1 << 26
+
+# As serde_json, which the reference reader uses.
+_DEEPEST = 127
+_COUNTS = 1 << 64
+
+_GPT_COUNTS = (
+    "vocab_size",
+    "context_length",
+    "embed_dim",
+    "num_layers",
+    "num_heads",
+    "mlp_ratio",
+)
+_STREAMING_COUNTS = (
+    "device_budget_bytes",
+    "cache_budget_cap_bytes",
+    "prefetch_layers",
+    "small_param_persist_threshold",
+)
+
+
+class ModelConfig(NamedTuple):
+    """What a config says of the model, and all of it as attributes of the file."""
+
+    kind: str | None
+    config: Any
+    attrs: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+def parse_config(data: bytes, offset: int) -> ModelConfig:
+    """Read a config; whatever else is JSON is kept with a warning: the tensors do not need it."""
+    value = _strict(data, offset)
+    if type(value) is dict and type(value.get("kind")) is str:
+        config = value.setdefault("config", None)
+        return ModelConfig(value["kind"], config, value)
+    if _is_gpt_config(value):
+        return ModelConfig("gpt", value, {"kind": "gpt", "config": value})
+    warning = (
+        "the config has no kind of model and is not the bare config of a gpt: gpt.rs refuses it"
+    )
+    return ModelConfig(None, value, {"config": value}, (warning,))
+
+
+def _strict(data: bytes, offset: int | None = None) -> Any:
+    return kit.decode_json(
+        data,
+        "the config",
+        deepest=_DEEPEST,
+        rule="ConfigJson",
+        offset=offset,
+        repeated=lambda _key: None,
+    )
+
+
+def _is_gpt_config(value: Any) -> bool:
+    """Whether gpt.rs reads this as a config of its GPT; what else it has does not matter."""
+    if type(value) is not dict or type(value.get("dropout")) not in {int, float}:
+        return False
+    counts = [value.get(key) for key in _GPT_COUNTS]
+    if not all(type(count) is int and 0 <= count < _COUNTS for count in counts):
+        return False
+    return _are_overrides(value.get("functional_overrides", {}))
+
+
+def _are_overrides(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_policy, value.values()))
+
+
+def _is_policy(value: Any) -> bool:
+    """Whether this is a policy: ``""``, ``force=<impl>``, ``benchmark[(cache=N)]``."""
+    if type(value) is not str:
+        return False
+    text = value.strip()
+    if not text or text.startswith("force=") or text.lower() == "benchmark":
+        return True
+    if not (text.startswith("benchmark(") and text.endswith(")")):
+        return False
+    options = (option.strip() for option in text[len("benchmark(") : -1].split(","))
+    return all(map(_is_cache_size, filter(None, options)))
+
+
+def _is_cache_size(option: str) -> bool:
+    digits = option.removeprefix("cache=").removeprefix("+")
+    is_number = option.startswith("cache=") and digits.isascii() and digits.isdigit()
+    return is_number and len(digits.lstrip("0")) <= 20 and 0 < int(digits) < _COUNTS
+
+
+def write_config(kind: str, config: Any, more: Mapping[str, Any]) -> bytes:
+    """Write a config as gpt.rs's exporter does: compact, in ASCII, keys as they are."""
+    value = {"kind": kind, "config": config, **more}
+    if "runtime" in more and not _is_runtime(more["runtime"]):
+        reason = "the attribute runtime is not a runtime config that gpt.rs takes"
+        raise UnsupportedError(reason, rule="ConfigRuntime", hint="Correct it, or remove it")
+    try:
+        return _json_that_comes_back(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedError(
+            f"kind and config cannot be written as JSON: {error}",
+            rule="ConfigJson",
+            hint="It takes dicts with text as keys, lists, texts, finite numbers, booleans, None",
+        ) from error
+
+
+def _json_that_comes_back(value: Any) -> bytes:
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    if len(data) > LARGEST_CONFIG:
+        raise ValueError(f"{len(data)} bytes are more than {LARGEST_CONFIG}")
+    # Keys that are numbers become texts, and tuples lists.
+    if _strict(data) != value:
+        raise ValueError("something else would come back")
+    return data
+
+
+def _is_runtime(value: Any) -> bool:
+    """Whether gpt.rs takes this as a runtime config; it ignores keys that it does not know."""
+    if type(value) is not dict or not _are_overrides(value.get("functional_overrides", {})):
+        return False
+    streaming = value.get("weight_streaming", {})
+    if type(streaming) is not dict or type(streaming.get("enabled", False)) is not bool:
+        return False
+    counts = [streaming.get(key) for key in _STREAMING_COUNTS]
+    return type(streaming.get("device_weights_percent")) in {int, float, type(None)} and all(
+        count is None or (type(count) is int and 0 <= count < _COUNTS) for count in counts
+    )

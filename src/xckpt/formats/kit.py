@@ -1,0 +1,442 @@
+"""What several formats share: fields in bounds, strict JSON and CBOR, checks, names of axes.
+
+It is as pure as the formats are. What comes from a file is a `FormatError` where it breaks a rule,
+what cannot be written an `UnsupportedError`; who calls knows the offset, the tensor and the rule,
+and fills them in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from math import isfinite, prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.errors import FormatError, UnsupportedError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from struct import Struct
+
+    from xckpt.index import Tensor
+
+# --- fields of a file -----------------------------------------------------------------------------
+
+# Windows grow while a file is read through, and shrink where data are jumped over: of data as
+# little as possible is read, and what a file claims to hold is read in pieces.
+_SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
+
+
+class Bytes(Protocol):
+    """What a cursor reads from."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return exactly `nbytes` bytes."""
+
+
+class Cursor:
+    """Reads a file field by field from byte `at` on, a window at a time; `at` may be set.
+
+    Nothing is allocated by what a file claims: a field that is not in the file, or not in the area
+    that was entered, is a `FormatError` of the rule Truncated.
+    """
+
+    __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "_window", "at")
+
+    def __init__(self, source: Bytes, at: int = 0) -> None:
+        self._source = source
+        self._buffer = b""
+        self._base = at
+        self._area = "the file"
+        self._end = source.size
+        self._window = _SMALLEST_WINDOW
+        self.at = at
+
+    @property
+    def left(self) -> int:
+        """How many bytes are left of the file, or of the area that was entered."""
+        return self._end - self.at
+
+    def enter(self, nbytes: int, area: str) -> None:
+        """Stay within the next `nbytes` bytes, which messages call `area`."""
+        self._require(nbytes, area)
+        self._area = area
+        self._end = self.at + nbytes
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        """Read the next bytes, exactly so many."""
+        if nbytes > self._end - self.at:
+            self._require(nbytes, what)
+        start = self.at - self._base
+        stop = start + nbytes
+        if start < 0 or stop > len(self._buffer):
+            start, stop = self._fill(nbytes)
+        self.at += nbytes
+        return self._buffer[start:stop]
+
+    def _fill(self, nbytes: int) -> tuple[int, int]:
+        """Move the window here, and return where the next bytes are in it."""
+        is_next = self._base <= self.at <= self._base + len(self._buffer)
+        self._window = min(2 * self._window, _LARGEST_WINDOW) if is_next else _SMALLEST_WINDOW
+        size = max(nbytes, min(self._window, self.left))
+        self._buffer = bytes(self._source.read(self.at, size))
+        self._base = self.at
+        return 0, nbytes
+
+    def fields(self, kind: Struct, what: str) -> tuple[Any, ...]:
+        """Read the next fields of fixed size."""
+        return kind.unpack(self.take(kind.size, what))
+
+    def number(self, kind: Struct, what: str) -> int:
+        """Read the next number; `kind` has one field."""
+        found: int = kind.unpack(self.take(kind.size, what))[0]
+        return found
+
+    def text(self, nbytes: int, what: str, rule: str = "Utf8") -> str:
+        """Read the next bytes as UTF-8."""
+        at = self.at
+        try:
+            return self.take(nbytes, what).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{what} is not UTF-8: {error}", offset=at, rule=rule) from error
+
+    def skip(self, nbytes: int, what: str) -> None:
+        """Go on after the next bytes without reading them."""
+        self._require(nbytes, what)
+        self.at += nbytes
+
+    def _require(self, nbytes: int, what: str) -> None:
+        if nbytes > self.left:
+            raise FormatError(
+                f"{what}: {nbytes} bytes, but {self.left} are left of {self._area}",
+                offset=self.at,
+                rule="Truncated",
+            )
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def decode_json(
+    data: bytes,
+    what: str,
+    *,
+    deepest: int | None,
+    rule: str = "Json",
+    offset: int | None = None,
+    parse_int: Callable[[str], Any] = int,
+    repeated: Callable[[str], object] | None = None,
+) -> Any:
+    """Decode JSON as strict parsers do: no NaN, no number out of range, no lone surrogate.
+
+    At most `deepest` levels, unless the caller looks to that. `repeated` is called with each key
+    that an object has twice, of which the last counts; without it that is an error. Errors have
+    the rule and the offset.
+    """
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            for key, times in Counter(key for key, _ in pairs).items():
+                if times > 1:
+                    (repeated or _refuse_repeated)(key)
+        return found
+
+    try:
+        value = json.loads(
+            data.decode(),
+            object_pairs_hook=members,
+            parse_int=parse_int,
+            parse_float=finite,
+            parse_constant=finite,
+        )
+        if b"\\u" in data:
+            # Python lets lone surrogates pass, but cannot encode them.
+            json.dumps(value, ensure_ascii=False).encode()
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors.
+    except (ValueError, RecursionError) as error:
+        reason = shown(str(error))[1:-1]
+        reason = f"{what} is not valid JSON: {reason}"
+        raise FormatError(reason, offset=offset, rule=rule) from error
+    if deepest is not None and is_deeper(value, deepest):
+        reason = f"{what} is nested deeper than {deepest} levels"
+        raise FormatError(reason, offset=offset, rule=rule)
+    return value
+
+
+def _refuse_repeated(key: str) -> None:
+    raise ValueError(f"duplicate key {shown(key)}")
+
+
+def finite(digits: str) -> float:
+    """Read a number of JSON as a float, which must have a place for it."""
+    number = float(digits)
+    if not isfinite(number):
+        raise ValueError(f"number out of range: {shown(digits)}")
+    return number
+
+
+def integer_64(digits: str) -> int | float:
+    """Read an integer as serde_json does: -0 and what 64 bits do not hold are floats."""
+    return int(digits) if len(digits) <= 20 and digits != "-0" else finite(digits)
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and dicts are nested deeper than so many levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        containers = [item for item in level if type(item) in {dict, list}]
+        if not containers:
+            return False
+        level = [
+            item
+            for container in containers
+            for item in (container.values() if type(container) is dict else container)
+        ]
+    return True
+
+
+# --- CBOR -----------------------------------------------------------------------------------------
+
+
+class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
+    """One function as the decoder of every semantic tag, so that cbor2 uses none of its own."""
+
+    def __init__(self, tagged: Callable[[int, Any], Any]) -> None:
+        self._tagged = tagged
+
+    def __missing__(self, tag: int) -> Callable[[Any, bool], Any]:
+        return lambda value, _hashable: self._tagged(tag, value)
+
+
+def decode_cbor(
+    data: bytes,
+    *,
+    tagged: Callable[[int, Any], Any],
+    deepest: int = 128,
+    indefinite: bool = True,
+) -> tuple[Any, int]:
+    """Decode the first CBOR value in some bytes; return it and its size.
+
+    cbor2 does it, with three traps closed: it runs semantic tags (a tag can compile a regular
+    expression, parse a date, or tie a list to itself), keeps the last of two equal keys, and nests
+    without end. ``tagged(tag, value)`` gives the meaning of a tag.
+    """
+    from io import BytesIO
+
+    import cbor2
+
+    stream = BytesIO(data)
+    decoder = cbor2.CBORDecoder(
+        stream,
+        semantic_decoders=_EveryTag(tagged),
+        allow_duplicate_keys=False,
+        max_depth=deepest,
+        allow_indefinite=indefinite,
+    )
+    try:
+        return decoder.decode(), stream.tell()
+    # Besides its own errors: TypeError and ValueError from keys that cannot be hashed.
+    except (cbor2.CBORError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+        # cbor2 has one error class for all of these.
+        rule = "CborDepth" if "nesting depth" in str(error) else "CborSyntax"
+        rule = "CborDuplicateKey" if "Duplicate map key" in str(error) else rule
+        raise FormatError(f"not CBOR: {shown(reason)[1:-1]}", rule=rule) from error
+
+
+_UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP = range(6)
+_SIMPLE = {False: b"\xf4", True: b"\xf5", None: b"\xf6"}
+
+
+def encode_cbor(value: Any) -> bytes:
+    """Encode a value as core deterministic CBOR (RFC 8949, section 4.2.1).
+
+    It is made of dict, list, str, bytes, int of 64 bits, float, bool and None. The canonical
+    encoding of cbor2 is that of RFC 7049, which has another order of keys of several types.
+
+    >>> encode_cbor({"b": [1, -1], "a": 0.5}).hex(" ")
+    'a2 61 61 f9 38 00 61 62 82 01 20'
+    """
+    pieces: list[bytes] = []
+    _encode(value, pieces.append)
+    return b"".join(pieces)
+
+
+def _encode(value: Any, put: Callable[[bytes], None]) -> None:
+    kind = type(value)
+    if kind is str:
+        data = value.encode()
+        put(_head(_TEXT, len(data)) + data)
+    elif kind is int:
+        put(_head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, ~value))
+    elif kind is dict:
+        put(_head(_MAP, len(value)))
+        keys = [(encode_cbor(key), item) for key, item in value.items()]
+        for key, item in sorted(keys, key=itemgetter(0)):
+            put(key)
+            _encode(item, put)
+    elif kind is list:
+        put(_head(_ARRAY, len(value)))
+        for item in value:
+            _encode(item, put)
+    elif kind is bytes:
+        put(_head(_BYTES, len(value)) + value)
+    elif kind is float:
+        import cbor2
+
+        put(cbor2.dumps(value, canonical=True))
+    else:
+        put(_SIMPLE[value])
+
+
+def _head(major: int, argument: int) -> bytes:
+    if argument < 24:
+        return bytes((major << 5 | argument,))
+    for code, size in ((24, 1), (25, 2), (26, 4)):
+        if argument < 1 << 8 * size:
+            return bytes((major << 5 | code,)) + argument.to_bytes(size, "big")
+    return bytes((major << 5 | 27,)) + argument.to_bytes(8, "big")
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+#: Of an array of numpy.
+MOST_AXES = 64
+LARGEST = (1 << 63) - 1
+
+_LARGEST_BITS = {
+    name: max(element.bits, ELEMENT_TYPES[element.decoded].bits)
+    for name, element in ELEMENT_TYPES.items()
+}
+
+
+def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
+    """Whether numpy has no array of a shape, stored or decoded; an unknown type may be of any size.
+
+    An extent of zero does not make up for the others: numpy wants them to be countable in bytes.
+    """
+    count = prod(shape) or prod(filter(None, shape))
+    # Most tensors; counts of more than 128 bits an element are compared exactly.
+    return count > LARGEST >> 4 and _LARGEST_BITS.get(dtype or "", 128) * count // 8 > LARGEST
+
+
+def check_text(what: str, text: str, tensor: str | None = None) -> str:
+    """Return text that is to be written, which UTF-8 must have: no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedError(
+            f"{what} {shown(text)} has lone surrogates, which are not characters",
+            tensor=tensor,
+            rule="Name",
+            hint="Rename it",
+        ) from None
+    return text
+
+
+def as_text(name: str, value: Any, *, nan: bool = False) -> str:
+    """Return an attribute of a file as text: what is not text as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=nan)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = f"the attribute {shown(str(name))} cannot be text: {error}"
+        hint = "Make it text, or remove it from ds.attrs"
+        raise UnsupportedError(reason, rule="Metadata", hint=hint) from None
+
+
+def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
+    """Find ranges of bytes that begin within another one: where, whose, and whose that is.
+
+    Each is (start, end, name). Empty ranges overlap nothing.
+    """
+    found = []
+    reached, owner = 0, ""
+    for start, end, name in sorted(ranges):
+        if start < end:
+            if start < reached:
+                found.append((start, name, owner))
+            if end > reached:
+                reached, owner = end, name
+    return found
+
+
+class Notes:
+    """What a user should know of a file, in one short text for each reason."""
+
+    __slots__ = ("_notes",)
+
+    def __init__(self) -> None:
+        self._notes: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, where: str) -> None:
+        """Count a reason to warn; the first place that has it is named."""
+        count, first = self._notes.get(reason, (0, where))
+        self._notes[reason] = (count + 1, first)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return the texts, for `Index.warnings`."""
+        return tuple(
+            f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
+            for reason, (count, first) in self._notes.items()
+        )
+
+
+# --- names of axes --------------------------------------------------------------------------------
+
+#: The attribute that has names of axes, in formats that have room for texts but not for them. It
+#: is JSON, names of tensors to a name for each axis, null where an axis has none:
+#: ``{"conv.weight":["out","in",null,null]}``. Tensors without a named axis are left out.
+DIMS_KEY = "xckpt.dims"
+
+
+def dims_text(tensors: Mapping[str, Tensor]) -> str | None:
+    """Write the names of axes of tensors as one text, whatever their order; None without names.
+
+    >>> from xckpt.index import Tensor
+    >>> dims_text({"w": Tensor("w", "float32", (2, 3), {}, dims=("row", None))})
+    '{"w":["row",null]}'
+    """
+    named = {name: tensor.dims for name, tensor in tensors.items() if any(tensor.dims or ())}
+    if not named:
+        return None
+    return json.dumps(named, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+
+
+def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
+    """Return tensors with the names of axes that a file has for them.
+
+    These are no reason to refuse a file: what is malformed or does not fit a tensor is ignored.
+    """
+    try:
+        named = json.loads(text) if type(text) is str else None
+    except (ValueError, RecursionError):
+        named = None
+    if type(named) is not dict:
+        return tensors
+    return {
+        name: replace(tensor, dims=tuple(named[name]))
+        if name in named and _fits(named[name], tensor)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _fits(dims: Any, tensor: Tensor) -> bool:
+    return type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims))
+
+
+def _is_name(value: Any) -> bool:
+    if type(value) is not str:
+        return value is None
+    # Lone surrogates, which JSON can spell, cannot be printed.
+    return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)

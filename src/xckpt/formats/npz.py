@@ -1,0 +1,193 @@
+r"""NumPy's files: arrays in a zip archive (``.npz``) and one array (``.npy``), versions 1.0 to 3.0.
+
+An array is a head and its elements; integers are little-endian::
+
+    "\x93NUMPY"  major u8, minor u8     1.0, 2.0 or 3.0
+    length u16, in 2.0 and 3.0 u32      of the text, at most 65536
+    text, padded with spaces to "\n"    in Latin-1, in 3.0 in UTF-8
+    elements
+
+The text is a literal of Python with exactly three keys; it is never evaluated::
+
+    {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
+
+``descr`` is a byte order (``<``, ``>``, ``|``), a kind, and a size in bytes. Other types are listed
+and not read: text, dates, records, and objects, which are pickles and never loaded.
+
+In an archive each member is such an array, stored or deflated, and called by a key and ``.npy``;
+where members ``x`` and ``x.npy`` are both there, they keep their names. Other members are left out.
+One that is encrypted or compressed otherwise is listed and not read. The directory has the CRC-32
+of head and elements, and thus of the elements. The array of an ``.npy`` file is called ``arr_0``.
+
+Version 1.0 is written. Elements begin at multiples of 64 bytes; deflated ones follow their head,
+which is a block of its own. The names of axes of an array are in the comment of its member.
+
+References: numpy/lib/_format_impl.py and _npyio_impl.py of github.com/numpy/numpy, 2.3; for
+archives `xckpt.formats.archive`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from xckpt.dtypes import nbytes_of
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, archive, kit
+from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
+_LENGTHS = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
+_KEYS = ["descr", "fortran_order", "shape"]
+_TYPES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64"}
+_TYPES |= {f"{kind[0]}{n}": f"{kind}{8 * n}" for kind in ("int", "uint") for n in (1, 2, 4, 8)}
+_TYPES |= {"c8": "complex64", "c16": "complex128"}
+# Nothing in it can be called. Python 2 wrote integers with an L.
+_LITERAL = re.compile(r"(?:[\s{}()\[\],:]|True|False|\d+L?|'[^'\\\n]*'|\"[^\"\\\n]*\")*")
+
+
+class Npz(Format):
+    """NumPy's archives of arrays (``.npz``) and single arrays (``.npy``)."""
+
+    name = "npz"
+    description = "NumPy files"
+    suffixes = (".npz", _SUFFIX)
+    types = _TYPES
+    can = Can(
+        types=(*_TYPES.values(),), compressions=("deflate",), digests=("crc32",), orders=("C", "F")
+    )
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether it is an array, or an archive whose first member is one."""
+        if not head.startswith(b"PK\3\4"):
+            return head.startswith((_MAGIC, b"PK\5\6"))  # which is an archive of nothing
+        return archive.first_name(head).endswith(_SUFFIX) or _MAGIC in head
+
+    def read(self, source: Readable) -> Index:
+        """Read the heads of all arrays."""
+        start = bytes(source.read(0, min(8, source.size)))
+        is_single, notes = start.startswith(_MAGIC), kit.Notes()
+        version = ".".join(map(str, start[6:])) if is_single else ""
+        found = archive.whole(source, "arr_0.npy") if is_single else archive.contents(source)
+        tensors, size = _arrays(found, notes), source.size
+        texts = notes.warnings()
+        return Index(self.name, version, tensors, {}, source.name, size, warnings=texts)
+
+    def plan(self, index: Index) -> Plan:
+        """Lay out an archive; where the path ends in ``.npy``, the file of one array."""
+        self.check(index)
+        tensors = index.tensors.values()
+        if not index.source.lower().endswith(_SUFFIX):
+            return archive.plan([self._member(tensor) for tensor in tensors], alignment=_ALIGNMENT)
+        if len(tensors) != 1:
+            reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
+            raise UnsupportedError(reason, rule="Count")
+        [tensor] = tensors
+        head = Literal(0, self._head(tensor))
+        part = replace(tensor.parts["data"], encoding=None, digest=None)
+        extent = Extent(tensor.name, "data", part, len(head.data))
+        return Plan((head,), (extent,), nbytes=len(head.data) + part.nbytes)
+
+    def _member(self, tensor: Tensor) -> archive.NewMember:
+        name, part = tensor.name + _SUFFIX, tensor.parts["data"]
+        comment = (kit.dims_text({tensor.name: tensor}) or "").encode()
+        return archive.NewMember(name, tensor.name, self._head(tensor), part, comment)
+
+    def _head(self, tensor: Tensor) -> bytes:
+        spelled = self.spelled[tensor.dtype]
+        descr = ("|" if spelled[1:] == "1" else "<") + spelled
+        values = (descr, tensor.order == "F", tensor.shape)
+        text = repr(dict(zip(_KEYS, values, strict=True))).encode()
+        text += b" " * (-(len(text) + 11) % _ALIGNMENT) + b"\n"
+        return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
+
+
+def _read_head(take: Callable[[int, str], bytes]) -> list[Any]:
+    """Read ``descr``, ``fortran_order`` and ``shape``."""
+    start = take(8, "the head of an array")
+    version = start[6:]
+    if not start.startswith(_MAGIC):
+        raise FormatError(f"an array begins {start[:6]!r}", rule="Magic")
+    if version not in _LENGTHS:
+        raise UnsupportedError(f"an array of version {version[0]}.{version[1]}", rule="Version")
+    nbytes = int.from_bytes(take(_LENGTHS[version], "the head of an array"), "little")
+    if nbytes > _LONGEST_TEXT:
+        raise UnsupportedError(f"a head of {nbytes} > {_LONGEST_TEXT} bytes", rule="Head")
+    data = take(nbytes, "the head of an array")
+    try:
+        text = data.decode("utf-8" if version == b"\3\0" else "latin-1").strip()
+        fields = _LITERAL.fullmatch(text) and ast.literal_eval(re.sub(r"(\d)L", r"\1", text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise FormatError(f"the head of an array does not parse: {error}", rule="Head") from error
+    if type(fields) is not dict or sorted(map(str, fields)) != _KEYS:
+        raise FormatError(f"the head of an array is {shown(text)}", rule="Head")
+    return [fields[key] for key in _KEYS]
+
+
+def _tensor(name: str, head: list[Any], rest: Part, notes: kit.Notes) -> Tensor:
+    """Describe an array, of which the rest has the elements as bytes."""
+    descr, is_fortran, shape = head
+    is_plain = type(descr) is str and (descr[:1] in {"<", ">"} or descr[:1] + descr[2:] == "|1")
+    dtype = _TYPES.get(descr[1:]) if is_plain else None
+    sizes = shape if type(shape) is tuple and type(is_fortran) is bool else (None,)
+    if [n for n in sizes if type(n) is not int or n < 0] or len(sizes) > kit.MOST_AXES:
+        raise FormatError(f"no array is {shown(repr(head))}", rule="Head")
+    if kit.is_oversized(sizes, dtype):
+        raise FormatError(f"no array is as large as {shown(str(sizes))}", rule="Shape")
+    if dtype is None:
+        reason = f"elements of the type {shown(str(descr))} are not read"
+        reason += ": objects are pickles, which are never loaded" if "O" in str(descr) else ""
+        return _unread(name, str(descr)[:99], shape, rest, reason)
+    nbytes, left = nbytes_of(dtype, prod(shape)), prod(rest.shape or ())
+    if nbytes > left:
+        raise FormatError(f"{nbytes} bytes of elements, but {left} are left", rule="Truncated")
+    if nbytes < left:
+        notes.add("bytes after the array are ignored", f"tensor {shown(name)}")
+        rest = replace(rest, digest=None)
+    of: Any = {"nbytes" if rest.encoding is None else "decoded_nbytes": nbytes}
+    of["byteorder"] = "big" if descr[0] == ">" else "little"
+    part = replace(rest, dtype=dtype, shape=shape, **of)
+    return Tensor(name, dtype, shape, {"data": part}, order="F" if is_fortran else "C")
+
+
+def _unread(name: str, dtype: str, shape: tuple[int, ...], rest: Part, reason: str) -> Tensor:
+    problem = UnsupportedError(reason, offset=rest.offset, rule="Unread")
+    return Tensor(name, dtype, shape, {"data": rest}, problem=problem)
+
+
+def _arrays(
+    contents: Iterable[tuple[archive.Member, archive.Content]], notes: kit.Notes
+) -> dict[str, Tensor]:
+    found: dict[str, tuple[Tensor, bytes]] = {}
+    for member, content in contents:
+        name = member.name
+        try:
+            tensor = _tensor(name, _read_head(content.take), content.rest(), notes)
+        except UnsupportedError as error:
+            rest = content.rest()
+            tensor = _unread(name, "unknown", rest.shape or (), rest, error.reason)
+        except FormatError as error:
+            if not name.endswith((_SUFFIX, "/")):
+                notes.add("not an array, and left out", f"member {shown(name)}")
+            if not name.endswith(_SUFFIX):
+                continue
+            error.offset = content.at if error.offset is None else error.offset
+            raise error.located(tensor=name) from error.__cause__
+        found[name] = tensor, member.comment
+    times = Counter(name.removesuffix(_SUFFIX) for name in found)
+    kept = {name for name in found if times[name.removesuffix(_SUFFIX)] > 1}
+    tensors: dict[str, Tensor] = {}
+    for member_name, (tensor, comment) in found.items():
+        key = member_name.removesuffix(_SUFFIX)
+        name = member_name if {key, member_name} & kept else key
+        text = comment.decode(errors="replace")
+        tensors |= kit.with_dims({name: replace(tensor, name=name)}, text)
+    return tensors

@@ -1,0 +1,230 @@
+"""safetensors (``.safetensors``).
+
+A length, a JSON header, and the data of all tensors without a gap::
+
+    offset   bytes   what
+    0        8       n, length of the header, little-endian, at most 100,000,000
+    8        n       the header: a JSON object in UTF-8, padded with spaces
+    8 + n            data, little-endian, up to the end of the file
+
+The header begins with ``{`` and names every tensor; ``data_offsets`` count from ``8 + n``, the
+second is exclusive::
+
+    {"__metadata__": {"format": "pt"},
+     "embed.weight": {"dtype": "BF16", "shape": [512, 64], "data_offsets": [0, 65536]}}
+
+``__metadata__`` is optional, or null, and maps text to text. Other fields of a tensor are ignored.
+Elements are in C order. Tensors whose size in bits is not a multiple of 8 are not allowed. In the
+order of their offsets the tensors tile the data: the first begins at 0, each begins where the one
+before it ends, and the last ends with the file. A tensor without elements has an empty range.
+
+The header is what serde_json takes for JSON: no NaN, no lone surrogate, no number beyond a
+64-bit float, at most 127 levels. Duplicate keys are not allowed. The package lets some of them
+pass, and leading blanks, and a tensor written as an array of its fields; here these are errors.
+So are shapes that numpy cannot represent.
+How 6-bit elements share bytes is not said: their tensors are listed, and their values not read.
+
+Files are written byte for byte as the package does: wide elements first, then by name; data begin
+at a multiple of 8. (Of several metadata it chooses an order by chance.) An attribute that is not
+text is JSON text; names of axes are one text in ``__metadata__``, which other readers ignore.
+
+References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
+rules have the names of its ``SafeTensorError``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan
+
+_LARGEST_HEADER = 100_000_000
+_RULE = "InvalidHeaderDeserialization"
+_BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
+_DEEPEST = 127
+
+# In the order of the package's enumeration of them: it writes the last ones first.
+_TYPES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn",  # two in a byte, the first in its low half
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_BITS = {spelled: ELEMENT_TYPES[dtype].bits for spelled, dtype in _TYPES.items()}
+_BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
+_RANKS = {dtype: -rank for rank, dtype in enumerate(_TYPES.values())}
+
+
+class Safetensors(Format):
+    """safetensors (``.safetensors``)."""
+
+    name = "safetensors"
+    description = "safetensors files"
+    suffixes = (".safetensors",)
+    types = _TYPES
+    can = Can(types=tuple(_TYPES.values()), file_attrs=None)
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
+        length = int.from_bytes(head[:8], "little")
+        return length <= _LARGEST_HEADER and _BEGINNING.match(head, 8) is not None
+
+    def read(self, source: Readable) -> Index:
+        """Read the header; tensors are in the order of their data."""
+        header = _header(source)
+        options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
+        entries = kit.decode_json(header, "the header", deepest=None, **options)
+        if (attrs := entries.pop("__metadata__", None)) is None:
+            attrs = {}
+        if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
+            raise _broken("'__metadata__' must map text to text")
+        tensors = _tiled(entries, 8 + len(header), source.size)
+        tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
+        return Index(self.name, "", tensors, attrs, source.name, source.size)
+
+    def plan(self, index: Index) -> Plan:
+        """Lay out the header, and the data without a gap."""
+        self.check(index)
+        tensors = sorted(index.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
+        metadata = {str(key): kit.as_text(key, value) for key, value in index.attrs.items()}
+        if dims := kit.dims_text(index.tensors):
+            metadata[kit.DIMS_KEY] = dims
+        entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        ends = [0, *accumulate(map(_nbytes, tensors))]
+        for tensor, offsets in zip(tensors, pairwise(ends), strict=True):
+            entry = {"dtype": self.spelled[tensor.dtype], "shape": tensor.shape}
+            entries[tensor.name] = entry | {"data_offsets": offsets}
+        head = _encoded(entries, index)
+        starts = zip(tensors, ends, strict=False)
+        extents = [Extent(t.name, "data", t.parts["data"], len(head) + at) for t, at in starts]
+        return Plan((Literal(0, head),), tuple(extents), nbytes=len(head) + ends[-1])
+
+
+def _broken(reason: str, rule: str = _RULE, at: int = 8) -> FormatError:
+    return FormatError(reason, offset=at, rule=rule)
+
+
+def _header(source: Readable) -> bytes:
+    if source.size < 8:
+        raise _broken(f"{source.size} bytes are too few for a length", "HeaderTooSmall", 0)
+    length = int.from_bytes(source.read(0, 8), "little")
+    if length > _LARGEST_HEADER:
+        raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
+    if length > source.size - 8:
+        raise _broken(f"a header of {length} bytes is not in the file", "InvalidHeaderLength", 0)
+    header = bytes(source.read(8, length))
+    if not header.startswith(b"{"):
+        raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
+    return header
+
+
+def _tiled(entries: dict[str, Any], start: int, size: int) -> dict[str, Tensor]:
+    """Read the entries of all tensors, whose data must fill the rest of the file."""
+    tensors = []
+    for name, entry in entries.items():
+        try:
+            tensors.append(_tensor(name, entry, start))
+        except CheckpointError as error:
+            raise error.located(tensor=name) from None
+    tensors.sort(key=lambda tensor: (tensor.parts["data"].offset, tensor.nbytes))
+    end = start
+    for tensor in tensors:
+        offset = tensor.parts["data"].offset
+        if offset != end:
+            reason = f"data begin at byte {offset}, but those before end at byte {end}"
+            raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
+        end += tensor.nbytes
+    if end != size:
+        raise _broken(f"data end at byte {end}, but the file at {size}", "MetadataIncompleteBuffer")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(name: str, entry: Any, start: int) -> Tensor:
+    if type(entry) is not dict:
+        raise _broken("a tensor must be an object")
+    # Only what is ignored can be deep: a header has 100,000 tensors.
+    if len(entry) > 3 and kit.is_deeper(entry, _DEEPEST - 1):
+        raise _broken(f"the header is nested deeper than {_DEEPEST} levels")
+    spelled = entry.get("dtype")
+    if type(spelled) is not str:
+        raise _broken("'dtype' must be text")
+    if spelled not in _BITS:
+        reason = f"the element type {shown(spelled)} is not one of {', '.join(_BITS)}"
+        raise UnsupportedError(reason, offset=8, rule="Dtype")
+    shape = _sizes("shape", entry.get("shape"), kit.MOST_AXES)
+    offsets = _sizes("data_offsets", entry.get("data_offsets"), 2)
+    if len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise _broken(f"the offsets {offsets} are not a range", "InvalidOffset")
+    offset, nbytes = start + offsets[0], offsets[1] - offsets[0]
+    dtype = _TYPES.get(spelled)
+    bits = _BITS[spelled] * prod(shape)
+    if bits % 8:
+        raise _broken(f"{bits} bits of data are not whole bytes", "MisalignedSlice")
+    if bits != nbytes * 8:
+        reason = f"{nbytes} bytes of data, but {spelled} {list(shape)} has {bits // 8}"
+        raise _broken(reason, "TensorInvalidInfo")
+    if not bits and kit.is_oversized(shape, dtype):
+        raise _broken(f"the shape {list(shape)} is too large", "ValidationOverflow")
+    if dtype is not None:
+        return Tensor(name, dtype, shape, {"data": Part(dtype, shape, offset, nbytes)})
+    reason = f"how {spelled} elements share bytes is not defined"
+    problem = UnsupportedError(reason, tensor=name, offset=offset, rule="Dtype")
+    parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
+    return Tensor(name, spelled, shape, parts, problem=problem)
+
+
+def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
+    sizes = value if type(value) is list else [None]
+    if len(sizes) > most or [n for n in sizes if type(n) is not int or not 0 <= n <= kit.LARGEST]:
+        raise _broken(f"{field!r} must have at most {most} integers from 0 to {kit.LARGEST}")
+    return tuple(sizes)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return how many bytes a tensor takes, if it can be written."""
+    bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
+    if tensor.name == "__metadata__":
+        reason, rule = "the name has another meaning here: rename it", "Name"
+    elif bits % 8:
+        reason, rule = f"{bits} bits of data are not whole bytes", "MisalignedSlice"
+    else:
+        return bits // 8
+    raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
+
+
+def _encoded(entries: dict[str, Any], index: Index) -> bytes:
+    try:
+        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        for name in index.tensors:
+            kit.check_text("the name", name, name)
+        raise UnsupportedError("an attribute has a lone surrogate", rule="Metadata") from None
+    if len(header) > _LARGEST_HEADER:
+        reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
+        raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header

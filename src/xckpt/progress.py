@@ -1,0 +1,131 @@
+"""Progress in bytes: a bar, a function, or nothing. Whatever takes long reports it here.
+
+A function is called as ``f(done, total)``: bytes that are done, which never become fewer, and all
+bytes. `total` grows where it turns out on the way that more has to be read, as for exact quantiles.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+from uuid import uuid4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    ProgressOption = bool | Callable[[int, int], object] | None
+
+__all__ = ["Progress", "report"]
+
+# What takes less needs no bar, unless one is asked for.
+_DELAY_SECONDS = 0.5
+
+# Tasks of a dask graph are told a name, and find who listens if they run in this process.
+_observers: dict[str, Progress] = {}
+
+
+class Progress:
+    """Counts bytes that are done, from any thread, and shows it.
+
+    Parameters
+    ----------
+    wanted : bool, callable or None
+        True shows a bar, False nothing; None shows a bar in a terminal or notebook, after half a
+        second; a function is called as ``f(done, total)``.
+    what : str
+        Label of the bar.
+    total : int
+        Bytes that are known to be there; `expect` adds more.
+
+    Attributes
+    ----------
+    name : str
+        What `report` knows it by.
+    """
+
+    def __init__(self, wanted: ProgressOption, what: str, total: int = 0) -> None:
+        self.name = uuid4().hex
+        self._done = 0
+        self._total = total
+        self._what = what
+        self._call = wanted if callable(wanted) else None
+        self._delay = 0.0 if wanted is True else _DELAY_SECONDS
+        self._is_shown = wanted is True or (wanted is None and _is_seen())
+        self._bar: Any = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        _observers[self.name] = self
+        if self._total:
+            self.expect(0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _observers.pop(self.name, None)
+        if self._bar is not None:
+            if not self._delay:
+                self._bar.refresh()  # what is done in no time is to be seen as well
+            self._bar.close()
+
+    def expect(self, nbytes: int) -> None:
+        """Add bytes that are to be done."""
+        with self._lock:
+            self._total += nbytes
+            if not self._is_shown:
+                return
+            if self._bar is None:
+                self._bar = _bar(self._total, self._what, self._delay)
+            elif nbytes:
+                self._bar.total = self._total
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that are done."""
+        with self._lock:
+            self._done += nbytes
+            if self._bar is not None:
+                self._bar.update(nbytes)
+            if self._call is not None:
+                self._call(self._done, self._total)
+
+
+def report(observer: str, nbytes: int) -> None:
+    """Count bytes that a task has done; in another process nothing happens."""
+    progress = _observers.get(observer)
+    if progress is not None:
+        progress.advance(nbytes)
+
+
+def _is_seen() -> bool:
+    return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+
+
+def _bar(total: int, what: str, delay: float) -> Any:
+    with warnings.catch_warnings():
+        # That ipywidgets are missing or too old; the bar is text then.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+
+        return tqdm(
+            total=total,
+            desc=what,
+            unit="iB",
+            unit_scale=True,
+            unit_divisor=1024,
+            delay=delay,
+            leave=False,
+            **_size(),
+        )
+
+
+def _size() -> dict[str, int]:
+    """Return a size for terminals that do not tell theirs, where tqdm would show nothing."""
+    try:
+        known = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (AttributeError, OSError, ValueError):
+        return {}
+    assumed = shutil.get_terminal_size()
+    return {} if known else {"ncols": assumed.columns, "nrows": assumed.lines}

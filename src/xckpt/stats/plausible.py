@@ -1,0 +1,290 @@
+"""Whether what was kept of a tensor can be true of it: else it is found again.
+
+A record with a valid checksum may still be wrong: written by another version of this package, or
+made by a program of the same user, whom nothing here can keep from it. What is checked is all that
+follows from the tensor's type, size and rows, and all that one part of a record says of another.
+Numbers that pass are possible, and nothing that is computed from them fails.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from struct import pack, unpack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.stats.blocks import SHORTEST_ROW
+from xckpt.stats.moments import LEAF, runs
+from xckpt.stats.readers import SparseReader
+from xckpt.stats.rows import RowCount
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.stats.comparison import Comparison
+    from xckpt.stats.kinds import Kind
+    from xckpt.stats.reader import Reader
+    from xckpt.stats.sketch import Sketch
+
+__all__ = ["require_comparison", "require_sketch"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Of rounding, far above what there is of it: relative to a sum, and to what a sum may be at most.
+_SLACK = 1e-6
+_NOISE = 1e-9
+# Bits of a code of float32; those of all other kinds are of float64.
+_SHORT_CODE = 16
+# Of what a code stands for, relative to it: its middle is within half of it. Subnormal numbers are
+# less than the smallest normal one from the middle.
+_CODE_WIDTH = 2.0**-7
+_SMALLEST_NORMAL = 2.0**-126
+# Below it, squares lose digits.
+_SMALLEST_SQUARE = 1e-290
+# Beyond it, that of two finite numbers may be infinite.
+_LARGEST_DIFFERENCE = 1e300
+# Powers of two that elements are divided by.
+_LARGEST_EXPONENT = 2048
+
+
+def require_sketch(sketch: Sketch, reader: Reader, stretch: tuple[int, int]) -> None:
+    """Raise a ValueError if a sketch cannot be that of a stretch of a tensor."""
+    kind = reader.kind
+    start, stop = stretch
+    sparse = isinstance(reader, SparseReader)
+    _require(sketch.kind == kind.name and sketch.count == stop - start and not sketch.pieces)
+    _require(0 <= sketch.implied <= (sketch.count if sparse else 0))
+    _require_counts(sketch, kind)
+    zeros = _zeros(sketch, kind)
+    _require(sketch.implied <= zeros)
+    _require_rows(sketch, reader, stretch, zeros)
+    if kind.exact:
+        _require(not sketch.nodes and sketch.low is None and sketch.high is None)
+        _require(not (sketch.nan or sketch.inf or sketch.zero or sketch.negative_zero))
+        _require(sketch.total == 0)
+        return
+    at = sketch.codes.searchsorted(_landmarks(kind.code_bits)).tolist()
+    finite = _require_tallies(sketch, at, kind)
+    if sparse:
+        start, stop = 0, sketch.count - sketch.implied
+    _require_places(sketch.nodes, start, stop)
+    _require(sum(node[0] for _, node in sketch.nodes) == finite - sketch.implied)
+    if finite:
+        _require_extremes(sketch, at, kind)
+        _require_moments(sketch, at, kind, finite)
+    else:
+        _require(sketch.low is None and sketch.high is None and sketch.total == 0)
+        _require(not any(any(node) for _, node in sketch.nodes))
+
+
+def _require(condition: Any) -> None:
+    if not condition:
+        raise ValueError("not what was kept of this tensor")
+
+
+def _require_counts(sketch: Sketch, kind: Kind) -> None:
+    codes, counts = sketch.codes, sketch.counts
+    _require(codes.ndim == counts.ndim == 1 and len(codes) == len(counts))
+    if not len(codes):
+        _require(sketch.count == 0)
+        return
+    bits = kind.bits if kind.bits < 8 and kind.dtype.kind == "V" else kind.code_bits
+    _require(int(codes[-1]) < 1 << bits and bool((codes[1:] > codes[:-1]).all()))
+    _require(int(counts.min()) > 0 and int(counts.max()) <= sketch.count)
+    # None is larger than all; should their sum overflow all the same, it is not this one.
+    _require(int(counts.sum()) == sketch.count < 1 << 62)
+
+
+def _zeros(sketch: Sketch, kind: Kind) -> int:
+    if not kind.exact:
+        return sketch.zero
+    return int(sketch.counts[kind.values[sketch.codes] == 0].sum())
+
+
+def _require_rows(sketch: Sketch, reader: Reader, stretch: tuple[int, int], zeros: int) -> None:
+    sparse = isinstance(reader, SparseReader)
+    row = reader.row if sparse or reader.row >= SHORTEST_ROW else 0
+    _require(sketch.row == row and sketch.dead >= 0)
+    if not row:
+        _require(not sketch.dead and not sketch.open)
+        return
+    _require(sketch.dead * row <= zeros)
+    start, stop = stretch
+    if not sketch.open and (sparse or start % row == stop % row == 0):
+        return
+    expected = RowCount(row)
+    if not sparse and start < stop:
+        expected.add_alive(start, stop - start)
+    seen = {number: (found, True) for number, (found, _) in sketch.open.items()}
+    _require(seen == expected.open and all(type(a) is bool for _, a in sketch.open.values()))
+
+
+def _require_tallies(sketch: Sketch, at: list[int], kind: Kind) -> int:
+    """Check the special numbers against the codes; return how many elements are finite."""
+    counts = sketch.counts
+    _require(0 <= sketch.negative_zero <= sketch.zero and min(sketch.nan, sketch.inf) >= 0)
+    zero, positive, infinity, nan, below, negative, last, rest = at
+    # A NaN may have the code of an infinity, of which it differs in the lower bits.
+    infinite = _sum(counts, infinity, nan) + _sum(counts, last, rest)
+    special = infinite + _sum(counts, nan, below) + _sum(counts, rest, len(counts))
+    _require(sketch.nan + sketch.inf == special and sketch.inf <= infinite)
+    plus_zero, minus_zero = _sum(counts, zero, positive), _sum(counts, below, negative)
+    _require(sketch.negative_zero <= minus_zero)
+    _require(sketch.zero - sketch.negative_zero <= plus_zero)
+    if kind.integer:
+        _require(sketch.zero == plus_zero and not (special or minus_zero))
+    else:
+        _require(sketch.total == 0)
+    return sketch.count - special
+
+
+def _sum(counts: Array, start: int, stop: int) -> int:
+    return int(counts[start:stop].sum()) if start < stop else 0
+
+
+@cache
+def _landmarks(code_bits: int) -> Array:
+    """Return the codes of 0.0, what is next to it, infinity, NaN; then of the same below zero."""
+    sign, infinity = 1 << (code_bits - 1), 0x7F80 if code_bits == 16 else 0x7FF << 7
+    half = (0, 1, infinity, infinity + 1)
+    return np.array([*half, *(sign + code for code in half)], np.uint32)
+
+
+def _require_places(nodes: Sequence[tuple[tuple[int, int], Any]], start: int, stop: int) -> None:
+    """Check that nodes stand for all leaves of a range, merged as far as they go."""
+    first = start // LEAF
+    expected = set(runs(first, -(-stop // LEAF) - first))
+    _require(len(nodes) == len(expected) and {place for place, _ in nodes} == expected)
+
+
+def _require_extremes(sketch: Sketch, at: list[int], kind: Kind) -> None:
+    low, high = sketch.low, sketch.high
+    _require(low is not None and high is not None)
+    if low is None or high is None:
+        return
+    kinds = {int} if kind.integer else {int, float}
+    _require({type(low), type(high)} <= kinds and math.isfinite(low) and low <= high)
+    codes = sketch.codes
+    # Codes ascend with the magnitude, and those below zero come last.
+    _, _, end, _, below, _, last, _ = at
+    least = codes[last - 1] if last > below else codes[0]
+    most = codes[end - 1] if end else codes[below]
+    sign = 1 << (kind.code_bits - 1)
+    for number, expected in ((low, int(least)), (high, int(most))):
+        code = _code(number, kind)
+        # -0.0 and 0.0 are equal.
+        _require(code == expected or {code, expected} == {0, sign})
+
+
+def _code(number: float, kind: Kind) -> int:
+    """Return the code of an element; what its type does not have is an error."""
+    if kind.integer:
+        bounds = np.iinfo(kind.dtype)
+        _require(bounds.min <= number <= bounds.max)
+    form = "<f" if kind.code_bits == _SHORT_CODE else "<d"
+    data = pack(form, number)
+    _require(kind.integer or unpack(form, data) == (number,))
+    return int.from_bytes(data, "little") >> (8 * len(data) - kind.code_bits)
+
+
+def _require_moments(sketch: Sketch, at: list[int], kind: Kind, finite: int) -> None:
+    low, high = float(sketch.low or 0), float(sketch.high or 0)
+    for _, node in sketch.nodes:
+        _require_node(node, low, high)
+    n, upper, lower, m2, m3, m4, exponent = sketch.moments()
+    mean = upper + lower
+    if kind.integer:
+        _require(finite * (sketch.low or 0) <= sketch.total <= finite * (sketch.high or 0))
+        _require(abs(sketch.total / finite - mean) <= _SLACK * max(abs(low), abs(high)))
+    # The sums of powers of the numbers in the middle of the codes are nearly those of the elements.
+    square = mean * mean
+    third = m3 + 3 * mean * m2 + mean * square * n
+    fourth = m4 + 4 * mean * m3 + 6 * square * m2 + square * square * n
+    one, two, three, four = _sums_of_powers(sketch, at, kind, int(exponent))
+    tiny = n * _SMALLEST_NORMAL
+    _require(not abs(mean * n - one) > _CODE_WIDTH * math.sqrt(n * two) + tiny)
+    _require(not abs(m2 + square * n - two) > 2 * _CODE_WIDTH * two + tiny)
+    _require(not abs(third - three) > 3 * _CODE_WIDTH * math.sqrt(two * four) + tiny)
+    _require(not abs(fourth - four) > 4 * _CODE_WIDTH * four + tiny)
+
+
+def _sums_of_powers(sketch: Sketch, at: list[int], kind: Kind, exponent: int) -> list[float]:
+    """Add up powers of the numbers in the middle of the codes; those beyond float64 are NaN."""
+    codes, counts = sketch.codes, sketch.counts.astype(np.float64)
+    if at[4] > at[2] or len(codes) > at[6]:  # there are some that are not finite
+        finite = np.r_[: at[2], at[4] : at[6]]
+        codes, counts = codes[finite], counts[finite]
+    size = kind.itemsize if kind.code_bits == _SHORT_CODE else 8
+    rest = 8 * size - kind.code_bits
+    patterns = codes.astype(f"u{size}") << rest
+    patterns += 1 << (rest - 1)
+    one = patterns.view(f"f{size}").astype(np.float64)
+    if exponent:
+        one = np.ldexp(one, -exponent)
+    two = one * one
+    return [float(counts @ powers) for powers in (one, two, one * two, two * two)]
+
+
+def _require_node(node: Sequence[float], low: float, high: float) -> None:
+    _require(len(node) == 7 and all(type(number) is float for number in node))
+    _require(all(map(math.isfinite, node)))
+    n, upper, lower, m2, m3, m4, exponent = node
+    _require(n >= 0 and n.is_integer() and exponent.is_integer())
+    _require(abs(exponent) <= _LARGEST_EXPONENT)
+    if n == 0:
+        _require(not any(node))
+        return
+    low, high = (math.ldexp(end, -int(exponent)) for end in (low, high))
+    size, width = max(abs(low), abs(high)), high - low
+    slack = _NOISE * size
+    _require(low - slack <= upper + lower <= high + slack)
+    width += slack
+    most = n * width * width
+    _require(0 <= m2 <= most and abs(m3) <= most * width and 0 <= m4 <= most * width * width)
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]) -> None:
+    """Raise a ValueError if a comparison cannot be that of a pair of tensors."""
+    count, equal, finite = found.count, found.equal, found.finite
+    special = count - finite
+    _require(stretch == (0, count) and count == reader.size and 0 <= finite <= count)
+    _require(not found.pieces)
+    _require(min(found.nan, found.inf) >= 0 and found.nan + found.inf <= special)
+    different = finite - (equal - (special - found.nan - found.inf))
+    _require(0 <= different <= finite)
+    largest = found.largest
+    _require(type(largest) is float and largest >= 0 and (largest > 0) == (different > 0))
+    for place, node in found.nodes:
+        _require(all(type(at) is int and 0 <= at < 1 << 60 for at in place) and place[0] < 60)
+        _require_sums(node)
+    if not reader.sides.sparse and equal != count:
+        _require_places(found.nodes, 0, count)
+    if equal == count or not finite:
+        return
+    d, *_, exponent = found.sums()
+    _require((d > 0) <= (different > 0))
+    try:
+        root = math.ldexp(math.sqrt(d), int(exponent))
+    except OverflowError:
+        return
+    # Squares of differences may be too small for float64, or too large.
+    if math.isinf(largest):
+        _require(root > _LARGEST_DIFFERENCE)
+    elif d > _SMALLEST_SQUARE:
+        most = largest * math.sqrt(different)
+        _require(largest * (1 - _SLACK) <= root <= most * (1 + _SLACK))
+
+
+def _require_sums(node: Sequence[float]) -> None:
+    _require(len(node) == 5 and all(type(number) is float for number in node))
+    _require(all(map(math.isfinite, node)))
+    d, a, b, product, exponent = node
+    _require(exponent.is_integer() and abs(exponent) <= _LARGEST_EXPONENT)
+    _require(min(d, a, b) >= 0)
+    _require(abs(product) <= math.sqrt(a) * math.sqrt(b) * (1 + _SLACK))
+    _require(abs((a - product) + (b - product) - d) <= _SLACK * (a + b))

@@ -1,0 +1,104 @@
+"""How much memory one read may take: what cannot fit is refused before it is begun.
+
+The limit is ``xckpt.memory-limit`` of dask's configuration, by default what is available: to the
+machine, and to the control group of this process, which is what a container is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xckpt.errors import TooLargeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["UNCHECKED_NBYTES", "available_nbytes", "require_memory"]
+
+#: Less is never refused.
+UNCHECKED_NBYTES = 1 << 20
+# To ask for what is available takes longer than to read so little.
+_SMALL_NBYTES = 64 << 20
+
+_OPTION = "dask.config.set({'xckpt.memory-limit': '64GiB'}) sets another limit"
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MACHINE = Path("/proc/meminfo")
+
+
+def require_memory(nbytes: int, hint: str = "Select less of it at once") -> None:
+    """Raise `TooLargeError` if a read that takes so much memory may not be begun."""
+    if nbytes < UNCHECKED_NBYTES:
+        return
+    import dask
+    from dask.utils import format_bytes, parse_bytes
+
+    stated = dask.config.get("xckpt.memory-limit", None)
+    if stated is None and nbytes < _SMALL_NBYTES:
+        return
+    limit = available_nbytes() if stated is None else int(parse_bytes(stated))
+    if nbytes <= (sys.maxsize if limit is None else limit):
+        return
+    what = "is available" if stated is None else "is the limit (xckpt.memory-limit)"
+    said = "" if limit is None else f": {format_bytes(limit)} {what}"
+    raise TooLargeError(
+        f"{nbytes} bytes ({format_bytes(nbytes)}) of memory are needed at once, too many{said}",
+        rule="Memory",
+        hint=f"{hint}. {_OPTION}",
+    )
+
+
+def available_nbytes() -> int | None:
+    """Return how many bytes of memory can be had; None where that is not known."""
+    found = [each for each in (_of_machine(), *_of_groups()) if each is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    with suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in _MACHINE.read_text("ascii").splitlines())
+        # With memory that can be written to the swap.
+        free = [int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree")]
+        return sum(free) * 1024
+    with suppress(AttributeError, OSError, ValueError):  # macOS says how much there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _of_groups() -> Iterator[int]:
+    """Give what is left to each control group that this process is in."""
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                names, root = ("memory.max", "memory.current", "inactive_file"), _GROUPS
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                root = _GROUPS / "memory"
+            else:
+                continue
+            # Inside a container the path may be that on the outside; then the root is the group.
+            group = root / path.lstrip("/")
+            for folder in (group, *group.parents):
+                left = _left_to(folder, *names)
+                if left is not None:
+                    yield left
+                if folder == root:
+                    break
+
+
+def _left_to(group: Path, limit: str, used: str, cached: str) -> int | None:
+    with suppress(OSError, ValueError):
+        text = (group / limit).read_text("ascii").strip()
+        if text == "max":
+            return None
+        # Pages of files that were not used lately are dropped when memory is short.
+        statistics = (group / "memory.stat").read_text("ascii").split()
+        dropped = dict(zip(statistics[::2], statistics[1::2], strict=True)).get(cached, 0)
+        return max(0, int(text) - int((group / used).read_text("ascii")) + int(dropped))
+    return None

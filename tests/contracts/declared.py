@@ -1,0 +1,157 @@
+"""What a format declares to be held to its promises: its files, and what is in them.
+
+A format has a module of its name in this folder with a `Declared` called ``DECLARED``. Without
+golden files of its own it gets everything else from `xckpt.save`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from tests.conftest import golden_files
+from xckpt import CheckpointWarning, formats, save
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Want(NamedTuple):
+    """What a variable must be: array, or bytes; None where computing must fail.
+
+    Of `attrs`, None are those that it must not have.
+    """
+
+    values: Array | bytes | None
+    encoding: Mapping[str, Any] = {}
+    attrs: Mapping[str, Any] = {}
+    exact: bool = True  # NaN payloads and signs of NaN too
+
+
+class Expected(NamedTuple):
+    """What a good file must be, decoded and as stored (by name of the variable)."""
+
+    tensors: Mapping[str, Want]
+    stored: Mapping[str, bytes] = {}
+    version: str | None = None
+    attrs: Mapping[str, Any] | None = None
+    warns: bool = False
+    complete: bool = True  # and in this order
+
+
+class Bad(NamedTuple):
+    """A malformed file, and when a reader must say so.
+
+    "open", "read" (of some tensor), "read:NAME", "either" of both or not at all; "warn" where it
+    opens with a warning. Several with a bar between them.
+    """
+
+    file: Any
+    when: str
+
+
+@dataclass(kw_only=True, eq=False)
+class Declared:
+    """The base class; a format overrides what it has."""
+
+    name: str
+    #: Globs of good and of malformed golden files, in the folder of the format.
+    good_patterns: Sequence[str] = ()
+    bad_patterns: Sequence[str] = ()
+    #: Options with which small files are saved.
+    save_options: Sequence[Mapping[str, Any]] = ({},)
+    #: Of malformed files that may be read or refused, those that are read, and whether we warn.
+    tolerated: Mapping[str, bool] = field(default_factory=dict)
+    #: Options of plans in which everything that the format can hold has a place.
+    plan_options: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether errors of opening all say where in the file something is wrong.
+    tells_offsets: bool = True
+    #: Whether the beginning of a file may be a file, of which tensors are missing.
+    may_be_cut: bool = False
+    #: Lengths, by label, at which a file that is cut short is a complete one.
+    also_complete: frozenset[tuple[str, int]] = frozenset()
+
+    def good(self) -> list[Any]:
+        """List good files: paths, or bytes by label."""
+        return [p for each in self.good_patterns for p in golden_files(f"{self.name}/{each}")]
+
+    def bad(self) -> list[Any]:
+        """List malformed files."""
+        return [p for each in self.bad_patterns for p in golden_files(f"{self.name}/{each}")]
+
+    def expected(self, path: Path) -> Expected:
+        """Say what a good file must be."""
+        raise NotImplementedError
+
+    def verdict(self, path: Path) -> Bad:
+        """Say when a malformed file must be refused."""
+        raise NotImplementedError
+
+    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Bring the attributes of a file into the form of the expectation."""
+        return found
+
+    @cache  # noqa: B019  there are as many of them as formats
+    def small_files(self) -> dict[str, bytes]:
+        """Return what `small` makes, made once."""
+        return self.small()
+
+    def small(self) -> dict[str, bytes]:
+        """Make complete files of a few hundred bytes, of each kind there is."""
+        made = {}
+        for number, options in enumerate(self.save_options):
+            with TemporaryDirectory() as folder, warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointWarning)
+                path = Path(folder) / f"small{formats.get(self.name).suffixes[0]}"
+                save(small_dataset(), path, self.name, **options)
+                made[f"saved {number}"] = path.read_bytes()
+        return made
+
+
+def small_dataset() -> xr.Dataset:
+    """Make what every format can hold."""
+    w = np.array([[1.5, -0.0, np.inf], [np.pi, 1e-40, -2]], "f4")
+    return xr.Dataset({"a.w": (("out", "in"), w), "a.b": ("out", np.array([3, 4], "f4"))})
+
+
+def golden_json(path: Path, suffix: str = ".expected.json") -> dict[str, Any]:
+    """Load what a golden file should hold, from the file with its whole name or its stem."""
+    beside = path.with_name(path.name + suffix)
+    beside = beside if beside.exists() else path.with_suffix(suffix)
+    found: dict[str, Any] = json.loads(beside.read_text("utf-8"))
+    return found
+
+
+def golden_arrays(path: Path) -> dict[str, Array]:
+    """Load the arrays that a golden file should hold; none where there are none."""
+    beside = path.with_name(f"{path.name}.expected.npz")
+    beside = beside if beside.exists() else path.with_suffix(".expected.npz")
+    return dict(np.load(beside)) if beside.exists() else {}
+
+
+def widened(bits: Array) -> Array:
+    """Make float32 of the bits of bfloat16."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def assert_same(got: Array, wanted: Array | bytes, *, exact: bool = True) -> None:
+    """Compare values bit by bit, NaN payloads and signs of zero too, or as numbers."""
+    if isinstance(wanted, bytes):
+        assert got.tobytes() == wanted
+        return
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    if exact:
+        assert got.tobytes() == wanted.tobytes()
+    else:
+        np.testing.assert_array_equal(got, wanted)

@@ -1,0 +1,22 @@
+"""What every format in the registry declares; one that does not is an error here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from xckpt import formats
+
+if TYPE_CHECKING:
+    from tests.contracts.declared import Declared
+
+
+def declared(name: str) -> Declared:
+    """Return what a format declares."""
+    found: Declared = import_module(f"tests.contracts.{name}").DECLARED
+    assert found.name == name
+    return found
+
+
+DECLARED = [declared(name) for name in formats.names()]
+WRITTEN = [each for each in DECLARED if formats.get(each.name).can.types]

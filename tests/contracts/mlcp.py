@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.contracts.declared import Bad, Declared, Expected, Want, golden_json, widened
+from tests.formats.mlcp_files import checkpoint, tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+STORED = {"Bool": "bool", "BFloat16": "bfloat16"}
+
+
+class Mlcp(Declared):
+    def expected(self, path: Path) -> Expected:
+        expected, tensors = golden_json(path), {}
+        mode = expected.get("payload_mode", "companion")
+        arrays = {} if mode == "none" else _arrays(path, expected)
+        as_stored = {}
+        for key, name, dtype, where in _listed(path, expected):
+            encoding = {"stored_dtype": STORED.get(dtype, dtype.lower())}
+            values = arrays.get(key)
+            if values is None:
+                tensors[name] = Want(None, encoding)
+                continue
+            as_stored[name] = values.tobytes()
+            values = widened(values) if dtype == "BFloat16" else values
+            tensors[name] = Want(values, encoding | where)
+        attrs = {"payload": mode}
+        if path.suffix == ".json":
+            attrs["format"] = "multishard"
+        if "metadata" in expected:
+            attrs = {**expected["metadata"], "payload": mode}
+        return Expected(tensors, as_stored, expected.get("version_string"), attrs)
+
+    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out the text of the metadata, which has the same attributes."""
+        assert json.loads(found["metadata_json"]).items() <= found.items()
+        is_all = "timestamp" in wanted
+        kept = found.keys() - {"metadata_json"} if is_all else wanted.keys()
+        return {key: found[key] for key in kept}
+
+    def verdict(self, path: Path) -> Bad:
+        verdict = golden_json(path.with_name("INDEX"), ".json")[path.name]["verdict"]
+        return Bad(path, {"reject": "open"}.get(verdict, verdict))
+
+    def small(self) -> dict[str, bytes]:
+        two = [[tensor("a.w", np.ones((2, 3), "<f4")), tensor("a.b", np.arange(4, dtype="<i4"))]]
+        kinds = ("none", "inline", "per_shard", "tail")
+        return super().small() | {kind: checkpoint(two, kind) for kind in kinds}
+
+
+def _arrays(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Load values by ``s{shard}_t{tensor}``; some files share those of another."""
+    named = expected.get("same_arrays_as", f"{path.name}.expected.npz")
+    prefix = path.name.partition(".")[0]
+    own = path.parent / named
+    found = own if own.exists() else path.parent / f"{prefix}.metadata.json.expected.npz"
+    return dict(np.load(found))
+
+
+def _listed(path: Path, expected: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Return npz key, variable, data type and place of each tensor."""
+    source = path.with_name("ms_two_shards_cumoff.metadata.json")
+    shards = expected.get("records")
+    files = None if shards else expected.get("shards") or golden_json(source)["shards"]
+    shards = shards or [shard["tensors"] for shard in files or ()]
+    names = [tensor["name"] for shard in shards for tensor in shard]
+    listed = []
+    for s, shard in enumerate(shards):
+        for t, each in enumerate(shard):
+            is_unique = names.count(each["name"]) == 1
+            name = each["name"] if is_unique else f"{each['name']}@rank_{s}"
+            where = {"offset": each["payload_offset"]} if each.get("payload_offset") else {}
+            if files and "shards" in expected:
+                where = {"shard": files[s]["file"], "offset": each["file_offset"]}
+            listed.append((f"s{s}_t{t}", name, each["dtype"], where))
+    return listed
+
+
+DECLARED = Mlcp(
+    name="mlcp",
+    good_patterns=["*.checkpoint", "*.metadata.json"],
+    bad_patterns=["bad/*.checkpoint"],
+    may_be_cut=True,  # the records without data
+    tolerated={"size_huge": True, "size_mismatch": True},
+)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
+from tests.formats.primitiv_files import MODEL, OPTIMIZER, file, model, optimizer, parameter, tensor
+from xckpt.formats.primitiv import variable_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+# The library itself writes these; that their names are not text is worth a warning all the same.
+WARNED = {"model_non_utf8_names"}
+
+
+def text(hexed: str) -> str:
+    """Spell a name as we do."""
+    return bytes.fromhex(hexed).decode("utf-8", "surrogateescape")
+
+
+def expected_name(entry: dict[str, Any]) -> str:
+    """Name the variable of an entry."""
+    key = [text(element) for element in entry.get("key_hex", [b"value".hex()])]
+    return variable_name(key, text(entry["stat_hex"]) if "stat_hex" in entry else None)
+
+
+class Primitiv(Declared):
+    def good(self) -> list[Any]:
+        return [path for path in super().good() if path.with_suffix(".expected.json").exists()]
+
+    def expected(self, path: Path) -> Expected:
+        expected, arrays = golden_json(path), golden_arrays(path)
+        tensors = {}
+        for entry in expected.get("entries", []):
+            where = {"offset": entry["payload_offset"], "nbytes": entry["payload_nbytes"]}
+            key = [text(element) for element in entry["key_hex"]] if "key_hex" in entry else None
+            tensors[expected_name(entry)] = Want(arrays[entry["npz"]], where, {"key": key})
+        attrs = {"data_type": expected["type"]}
+        return Expected(tensors, {}, "0.1", attrs, path.stem in WARNED)
+
+    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Look at what all files have."""
+        return {"data_type": found["data_type"].lower()}
+
+    def verdict(self, path: Path) -> Bad:
+        listed: Any = golden_json(path.with_name("manifest"), ".json")
+        (expected,) = (entry for entry in listed if entry["file"] == path.name)
+        return Bad(path, {"error": "open"}.get(expected["expect"], expected["expect"]))
+
+    def small(self) -> dict[str, bytes]:
+        weight = parameter(tensor(np.ones((2, 3), "f4")), ("m", tensor(np.zeros((2, 3), "f4"))))
+        return {
+            **super().small(),
+            "model": file(MODEL, model((["a", "w"], weight))),
+            "optimizer": file(OPTIMIZER, optimizer([("epoch", 3)], [("rate", 0.5)])),
+        }
+
+
+DECLARED = Primitiv(
+    name="primitiv",
+    good_patterns=["*.primitiv", "odd/*.primitiv"],
+    bad_patterns=["bad/*.primitiv"],
+)

@@ -1,0 +1,185 @@
+"""Good files have the right values, and malformed ones the right error, whatever their format."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.conftest import golden_files
+from tests.contracts.declared import Declared, Want, assert_same
+from tests.contracts.every import DECLARED
+from xckpt import formats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def cases(files: str) -> list[Any]:
+    """List the good or the bad files of all formats as parameters."""
+    found = []
+    for each in DECLARED:
+        for file in getattr(each, files)():
+            marks, obj = getattr(file, "marks", ()), getattr(file, "values", (file,))[0]
+            label = getattr(file, "id", None) or getattr(obj, "name", files)
+            found.append(pytest.param(each, obj, id=f"{each.name}-{label}", marks=marks))
+    return found
+
+
+good_files = pytest.mark.parametrize(("declared", "file"), cases("good"))
+bad_files = pytest.mark.parametrize(("declared", "file"), cases("bad"))
+
+
+def opened(file: Any, **options: Any) -> tuple[xr.Dataset, bool]:
+    """Open a file, and return whether that warned."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds = xr.open_dataset(file, **options)
+    assert all(issubclass(w.category, xckpt.CheckpointWarning) for w in caught)
+    return ds, bool(caught)
+
+
+class TestGoodFiles:
+    @pytest.mark.parametrize("mmap", [True, False])
+    @good_files
+    def test_values(self, declared: Declared, file: Any, mmap: bool) -> None:
+        """Decoded, in part, and with what the file says of them."""
+        expected = declared.expected(file)
+        ds, warned = opened(file, engine=declared.name, mmap=mmap)
+        assert warned == expected.warns
+        if expected.complete:
+            assert list(ds.variables) == list(expected.tensors)
+        for name, want in expected.tensors.items():
+            _check(ds.variables[name], name, want, str(file) if isinstance(file, Path) else "")
+
+    @pytest.mark.parametrize("mmap", [True, False])
+    @good_files
+    def test_stored_values(self, declared: Declared, file: Any, mmap: bool) -> None:
+        ds, _ = opened(file, engine=declared.name, mmap=mmap, decode=False)
+        for name, data in declared.expected(file).stored.items():
+            assert ds.variables[name].values.tobytes() == data
+
+    @good_files
+    def test_attributes(self, declared: Declared, file: Any) -> None:
+        expected = declared.expected(file)
+        ds, _ = opened(file, engine=declared.name)
+        assert ds.encoding["format"] == declared.name
+        if expected.version is not None:
+            assert ds.encoding["format_version"] == expected.version
+        if expected.attrs is not None:
+            assert declared.attributes(ds.attrs, expected.attrs) == expected.attrs
+
+    @good_files
+    def test_a_tree_has_the_same(self, declared: Declared, file: Any) -> None:
+        expected = declared.expected(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", xckpt.CheckpointWarning)
+            tree = xr.open_datatree(file, engine=declared.name)
+        found = {
+            variable.encoding["tensor"]: variable
+            for node in tree.subtree
+            for variable in node.variables.values()
+            if "part" not in variable.encoding
+        }
+        for name, want in expected.tensors.items():
+            if want.values is not None and name in found:
+                assert_same(found[name].values, want.values, exact=want.exact)
+
+    @good_files
+    def test_the_content_tells_the_engine(
+        self, declared: Declared, file: Any, tmp_path: Path
+    ) -> None:
+        engines = [xr.backends.list_engines()[name] for name in formats.names()]
+        takers = [engine for engine in engines if engine.guess_can_open(file)]
+        assert [type(engine).__name__ for engine in takers] == [
+            f"{formats.class_name(declared.name)}Backend"
+        ]
+        assert opened(file)[0].encoding["format"] == declared.name
+        if isinstance(file, Path) and file.suffix != ".json":  # one that needs its neighbours
+            bare = tmp_path / "without_suffix"
+            bare.symlink_to(file)
+            assert opened(bare)[0].encoding["format"] == declared.name
+
+
+def _check(variable: xr.Variable, name: str, want: Want, path: str) -> None:
+    assert want.encoding.items() <= variable.encoding.items()
+    assert {key: variable.attrs.get(key) for key in want.attrs} == want.attrs
+    if want.values is None and not variable.size:  # what has no elements needs no data
+        assert variable.values.shape == variable.shape
+        return
+    if want.values is None:
+        with pytest.raises(xckpt.CheckpointError) as caught:
+            variable.values  # noqa: B018
+        assert caught.value.tensor == name
+        assert path in str(caught.value)
+        return
+    assert_same(variable.values, want.values, exact=want.exact)
+    if not isinstance(want.values, bytes) and variable.ndim:
+        assert_same(variable[..., -1:].values, want.values[..., -1:], exact=want.exact)
+        assert_same(variable[-1:].values, want.values[-1:], exact=want.exact)
+
+
+NEIGHBOURS = [
+    path
+    for each in DECLARED
+    for pattern in ("*", "bad/*")
+    for path in golden_files(f"{each.name}/{pattern}")
+    if isinstance(path, Path) and path.suffix in {".json", ".txt", ".md"}
+]
+
+
+def test_what_lies_next_to_checkpoints_is_left_to_others() -> None:
+    engines = [xr.backends.list_engines()[name] for name in formats.names()]
+    for path in NEIGHBOURS:
+        if not path.name.endswith(".metadata.json"):
+            assert not [engine for engine in engines if engine.guess_can_open(path)], path
+
+
+class TestBadFiles:
+    @bad_files
+    def test_an_error_of_ours_in_time(self, declared: Declared, file: Any) -> None:
+        bad = declared.verdict(file)
+        label = file.stem if isinstance(file, Path) else ""
+        start = time.perf_counter()
+        try:
+            ds, warned = opened(bad.file, engine=declared.name, verify=True)
+        except xckpt.CheckpointError as error:
+            _check_told(error, file, offset=declared.tells_offsets)
+            when = "open"
+        else:
+            failed = list(_failures(ds.variables.items(), file))
+            when = f"read:{','.join(failed)}" if failed else "warn" if warned else "ok"
+            if label in declared.tolerated:
+                assert warned == declared.tolerated[label]
+        if bad.when == "either":
+            assert not declared.tolerated or (when == "open") == (label not in declared.tolerated)
+        elif bad.when == "read":
+            assert when.startswith("read:")
+        else:
+            # Several with a bar between them; a text may follow the name.
+            wanted = [each.split()[0] for each in bad.when.split("|")]
+            assert any(each in when if ":" in each else each == when for each in wanted), when
+        assert time.perf_counter() - start < 5
+
+
+def _failures(variables: Iterable[tuple[Any, xr.Variable]], file: Any) -> Iterable[str]:
+    for name, variable in variables:
+        str(variable).encode()
+        try:
+            variable.values  # noqa: B018
+        except xckpt.CheckpointError as error:
+            _check_told(error, file)
+            yield str(name) if error.tensor is None else error.tensor
+
+
+def _check_told(error: xckpt.CheckpointError, file: Any, *, offset: bool = False) -> None:
+    """Check that an error says which rule is broken in which file, and if so where in it."""
+    assert error.offset is not None or not offset
+    if isinstance(file, Path):
+        assert str(file) in str(error)
+    assert error.rule or isinstance(error, xckpt.PayloadMissingError)

@@ -1,0 +1,93 @@
+"""What is planned is read: ``read(plan(index)) == index``, for all that a format can hold."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contracts.every import WRITTEN
+from tests.formats.indexes import dense, filled, index_of, plain
+from tests.formats.planned import materialize, wanted
+from tests.sources import CountingSource
+from xckpt import UnsupportedError, formats
+from xckpt.dtypes import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from tests.contracts.declared import Declared
+    from xckpt.index import Index
+
+every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda each: each.name)
+NAMES = st.lists(st.from_regex("[a-z]{1,4}(\\.[a-z0-9]{1,3}){0,2}", fullmatch=True), unique=True)
+
+
+@st.composite
+def indexes(draw: st.DrawFn, declared: Declared) -> Index:
+    """Draw dense tensors of the types, orders, compressions and digests that a format has."""
+    can = formats.get(declared.name).can
+    types = [name for name in can.types if ELEMENT_TYPES[name].bits >= 8]
+    tensors = []
+    for name in draw(NAMES.filter(lambda names: len(names) < 6)):
+        shape = tuple(draw(st.lists(st.integers(2, 5), min_size=1, max_size=3)))
+        of: dict[str, Any] = {"order": draw(st.sampled_from(can.orders))}
+        of["encoding"] = draw(st.sampled_from([None, *can.compressions]))
+        of["digest"] = draw(st.sampled_from([None, *can.digests]))
+        tensors.append(dense(name, draw(st.sampled_from(types)), shape, **of))
+    return index_of(*tensors)
+
+
+def copied(declared: Declared, index: Index, data: Any) -> tuple[Index, bytes]:
+    """Write an index and read it again."""
+    found = formats.get(declared.name)
+    file = materialize(found.plan(index, **declared.plan_options), data)
+    return found.read(CountingSource(file)), file
+
+
+@every_format
+@given(data=st.data())
+def test_what_is_planned_is_read(declared: Declared, data: st.DataObject) -> None:
+    index = data.draw(indexes(declared))
+    contents = filled(index)
+    again, file = copied(declared, index, contents)
+    tensors, _ = plain(again)
+    for name, tensor in plain(index)[0].items():
+        found = tensors.pop(name)
+        assert replace(found, attrs={}, dims=None, path=None, order=tensor.order) == tensor
+        assert found.order in {tensor.order, formats.get(declared.name).can.orders[0]}
+    assert not tensors
+    copy, parts = wanted(again, file)
+    assert {name: parts[name] for name in contents} == contents
+    # The order of tensors may be the format's own; then nothing changes any more.
+    once_more, file = copied(declared, copy, parts)
+    assert plain(once_more) == plain(again)
+    assert copied(declared, *wanted(once_more, file))[1] == file
+
+
+@every_format
+def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
+    index = index_of(dense("a.w"), dense("a.b", shape=(2,)))
+    plan = formats.get(declared.name).plan(index, **declared.plan_options)
+    assert {(extent.tensor, extent.role) for extent in plan.extents} == {
+        ("a.w", "data"),
+        ("a.b", "data"),
+    }
+    data = filled(index)
+    assert materialize(pickle.loads(pickle.dumps(plan)), data) == materialize(plan, data)
+
+
+@every_format
+def test_what_a_format_does_not_have_is_refused(declared: Declared) -> None:
+    found = formats.get(declared.name)
+    missing = [dtype for dtype in ELEMENT_TYPES if dtype not in found.can.types]
+    wrong = [dense("w", dtype) for dtype in missing]
+    layouts: Any = {"sparse_csr", "quantized", "structural"} - set(found.can.layouts)
+    wrong += [dense("w", found.can.types[0], layout=layout) for layout in layouts]
+    for tensor in wrong:
+        with pytest.raises(UnsupportedError) as caught:
+            found.plan(index_of(tensor), **declared.plan_options)
+        assert caught.value.tensor == "w"
+        assert caught.value.rule

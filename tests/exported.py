@@ -1,0 +1,101 @@
+"""Writing with xarray, opening again, and turning back what ``ds.ckpt.plain()`` replaced."""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from xckpt.dtypes import stored_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_MODULES = {"h5netcdf": "h5netcdf", "netcdf4": "netCDF4", "zarr": "zarr"}
+# Those that are installed.
+WRITERS = [writer for writer, module in _MODULES.items() if find_spec(module) is not None]
+
+
+def written(obj: Any, path: Path, writer: str) -> Any:
+    """Write what is open with xarray, open it again with xarray, and load it."""
+    reopen: Any = xr.open_datatree if isinstance(obj, xr.DataTree) else xr.open_dataset
+    with warnings.catch_warnings():
+        # That of consolidated metadata and of texts may change.
+        warnings.filterwarnings("ignore", ".*(Zarr format 3|Zarr V3) specification")
+        if writer == "zarr":
+            obj.to_zarr(path)
+        else:
+            obj.to_netcdf(path, engine=writer)
+        with reopen(path, engine=writer) as found:
+            return found.load()
+
+
+def assert_same_values(found: xr.Variable, wanted: xr.Variable) -> None:
+    """Compare dimensions, type and bits."""
+    assert found.dims == wanted.dims
+    kinds = {found.dtype.kind, wanted.dtype.kind}
+    if kinds <= {"U", "O", "T"}:
+        assert found.values.tolist() == wanted.values.tolist()
+        return
+    assert found.dtype == wanted.dtype
+    assert found.values.tobytes() == wanted.values.tobytes()
+
+
+def told(attrs: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Turn attributes back, and give what is said of the object besides."""
+    found = dict(attrs)
+    for name in json.loads(found.pop("xckpt_json", "[]")):
+        found[name] = json.loads(found[name])
+    names = found.pop("xckpt_attrs", {})
+    words = ("xckpt_name", "xckpt_dims", "xckpt_dtype")
+    said = {word: found.pop(word) for word in words if word in found}
+    return {names.get(name, name): value for name, value in found.items()}, said
+
+
+def restored(ds: xr.Dataset) -> xr.Dataset:
+    """Turn back all that was replaced in a Dataset."""
+    variables = {}
+    for name, variable in ds.variables.items():
+        attrs, said = told(variable.attrs)
+        values = variable.values
+        dims = variable.dims
+        if said.get("xckpt_dtype") == "json":
+            texts = [json.loads(text) for text in values.ravel().tolist()]
+            values = np.array(texts, object).reshape(values.shape)
+        elif "xckpt_dtype" in said:
+            dtype = stored_dtype(said["xckpt_dtype"])
+            if dtype.kind == "c":
+                values, dims = np.ascontiguousarray(values).view(dtype)[..., 0], dims[:-1]
+            else:
+                values = narrow(values, dtype)
+        dims = tuple(said.get("xckpt_dims", dims))
+        variables[said.get("xckpt_name", name)] = xr.Variable(dims, values, attrs)
+    return xr.Dataset(variables, attrs=told(ds.attrs)[0])
+
+
+def narrow(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert back what was widened."""
+    from xckpt.writing.casting import convert
+
+    return convert(values, dtype.name, "exact")
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Compare attributes, however a file spells the kinds of numbers and lists."""
+    return json.dumps(_spelled(found)) == json.dumps(_spelled(wanted))
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _spelled(inner) for key, inner in sorted(value.items(), key=str)}
+    return [_spelled(inner) for inner in value] if isinstance(value, list | tuple) else value

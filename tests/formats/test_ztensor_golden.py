@@ -1,0 +1,65 @@
+"""Golden zTensor files, as far as they are not like those of all formats (see contracts)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.conftest import golden_files
+from tests.contracts.declared import assert_same, golden_arrays, golden_json, widened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("verify", [None, True])
+def test_sparse_files_as_sparse_chunks(golden: Path, verify: bool | None) -> None:
+    import sparse
+
+    for name in ("v1_sparse_csr", "v1_sparse_coo", "v2_layouts"):
+        path = golden / "ztensor" / f"{name}.zt"
+        expected, arrays = golden_json(path), golden_arrays(path)
+        ds = xr.open_dataset(path, engine="ztensor", sparse=True, verify=verify)
+        for tensor, described in expected["tensors"].items():
+            if "sparse" not in described["format"]:
+                continue
+            data = ds[tensor].data
+            assert isinstance(data._meta, sparse.COO)
+            block = data.compute()
+            assert isinstance(block, sparse.COO)
+            dense = described["dense"]
+            wanted = arrays[dense.get("f32_npz", dense["npz"])]
+            is_bfloat = "bits-of-bfloat16" in dense["stored_as"] and "f32_npz" not in dense
+            assert_same(block.todense(), widened(wanted) if is_bfloat else wanted)
+
+
+CONFORMANCE = golden_files("ztensor/conformance/*/*.zt")
+
+
+@pytest.mark.parametrize("path", CONFORMANCE, ids=lambda path: path.stem)
+def test_conformance(path: Path) -> None:
+    """Give the verdict that the reference implementation's corpus expects, of values too."""
+    case = json.loads((path.parents[1] / "cases.json").read_text())[path.stem]
+    verdict, _, rule = case["expect"].partition(":")
+    arguments = re.findall(r'"(\w+)"', case["op"])
+    if case["op"] == "open":
+        if verdict == "Reject":
+            with pytest.raises(xckpt.FormatError, match=re.escape(path.name)) as caught:
+                xr.open_dataset(path, engine="ztensor")
+            assert caught.value.rule == rule
+        else:
+            assert not xr.open_dataset(path, engine="ztensor").nbytes < 0
+        return
+    tensor = xr.open_dataset(path, engine="ztensor", verify=True)[arguments[0]]
+    if verdict == "Valid":
+        tensor.compute()
+        return
+    expected = xckpt.UnsupportedError if verdict == "Unsupported" else xckpt.CheckpointError
+    with pytest.raises(expected, match=re.escape(path.name)) as raised:
+        tensor.compute()
+    assert raised.value.rule == rule or verdict == "Unsupported"

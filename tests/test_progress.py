@@ -1,0 +1,110 @@
+"""Progress has one meaning everywhere: ``f(done, total)``, in bytes, and one kind of bar."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.progress import Progress, report
+from xckpt.sample import write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m.zt", layers=2, width=32)
+
+
+def extra() -> xr.Dataset:
+    return xr.Dataset({"extra": ("n", np.ones(1000, np.float32))})
+
+
+CALLS: dict[str, Any] = {
+    "stats": lambda path, progress: xckpt.stats(path, cache=False, progress=progress),
+    "exact quantiles": lambda path, progress: xckpt.stats(
+        path, cache=False, exact_quantiles=True, progress=progress
+    ),
+    "histogram": lambda path, progress: xckpt.histogram(path, cache=False, progress=progress),
+    "compare": lambda path, progress: xckpt.compare(path, path, cache=False, progress=progress),
+    "compare stored": lambda path, progress: xckpt.compare(
+        xr.open_dataset(path), xr.open_dataset(path) * 1, cache=False, progress=progress
+    ),
+    "save": lambda path, progress: xckpt.save(
+        xr.open_dataset(path) * 1, path.with_name("new.zt"), progress=progress
+    ),
+    "convert": lambda path, progress: xckpt.convert(
+        path, path.with_name("new.safetensors"), progress=progress
+    ),
+    "append": lambda path, progress: xckpt.append(extra(), path, progress=progress),
+    "verify": lambda path, progress: xckpt.verify(path, progress=progress),
+}
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.errors.CheckpointWarning")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_function_is_told_what_is_done_and_all(
+    path: Path, call: Callable[[Path, Any], object]
+) -> None:
+    told: list[tuple[int, int]] = []
+    call(path, lambda done, total: told.append((done, total)))
+    done, total = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert list(total) == sorted(total)
+    assert all(a <= b for a, b in told)
+    assert done[-1] == total[-1] > 0
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.errors.CheckpointWarning")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_bar_counts_bytes_with_their_unit(
+    path: Path, call: Callable[[Path, Any], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(path, True)  # noqa: FBT003  as users give it
+    assert "iB/s" in capsys.readouterr().err
+    path.with_name("new.zt").unlink(missing_ok=True)
+    path.with_name("new.safetensors").unlink(missing_ok=True)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("delay", [0.0, 60.0])
+def test_by_default_a_bar_is_where_somebody_looks_for_long(
+    delay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xckpt.progress._DELAY_SECONDS", delay)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    for stream, is_seen in ((_Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(None, "counting", 10) as progress:
+            progress.advance(10)
+        assert ("counting" in stream.getvalue()) is (is_seen and not delay)
+
+
+def test_more_may_turn_out_to_be_needed() -> None:
+    told: list[tuple[int, int]] = []
+    with Progress(lambda done, total: told.append((done, total)), "counting") as progress:
+        for nbytes in (4, 2):
+            progress.expect(nbytes)
+            progress.advance(nbytes)
+    assert told == [(4, 4), (6, 6)]
+
+
+def test_tasks_find_who_listens_by_name() -> None:
+    told: list[tuple[int, int]] = []
+    with Progress(lambda done, total: told.append((done, total)), "counting", 5) as progress:
+        report(progress.name, 3)
+    report(progress.name, 2)
+    report("nobody", 1)
+    assert told == [(3, 5)]
