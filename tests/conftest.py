@@ -14,9 +14,11 @@ from xckpt import formats
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Machines that run tests are noisy: how long one example takes says nothing.
-settings.register_profile("xckpt", deadline=None)
-settings.load_profile("xckpt")
+# Machines that run tests are noisy: how long one example takes says nothing. A change is tried on
+# the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
+settings.register_profile("xckpt", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "xckpt"))
 
 # Files with expected values and malformed files live beside the checkout, not in it.
 GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))

@@ -427,16 +427,17 @@ class _Stream:
         self._left = next(self._blocks, array._typed(role, memoryview(b"")))  # noqa: SLF001
 
     def take(self, count: int) -> Array:
-        """Give the next elements."""
-        taken = [self._left[:count]]
-        self._left = self._left[count:]
-        missing = count - len(taken[0])
-        while missing:
-            block = next(self._blocks)
-            taken.append(block[:missing])
-            self._left = block[missing:]
-            missing -= len(taken[-1])
-        return taken[0] if len(taken) == 1 else np.concatenate(taken)
+        """Return the next elements, in memory of their own: the next block may reuse its buffer."""
+        taken = np.empty(count, self._left.dtype)
+        at = 0
+        while True:
+            some = self._left[: count - at]
+            taken[at : at + len(some)] = some
+            self._left = self._left[len(some) :]
+            at += len(some)
+            if at == count:
+                return taken
+            self._left = next(self._blocks)
 
     def finish(self) -> None:
         """Read to the end: that nothing follows, and the digest, are checked there."""
