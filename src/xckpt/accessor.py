@@ -165,7 +165,7 @@ class CheckpointAccessor:
         return stack_modules(self._obj, modules)
 
     def unstack(self) -> Any:
-        """Give every stacked tensor a variable of its own again, the inverse of `stack`.
+        """Return every stacked tensor a variable of its own again, the inverse of `stack`.
 
         Returns
         -------
@@ -507,7 +507,7 @@ class CheckpointAccessor:
         raise KeyError(f"no tensor here has the base id {wanted}")
 
     def param_key(self, name: str) -> int:
-        """Give the stable id of a tensor of this opened checkpoint.
+        """Return the stable id of a tensor of this opened checkpoint.
 
         It is what to keep values under that are derived from the tensor: statistics, decoded or
         packed forms. No other checkpoint opened in this process has it, not even the same file
@@ -580,7 +580,7 @@ class CheckpointAccessor:
         )
 
     def _known_findings(self) -> tuple[Finding, ...] | None:
-        """Give what the last statistics found, None where there were none."""
+        """Return what the last statistics found, None where there were none."""
         if self._findings is None and self._stats is not None:
             from xckpt.notebook.summary import Finding
 
@@ -601,7 +601,7 @@ class CheckpointAccessor:
 def _members(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
-    """Give the tensors that are stacked in a variable."""
+    """Return the tensors that are stacked in a variable."""
     if "stack" not in variable.encoding:
         return {}
     from xckpt.stacking import member_variables

@@ -74,7 +74,7 @@ class CheckpointBackend(BackendEntrypoint):
         return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *own)))
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Tell whether the content is of this format; a remote URL is judged by its suffix.
+        """Return whether the content is of this format; a remote URL is judged by its suffix.
 
         Parameters
         ----------

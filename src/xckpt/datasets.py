@@ -45,29 +45,7 @@ class _Group(NamedTuple):
 
 
 def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Dataset:
-    """Make the flat Dataset of a checkpoint.
-
-    Parameters
-    ----------
-    source : Source
-        The file.
-    index : Index
-        What it holds.
-    options : OpenOptions
-        Which tensors, and how.
-
-    Returns
-    -------
-    xarray.Dataset
-        With the variables in file order.
-
-    Raises
-    ------
-    ValueError
-        If the caller's `dims` do not fit.
-    TypeError
-        If an option is not of its type.
-    """
+    """Make the flat Dataset of a checkpoint."""
     listing = list_arrays(source, index, options)
     names = AxisNames(options.dims, {each.name for each in listing.arrays})
     _claim(names, listing.arrays)
@@ -87,28 +65,7 @@ def make_groups(
     options: OpenOptions,
     axis_names: AxisNamesOfModule | None = None,
 ) -> dict[str, xr.Dataset]:
-    """Make the Datasets of the modules of a checkpoint.
-
-    Parameters
-    ----------
-    source, index, options
-        As in `make_dataset`.
-    axis_names : callable, optional
-        Of the format: gets the shapes of the tensors of one module by their names in it, gives
-        names of axes for those that it knows.
-
-    Returns
-    -------
-    dict of str to xarray.Dataset
-        By path; ``"/"`` is always there, other modules if they have tensors.
-
-    Raises
-    ------
-    ValueError
-        If the caller's `dims` do not fit.
-    TypeError
-        If an option is not of its type.
-    """
+    """Make the Datasets of the modules of a checkpoint."""
     listing = list_arrays(source, index, options, for_tree=True)
     nodes = _placed(listing.arrays)
     leaves = {leaf for node in nodes.values() for leaf in node}
@@ -227,24 +184,7 @@ def add_coords(
     *,
     marks: StackMarks,
 ) -> None:
-    """Add what a stack has along its dimensions: indices, and attributes that differ.
-
-    Parameters
-    ----------
-    coords : dict of str to Variable
-        To add to.
-    name : str
-        Of the variable, which begins the names of its attributes' coordinates.
-    stack : Stack
-        How it was stacked.
-    attrs : StackedAttrs
-        The attributes of its members.
-    taken : collection of str
-        Names that no coordinate of an attribute may have.
-    marks : StackMarks
-        What is stacked in the whole object, by name. Arithmetic takes the encoding of variables
-        away, but not that of coordinates: all of them refer to this under ``"stack"``.
-    """
+    """Add what a stack has along its dimensions: indices, and attributes that differ."""
     encoding = {"stack": marks}
     for dim, indices in zip(stack.dims, stack.indices, strict=True):
         if dim not in coords:
@@ -256,10 +196,7 @@ def add_coords(
 
 
 def stack_mark(stack: Stack, suffix: str = "") -> dict[str, Any]:
-    """Say what it takes to name the members of a stack, as ``encoding["stack"]`` does.
-
-    `suffix` is what their names have behind those of their tensors.
-    """
+    """Say what it takes to name the members of a stack, as ``encoding["stack"]`` does."""
     return {"template": stack.template, "dims": stack.dims, "suffix": suffix}
 
 

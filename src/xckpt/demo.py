@@ -66,13 +66,7 @@ class Moments:
         return sqrt(self.squares / self.count) if self.count else nan
 
     def merge(self, other: Moments) -> None:
-        """Add the elements of another block (Chan, Golub and LeVeque 1979).
-
-        Parameters
-        ----------
-        other : Moments
-            Of that block.
-        """
+        """Add the elements of another block (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
         if other.count:
             step = other.mean - self.mean
@@ -84,18 +78,7 @@ class Moments:
 
 
 def describe(block: Any) -> Moments:
-    """Compute the moments of a block in float64, piece by piece.
-
-    Parameters
-    ----------
-    block : numpy.ndarray
-        Of any real element type.
-
-    Returns
-    -------
-    Moments
-        Of all its elements.
-    """
+    """Compute the moments of a block in float64, piece by piece."""
     flat = np.reshape(block, -1)
     moments = Moments()
     for start in range(0, flat.size, _PIECE):
@@ -157,7 +140,7 @@ class _Steps:
 
 
 def _table(statistics: Mapping[str, Moments]) -> Iterator[str]:
-    """Give one line for each family of tensors that differ only by the number of their layer."""
+    """Return one line for each family of tensors that differ only by the number of their layer."""
     families: dict[str, list[Moments]] = {}
     for name, moments in statistics.items():
         families.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(moments)
@@ -187,15 +170,7 @@ def _found(statistics: Mapping[str, Moments]) -> Iterator[str]:
 
 
 def main(folder: Path = Path("demo"), *, layers: int = 12, width: int = 1024) -> None:
-    """Write the sample checkpoint unless it is there, open it and compute on it.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-        Where the sample lies.
-    layers, width : int
-        Its size, as `xckpt.sample.write_checkpoint` takes it.
-    """
+    """Write the sample checkpoint unless it is there, open it and compute on it."""
     path = folder / f"decoder-{layers}x{width}.zt"
     step = _Steps()
     if path.exists():

@@ -90,81 +90,16 @@ _NUMPY_NAMES = frozenset(e.decoded for e in ELEMENT_TYPES.values())
 
 
 def stored_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy (or ml_dtypes) dtype of an element type as it is stored.
-
-    Parameters
-    ----------
-    name : str
-        A key of `ELEMENT_TYPES`.
-
-    Returns
-    -------
-    numpy.dtype
-        In native byte order; 4-bit types have one byte per element in memory.
-
-    Raises
-    ------
-    KeyError
-        If there is no such element type.
-
-    Examples
-    --------
-    >>> stored_dtype("bfloat16")
-    dtype(bfloat16)
-    """
+    """Return the numpy (or ml_dtypes) dtype of an element type as it is stored."""
     element_type = ELEMENT_TYPES[name]
     return _numpy_dtype(element_type.carrier or element_type.name)
 
 
 def decoded_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype that an element type decodes to.
-
-    Parameters
-    ----------
-    name : str
-        A key of `ELEMENT_TYPES`.
-
-    Returns
-    -------
-    numpy.dtype
-        A type that numpy and xarray compute well with.
-
-    Raises
-    ------
-    KeyError
-        If there is no such element type.
-
-    Examples
-    --------
-    >>> decoded_dtype("bfloat16")
-    dtype('float32')
-    """
+    """Return the numpy dtype that an element type decodes to."""
     return _numpy_dtype(ELEMENT_TYPES[name].decoded)
 
 
 def nbytes_of(name: str, count: int) -> int:
-    """Return the size in a file of `count` elements, in bytes.
-
-    Parameters
-    ----------
-    name : str
-        A key of `ELEMENT_TYPES`.
-    count : int
-        Number of elements.
-
-    Returns
-    -------
-    int
-        Rounded up to whole bytes.
-
-    Raises
-    ------
-    KeyError
-        If there is no such element type.
-
-    Examples
-    --------
-    >>> nbytes_of("float4_e2m1fn", 3)
-    2
-    """
+    """Return the size in a file of `count` elements, in bytes."""
     return (ELEMENT_TYPES[name].bits * count + 7) // 8

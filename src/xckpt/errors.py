@@ -38,23 +38,7 @@ _LONGEST_SHOWN_NAME = 200
 
 
 def shown(name: str) -> str:
-    """Quote a name that came from a file, so that it is safe and short to print.
-
-    Parameters
-    ----------
-    name : str
-        Any text, also with control or bidirectional characters.
-
-    Returns
-    -------
-    str
-        Quoted, with everything unprintable escaped, at most about 200 characters.
-
-    Examples
-    --------
-    >>> print(shown("a\\nb"))
-    'a\\nb'
-    """
+    """Quote a name that came from a file, so that it is safe and short to print."""
     if len(name) > _LONGEST_SHOWN_NAME:
         name = name[:_LONGEST_SHOWN_NAME] + "…"
     return repr(name)

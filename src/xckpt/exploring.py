@@ -51,25 +51,7 @@ class StaticSummary:
 
 
 def explore(tensors: OpenTensors, summary: Summary) -> Any:
-    """Make the widget that explores an open object.
-
-    Parameters
-    ----------
-    tensors : OpenTensors
-        Of the object.
-    summary : Summary
-        Of them; shown where widgets do not run.
-
-    Returns
-    -------
-    xckpt.notebook.explorer.Explorer or StaticSummary
-        The latter where anywidget is not installed.
-
-    Warns
-    -----
-    CheckpointWarning
-        If anywidget is not installed.
-    """
+    """Make the widget that explores an open object."""
     try:
         from xckpt.notebook.explorer import Explorer
     except ModuleNotFoundError as error:
@@ -132,18 +114,7 @@ class OpenTensors:
         }
 
     def variable(self, name: str) -> xr.Variable:
-        """Give a tensor as a variable of its own.
-
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-
-        Returns
-        -------
-        xarray.Variable
-            Lazy wherever it was opened so.
-        """
+        """Return a tensor as a variable of its own."""
         if name not in self._homes:
             return self._flat.variables[name]
         home = self._homes[name]
@@ -154,18 +125,7 @@ class OpenTensors:
         return members[name]
 
     def code(self, name: str) -> str:
-        """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``.
-
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-
-        Returns
-        -------
-        str
-            Python that has nothing unprintable in it.
-        """
+        """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
         home = self._homes.get(name, _Home(name, {}))
         variable, obj = home.variable, "ds"
         if isinstance(self._obj, xr.DataTree):
@@ -180,20 +140,7 @@ class OpenTensors:
     def compute(
         self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> dict[str, dict[str, float]]:
-        """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`.
-
-        Parameters
-        ----------
-        names : sequence of str
-            Of the tensors.
-        report : callable
-            Called as ``report(done, total)``, with bytes.
-
-        Returns
-        -------
-        dict of str to dict of str to float
-            Tensors whose elements are no numbers are left out.
-        """
+        """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
         from xckpt.stats.result import stats
 
         numeric = [name for name in names if _has_numbers(self.variable(name))]
@@ -207,20 +154,7 @@ class OpenTensors:
     def histogram(
         self, name: str, report: Callable[[int, int], object]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Count the elements of a tensor in bins, as `xckpt.notebook.explorer.Histogram`.
-
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-        report : callable
-            Called as ``report(done, total)``, with bytes.
-
-        Returns
-        -------
-        array of float, array of int
-            Edges, and counts.
-        """
+        """Count the elements of a tensor in bins, as `xckpt.notebook.explorer.Histogram`."""
         from xckpt.stats import histogram
 
         bins: int | np.ndarray[Any, Any] = _BINS
@@ -285,7 +219,7 @@ class OpenTensors:
         return self._indexes[self._flat.nodes[name]]
 
     def _path(self, name: str) -> str:
-        """Give the path of a variable in the tree."""
+        """Return the path of a variable in the tree."""
         node = self._flat.nodes[name]
         leaves = self._obj.root[node].variables if node != "/" else self._obj.root.variables
         leaf = next(leaf for leaf, v in leaves.items() if tensor_name(node, str(leaf), v) == name)

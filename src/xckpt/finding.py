@@ -27,31 +27,7 @@ def find(
     dtype: Any = None,
     min_bytes: int | str = 0,
 ) -> Any:
-    """Choose variables by name, element type and size, in time proportional to their number.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        To choose from.
-    names : str, iterable of str, re.Pattern or callable, optional
-        As `xckpt.labels.select` takes it.
-    dtype : str or dtype, or a list of these, optional
-        Element type as it is stored.
-    min_bytes : int or str, default 0
-        Least stored size.
-
-    Returns
-    -------
-    xarray.Dataset or xarray.DataTree
-        As `obj`, with the chosen variables and their coordinates.
-
-    Raises
-    ------
-    TypeError
-        If an argument is none of these.
-    ValueError
-        If `min_bytes` is a text that is no size.
-    """
+    """Choose variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
     dtypes = None if dtype is None else _dtypes(dtype)
     least = parse_bytes(min_bytes)

@@ -32,7 +32,7 @@ class Flat(NamedTuple):
     coords: dict[str, dict[Any, xr.Variable]]
 
     def indexes(self, path: str) -> dict[Any, xr.Variable]:
-        """Give the index coordinates of a node, those that it inherits included."""
+        """Return the index coordinates of a node, those that it inherits included."""
         found: dict[Any, xr.Variable] = {}
         while True:
             here = self.coords.get(path, {})
@@ -43,23 +43,7 @@ class Flat(NamedTuple):
 
 
 def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
-    """Collect all variables, in time proportional to their number.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        Opened by us or not.
-
-    Returns
-    -------
-    Flat
-        With the variables themselves, not copies.
-
-    Raises
-    ------
-    ValueError
-        If two variables of a tree have one flat name.
-    """
+    """Collect all variables, in time proportional to their number."""
     flat = Flat({}, {}, {})
     if isinstance(obj, xr.DataTree):
         flat.coords.update((node.path, dict(node.coords.variables)) for node in obj.parents)
@@ -88,22 +72,7 @@ def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
 
 
 def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
-    """Make an object like another one of other variables.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        What gives the kind, the attributes and the encoding.
-    flat : Flat
-        The new variables and coordinates; where they are in a tree, their names say. Coordinates
-        with dimensions that no variable beside them has are left out; index coordinates go
-        wherever their dimension is used below them.
-
-    Returns
-    -------
-    xarray.Dataset or xarray.DataTree
-        As `obj`.
-    """
+    """Make an object like another one of other variables."""
     if isinstance(obj, xr.Dataset):
         return _dataset(obj, flat.variables, flat.coords["/"])
     nodes: dict[str, dict[Any, xr.Variable]] = {obj.path: {}}

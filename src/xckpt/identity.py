@@ -29,106 +29,26 @@ _lock = Lock()
 
 
 def base_id(name: str) -> int:
-    """Compute the id of a parameter's name: the first 128 bits of its BLAKE3 hash.
-
-    Parameters
-    ----------
-    name : str
-        In ASCII, as gpt.rs demands of the names of parameters.
-
-    Returns
-    -------
-    int
-        The first 16 bytes of the hash, read in little-endian order. A checkpoint has the same 16
-        bytes, in that order.
-
-    Raises
-    ------
-    ValueError
-        If the name is not ASCII.
-
-    Examples
-    --------
-    >>> f"{base_id('lm_head'):032x}"
-    'a962c72e0d59ef7a13ff91bdee235d58'
-    """
+    """Compute the id of a parameter's name: the first 128 bits of its BLAKE3 hash."""
     if not name.isascii():
         raise ValueError(f"only names in ASCII have a base id, not {name!r}")
     return _digest(name.encode("ascii"))
 
 
 def param_key(namespace: int, base_id: int) -> int:
-    """Derive the id of a parameter of one opened checkpoint.
-
-    Parameters
-    ----------
-    namespace : int
-        Of the checkpoint; see `next_namespace`.
-    base_id : int
-        Of the parameter's name.
-
-    Returns
-    -------
-    int
-        The first 128 bits of a BLAKE3 hash of both.
-
-    Raises
-    ------
-    OverflowError
-        If one of them is negative or has more than 128 bits.
-
-    Examples
-    --------
-    >>> f"{param_key(1, base_id('lm_head')):032x}"
-    'bc874dba78a0af10e0bf65eac431acd0'
-    """
+    """Derive the id of a parameter of one opened checkpoint."""
     told = (number.to_bytes(_NBYTES, "little") for number in (namespace, base_id))
     return _digest(b"".join([_PARAM_KEY, *told]))
 
 
 def stable_id(namespace: int, name: str) -> int:
-    """Derive the id of a tensor of one opened checkpoint of whatever format.
-
-    Parameters
-    ----------
-    namespace : int
-        Of the checkpoint; see `next_namespace`.
-    name : str
-        Name of the tensor. Names that are not ASCII, which no parameter of gpt.rs has, count
-        with their bytes in UTF-8.
-
-    Returns
-    -------
-    int
-        The `param_key` of the name's `base_id`.
-
-    Raises
-    ------
-    OverflowError
-        If the namespace is negative or has more than 128 bits.
-
-    Examples
-    --------
-    >>> stable_id(1, "lm_head") == param_key(1, base_id("lm_head"))
-    True
-    """
+    """Derive the id of a tensor of one opened checkpoint of whatever format."""
     # JSON can spell lone surrogates, so names of some formats may have them.
     return param_key(namespace, _digest(name.encode("utf-8", "surrogatepass")))
 
 
 def next_namespace() -> int:
-    """Give a namespace that no opened checkpoint of this process has.
-
-    Returns
-    -------
-    int
-        From 1 on. It is in no file: another process counts for itself.
-
-    Examples
-    --------
-    >>> next_namespace() < next_namespace()
-    True
-    """
+    """Return a namespace that no opened checkpoint of this process has."""
     with _lock:
         return next(_namespaces)
 

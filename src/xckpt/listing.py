@@ -117,25 +117,7 @@ class Listing(NamedTuple):
 def list_arrays(
     source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
 ) -> Listing:
-    """List what becomes a variable; nothing is built for what is left out.
-
-    Parameters
-    ----------
-    source : Source
-        The file.
-    index : Index
-        What it holds.
-    options : OpenOptions
-        Which tensors, and how.
-    for_tree : bool
-        Whether variables go into a tree: stacked dimensions then keep clear of its nodes.
-
-    Returns
-    -------
-    Listing
-        Whole tensors in file order, a stack in the place of its first member; then the parts of
-        those that are shown in parts.
-    """
+    """List what becomes a variable; nothing is built for what is left out."""
     dropped = options.drop_variables
     drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
     tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
@@ -177,13 +159,7 @@ def _colons_behind(name: str) -> int:
 
 
 def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
-    """Give the modules that the option `stack` names, None for all.
-
-    Raises
-    ------
-    TypeError
-        If it is not True, a name or a collection of names.
-    """
+    """Return the modules that the option `stack` names, None for all."""
     if stack is True:
         return None
     modules = {stack} if isinstance(stack, str) else stack
@@ -212,7 +188,7 @@ def _arrays(
     sources: Mapping[str | None, Source],
     options: OpenOptions,
 ) -> Iterator[Listed]:
-    """Give what a tensor, or the stack that it is the first of, is shown as."""
+    """Return what a tensor, or the stack that it is the first of, is shown as."""
     arrays = lazy_arrays(tensor, sources, options.reading)
     if stacked is None:
         for role, lazy in arrays.items():
@@ -242,27 +218,12 @@ def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> d
 
 
 def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
-    """Tell whether a tensor is shown as its parts."""
+    """Return whether a tensor is shown as its parts."""
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
 def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
-    """Give all that the members of a stack have in common.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        A member.
-    names : AxisNames
-        Of the caller's `dims`.
-    options : OpenOptions
-        How values are read.
-
-    Returns
-    -------
-    tuple
-        Hashable.
-    """
+    """Return all that the members of a stack have in common."""
     parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):
         parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])

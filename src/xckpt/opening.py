@@ -36,11 +36,7 @@ _CONCURRENCY = 16
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Keep the cyclic garbage collector out while many objects are made.
-
-    An index of 90,000 tensors is half a million objects that all stay alive; walking them again
-    and again as they accumulate takes as long as making them.
-    """
+    """Keep the cyclic garbage collector out while many objects are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -58,41 +54,7 @@ def open_index(
     mmap: bool = False,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint and read its index.
-
-    Parameters
-    ----------
-    obj : str, os.PathLike, bytes, binary file object, or list of these
-        A path, an fsspec URL, or the bytes themselves; several of them, a glob or an index of
-        shards (``*.index.json``) are one checkpoint.
-    format : str, optional
-        Name of the format; by default the content tells.
-    storage_options : dict, optional
-        For fsspec.
-    mmap : bool
-        Whether raw data of local files are mapped into memory instead of read.
-    **format_options
-        Options of the format's own.
-
-    Returns
-    -------
-    source : Source
-        The file.
-    index : Index
-        What it holds.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be opened.
-    CheckpointError
-        If it is malformed, not of the format, or of no format that is known.
-
-    Warns
-    -----
-    CheckpointWarning
-        Of what the format's specification lets pass.
-    """
+    """Open a checkpoint and read its index."""
     listed = list_files(obj, storage_options)
     if listed is None:
         source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
@@ -114,27 +76,7 @@ def open_each(
     *,
     mmap: bool = False,
 ) -> list[Opened]:
-    """Open the files of a checkpoint, several at a time, and read their indexes.
-
-    Parameters
-    ----------
-    listed : FileList
-        Which.
-    format, storage_options, format_options, mmap
-        As in `open_index`.
-
-    Returns
-    -------
-    list of Opened
-        Those that are there, in their order.
-
-    Raises
-    ------
-    OSError
-        If one cannot be opened; `MissingShardError` if none is there.
-    CheckpointError
-        If one is malformed or of another format.
-    """
+    """Open the files of a checkpoint, several at a time, and read their indexes."""
 
     def opened(file: tuple[str, Any]) -> Opened:
         label, obj = file
@@ -192,27 +134,7 @@ def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> I
 
 
 def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
-    """Find the format of a checkpoint by its content.
-
-    Parameters
-    ----------
-    obj : str, os.PathLike, bytes, binary file object, or list of these
-        As given to `open_index`.
-    storage_options : dict, optional
-        For fsspec.
-
-    Returns
-    -------
-    str
-        Name of the format, of the first where there are several files.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be opened.
-    FormatError
-        If no format knows it.
-    """
+    """Find the format of a checkpoint by its content."""
     listed = list_files(obj, storage_options)
     if listed is not None:
         obj = next(file for file in listed.files.values() if file is not None)
@@ -221,25 +143,7 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
 
 
 def is_format(obj: Any, format: str) -> bool:
-    """Tell whether something is a checkpoint of a format, without an error if it is nothing.
-
-    Parameters
-    ----------
-    obj : str, os.PathLike, bytes or binary file object
-        As given to ``xarray.open_dataset``. A file object is left where it was.
-    format : str
-        Name of the format.
-
-    Returns
-    -------
-    bool
-        By content; for a remote URL by a suffix of the format's own, which costs no request.
-
-    Raises
-    ------
-    PermissionError
-        If the file is there but may not be read.
-    """
+    """Return whether something is a checkpoint of a format, without an error if it is nothing."""
     wanted = formats.get(format)
     if is_remote(obj):
         own = tuple(each for each in wanted.suffixes if each not in wanted.shared_suffixes)
@@ -258,18 +162,7 @@ def is_format(obj: Any, format: str) -> bool:
 
 
 def warn_of(index: Index) -> None:
-    """Warn of what the specification of a file lets pass.
-
-    Parameters
-    ----------
-    index : Index
-        Of the file.
-
-    Warns
-    -----
-    CheckpointWarning
-        Of the first few.
-    """
+    """Warn of what the specification of a file lets pass."""
     for text in index.warnings[:_SHOWN_WARNINGS]:
         warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=4)
     more = len(index.warnings) - _SHOWN_WARNINGS

@@ -83,27 +83,7 @@ class OpenOptions:
     def parse(
         cls, keywords: Mapping[str, Any], *, engine: str, own: tuple[str, ...] = ()
     ) -> OpenOptions:
-        """Make options from keyword arguments.
-
-        Parameters
-        ----------
-        keywords : mapping
-            As the user gave them.
-        engine : str
-            Name of the engine, for messages.
-        own : tuple of str
-            Names of options that only this engine has.
-
-        Returns
-        -------
-        OpenOptions
-            The shared ones, with the engine's own that were given as `format_options`.
-
-        Raises
-        ------
-        TypeError
-            If a keyword is not an option.
-        """
+        """Make options from keyword arguments."""
         known = (*cls.keywords(), *own)
         for keyword in keywords:
             if keyword not in known:

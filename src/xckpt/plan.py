@@ -80,11 +80,7 @@ class Written(NamedTuple):
 
 
 def by_source(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put tensors in the order that their data have in the file they come from.
-
-    For formats that list tensors by name wherever their data are. Those that come from no file
-    are last, in their order.
-    """
+    """Put tensors in the order that their data have in the file they come from."""
     return dict(sorted(tensors.items(), key=lambda item: _place(item[1])))
 
 

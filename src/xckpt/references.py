@@ -150,12 +150,12 @@ def _obstacle(tensor: Tensor) -> str | None:
 
 
 def _is_extended(dtype: Any) -> bool:
-    """Tell whether a type is one of ml_dtypes, some of which have kinds of numpy's."""
+    """Return whether a type is one of ml_dtypes, some of which have kinds of numpy's."""
     return bool(dtype.type.__module__ != "numpy")
 
 
 def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict[str, Any]:
-    """Give the references of one array."""
+    """Return the references of one array."""
     part = tensor.parts["data"]
     order = tensor.order if tensor.ndim > 1 else "C"
     chunk = _chunk_shape(tensor.shape, stored_dtype(part.dtype).itemsize, target, order)
@@ -184,11 +184,7 @@ def _mark(part: Part) -> Any:
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str) -> tuple[int, ...]:
-    """Cut along the slowest axis only, into equal chunks about as large as dask's.
-
-    Zarr's last chunk has the size of the others: were there fewer rows in it, it would show bytes
-    from beyond the tensor.
-    """
+    """Cut along the slowest axis only, into equal chunks about as large as dask's."""
     if not shape or 0 in shape:
         return tuple(max(1, size) for size in shape)
     axis = 0 if order == "C" else len(shape) - 1

@@ -57,38 +57,7 @@ class _Weight:
 def write_checkpoint(
     path: str | os.PathLike[str], *, layers: int = 12, width: int = 1024, seed: int = 0
 ) -> Path:
-    """Write a decoder's checkpoint, about 300 MB by default.
-
-    Tensors are drawn and written one by one, so memory holds only the largest of them. The file
-    appears under its name when it is complete. Equal arguments give equal bytes.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        Where to write; an existing file is replaced.
-    layers : int
-        Number of decoder layers.
-    width : int
-        Size of the embedding, at least 8 and a multiple of 4; the size of the file grows with
-        its square.
-    seed : int
-        Of the random numbers.
-
-    Returns
-    -------
-    pathlib.Path
-        `path`.
-
-    Raises
-    ------
-    ValueError
-        If there is no layer, or `width` does not suit.
-
-    Examples
-    --------
-    >>> write_checkpoint("tiny.zt", layers=2, width=64)  # doctest: +SKIP
-    PosixPath('tiny.zt')
-    """
+    """Write a decoder's checkpoint, about 300 MB by default."""
     if layers < 1:
         raise ValueError(f"layers must be at least 1, not {layers}")
     if width < 2 * _HEADS_PER_KEY_HEAD or width % _HEADS_PER_KEY_HEAD:
@@ -128,7 +97,7 @@ def _weights(layers: int, width: int) -> Iterator[_Weight]:
 
 
 def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_Weight]:
-    """Give one decoder layer: queries and keys spread with depth, outputs shrink, norms grow."""
+    """Return one decoder layer: queries and keys spread with depth, outputs shrink, norms grow."""
     depth = layer / layers
     keys = width // _HEADS_PER_KEY_HEAD
     hidden = 11 * width // 4

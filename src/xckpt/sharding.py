@@ -69,30 +69,7 @@ class Opened:
 
 
 def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> FileList | None:
-    """Find out whether something is several files.
-
-    Parameters
-    ----------
-    obj : object
-        As given to ``xarray.open_dataset``: a list or tuple of files, a glob, or an index of
-        shards (``*.index.json``).
-    storage_options : mapping, optional
-        For fsspec.
-
-    Returns
-    -------
-    FileList or None
-        None where it is one file. Files of a glob are in natural order: 2 comes before 10.
-
-    Raises
-    ------
-    FileNotFoundError
-        If a glob matches nothing.
-    FormatError
-        If an index of shards is malformed.
-    ValueError
-        If a list is empty.
-    """
+    """Find out whether something is several files."""
     if isinstance(obj, list | tuple):
         return _listed(obj, storage_options)
     if isinstance(obj, os.PathLike):
@@ -108,23 +85,7 @@ def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> Fi
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
-    """Give a key that sorts numbers in texts by their values.
-
-    Parameters
-    ----------
-    text : str
-        Any.
-
-    Returns
-    -------
-    tuple
-        For `sorted`.
-
-    Examples
-    --------
-    >>> sorted(["step-10.zt", "step-9.zt"], key=natural_key)
-    ['step-9.zt', 'step-10.zt']
-    """
+    """Return a key that sorts numbers in texts by their values."""
     parts = re.split(r"([0-9]+)", text)
     return tuple([(int(p), p) if at % 2 else (-1, p) for at, p in enumerate(parts)])
 
@@ -146,7 +107,7 @@ def _listed(objects: Sequence[Any], storage_options: Mapping[str, Any] | None) -
 
 
 def _is_glob(path: str) -> bool:
-    """Tell whether a path is a glob; of a URL, only a star counts: others have other meanings."""
+    """Return whether a path is a glob; of a URL, only a star counts: others have other meanings."""
     if is_remote(path):
         return "*" in path
     return any(mark in path for mark in "*?[") and not os.path.lexists(_absolute(path))
@@ -216,28 +177,7 @@ def _is_text(values: Iterable[Any]) -> bool:
 
 
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
-    """Make one checkpoint of several files.
-
-    Parameters
-    ----------
-    listed : FileList
-        All files.
-    opened : sequence of Opened
-        Those that are there, in the same order.
-
-    Returns
-    -------
-    source : Source
-        All files.
-    index : Index
-        All tensors. Those of a missing file are there without shape and type; their values
-        cannot be read.
-
-    Raises
-    ------
-    FormatError
-        If two files have a tensor of one name, or a file lacks one that it should have.
-    """
+    """Make one checkpoint of several files."""
     warnings: list[str] = []
     tensors = _missing(listed, warnings)
     files: dict[str, Source] = {}
@@ -275,22 +215,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
 
 
 def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
-    """Give a tensor of a file as one of a checkpoint that has this file among others.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        From the index of the file.
-    label : str
-        Of the file.
-    name : str, optional
-        A new name.
-
-    Returns
-    -------
-    Tensor
-        With parts that say which file they are in.
-    """
+    """Return a tensor of a file as one of a checkpoint that has this file among others."""
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }

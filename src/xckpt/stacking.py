@@ -38,26 +38,7 @@ def stack_modules(
     obj: xr.Dataset | xr.DataTree,
     modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
 ) -> Any:
-    """Make numbered modules dimensions.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        Whose variables have the names of tensors. Those that are stacked already stay as they
-        are.
-    modules : True, str, or list of str, default True
-        The modules whose numbers become dimensions, by default all.
-
-    Returns
-    -------
-    xarray.Dataset or xarray.DataTree
-        Lazy wherever `obj` is.
-
-    Raises
-    ------
-    TypeError
-        If `modules` is none of these.
-    """
+    """Make numbered modules dimensions."""
     only = stacked_modules(modules)
     flat = flatten(obj)
     warn_of_unknown_modules([n for n in flat.variables if isinstance(n, str)], only)
@@ -71,25 +52,7 @@ def stack_modules(
 
 
 def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
-    """Give every stacked tensor a variable of its own again, the inverse of `stack_modules`.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        Opened with `stack`, or stacked later. A selection of it gives the tensors that are left;
-        variables that were computed from stacked ones stay as they are.
-
-    Returns
-    -------
-    xarray.Dataset or xarray.DataTree
-        In the order of the file. Where nothing was done to a variable in between, its tensors
-        are what they were before, to the last attribute.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be told which tensors are left, or a variable has the name of one.
-    """
+    """Return every stacked tensor a variable of its own again, the inverse of `stack_modules`."""
     flat = flatten(obj)
     if not any("stack" in variable.encoding for variable in flat.variables.values()):
         return obj.copy()
@@ -119,27 +82,7 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
 
 
 def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
-    """Give the names of the tensors that are stacked in a variable.
-
-    Parameters
-    ----------
-    name : str
-        Flat name of the variable.
-    variable : xarray.Variable
-        Stacked or not.
-    indexes : mapping of str to Variable
-        The coordinates that tell which are left.
-
-    Returns
-    -------
-    list of str
-        In C order along the stacked dimensions, in the order in which they were stacked.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be told which tensors are left.
-    """
+    """Return the names of the tensors that are stacked in a variable."""
     info = variable.encoding.get("stack")
     if info is None:
         return [name]
@@ -150,27 +93,7 @@ def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Vari
 def member_variables(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
-    """Give the variables of the tensors that a stacked variable still has.
-
-    Parameters
-    ----------
-    name : str
-        Flat name of the variable.
-    variable : xarray.Variable
-        Stacked.
-    indexes : mapping of str to Variable
-        The coordinates that tell which are left.
-
-    Returns
-    -------
-    dict of str to xarray.Variable
-        By flat name, in the order of `member_names`.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be told which tensors are left.
-    """
+    """Return the variables of the tensors that a stacked variable still has."""
     info = variable.encoding["stack"]
     indices = tuple([_indices(name, variable, dim, indexes) for dim in info["dims"]])
     places = product(*(range(len(along)) for along in indices))
@@ -214,7 +137,7 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
 
 
 def _kind(variable: xr.Variable) -> tuple[Any, ...]:
-    """Give all that the members of a stack have in common."""
+    """Return all that the members of a stack have in common."""
     data = variable._data  # noqa: SLF001  `data` would load what is not dask's
     told = ("layout", "stored_dtype", "stored_order", "part")
     stored = [str(variable.encoding.get(key)) for key in told]
@@ -284,7 +207,7 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
 
 
 def _array(variable: xr.Variable) -> Any:
-    """Give the array of a variable without reading what another engine left lazy."""
+    """Return the array of a variable without reading what another engine left lazy."""
     if isinstance(variable._data, ExplicitlyIndexed):  # noqa: SLF001  `data` would read it
         return variable.chunk().data
     return variable.data
@@ -337,14 +260,14 @@ def _indices(
 
 
 def _is_whole(variable: xr.Variable, info: Mapping[str, Any]) -> bool:
-    """Tell whether a variable has the very array that was stacked."""
+    """Return whether a variable has the very array that was stacked."""
     data = variable._data  # noqa: SLF001  `data` would load what is not dask's
     made = isinstance(data, da.Array) and data.name == info["array"]
     return made and variable.dims[: len(info["dims"])] == info["dims"]
 
 
 def _was(info: Mapping[str, Any], known: list[dict[int, int]], place: list[int]) -> Member:
-    """Give what a member was; one that was not there before has nothing to remember."""
+    """Return what a member was; one that was not there before has nothing to remember."""
     position = 0
     for along, index in zip(known, place, strict=True):
         if index not in along:

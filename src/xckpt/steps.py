@@ -113,7 +113,7 @@ def open_steps(
 
 
 def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:
-    """Give the step of each file."""
+    """Return the step of each file."""
     if given is not None:
         steps = [as_integer(each) for each in given]
         if len(steps) != len(paths):
@@ -239,7 +239,7 @@ def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix
 
 
 def _stacking(options: OpenOptions, dim: str, steps: list[int]) -> OpenOptions:
-    """Give the options for tensors below steps, all of which are stacked."""
+    """Return the options for tensors below steps, all of which are stacked."""
     unchosen = replace(options, tensors=None, drop_variables=None)
     if len(steps) == 1:
         return unchosen

@@ -52,10 +52,7 @@ class LazyVariable(xr.Variable):
         attrs: dict[Any, Any] | None,
         encoding: dict[Any, Any],
     ) -> Self:
-        """Make a variable of what is known to fit together.
-
-        ``Variable.__init__`` checks it, and asks the array for its shape half a dozen times.
-        """
+        """Make a variable of what is known to fit together."""
         variable = object.__new__(cls)
         variable._dims = dims
         variable._data = data
@@ -77,7 +74,7 @@ class LazyVariable(xr.Variable):
     # Where an index is a numpy integer, xarray makes a base variable of the result, and whatever
     # is selected of that would be dask's.
     def to_base_variable(self) -> xr.Variable:
-        """Give a variable that is no coordinate: this one."""
+        """Return a variable that is no coordinate: this one."""
         return self._copy(deep=False) if is_stored(self._data) else super().to_base_variable()
 
     to_variable = to_base_variable
@@ -102,7 +99,7 @@ class LazyVariable(xr.Variable):
 
 
 def _basic_key(key: Any, dims: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give an index as a tuple, None where it has more than integers and slices that go forward."""
+    """Return an index as a tuple, None if it has more than integers and forward slices."""
     if isinstance(key, Mapping):
         if not key.keys() <= set(dims):
             return None
@@ -168,10 +165,7 @@ class VariableMaker:
     def variable(
         self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
     ) -> LazyVariable:
-        """Make the variable of a listed array that is not stacked.
-
-        `axes` says what the file calls dimensions that have another name here.
-        """
+        """Make the variable of a listed array that is not stacked."""
         array = self.array(listed.name, listed.lazy)
         encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
         if axes:
@@ -273,7 +267,7 @@ def _digest(told: Any) -> str:
 
 
 def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:
-    """Give the encoding of the same name: the size of a chunk along each dimension."""
+    """Return the encoding of the same name: the size of a chunk along each dimension."""
     return {dim: sizes[0] or 1 for dim, sizes in zip(dims, chunks, strict=True)}
 
 

@@ -57,23 +57,7 @@ class ReadOptions:
 def lazy_arrays(
     tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions
 ) -> dict[str | None, LazyArray]:
-    """Give the arrays that a tensor is shown as.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        From an index.
-    sources : mapping of (str or None) to Source
-        The file under None, its shards under their names.
-    options : ReadOptions
-        How to read values.
-
-    Returns
-    -------
-    dict of (str or None) to LazyArray
-        One array under None where the tensor is shown as a whole, else one for each part under
-        its role.
-    """
+    """Return the arrays that a tensor is shown as."""
     arrays = _arrays(tensor, sources, options)
     return {role: lazy.of(tensor, role) for role, lazy in arrays.items()}
 
@@ -112,7 +96,7 @@ def _dense(tensor: Tensor, reader: PartReader, options: ReadOptions) -> DenseArr
 
 
 def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> LazyArray:
-    """Give a part as an array; one whose length cannot be found out is listed, and not read."""
+    """Return a part as an array; one whose length cannot be found out is listed, and not read."""
     reader = readers[role]
     try:
         shape = decoded_shape(tensor, role, reader, _COUNTED_NBYTES)

@@ -24,32 +24,7 @@ def target_nbytes() -> int:
 def chunks_along_slowest(
     shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
 ) -> Chunks:
-    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the array.
-    itemsize : int
-        Bytes of an element in memory.
-    target : int
-        Wanted size of a chunk in bytes. A chunk is larger only if one element is, or if there
-        would be more than a hundred thousand of them.
-    order : {"C", "F"}
-        Memory order: the slowest axis is the first of "C", the last of "F".
-
-    Returns
-    -------
-    tuple of tuple of int
-        In dask's form.
-
-    Examples
-    --------
-    >>> chunks_along_slowest((10, 100), 4, 1600)
-    ((4, 4, 2), (100,))
-    >>> chunks_along_slowest((2, 10), 4, 20)
-    ((1, 1), (5, 5))
-    """
+    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order."""
     if order == "F":
         return chunks_along_slowest(shape[::-1], itemsize, target)[::-1]
     chunks: list[tuple[int, ...]] = []

@@ -75,7 +75,7 @@ class DenseArray(LazyArray):
         self.strict = strict
 
     def chunks(self, target: int) -> Chunks:
-        """Give chunks that are runs of bytes; see `LazyArray.chunks`."""
+        """Return chunks that are runs of bytes; see `LazyArray.chunks`."""
         if self.reader.part.encoding in STREAMS:
             # It decodes from its start only: cut up, it would be decoded once for each chunk.
             return tuple((size,) for size in self.shape)
@@ -222,7 +222,7 @@ class DenseArray(LazyArray):
                 self.decoded(data, 0)
 
     def _unpacked(self, data: memoryview, start: int, stop: int) -> Array:
-        """Give 4-bit elements, the low half of a byte first."""
+        """Return 4-bit elements, the low half of a byte first."""
         dtype = self.reader.part.dtype
         bits = ELEMENT_TYPES[dtype].bits
         codes = unpack_codes(data, bits)

@@ -18,31 +18,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def elements(
     data: memoryview, dtype: str, *, decode: bool, byteorder: str = "little", strict: bool = False
 ) -> Array:
-    """Give the elements that bytes hold, as a flat array.
-
-    Parameters
-    ----------
-    data : memoryview
-        The bytes of whole elements.
-    dtype : str
-        Element type, a key of `xckpt.dtypes.ELEMENT_TYPES`, of 8 bits or more.
-    decode : bool
-        Whether to convert to a type that numpy computes well with.
-    byteorder : {"little", "big"}
-        Of the stored elements.
-    strict : bool
-        Whether booleans other than 0 and 1 are errors instead of true.
-
-    Returns
-    -------
-    numpy.ndarray
-        A view of `data` where nothing has to be converted, in native byte order.
-
-    Raises
-    ------
-    FormatError
-        If `strict` is broken.
-    """
+    """Return the elements that bytes hold, as a flat array."""
     if dtype == "bool":
         return _booleans(np.frombuffer(data, np.uint8), strict=strict)
     stored = stored_dtype(dtype)
@@ -94,29 +70,7 @@ def _float_table(dtype: str) -> Array:
 def unpack_codes(
     data: memoryview | Array, bits: int, *, word_bits: int = 8, msb_first: bool = False
 ) -> Array:
-    """Unpack small codes that share little-endian words.
-
-    Parameters
-    ----------
-    data : memoryview or array of uint8
-        Whole words; for an array the last axis holds bytes.
-    bits : int
-        Size of a code, at most 8.
-    word_bits : {8, 16, 32, 64}
-        Size of a word; ``word_bits // bits`` codes lie in each.
-    msb_first : bool
-        Whether the first code of a word is in its highest bits.
-
-    Returns
-    -------
-    numpy.ndarray of uint8
-        One code per element; the last axis is longer by the codes in a byte.
-
-    Examples
-    --------
-    >>> unpack_codes(memoryview(b"\\x21\\x43"), 4)
-    array([1, 2, 3, 4], dtype=uint8)
-    """
+    """Unpack small codes that share little-endian words."""
     raw = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data
     words = raw.view(f"<u{word_bits // 8}")
     shifts = np.arange(word_bits // bits, dtype=words.dtype) * bits

@@ -35,28 +35,7 @@ __all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_ar
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
-    """Make a dask array over a lazy array.
-
-    It is what ``dask.array.from_array(lazy, ...)`` makes, at a twentieth of the cost: 90,000
-    arrays that are only listed have no tasks and no validated copies of their chunks. It pickles
-    as the lazy array, not as tasks.
-
-    Parameters
-    ----------
-    lazy : LazyArray
-        The array in the file.
-    name : str
-        Name of the dask array: equal names must mean equal values.
-    chunks : tuple of tuple of int
-        In dask's form.
-    meta : array
-        An empty array of the kind of the chunks.
-
-    Returns
-    -------
-    dask.array.Array
-        When it is computed whole, the result is memory of its own.
-    """
+    """Make a dask array over a lazy array."""
     # Array.__new__ would normalise chunks and meta that are right by construction, which takes 40
     # microseconds, most of an open. A subclass with a constructor of its own is no way out:
     # xarray refuses to mix it with other dask arrays (namedarray.parallelcompat).
@@ -80,41 +59,13 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
 
 
 def is_stored(array: Any) -> bool:
-    """Tell whether something is an array that `tensor_array` made, to which nothing was done.
-
-    Parameters
-    ----------
-    array : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        True also for what `slice_stored` made of one.
-    """
+    """Return whether something is an array that `tensor_array` made, to which nothing was done."""
     graph = array.dask if isinstance(array, da.Array) else None
     return isinstance(graph, TensorGraph) and graph.name == array.name
 
 
 def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
-    """Select of a stored array, so that the result is one too.
-
-    Dask adds a layer of tasks for each index, and fuses two of them into one read at most
-    (``dask.array.optimization._optimize_slices``): ``x[5][10]`` would read all of ``x[5]``.
-
-    Parameters
-    ----------
-    array : dask.array.Array
-        One that `is_stored`.
-    key : tuple of int or slice
-        As `xckpt.arrays.selection.normalize` gives it; steps are positive.
-
-    Returns
-    -------
-    dask.array.Array
-        With the values, the shape and the chunks that ``array[key]`` has. All that is known of
-        chunks outside the selection is left behind.
-    """
+    """Select of a stored array, so that the result is one too."""
     graph = array.dask
     lazy = graph.lazy.sliced(key)
     if lazy is graph.lazy:
@@ -156,10 +107,7 @@ class TensorGraph(HighLevelGraph):
         return TensorGraph, self._tensor
 
     def copy(self) -> HighLevelGraph:
-        """Return the graph for computing the whole array.
-
-        Dask copies the graph of an array that is itself asked for, and no other.
-        """
+        """Return the graph for computing the whole array."""
         lazy, name, chunks = self._tensor
         layer = TensorLayer(lazy, name, chunks)
         if len(layer) > 1 and isinstance(lazy.empty((0,) * lazy.ndim), np.ndarray):
@@ -251,7 +199,7 @@ class TensorLayer(Layer):
 
 @lru_cache(maxsize=4096)
 def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
-    """Give the slice of each chunk along each axis."""
+    """Return the slice of each chunk along each axis."""
     along = []
     for sizes in chunks:
         stops = np.cumsum(sizes).tolist()

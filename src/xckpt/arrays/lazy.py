@@ -93,58 +93,23 @@ class LazyArray(ABC):
 
     @abstractmethod
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        """Give the selection of a normalised index."""
+        """Return the selection of a normalised index."""
 
     def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
         out[...] = self._select(key)
 
     def chunks(self, target: int) -> Chunks:
-        """Give the chunks that reading it is cheapest in.
-
-        Parameters
-        ----------
-        target : int
-            Wanted size of a chunk in memory, in bytes.
-
-        Returns
-        -------
-        tuple of tuple of int
-            In dask's form.
-        """
+        """Return the chunks that reading it is cheapest in."""
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
-        """Give a selection as an array, from which nothing is read yet.
-
-        Parameters
-        ----------
-        key : tuple of int or slice
-            As `xckpt.arrays.selection.normalize` gives it; steps are positive.
-
-        Returns
-        -------
-        LazyArray
-            Of the simplest kind that has these elements.
-        """
+        """Return a selection as an array, from which nothing is read yet."""
         from xckpt.arrays.sliced import SlicedArray  # which is a LazyArray
 
         return self if key == whole(self.shape) else SlicedArray(self, key)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
-        """Give the smallest array that has a selection, for a task that reads no more.
-
-        Parameters
-        ----------
-        key : tuple of int, slice or array
-            As `xckpt.arrays.selection.normalize` gives it.
-
-        Returns
-        -------
-        array : LazyArray
-            One that pickles small.
-        key : tuple of int, slice or array
-            The selection of it.
-        """
+        """Return the smallest array that has a selection, for a task that reads no more."""
         return self.bare(), key
 
     def bare(self) -> Self:
@@ -163,7 +128,7 @@ class LazyArray(ABC):
             raise MemoryError(f"{self.source.name}: tensor {shown(self.name)}: {error}") from error
 
     def empty(self, shape: tuple[int, ...]) -> Any:
-        """Give an array without elements, of the kind and dtype that indexing gives."""
+        """Return an array without elements, of the kind and dtype that indexing gives."""
         try:
             return np.empty(shape, self.dtype)
         except ValueError as error:  # numpy wants the other axes to be countable in bytes
@@ -205,7 +170,7 @@ class UnreadableArray(LazyArray):
         self.problem = problem
 
     def chunks(self, target: int) -> Chunks:
-        """Give one chunk: no bytes bound the shape, nor would they the number of chunks."""
+        """Return one chunk: no bytes bound the shape, nor would they the number of chunks."""
         return tuple((size,) for size in self.shape)
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:

@@ -57,30 +57,7 @@ class PartReader:
     verify: bool | None = None
 
     def read(self, start: int, stop: int, nbytes: int) -> memoryview:
-        """Give the decoded bytes from `start` to `stop`.
-
-        Parameters
-        ----------
-        start, stop : int
-            Half-open range in the decoded bytes.
-        nbytes : int
-            Size of all decoded bytes; a part that decodes to another size is an error.
-
-        Returns
-        -------
-        memoryview
-            Memory of its own, but for inline bytes and raw parts of mapped files: writable or
-            not, it must not be written to.
-
-        Raises
-        ------
-        FormatError
-            If the bytes are not there, do not decode, or the digest is malformed.
-        IntegrityError
-            If the digest disagrees.
-        UnsupportedError
-            If the encoding is not known, or the range does not fit in memory.
-        """
+        """Return the decoded bytes from `start` to `stop`."""
         with self._placing():
             self.check(nbytes)
             data = self._bytes(start, stop, nbytes)
@@ -234,11 +211,7 @@ class PartReader:
 def decoded_shape(
     tensor: Tensor, role: str, reader: PartReader, limit: int = _ANY
 ) -> tuple[int, ...]:
-    """Return the shape of the array that a part decodes to.
-
-    Where neither the file nor the headers of zstd frames say how long it is, it is decoded to
-    count its elements, up to `limit` bytes. Only sparse and structural tensors have such parts.
-    """
+    """Return the shape of the array that a part decodes to."""
     part = reader.part
     if tensor.layout == "dense" and role == "data":
         return tensor.shape

@@ -66,7 +66,7 @@ class QuantizedArray(RowBlockArray):
         return self.readers[role].read(start, stop, nbytes)
 
     def _codes(self, start: int, stop: int) -> Array:
-        """Give the codes of some rows as float32."""
+        """Return the codes of some rows as float32."""
         scheme = self.quantization
         if scheme.word_bits == scheme.bits:
             codes = DenseArray(self.name, self.readers["data"], self.shape)
@@ -78,12 +78,12 @@ class QuantizedArray(RowBlockArray):
         return self._unpacked(data, (stop - start, *self.shape[1:]))
 
     def _packed(self, role: str, shape: tuple[int, ...]) -> Array:
-        """Give all codes of a part whose words hold several each."""
+        """Return all codes of a part whose words hold several each."""
         nbytes = self._packed_nbytes(shape)
         return self._unpacked(self._part(role, 0, nbytes, nbytes), shape)
 
     def _packed_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the shape in words: the packed axis is rounded up to whole words per line."""
+        """Return the shape in words: the packed axis is rounded up to whole words per line."""
         scheme = self.quantization
         per_word = scheme.word_bits // scheme.bits
         words = -(-shape[scheme.axis] // per_word)
@@ -125,7 +125,7 @@ class QuantizedArray(RowBlockArray):
         return self._grid_of("zeros").astype(np.float32)
 
     def _grid_of(self, role: str) -> Array:
-        """Give the entries of a stored grid, with the axes of the tensor."""
+        """Return the entries of a stored grid, with the axes of the tensor."""
         part = self.readers[role].part
         nbytes = nbytes_of(part.dtype, prod(self._grid))
         flat = elements(self._part(role, 0, nbytes, nbytes), part.dtype, decode=True)

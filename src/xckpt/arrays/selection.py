@@ -46,25 +46,7 @@ class Run(NamedTuple):
 
 
 def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Spell an index out: one in-range entry for each axis.
-
-    Parameters
-    ----------
-    key : int, slice, ellipsis, 1-d array of int or bool, list, or tuple of these
-        As given to ``__getitem__``. Several arrays select orthogonally.
-    shape : sequence of int
-        Of the array.
-
-    Returns
-    -------
-    tuple of int, slice or array
-        Integers are not negative, slices have explicit bounds inside the axis.
-
-    Raises
-    ------
-    IndexError
-        If an entry is out of range, not one of these, or there are too many.
-    """
+    """Spell an index out: one in-range entry for each axis."""
     entries = list(key) if isinstance(key, tuple) else [key]
     where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
     if where:
@@ -77,18 +59,7 @@ def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
 
 
 def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Give the index that selects all, as `normalize` spells it.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the array.
-
-    Returns
-    -------
-    tuple of slice
-        One for each axis.
-    """
+    """Return the index that selects all, as `normalize` spells it."""
     return tuple([slice(0, length, 1) for length in shape])
 
 
@@ -148,26 +119,7 @@ def _shifted(entry: AxisKey, low: int) -> AxisKey:
 
 
 def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> Run:
-    """Find the smallest contiguous run of a C-ordered array that holds a selection.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the array.
-    key : sequence
-        As `normalize` gives it.
-
-    Returns
-    -------
-    Run
-        Leading axes with one selected position are fixed, the next one is cut to the hull of its
-        entry, the rest are whole.
-
-    Examples
-    --------
-    >>> contiguous_run((10, 4, 8), (5, slice(1, 3, 1), 0))
-    Run(start=168, shape=(1, 2, 8), key=(0, slice(0, 2, 1), 0))
-    """
+    """Find the smallest contiguous run of a C-ordered array that holds a selection."""
     start, narrowed = 0, True
     block: list[int] = []
     inner: list[AxisKey] = []
@@ -185,20 +137,7 @@ def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> Run:
 
 
 def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...]:
-    """Return the shape of a selection.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the array.
-    key : sequence
-        As `normalize` gives it.
-
-    Returns
-    -------
-    tuple of int
-        Without the axes that an integer selects.
-    """
+    """Return the shape of a selection."""
     sizes = []
     for length, entry in zip(shape, key, strict=True):
         if isinstance(entry, slice):
@@ -222,13 +161,7 @@ def positions(entry: AxisKey, length: int) -> range | np.ndarray[Any, np.dtype[n
 
 
 def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
-    """Cut an entry into entries that select `size` positions each, in the same order.
-
-    Examples
-    --------
-    >>> list(groups(slice(9, None, -4), 10, 2))
-    [slice(9, 1, -4), slice(1, None, -4)]
-    """
+    """Cut an entry into entries that select `size` positions each, in the same order."""
     chosen = positions(entry, length)
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
@@ -240,17 +173,7 @@ def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
 
 
 def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
-    """Return along how many axes it is best to read each selected position by itself.
-
-    One read costs as much as the elements in it and `skip` more.
-
-    Examples
-    --------
-    >>> leading_axes((100, 1000), (slice(0, 100, 1), 7), skip=10)
-    1
-    >>> leading_axes((100, 1000), (slice(0, 100, 1), 7), skip=2000)
-    0
-    """
+    """Return along how many axes it is best to read each selected position by itself."""
     best, lowest, count = 0, float("inf"), 1
     for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
         cost = count * (prod(contiguous_run(shape[axis:], key[axis:]).shape) + skip)
@@ -261,20 +184,7 @@ def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int
 
 
 def take(block: Any, key: Sequence[AxisKey]) -> Any:
-    """Apply an index to a block, orthogonally: each array acts on its own axis.
-
-    Parameters
-    ----------
-    block : array
-        numpy or sparse.
-    key : sequence
-        As `normalize` gives it for the shape of the block.
-
-    Returns
-    -------
-    array
-        A view where the index has no arrays and the block is a numpy array.
-    """
+    """Apply an index to a block, orthogonally: each array acts on its own axis."""
     arrays = [axis for axis, entry in enumerate(key) if isinstance(entry, np.ndarray)]
     for axis in arrays:
         block = block[(slice(None),) * axis + (key[axis],)]

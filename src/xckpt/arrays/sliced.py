@@ -49,11 +49,11 @@ class SlicedArray(LazyArray):
         return self.base.advice
 
     def chunks(self, target: int) -> Chunks:
-        """Give the chunks of the base, cut; see `LazyArray.chunks`."""
+        """Return the chunks of the base, cut; see `LazyArray.chunks`."""
         return cut_chunks(self.base.chunks(target), self.key)
 
     def empty(self, shape: tuple[int, ...]) -> Any:
-        """Give an array without elements, of the kind that the base gives."""
+        """Return an array without elements, of the kind that the base gives."""
         return self.base.empty(shape)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
@@ -72,25 +72,7 @@ class SlicedArray(LazyArray):
 
 
 def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:
-    """Give the index that selects at once what two select one after the other.
-
-    Parameters
-    ----------
-    first : sequence of int or slice
-        As `xckpt.arrays.selection.normalize` gives it; steps are positive.
-    second : sequence of int, slice or array
-        Of the result of the first: an entry for each of its slices.
-
-    Returns
-    -------
-    tuple of int, slice or array
-        Of the same array as the first.
-
-    Examples
-    --------
-    >>> compose((5, slice(10, 20, 2)), (slice(1, 3, 1),))
-    (5, slice(12, 16, 2))
-    """
+    """Return the index that selects at once what two select one after the other."""
     rest = iter(second)
     return tuple([e if isinstance(e, int) else _within(e, next(rest)) for e in first])
 
@@ -109,25 +91,7 @@ def _within(outer: Any, inner: AxisKey) -> AxisKey:
 
 
 def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
-    """Give the chunks of a selection as dask does: those of the whole, without what is left out.
-
-    Parameters
-    ----------
-    chunks : tuple of tuple of int
-        Of the whole, in dask's form.
-    key : sequence of int or slice
-        As `xckpt.arrays.selection.normalize` gives it; steps are positive.
-
-    Returns
-    -------
-    tuple of tuple of int
-        In dask's form; an axis of which nothing is left has one chunk of no element.
-
-    Examples
-    --------
-    >>> cut_chunks(((20, 10, 20), (8,)), (slice(0, 40, 25), 3))
-    ((1, 1),)
-    """
+    """Return the chunks of a selection as dask does: those of the whole, without what is left out."""
     kept = zip(chunks, key, strict=True)
     return tuple([_cut(sizes, entry) for sizes, entry in kept if isinstance(entry, slice)])
 

@@ -76,7 +76,7 @@ class StoredElements(NamedTuple):
         return sum(each.nbytes for each in (*self.coords, self.values))
 
     def rows(self, start: int, stop: int) -> StoredElements:
-        """Give those of fewer rows."""
+        """Return those of fewer rows."""
         low, high = np.searchsorted(self.coords[0], (start, stop))
         coords = tuple([each[low:high] for each in self.coords])
         return StoredElements(start, stop, coords, self.values[low:high])
@@ -116,7 +116,7 @@ class SparseArray(LazyArray):
 
     @abstractmethod
     def stored(self, start: int, stop: int) -> StoredElements:
-        """Give the stored elements of some rows."""
+        """Return the stored elements of some rows."""
 
     @abstractmethod
     def blocks(self) -> Iterator[StoredElements]:
@@ -145,14 +145,14 @@ class SparseArray(LazyArray):
         return self.nbytes_stored if self.nbytes_stored > _KEPT_NBYTES else 0
 
     def chunks(self, target: int) -> Chunks:
-        """Give chunks that are no smaller than what is read for each, and not too many."""
+        """Return chunks that are no smaller than what is read for each, and not too many."""
         most = _MOST_CHUNKS + self.nbytes_stored // _NBYTES_PER_CHUNK
         total = prod(self.shape) * self.dtype.itemsize
         target = max(target, self.nbytes_read, total // most)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target)
 
     def empty(self, shape: tuple[int, ...]) -> Any:
-        """Give an array without elements; see `LazyArray.empty`."""
+        """Return an array without elements; see `LazyArray.empty`."""
         if not self.sparse:
             return super().empty(shape)
         import sparse
@@ -209,7 +209,7 @@ class SparseArray(LazyArray):
         return sparse.COO(coords, values, shape=shape, has_duplicates=False, sorted=True)
 
     def _part(self, role: str, start: int, stop: int, count: int) -> Array:
-        """Give elements `start` to `stop` of a part that has `count` of them."""
+        """Return elements `start` to `stop` of a part that has `count` of them."""
         size = nbytes_of(self.readers[role].part.dtype, 1)
         return self._typed(role, self.readers[role].read(start * size, stop * size, count * size))
 
@@ -222,7 +222,7 @@ class SparseArray(LazyArray):
         require_memory(count * (16 * self.ndim + 2 * self.dtype.itemsize + 8), _TOGETHER)
 
     def _whole(self) -> StoredElements:
-        """Give all stored elements, of a small tensor those that were read before."""
+        """Return all stored elements, of a small tensor those that were read before."""
         parts: Hashable = tuple(
             (role, each.source.name, each.source.identity, each.part, each.verify)
             for role, each in self.readers.items()
@@ -267,7 +267,7 @@ class SparseArray(LazyArray):
 
 
 def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Give positions in a flat array; unlike `numpy.ravel_multi_index`, of any number of axes."""
+    """Return positions in a flat array; unlike `numpy.ravel_multi_index`, of any number of axes."""
     flat = coords[0]
     for along, extent in zip(coords[1:], shape[1:], strict=True):
         flat = flat * extent + along
@@ -277,19 +277,7 @@ def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
 def _along(
     where: Array, entry: AxisKey, length: int
 ) -> tuple[Array | None, Array, int | None, AxisKey]:
-    """Apply the entry of an index to the coordinates along its axis.
-
-    Returns
-    -------
-    chosen : array of bool or None
-        Which are in it; None for all.
-    place : array of int64
-        Where each is then, if it is in it.
-    extent : int or None
-        Of the axis then, each position taken once and in order; None for an axis that goes.
-    again : slice or array
-        What of that axis the entry takes.
-    """
+    """Apply the entry of an index to the coordinates along its axis."""
     everything = slice(None)
     if isinstance(entry, int):
         return where == entry, where, None, everything
@@ -314,7 +302,7 @@ class CSRArray(SparseArray):
     __slots__ = ()
 
     def stored(self, start: int, stop: int) -> StoredElements:
-        """Give the stored elements of some rows; see `SparseArray.stored`."""
+        """Return the stored elements of some rows; see `SparseArray.stored`."""
         if self.reads_whole:
             return self._whole().rows(start, stop)
         return self._read(start, stop)
@@ -456,7 +444,7 @@ class COOArray(SparseArray):
         return True
 
     def stored(self, start: int, stop: int) -> StoredElements:
-        """Give the stored elements of some rows; see `SparseArray.stored`."""
+        """Return the stored elements of some rows; see `SparseArray.stored`."""
         return self._whole().rows(start, stop)
 
     def blocks(self) -> Iterator[StoredElements]:

@@ -76,18 +76,7 @@ class TensorArrays(Sequence[LazyArray]):
         return lazy_arrays(self.tensors[position], self.sources, self.options)[self.role]
 
     def take(self, positions: Sequence[int]) -> TensorArrays:
-        """Give some of them, with the files of these alone.
-
-        Parameters
-        ----------
-        positions : sequence of int
-            Which.
-
-        Returns
-        -------
-        TensorArrays
-            In this order.
-        """
+        """Return some of them, with the files of these alone."""
         tensors = tuple([self.tensors[position] for position in positions])
         labels = {None, *(part.shard for tensor in tensors for part in tensor.parts.values())}
         sources = {label: self.sources[label] for label in labels}
@@ -128,7 +117,7 @@ class StackedArray(LazyArray):
         return self.members[0].advice
 
     def chunks(self, target: int) -> Chunks:
-        """Give a chunk or several to each member; small members share some."""
+        """Return a chunk or several to each member; small members share some."""
         first = self.members[0]
         inner = first.chunks(target)
         nbytes = prod(first.shape) * self.dtype.itemsize
@@ -138,11 +127,11 @@ class StackedArray(LazyArray):
         return tuple((1,) * count for count in self.grid) + inner
 
     def empty(self, shape: tuple[int, ...]) -> Any:
-        """Give an array without elements, of the kind that the members give."""
+        """Return an array without elements, of the kind that the members give."""
         return self.members[0].empty(shape)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
-        """Give fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
+        """Return fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
         outer, inner = key[: len(self.grid)], key[len(self.grid) :]
         if all(isinstance(entry, int) for entry in outer):
             return self.members[self._position(outer)].sliced(inner)
@@ -153,7 +142,7 @@ class StackedArray(LazyArray):
         return LazyArray.sliced(fewer, whole(grid) + inner)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
-        """Give the members that are needed; see `LazyArray.narrowed`."""
+        """Return the members that are needed; see `LazyArray.narrowed`."""
         outer, inner = key[: len(self.grid)], key[len(self.grid) :]
         if all(isinstance(entry, int) for entry in outer):
             return self.members[self._position(outer)].narrowed(inner)
@@ -189,13 +178,13 @@ class StackedArray(LazyArray):
         _stack_into(out, [self.members[self._position(place)] for place in places], inner)
 
     def _places(self, outer: Sequence[AxisKey]) -> tuple[list[int], tuple[int, ...]]:
-        """Give the members at some positions of the grid, and the grid that they make."""
+        """Return the members at some positions of the grid, and the grid that they make."""
         along = list(map(positions, outer, self.grid))
         grid = [len(s) for s, e in zip(along, outer, strict=True) if not isinstance(e, int)]
         return [self._position(place) for place in product(*along)], tuple(grid)
 
     def _with(self, places: list[int], grid: tuple[int, ...]) -> LazyArray:
-        """Give an array of some members only."""
+        """Return an array of some members only."""
         members = self.members
         if isinstance(members, TensorArrays):
             return StackedArray(self.name, members.take(places), grid)
@@ -218,7 +207,7 @@ def _stack_into(
 
 
 def _tail(shape: tuple[int, ...], inner: tuple[AxisKey, ...]) -> tuple[int, ...]:
-    """Give the axes that the selection of a member has."""
+    """Return the axes that the selection of a member has."""
     kept = sum(not isinstance(entry, int) for entry in inner)
     return shape[len(shape) - kept :]
 

@@ -37,29 +37,7 @@ Exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        Arguments without the program's name; by default those of the process.
-
-    Returns
-    -------
-    int
-        Exit status: 0 if all is well; 1 if there are findings, differences or damage; 2 if there
-        is no answer, for wrong usage or a file that cannot be opened; 130 after Ctrl-C.
-
-    Raises
-    ------
-    SystemExit
-        With status 1, if nobody reads the output to its end.
-
-    Examples
-    --------
-    >>> main(["info", "m.zt"])  # doctest: +SKIP
-    0
-    """
+    """Run the command line."""
     _escape_what_has_no_code()
     try:
         with _warnings_as_lines():
@@ -84,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @click.group("xckpt", epilog=_STATUSES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="xckpt %(version)s")
 def commands() -> None:
-    """Look into tensor files of machine-learning frameworks.
-
-    A FILE is a path or a URL (https://, s3://, ...). What it is, its content tells.
-    """
+    """Look into tensor files of machine-learning frameworks."""
 
 
 for _command in (info, stats, compare, convert, verify):

@@ -70,27 +70,7 @@ class Reading:
         return list(self.tensors) or None
 
     def index(self, file: str) -> Index:
-        """Read what a file holds, of the chosen tensors.
-
-        Parameters
-        ----------
-        file : str
-            Path or URL.
-
-        Returns
-        -------
-        Index
-            Of these tensors only.
-
-        Raises
-        ------
-        click.UsageError
-            If no tensor is chosen.
-        CheckpointError
-            If the file is malformed.
-        OSError
-            If it cannot be opened.
-        """
+        """Read what a file holds, of the chosen tensors."""
         from xckpt.labels.selection import closest, select
         from xckpt.opening import open_index
 
@@ -107,27 +87,7 @@ class Reading:
         return replace(index, tensors=chosen)
 
     def dataset(self, file: str) -> xr.Dataset:
-        """Open the chosen tensors of a file.
-
-        Parameters
-        ----------
-        file : str
-            Path or URL.
-
-        Returns
-        -------
-        xarray.Dataset
-            Lazy.
-
-        Raises
-        ------
-        click.UsageError
-            If no tensor is chosen.
-        CheckpointError
-            If the file is malformed.
-        OSError
-            If it cannot be opened.
-        """
+        """Open the chosen tensors of a file."""
         import xarray as xr
 
         index = self.index(file)
@@ -142,18 +102,7 @@ class Reading:
 
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that make a `Reading`, which it gets as ``reading``.
-
-    Parameters
-    ----------
-    command : callable
-        To be decorated.
-
-    Returns
-    -------
-    callable
-        For `click.command`.
-    """
+    """Return a command the options that make a `Reading`, which it gets as ``reading``."""
 
     @click.option(
         "--engine", type=engine_type, help="Format of what is read; by default its content tells."
@@ -170,23 +119,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Split texts at their first equals sign.
-
-    Parameters
-    ----------
-    texts : sequence of str
-        Each ``KEY=VALUE``.
-
-    Returns
-    -------
-    dict of str to str
-        Later ones have the last word.
-
-    Raises
-    ------
-    click.BadParameter
-        If a text is none.
-    """
+    """Split texts at their first equals sign."""
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -23,11 +23,7 @@ __all__ = ["info"]
 @reading_options
 @json_option
 def info(file: str, reading: Reading, *, as_json: bool) -> int:
-    """Show what FILE holds.
-
-    Repeated modules are folded into one line each, with their sizes and element types. With
-    --json all tensors are listed, and where their bytes are. Reads headers only.
-    """
+    """Show what FILE holds."""
     with warnings.catch_warnings():
         # Both outputs state them.
         warnings.simplefilter("ignore", CheckpointWarning)

@@ -59,13 +59,7 @@ class Column(NamedTuple):
 
 
 def complain(message: str) -> None:
-    """Print a message on standard error, with everything unprintable escaped.
-
-    Parameters
-    ----------
-    message : str
-        As errors have it; it becomes one line.
-    """
+    """Print a message on standard error, with everything unprintable escaped."""
     click.echo(f"xckpt: {printable(message)}", err=True)
 
 
@@ -75,53 +69,20 @@ def is_terminal() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Say what went wrong, as shells do.
-
-    Parameters
-    ----------
-    error : BaseException
-        Of the operating system, or one of ours.
-
-    Returns
-    -------
-    str
-        To be given to `complain`.
-    """
+    """Say what went wrong, as shells do."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def print_text(text: str) -> None:
-    """Print lines on standard output, in the encoding that it has.
-
-    Parameters
-    ----------
-    text : str
-        Printable; colours are left out where nobody sees them.
-    """
+    """Print lines on standard output, in the encoding that it has."""
     # click would take ASCII for a mistake, and print UTF-8 all the same.
     click.echo(text, file=sys.stdout)
 
 
 def figure(value: float) -> str:
-    """Write a number with four significant digits.
-
-    Parameters
-    ----------
-    value : float
-        Any number.
-
-    Returns
-    -------
-    str
-        Whole numbers as they are, a dash for NaN.
-
-    Examples
-    --------
-    >>> figure(12345.0), figure(0.0123456), figure(float("nan"))
-    ('12345', '0.01235', '-')
-    """
+    """Write a number with four significant digits."""
     if math.isnan(value):
         return "-"
     if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
@@ -130,18 +91,7 @@ def figure(value: float) -> str:
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse columns that there are not.
-
-    Parameters
-    ----------
-    wanted, known : iterable of str
-        Names of columns.
-
-    Raises
-    ------
-    click.UsageError
-        With the names that there are.
-    """
+    """Refuse columns that there are not."""
     for column in wanted:
         if column not in known:
             raise click.UsageError(f"no column {column!r}; there are {', '.join(known)}")
@@ -151,15 +101,7 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn for a terminal, else as plain text with all rows and columns.
-
-    Parameters
-    ----------
-    head : sequence of Column
-        The first column has the names.
-    rows : sequence of sequence of str
-        Texts as the file has them; they are escaped here, and the middle of long ones left out.
-    """
+    """Print a table: drawn for a terminal, else as plain text with all rows and columns."""
     cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
     if sys.stdout.isatty():
         _draw(head, cells)
@@ -225,30 +167,12 @@ def _fitting(widths: Sequence[int], width: int) -> tuple[int, int]:
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print one JSON document that any reader of JSON takes, in ASCII.
-
-    Parameters
-    ----------
-    document : mapping
-        Of anything that files have: bytes become ``{"hex": "..."}``, numbers that JSON does not
-        have become texts, and what is too deep an ellipsis.
-    """
+    """Print one JSON document that any reader of JSON takes, in ASCII."""
     print_text(json.dumps(_plain(document), allow_nan=False))
 
 
 def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Give the rows of a table as objects of JSON, which has null for what is not a number.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        With names of tensors as its index.
-
-    Returns
-    -------
-    list of dict
-        With the key ``name`` first, then the columns.
-    """
+    """Return the rows of a table as objects of JSON, which has null for what is not a number."""
     rows = zip(frame.index, frame.to_dict("records"), strict=True)
     return [
         {"name": name, **{key: _known(value) for key, value in row.items()}} for name, row in rows

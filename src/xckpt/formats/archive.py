@@ -179,10 +179,7 @@ def whole(source: Readable, name: str) -> Iterator[tuple[Member, Content]]:
 
 
 def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
-    """Find where the content of a member begins, all of which must be before `end`.
-
-    The local header says it: its extra field is not that of the directory.
-    """
+    """Find where the content of a member begins, all of which must be before `end`."""
     if member.at > end - _LOCAL.size:
         raise _broken(member, f"a local header at byte {member.at} of {end}", end)
     cursor.at = member.at
@@ -342,10 +339,7 @@ def _crc_of(place: Written) -> int:
 
 
 def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:
-    """Write the header before a member, so that what follows its front is aligned.
-
-    Its size does not depend on checksum and stored size, which are known after the data.
-    """
+    """Write the header before a member, so that what follows its front is aligned."""
     name = member.name.encode()
     version, extra = 20, b""
     sizes = (member.nbytes, member.stored_nbytes)
@@ -393,11 +387,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def joined_crc(first: int, other: int, nbytes: int) -> int:
-    """Join the CRC-32 of some bytes with that of the next `nbytes` bytes.
-
-    With that of all of them as `other` it is that of the next ones: a checksum of a whole member
-    also tells that of the data after a header.
-    """
+    """Join the CRC-32 of some bytes with that of the next `nbytes` bytes."""
     return _product(_power(nbytes), first) ^ other
 
 

@@ -36,24 +36,7 @@ class StackedAttrs(NamedTuple):
 
 
 def stacked_attrs(members: Sequence[Mapping[str, Any]]) -> StackedAttrs:
-    """Split the attributes of the members of a stack.
-
-    Parameters
-    ----------
-    members : sequence of mapping
-        The attributes of each, at least one.
-
-    Returns
-    -------
-    StackedAttrs
-        Every name is in exactly one of its fields.
-
-    Examples
-    --------
-    >>> found = stacked_attrs([{"kind": "w", "id": 1}, {"kind": "w", "id": 2, "note": ""}])
-    >>> found.shared, found.along["id"].tolist(), found.dropped
-    ({'kind': 'w'}, [1, 2], ['note'])
-    """
+    """Split the attributes of the members of a stack."""
     found = StackedAttrs({}, {}, [])
     if not any(members):
         return found

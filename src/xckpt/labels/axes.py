@@ -72,7 +72,7 @@ class AxisNames:
         self._sizes[name] = size
 
     def callers(self, tensor: str) -> tuple[str | None, ...] | None:
-        """Give what the caller named the axes of a tensor, None if nothing matches."""
+        """Return what the caller named the axes of a tensor, None if nothing matches."""
         for _, matches, names in reversed(self._chosen):
             if matches(tensor):
                 return names
@@ -86,34 +86,7 @@ class AxisNames:
         stacked: tuple[str, ...] = (),
         member: str = "",
     ) -> tuple[str, ...]:
-        """Name the axes of a variable.
-
-        Parameters
-        ----------
-        variable : str
-            Name of the variable.
-        shape : tuple of int
-            Its shape.
-        suggested : sequence of (str or None), optional
-            Names that the file gives, None where it gives none; of stacked tensors to the axes
-            that these have.
-        stacked : tuple of str
-            Names of the first axes, which stacking makes. The caller's names may be for all axes
-            or for those that are left.
-        member : str
-            Name of one of the stacked tensors; the caller's names may be for it, too.
-
-        Returns
-        -------
-        tuple of str
-            A name for each axis. A wanted name that is already another size's, a variable's or
-            this tensor's own falls back to the size name.
-
-        Raises
-        ------
-        ValueError
-            If the caller's names are not as many as the axes, or name a variable.
-        """
+        """Name the axes of a variable."""
         chosen = self._chosen_for(variable, shape, stacked, member)
         if chosen is None and suggested is None and not stacked:
             return self._size_names(shape)
@@ -183,7 +156,7 @@ class AxisNames:
         return known
 
     def _size_name(self, size: int, taken: Collection[str]) -> str:
-        """Give ``d768``, or ``d768_1``, ``d768_2``, ... where that is taken."""
+        """Return ``d768``, or ``d768_1``, ``d768_2``, ... where that is taken."""
         repeat = 0
         while True:
             name = f"d{size}_{repeat}" if repeat else f"d{size}"
@@ -194,13 +167,7 @@ class AxisNames:
 
 
 def stated_name(dim: Any) -> str | None:
-    """Return the name of a dimension, None where it stands for no name.
-
-    Examples
-    --------
-    >>> stated_name("rows"), stated_name("d768_1")
-    ('rows', None)
-    """
+    """Return the name of a dimension, None where it stands for no name."""
     return None if _MADE_UP.fullmatch(str(dim)) else str(dim)
 
 

@@ -30,11 +30,7 @@ def is_index(component: str) -> bool:
 
 
 def numbered(components: Sequence[str], only: Collection[str] | None = None) -> Numbered:
-    """Find the indices in a name: all, or those that stand after certain components.
-
-    >>> numbered(["layers", "07", "w"])
-    Numbered(template=('layers', None, 'w'), bases=('layers',), indices=('07',))
-    """
+    """Find the indices in a name: all, or those that stand after certain components."""
     template: list[str | None] = []
     bases: list[str] = []
     indices: list[str] = []

@@ -42,29 +42,7 @@ _ESCAPED = re.compile("%([0-9A-F]{2})")
 def tree_paths(
     names: Iterable[str] | Mapping[str, tuple[str, ...] | None],
 ) -> dict[str, tuple[str, str]]:
-    """Place flat names in a tree.
-
-    Parameters
-    ----------
-    names : iterable of str, or mapping of str to (tuple of str or None)
-        Names of all tensors, each once: whether a tensor is also a module shows only among all.
-        A mapping gives the path of those that are not to be split at their dots.
-
-    Returns
-    -------
-    dict of str to (str, str)
-        By name: the path of the node (``"/a/b"``) and the name of the variable in it (``"c"``).
-
-    Raises
-    ------
-    ValueError
-        If two tensors state one path.
-
-    Examples
-    --------
-    >>> tree_paths(["a.b.c", "a.b"])
-    {'a.b.c': ('/a/b', 'c'), 'a.b': ('/a/b', '%self')}
-    """
+    """Place flat names in a tree."""
     stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
     split = {name: _components(path or name.split(".", _DEEPEST)) for name, path in stated.items()}
     modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
@@ -79,25 +57,7 @@ def tree_paths(
 
 
 def flat_name(path: str, variable: str) -> str:
-    """Give the flat name of a variable in the tree, the inverse of `tree_paths`.
-
-    Parameters
-    ----------
-    path : str
-        Path of the node, as ``DataTree.path`` has it.
-    variable : str
-        Name of the variable in that node.
-
-    Returns
-    -------
-    str
-        The name of the tensor.
-
-    Examples
-    --------
-    >>> flat_name("/a/b", "c")
-    'a.b.c'
-    """
+    """Return the flat name of a variable in the tree, the inverse of `tree_paths`."""
     components = [part for part in path.split("/") if part]
     if variable != _SELF:
         components.append(variable)
@@ -105,23 +65,7 @@ def flat_name(path: str, variable: str) -> str:
 
 
 def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Give the names of the nodes right below each node.
-
-    Parameters
-    ----------
-    paths : iterable of str
-        Of nodes; those between them and the root need not be among them.
-
-    Returns
-    -------
-    dict of str to set of str
-        By path; nodes without any are not in it.
-
-    Examples
-    --------
-    >>> child_nodes(["/a/b"])
-    {'/a': {'b'}, '/': {'a'}}
-    """
+    """Return the names of the nodes right below each node."""
     below: dict[str, set[str]] = {}
     for path in paths:
         above = path

@@ -14,31 +14,7 @@ TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
 
 
 def select(names: Iterable[str], wanted: TensorFilter | None) -> list[str]:
-    """Choose names.
-
-    Parameters
-    ----------
-    names : iterable of str
-        To choose from.
-    wanted : str, iterable of str, re.Pattern, callable, or None
-        A glob that matches whole names, several of them, a regular expression that is searched
-        for, a function from a name to a bool, or None for all.
-
-    Returns
-    -------
-    list of str
-        The chosen names in their order.
-
-    Raises
-    ------
-    TypeError
-        If `wanted` is none of these.
-
-    Examples
-    --------
-    >>> select(["a.w", "a.b", "c.w"], "*.w")
-    ['a.w', 'c.w']
-    """
+    """Choose names."""
     if wanted is None:
         return list(names)
     matches = _predicate(wanted)
@@ -65,20 +41,7 @@ def _predicate(wanted: Any) -> Callable[[str], Any]:
 
 
 def closest(names: Iterable[str], wanted: TensorFilter) -> list[str]:
-    """Find names that resemble a filter that matched nothing, for a message.
-
-    Parameters
-    ----------
-    names : iterable of str
-        What there is.
-    wanted : TensorFilter
-        What was asked for.
-
-    Returns
-    -------
-    list of str
-        At most three names; none where the filter is not made of texts.
-    """
+    """Find names that resemble a filter that matched nothing, for a message."""
     globs = [wanted] if isinstance(wanted, str) else wanted
     if isinstance(globs, re.Pattern) or callable(globs):
         return []

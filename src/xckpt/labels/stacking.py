@@ -80,32 +80,7 @@ def stack(
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
 ) -> list[Stack]:
-    """Group tensors that differ in the numbers of their modules alone.
-
-    Parameters
-    ----------
-    kinds : mapping of str to hashable
-        By name of the tensor, in file order, all that members must have in common: shape, type...
-    only : collection of str, optional
-        Components whose indices become dimensions; by default all.
-    paths : mapping of str to tuple of str, optional
-        Paths of tensors that are not to be split at their dots. One that is not the tensor's name
-        when it is joined by dots leaves the tensor as it is.
-    reserved : collection of str
-        Names that no dimension may have.
-
-    Returns
-    -------
-    list of Stack
-        Of two members or more each, in order of their first members. Tensors in none of them
-        are to keep their names.
-
-    Examples
-    --------
-    >>> (found,) = stack({"h.0.w": 1, "h.1.w": 1, "head": 1})
-    >>> found.name, found.dims, found.indices
-    ('h.w', ('h',), ((0, 1),))
-    """
+    """Group tensors that differ in the numbers of their modules alone."""
     families: dict[tuple[_Pattern, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
@@ -133,23 +108,7 @@ def stack_in_tree(
     reserved: Collection[str] = (),
     others: Collection[str] = (),
 ) -> list[Stack]:
-    """Group tensors as `stack` does, for a tree of modules.
-
-    A node of a tree cannot have both a coordinate and a variable or another node of one name. A
-    dimension that would need that has a number behind its name.
-
-    Parameters
-    ----------
-    kinds, only, paths, reserved
-        As in `stack`.
-    others : collection of str
-        Names of variables of the tree that are no tensors in `kinds`.
-
-    Returns
-    -------
-    list of Stack
-        As `stack` gives it.
-    """
+    """Group tensors as `stack` does, for a tree of modules."""
     refused = set(reserved)
     while True:
         stacks = stack(kinds, only, paths, refused)
@@ -160,23 +119,7 @@ def stack_in_tree(
 
 
 def numbered_modules(names: Iterable[str]) -> list[str]:
-    """List what the indices in names would name dimensions, most frequent first.
-
-    Parameters
-    ----------
-    names : iterable of str
-        Of tensors.
-
-    Returns
-    -------
-    list of str
-        What `stack` takes as `only`.
-
-    Examples
-    --------
-    >>> numbered_modules(["h.0.w", "h.1.w", "h.1.e.0.w"])
-    ['h', 'e']
-    """
+    """List what the indices in names would name dimensions, most frequent first."""
     counted: Counter[str] = Counter()
     for name in names:
         found = _split(tuple(name.split(".")), None)
@@ -187,25 +130,7 @@ def numbered_modules(names: Iterable[str]) -> list[str]:
 def flat_names(
     template: Iterable[str | int | None], indices: tuple[tuple[int, ...], ...]
 ) -> list[str]:
-    """Give the names of the members of a stack, the inverse of `stack`.
-
-    Parameters
-    ----------
-    template : iterable of (str, int or None)
-        As `Stack` has it.
-    indices : tuple of tuple of int
-        The indices along each dimension.
-
-    Returns
-    -------
-    list of str
-        The last dimension varies fastest.
-
-    Examples
-    --------
-    >>> flat_names(("h", None, "w"), ((0, 2),))
-    ['h.0.w', 'h.2.w']
-    """
+    """Return the names of the members of a stack, the inverse of `stack`."""
     form = ".".join(map(_form, template))
     return [form % place for place in _product(indices)]
 
@@ -293,11 +218,7 @@ def _fits(spelled: _Path, widths: _Position) -> bool:
 
 
 def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
-    """Partition positions into full grids, as large as they come.
-
-    Rows (positions with one first index) that have the same rest form one grid together; a rest
-    that is itself no full grid is partitioned first.
-    """
+    """Partition positions into full grids, as large as they come."""
     indices = tuple(tuple(sorted(set(along))) for along in zip(*places, strict=True))
     if prod(len(along) for along in indices) == len(places):
         return [indices]
@@ -350,10 +271,7 @@ def _dimension_keys(grid: _Grid) -> list[tuple[str, int, tuple[int, ...]]]:
 def _dimensions(
     grids: list[_Grid], free: _FreeNames
 ) -> dict[tuple[str, int, tuple[int, ...]], str]:
-    """Name the dimensions: the largest set of indices has the plain name of its base.
-
-    Others have a number after it, in order of their first index.
-    """
+    """Name the dimensions: the largest set of indices has the plain name of its base."""
     by_base: dict[str, list[tuple[str, int, tuple[int, ...]]]] = defaultdict(list)
     for key in sorted({key for grid in grids for key in _dimension_keys(grid)}):
         by_base[key[0]].append(key)
@@ -374,7 +292,7 @@ class _FreeNames:
         self._numbers: Counter[str] = Counter()
 
     def take(self, wanted: str) -> str:
-        """Give a name and take it."""
+        """Return a name and take it."""
         name = wanted
         while name in self._taken:
             self._numbers[wanted] += 1

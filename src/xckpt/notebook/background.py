@@ -31,14 +31,7 @@ class Background:
         self._thread: Thread | None = None
 
     def start(self, job: Callable[[Callable[..., None]], object]) -> None:
-        """Run a job in place of the one that is running.
-
-        Parameters
-        ----------
-        job : callable
-            It is handed a function to call now and then, which takes any arguments and raises
-            `CancelledError` once the job is not wanted.
-        """
+        """Run a job in place of the one that is running."""
         with self._lock:
             self._stop.set()
             self._stop = Event()
@@ -50,18 +43,7 @@ class Background:
         self._stop.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the newest job to end.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Most seconds to wait.
-
-        Returns
-        -------
-        bool
-            Whether it has ended.
-        """
+        """Wait for the newest job to end."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()

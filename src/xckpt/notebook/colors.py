@@ -15,22 +15,6 @@ WARNING = "#d9731a"
 
 
 def colors_of(kinds: Iterable[str]) -> dict[str, str]:
-    """Give element types their colours.
-
-    Parameters
-    ----------
-    kinds : iterable of str
-        Different element types, the most important first.
-
-    Returns
-    -------
-    dict of str to str
-        Hexadecimal colours.
-
-    Examples
-    --------
-    >>> colors_of(["bfloat16", "float32"])
-    {'bfloat16': '#2f81d6', 'float32': '#d9731a'}
-    """
+    """Return element types their colours."""
     last = len(PALETTE) - 1
     return {kind: PALETTE[min(number, last)] for number, kind in enumerate(kinds)}

@@ -56,10 +56,7 @@ class Compute(Protocol):
     def __call__(
         self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Give the statistics of tensors that have any, by name.
-
-        `report` is called as ``report(done, total)`` with bytes, and may raise.
-        """
+        """Return the statistics of tensors that have any, by name."""
 
 
 class Histogram(Protocol):
@@ -68,7 +65,7 @@ class Histogram(Protocol):
     def __call__(
         self, name: str, report: Callable[[int, int], object]
     ) -> tuple[ArrayLike, ArrayLike]:
-        """Give the edges of the bins of a tensor, and one count fewer; `report` as before."""
+        """Return the edges of the bins of a tensor, and one count fewer; `report` as before."""
 
 
 class _Table(anywidget.AnyWidget):
@@ -121,7 +118,7 @@ class _Table(anywidget.AnyWidget):
 
 
 def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
-    """Give the different values, and for each value its number among these."""
+    """Return the different values, and for each value its number among these."""
     numbers: dict[Any, int] = {}
     at = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), np.array(at, "<u4")

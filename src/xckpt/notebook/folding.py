@@ -124,42 +124,12 @@ class _Family:
 
 
 def fold(rows: Iterable[Row]) -> list[Pattern]:
-    """Fold tensors into patterns.
-
-    Takes one pass over the rows, then time in proportion to the number of patterns.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        Tensors in file order, with unique names.
-
-    Returns
-    -------
-    list of Pattern
-        In order of first appearance. Every row is counted in exactly one.
-
-    Examples
-    --------
-    >>> rows = [Row(f"layers.{i}.w{p}", "float32", (4, 4), 64, 16) for i in range(3) for p in "qk"]
-    >>> [(pattern.text, pattern.count) for pattern in fold(rows)]
-    [('layers.{0..2}.{wq,wk}', 6)]
-    """
+    """Fold tensors into patterns."""
     return [_pattern(family) for family in _merged(_indexed(rows))]
 
 
 def one_by_one(rows: Iterable[Row]) -> list[Pattern]:
-    """Give every tensor a pattern of its own.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        Tensors in file order.
-
-    Returns
-    -------
-    list of Pattern
-        As many as there are rows, in the same order.
-    """
+    """Return every tensor a pattern of its own."""
     return [
         Pattern(
             text=_text(row.name.split(".")),
@@ -184,18 +154,7 @@ class _Words(dict[str, str]):
 
 
 def indices_text(indices: Iterable[str]) -> str:
-    """Write whole numbers in short, as in a pattern.
-
-    Parameters
-    ----------
-    indices : iterable of str
-        Whole numbers, at least one.
-
-    Returns
-    -------
-    str
-        ``{0..3,7}``, or the number if there is one only.
-    """
+    """Write whole numbers in short, as in a pattern."""
     return _component_text(frozenset(indices))
 
 
@@ -234,11 +193,7 @@ def _with_indices(family: _Family) -> tuple[_Component, ...]:
 
 
 def _merged(families: list[_Family]) -> list[_Family]:
-    """Unite families that differ in one word, from the last component to the first.
-
-    One sweep is enough: what becomes equal by uniting at one position was equal before, member
-    by member, at the positions already done.
-    """
+    """Unite families that differ in one word, from the last component to the first."""
     depth = max([len(family.components) for family in families], default=0)
     for position in reversed(range(min(depth, _DEEPEST_MERGE))):
         families = _merged_at(position, families)
@@ -333,11 +288,7 @@ def _literal(word: str, also: str = "") -> str:
 
 
 def _stripped(words: Sequence[str]) -> tuple[str, Sequence[str], str]:
-    """Split words into the head and tail that all share and what differs between them.
-
-    Cuts at joints and before trailing numbers, never inside a word: nobody reads ``{in,out}put``
-    as two words.
-    """
+    """Split words into the head and tail that all share and what differs between them."""
     ends = _shared_start([word[::-1] for word in words])[::-1]
     tail = ends[_first_joint(ends) :]
     members = [word.removesuffix(tail) for word in words]
@@ -379,7 +330,7 @@ def _ranges(numbers: Iterable[str]) -> list[str]:
 
 
 def _alike(first: str, last: str) -> bool:
-    """Tell whether a range is clear about leading zeros, as 08..11 and 8..11, but not 08..100."""
+    """Return whether a range is clear about leading zeros, as 08..11 and 8..11, but not 08..100."""
     return len(first) == len(last) or first[0] != "0" or first == "0"
 
 

@@ -53,50 +53,14 @@ def _escape(character: str) -> str:
 
 
 def columns(text: str) -> int:
-    """Count the columns that a text takes in a terminal.
-
-    Combining marks count as one column, so that the result is never too small.
-
-    Parameters
-    ----------
-    text : str
-        Printable text.
-
-    Returns
-    -------
-    int
-        East Asian wide characters count twice.
-
-    Examples
-    --------
-    >>> columns("重み.weight")
-    11
-    """
+    """Count the columns that a text takes in a terminal."""
     if text.isascii():
         return len(text)
     return len(text) + sum([unicodedata.east_asian_width(c) in "WF" for c in text])
 
 
 def shortened(text: str, width: int) -> str:
-    """Replace the middle of a text that is too wide by an ellipsis.
-
-    Parameters
-    ----------
-    text : str
-        Printable text.
-    width : int
-        Most columns that the result takes.
-
-    Returns
-    -------
-    str
-        Both ends are kept: the beginning and the end of a tensor's name tell most.
-
-    Examples
-    --------
-    >>> shortened("model.layers.0.mlp.weight", 13)
-    'model.…weight'
-    """
+    """Replace the middle of a text that is too wide by an ellipsis."""
     if columns(text) <= width:
         return text
     if width < 1:
@@ -114,23 +78,7 @@ def _fitting(text: str, width: int) -> str:
 
 
 def base_name(source: str) -> str:
-    """Return the last component of a path or URL: no folders, hosts, credentials or signatures.
-
-    Parameters
-    ----------
-    source : str
-        Path, URL or chained fsspec URL.
-
-    Returns
-    -------
-    str
-        Printable, at most 80 columns.
-
-    Examples
-    --------
-    >>> base_name("simplecache::https://user:key@host/models/m.zt?X-Signature=abc")
-    'm.zt'
-    """
+    """Return the last component of a path or URL: no folders, hosts, credentials or signatures."""
     if "://" in source:
         source = _url_path(source)
     name = source.replace("\\", "/").rstrip("/").rpartition("/")[2]
@@ -148,44 +96,12 @@ def _url_path(source: str) -> str:
 
 
 def binary_size(nbytes: int) -> str:
-    """Write a number of bytes with a binary unit.
-
-    Parameters
-    ----------
-    nbytes : int
-        Zero or more, of any magnitude.
-
-    Returns
-    -------
-    str
-        With one decimal from 1 KiB on.
-
-    Examples
-    --------
-    >>> binary_size(1023), binary_size(1536), binary_size(2**40 - 1)
-    ('1023 B', '1.5 KiB', '1.0 TiB')
-    """
+    """Write a number of bytes with a binary unit."""
     return _scaled(nbytes, 1024, _BINARY_UNITS)
 
 
 def short_count(count: int) -> str:
-    """Write a large number as people say numbers of parameters.
-
-    Parameters
-    ----------
-    count : int
-        Zero or more, of any magnitude.
-
-    Returns
-    -------
-    str
-        Thousands K, millions M, billions B, trillions T.
-
-    Examples
-    --------
-    >>> short_count(950), short_count(124_439_808)
-    ('950', '124.4 M')
-    """
+    """Write a large number as people say numbers of parameters."""
     return _scaled(count, 1000, _COUNT_UNITS)
 
 
@@ -203,23 +119,7 @@ def _scaled(value: int, base: int, units: Sequence[str]) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Write a part of a whole as a percentage that never rounds to nothing or everything.
-
-    Parameters
-    ----------
-    part, whole : int
-        ``0 <= part <= whole``.
-
-    Returns
-    -------
-    str
-        Empty where the whole is nothing.
-
-    Examples
-    --------
-    >>> share(921, 1000), share(1, 10**6), share(10**6 - 1, 10**6), share(1, 1)
-    ('92.1 %', '<0.1 %', '>99.9 %', '100 %')
-    """
+    """Write a part of a whole as a percentage that never rounds to nothing or everything."""
     if not whole:
         return ""
     if part in (0, whole):
@@ -231,23 +131,5 @@ def share(part: int, whole: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number of things with the noun in its right form.
-
-    Parameters
-    ----------
-    count : int
-        How many.
-    noun : str
-        Singular of a noun with a regular plural.
-
-    Returns
-    -------
-    str
-        With thousands separated by commas.
-
-    Examples
-    --------
-    >>> counted(1, "tensor"), counted(25155, "tensor")
-    ('1 tensor', '25,155 tensors')
-    """
+    """Write a number of things with the noun in its right form."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -67,29 +67,7 @@ _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}\.")
 
 
 def render(summary: Summary, calls: Sequence[str] = ()) -> str:
-    """Write a summary as HTML.
-
-    Parameters
-    ----------
-    summary : Summary
-        Of a checkpoint.
-    calls : sequence of str
-        What a user may want to call next.
-
-    Returns
-    -------
-    str
-        One element, about 10 kB at most unless names are long; all text in it is escaped.
-
-    Examples
-    --------
-    >>> from xckpt.notebook.folding import Row
-    >>> from xckpt.notebook.summary import new_summary
-    >>> row = Row("lm_head", "bfloat16", (32000, 4096), 262144000, 131072000)
-    >>> html = render(new_summary([row], title="m.zt", format="ztensor", version="1.0", attrs={}))
-    >>> "250.0 MiB" in html
-    True
-    """
+    """Write a summary as HTML."""
     colors = colors_of(total.kind for total in summary.dtypes)
     label = f"Checkpoint {summary.title}: {counted(summary.count, 'tensor')}"
     return "".join(

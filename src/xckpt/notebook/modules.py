@@ -93,26 +93,7 @@ def _lines(node: _Node, level: int) -> Iterator[tuple[str, str, str]]:
 
 
 def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -> pd.DataFrame:
-    """Sum tensors up, largest first.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        The tensors.
-    by : {"pattern", "dtype", "layer"}
-        One line for each pattern of names, each element type, or each first numbered module.
-
-    Returns
-    -------
-    pandas.DataFrame
-        With the columns ``tensors``, ``parameters``, ``nbytes`` and ``share`` (of all bytes);
-        patterns have ``shape``, ``dtype`` and ``storage`` as well.
-
-    Raises
-    ------
-    ValueError
-        If `by` is none of these.
-    """
+    """Sum tensors up, largest first."""
     import pandas as pd
 
     if by == "pattern":
@@ -148,7 +129,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
 
 
 def _layer(name: str) -> str:
-    """Give a name up to its first number; empty where there is none."""
+    """Return a name up to its first number; empty where there is none."""
     parts = name.split(".")
     template = numbered(parts).template
     return ".".join(parts[: template.index(None) + 1]) if None in template else ""

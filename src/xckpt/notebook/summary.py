@@ -151,33 +151,7 @@ def new_summary(
     shards: int = 0,
     findings: Iterable[Finding] | None = None,
 ) -> Summary:
-    """Sum up tensors in one pass.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        Tensors in file order, with unique names.
-    title : str
-        Name, path or URL of the file; only its last component is kept.
-    format, version : str
-        Of the file; empty where not known.
-    attrs : mapping
-        What the file says of itself.
-    dims : mapping of str to int, optional
-        Named dimensions and their sizes.
-    notes : sequence of str
-        What a user should know before relying on the file.
-    shards : int
-        Number of other files that hold parts.
-    findings : iterable of Finding, optional
-        What statistics have shown, the worst first; such as the rows of a table of
-        `xckpt.stats.findings`.
-
-    Returns
-    -------
-    Summary
-        Complete; rendering decides what to leave out.
-    """
+    """Sum up tensors in one pass."""
     patterns = _patterns(rows)
     return Summary(
         title=base_name(title),
@@ -223,26 +197,7 @@ def summarize(
     dims: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Write what tensors there are, folded, in at most 120 columns.
-
-    Parameters
-    ----------
-    rows, title, format, version, attrs, dims, notes
-        As of `new_summary`.
-
-    Returns
-    -------
-    str
-        About twenty lines without colours or a final newline.
-
-    Examples
-    --------
-    >>> row = Row("lm_head", "bfloat16", (32000, 4096), 262144000, 131072000)
-    >>> print(summarize([row], title="a/m.zt", format="ztensor", version="1.0", attrs={}))
-    <Checkpoint m.zt>  ztensor 1.0 · 1 tensor · 131.1 M params · 250.0 MiB · lazy
-      bfloat16 250.0 MiB (100 %)
-      lm_head  32000×4096  bfloat16  250.0 MiB  100 %
-    """
+    """Write what tensors there are, folded, in at most 120 columns."""
     return render(
         new_summary(
             rows,
@@ -257,52 +212,19 @@ def summarize(
 
 
 def summarize_index(index: Index) -> str:
-    """Write what a file holds, folded, in at most 120 columns.
-
-    Parameters
-    ----------
-    index : Index
-        Of the file.
-
-    Returns
-    -------
-    str
-        About twenty lines without colours or a final newline.
-    """
+    """Write what a file holds, folded, in at most 120 columns."""
     return render(index_summary(index))
 
 
 def index_html(index: Index) -> str:
-    """Write what a file holds as HTML for a notebook.
-
-    Parameters
-    ----------
-    index : Index
-        Of the file.
-
-    Returns
-    -------
-    str
-        As `xckpt.notebook.html.render` gives it.
-    """
+    """Write what a file holds as HTML for a notebook."""
     from xckpt.notebook import html
 
     return html.render(index_summary(index))
 
 
 def index_summary(index: Index) -> Summary:
-    """Sum up what a file holds.
-
-    Parameters
-    ----------
-    index : Index
-        Of the file.
-
-    Returns
-    -------
-    Summary
-        With notes on warnings, tensors that cannot be read, and bytes that no tensor explains.
-    """
+    """Sum up what a file holds."""
     summary = new_summary(
         _rows(index.tensors.values()),
         title=index.source,
@@ -316,7 +238,7 @@ def index_summary(index: Index) -> Summary:
 
 
 def _rows(tensors: Iterable[Tensor]) -> Iterator[Row]:
-    """Give the row of each tensor, in one loop over its parts: there can be 100,000 of them."""
+    """Return the row of each tensor, in one loop over its parts: there can be 100,000 of them."""
     for tensor in tensors:
         nbytes = 0
         plain = tensor.layout == "dense"
@@ -332,25 +254,7 @@ def _storage(tensor: Tensor) -> str:
 
 
 def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
-    """Name how a tensor is stored, for `Row.storage`.
-
-    Parameters
-    ----------
-    layout : str
-        As of `xckpt.index.Tensor`.
-    encodings : iterable of str or None
-        Of its parts, as of `xckpt.index.Part`.
-
-    Returns
-    -------
-    str
-        Layout and compression; empty for plain dense data.
-
-    Examples
-    --------
-    >>> storage_words("sparse_csr", [None, "zstd", "zstd-seekable"])
-    'csr zstd'
-    """
+    """Name how a tensor is stored, for `Row.storage`."""
     # "zstd-seekable" is zstd with a table of its frames.
     compressions = [encoding.partition("-")[0] for encoding in encodings if encoding]
     return " ".join(dict.fromkeys([_STORAGE.get(layout, layout), *compressions])).strip()

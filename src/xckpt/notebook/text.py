@@ -47,18 +47,7 @@ _BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
 
 
 def render(summary: Summary) -> str:
-    """Write a summary as text.
-
-    Parameters
-    ----------
-    summary : Summary
-        Of a checkpoint.
-
-    Returns
-    -------
-    str
-        Lines of at most 120 columns, without a final newline.
-    """
+    """Write a summary as text."""
     return "\n".join(
         [
             _header(summary),

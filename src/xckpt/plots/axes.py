@@ -50,7 +50,7 @@ def require_matplotlib() -> None:
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5) -> Axes:
-    """Give the axes to draw into.
+    """Return the axes to draw into.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def add_legend(
 
 
 def line_styles(count: int) -> list[dict[str, Any]]:
-    """Give so many lines colours and, when these are used up, dashes.
+    """Return so many lines colours and, when these are used up, dashes.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def line_styles(count: int) -> list[dict[str, Any]]:
 
 
 def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, Any]:
-    """Give numbers colours in their order, and explain them by a bar beside the axes.
+    """Return numbers colours in their order, and explain them by a bar beside the axes.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ def draw_differences(
 
 
 def _table(obj: Any, other: Any, names: TensorFilter | None) -> pd.DataFrame:
-    """Give what changed, most changed first."""
+    """Return what changed, most changed first."""
     from xckpt.labels import select
     from xckpt.stats import compare, table
 

@@ -73,7 +73,7 @@ def draw_histogram(
 
 
 def _counts(result: xr.Dataset) -> dict[str, Counts]:
-    """Give the counts of every tensor by its name in the file."""
+    """Return the counts of every tensor by its name in the file."""
     from xckpt.stats.result import tensor_names
 
     coords = set(result.coords)
@@ -86,7 +86,7 @@ def _counts(result: xr.Dataset) -> dict[str, Counts]:
 
 
 def _numbers(names: Sequence[str]) -> tuple[str, dict[str, int]] | None:
-    """Give the outermost number of every tensor, if they all have one along one module."""
+    """Return the outermost number of every tensor, if they all have one along one module."""
     found = stack(dict.fromkeys(names, None))
     dims = {each.dims[0] for each in found}
     if sum(len(each.members) for each in found) < len(names) or len(dims) != 1:
@@ -125,5 +125,5 @@ def _draw_numbered(
 
 
 def _shares(counts: Counts) -> Any:
-    """Give shares; nothing where there is nothing, which a logarithm would draw at the bottom."""
+    """Return shares; nothing where there is nothing, which a logarithm would draw at the bottom."""
     return np.where(counts > 0, counts / max(1, counts.sum()), np.nan)

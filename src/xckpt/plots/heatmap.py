@@ -115,7 +115,7 @@ def _label(ax: Axes, variable: xr.Variable, name: str, sample: Sample) -> None:
 
 
 def _has_cheap_rows(variable: xr.Variable) -> bool:
-    """Tell whether to read a row takes less than to read a chunk, as far as is known."""
+    """Return whether to read a row takes less than to read a chunk, as far as is known."""
     encoding = variable.encoding
     parts = encoding.get("parts", {"data": encoding}).values()
     compressions = {part.get("stored_compression") for part in parts} - {None}
@@ -190,7 +190,7 @@ def _read(parts: list[Any], alone: bool) -> list[Array]:  # noqa: FBT001  the on
 
 
 def _extremes(line: Array, starts: Array) -> Array:
-    """Give the element of largest magnitude of each block of a row."""
+    """Return the element of largest magnitude of each block of a row."""
     high = np.maximum.reduceat(line, starts)
     low = np.minimum.reduceat(line, starts)
     return np.where(np.abs(low) > np.abs(high), low, high)

@@ -94,7 +94,7 @@ def draw_layers(
 def _column(
     obj: Any, statistic: str, names: TensorFilter | None, stats: xr.Dataset | None
 ) -> pd.Series[Any]:
-    """Give the statistic of every tensor by its name in the file."""
+    """Return the statistic of every tensor by its name in the file."""
     from xckpt.finding import find
     from xckpt.stats import stats as compute
     from xckpt.stats import table

@@ -181,7 +181,7 @@ class _Canvas:
 
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
-    """Give the name, and the number and size of what it stands for, as far as there is room."""
+    """Return the name, and the number and size of what it stands for, as far as there is room."""
     parts = [printable(part) for name in (*path, module.name) for part in name.split(".")]
     # The last two say which tensor it is; what is before them is to be seen around the box.
     wanted = [[".".join(parts)], [".".join(parts[-2:])], parts[-2:]]

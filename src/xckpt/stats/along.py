@@ -29,22 +29,7 @@ LONGEST_ROW = 1 << 22
 def describe_rows(
     variable: xr.Variable, kept: tuple[Hashable, ...], quantiles: Sequence[float]
 ) -> Array:
-    """Describe a variable along all dimensions but some.
-
-    Parameters
-    ----------
-    variable : xarray.Variable
-        Of numbers. Of dask arrays about 32 MiB are computed at a time.
-    kept : tuple of hashable
-        Dimensions that stay.
-    quantiles : sequence of float
-        Between 0 and 1.
-
-    Returns
-    -------
-    array of float64
-        Of the shape of the kept dimensions, after one axis for the statistics.
-    """
+    """Describe a variable along all dimensions but some."""
     shape = tuple(variable.sizes[dim] for dim in kept)
     rows = variable.transpose(*kept, ...)
     length = prod(rows.shape[len(kept) :])
@@ -80,21 +65,7 @@ def _values(rows: xr.Variable, slab: tuple[Any, ...], length: int) -> Array:
 
 
 def describe_table(table: Array, quantiles: Sequence[float]) -> Array:
-    """Describe each row of a table.
-
-    Parameters
-    ----------
-    table : array of float64
-        Of two dimensions.
-    quantiles : sequence of float
-        Between 0 and 1.
-
-    Returns
-    -------
-    array of float64
-        Statistics by row: see `xckpt.stats.describe.statistic_names`. NaN where a row has no
-        finite elements.
-    """
+    """Describe each row of a table."""
     finite = np.isfinite(table)
     n = finite.sum(axis=1)
     size = np.full(len(table), table.shape[1], np.float64)

@@ -168,7 +168,7 @@ def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Ar
 
 
 def _steps(start: float, stop: float, count: int) -> Array:
-    """Give edges from `start` to beyond `stop`, rounded to eight significant bits."""
+    """Return edges from `start` to beyond `stop`, rounded to eight significant bits."""
     edges = np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
     fractions, exponents = np.frexp(edges)
     digits = np.rint(fractions * 256)

@@ -59,15 +59,7 @@ class Sketcher:
         self._few: list[Array] = []
 
     def update(self, start: int, values: Array) -> None:
-        """Add elements.
-
-        Parameters
-        ----------
-        start : int
-            Position of the first in the tensor.
-        values : array
-            One-dimensional, of the kind's type or with its bit patterns.
-        """
+        """Add elements."""
         stop = start + len(values)
         leaf_end = min(-(-start // LEAF) * LEAF, stop)
         if start < leaf_end:
@@ -80,13 +72,7 @@ class Sketcher:
             self._add(max(end, leaf_end), values[max(end, leaf_end) - start :])
 
     def result(self, implied: int = 0) -> Sketch:
-        """Give the sketch.
-
-        Parameters
-        ----------
-        implied : int
-            Zeros of a sparse tensor that are not stored.
-        """
+        """Return the sketch."""
         self._drain()
         tables = self._tables
         codes, counts = self._drained[0] if len(self._drained) == 1 else _joined(self._drained)
@@ -165,7 +151,7 @@ class Sketcher:
 
 
 def leaf_moments(kind: Kind, values: Array) -> Moments:
-    """Give the moments of one leaf."""
+    """Return the moments of one leaf."""
     tables = Tables(kind, LEAF * kind.itemsize)
     tables.reset()
     tables.count(prepared(values, kind))
@@ -173,20 +159,7 @@ def leaf_moments(kind: Kind, values: Array) -> Moments:
 
 
 def codes_of(kind: Kind, values: Array) -> Array:
-    """Give the codes of elements.
-
-    Parameters
-    ----------
-    kind : Kind
-        Of the elements.
-    values : array
-        Of the kind's type; bit patterns of an exact kind.
-
-    Returns
-    -------
-    array of uint32
-        As the kernels count them.
-    """
+    """Return the codes of elements."""
     if kind.exact:
         return values.astype(np.uint32)
     if kind.integer:
@@ -197,21 +170,7 @@ def codes_of(kind: Kind, values: Array) -> Array:
 
 
 def keys_of(kind: Kind, values: Array) -> Array:
-    """Give integers in the order of the elements, of a kind that is not exact.
-
-    Parameters
-    ----------
-    kind : Kind
-        Of the elements.
-    values : array
-        Of the kind's type.
-
-    Returns
-    -------
-    array of uint64
-        The key of a float is its pattern, with the sign bit flipped, or all bits if it is
-        negative; -0.0 has the key before that of 0.0.
-    """
+    """Return integers in the order of the elements, of a kind that is not exact."""
     bits = values.view(kind.unsigned).astype(np.uint64)
     if kind.dtype.kind == "u":
         return bits
@@ -223,7 +182,7 @@ def keys_of(kind: Kind, values: Array) -> Array:
 
 
 def prepared(values: Array, kind: Kind) -> Array:
-    """Give what the kernels are compiled for: contiguous, aligned, native, writable memory."""
+    """Return what the kernels are compiled for: contiguous, aligned, native, writable memory."""
     dtype = kind.unsigned if kind.exact else kind.dtype
     if values.dtype != dtype:
         if kind.exact and values.dtype.itemsize == dtype.itemsize:
@@ -239,7 +198,7 @@ def prepared(values: Array, kind: Kind) -> Array:
 
 
 def _distinct(codes: list[Array]) -> Array:
-    """Give different codes in their order; `numpy.unique` hashes, which takes ten times as long."""
+    """Return different codes in order; `numpy.unique` hashes, which takes ten times as long."""
     ordered = np.sort(np.concatenate(codes))
     first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])

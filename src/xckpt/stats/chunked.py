@@ -58,7 +58,7 @@ class ChunkedTensor:
         self.row = prod(array.shape[1:]) if runs and array.ndim > 1 else 0
 
     def chunks(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Give the position of each chunk in the grid, and its first and last elements."""
+        """Return the position of each chunk in the grid, and its first and last elements."""
         start = 0
         sizes = [list(enumerate(along)) for along in self.array.chunks]
         for combination in product(*sizes):
@@ -100,19 +100,7 @@ def run(
     receive: Callable[[int, Any], None],
     report: Callable[[int], object],
 ) -> None:
-    """Do something with all chunks of some arrays.
-
-    Parameters
-    ----------
-    tensors : sequence of (ChunkedTensor, object)
-        The arrays, and what the operation wants to know of each.
-    operation : Operation
-        What to do.
-    receive : callable
-        Called in this thread with the number of an array and a result for a part of it.
-    report : callable
-        Called with the number of bytes just done.
-    """
+    """Do something with all chunks of some arrays."""
     if not tensors:
         return
     import dask

@@ -49,19 +49,7 @@ def run(
     operation: Operation,
     deliver: Callable[[Task, list[Any]], None],
 ) -> None:
-    """Do tasks on a cluster.
-
-    Parameters
-    ----------
-    client : distributed.Client
-        Of the cluster.
-    tasks : iterable of list of Span
-        What to read; workers open the files themselves.
-    operation : Operation
-        What to do.
-    deliver : callable
-        Called in this thread with each task and its results.
-    """
+    """Do tasks on a cluster."""
     from distributed import as_completed
 
     token = f"xckpt-stats-{uuid4().hex}"

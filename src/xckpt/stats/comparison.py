@@ -116,7 +116,7 @@ class Comparison:
         self.finite += count
 
     def sums(self) -> Sums:
-        """Give the sums over all pairs, once they are all there."""
+        """Return the sums over all pairs, once they are all there."""
         tree = SumTree()
         tree.update(self.nodes)
         return tree.total()
@@ -131,25 +131,12 @@ class SumTree(MergeTree[Sums]):
 
     @staticmethod
     def merged(a: Any, b: Any) -> Any:
-        """Give the sums over two sequences one after the other."""
+        """Return the sums over two sequences one after the other."""
         return _merged(a, b)
 
 
 def folded(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
-    """Merge neighbouring leaves as far as they make nodes of the tree.
-
-    Parameters
-    ----------
-    first : int
-        Number of the first leaf.
-    nodes : array of float64, shape (leaves, 5)
-        The sums of each.
-
-    Yields
-    ------
-    (level, number), node
-        As `MergeTree` has them.
-    """
+    """Merge neighbouring leaves as far as they make nodes of the tree."""
     is_scaled = bool(nodes[:, 4].any())
     for level, number in runs(first, len(nodes)):
         start = (number << level) - first
@@ -214,7 +201,7 @@ class ComparisonSum:
             self._add_piece(piece)
 
     def result(self) -> Comparison:
-        """Give what is known of all pairs that were added."""
+        """Return what is known of all pairs that were added."""
         self._total.nodes = tuple(self._tree.nodes.items())
         return self._total
 
@@ -247,18 +234,7 @@ def _position(piece: tuple[int, Array, Array]) -> int:
 
 
 def measures(found: Comparison) -> list[float]:
-    """Compute all statistics of a pair of tensors of one shape.
-
-    Parameters
-    ----------
-    found : Comparison
-        Of all pairs.
-
-    Returns
-    -------
-    list of float
-        In the order of `MEASURES`.
-    """
+    """Compute all statistics of a pair of tensors of one shape."""
     if found.equal == found.count:
         return [0.0, found.count, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
@@ -291,19 +267,7 @@ def _scaled(value: float, exponent: int) -> float:
 
 
 def ranked(frame: pd.DataFrame) -> pd.DataFrame:
-    """Name what is said of tensors, and sort them.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        With columns that have the names of `MEASURES`, or some of them with ``status``.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``status`` is a category. Tensors that cannot be compared come first, then those that
-        changed, most changed first, then the others. Those that were not asked for are left out.
-    """
+    """Name what is said of tensors, and sort them."""
     import pandas as pd
 
     frame = frame[frame["status"].notna()]
@@ -320,7 +284,7 @@ def ranked(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def packed(found: Comparison) -> bytes:
-    """Give bytes that `unpacked` makes the same of; pieces of leaves are left out."""
+    """Return bytes that `unpacked` makes the same of; pieces of leaves are left out."""
     import msgpack
 
     counts = [str(getattr(found, name)) for name in _COUNTS]
@@ -329,7 +293,7 @@ def packed(found: Comparison) -> bytes:
 
 
 def unpacked(data: bytes) -> Comparison:
-    """Give what `packed` was given."""
+    """Return what `packed` was given."""
     import msgpack
 
     counts, largest, nodes = msgpack.unpackb(data)

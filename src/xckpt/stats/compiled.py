@@ -17,18 +17,7 @@ LEAF = moments.LEAF
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile when first called, for the types that it is called with, and keep it on disk.
-
-    Parameters
-    ----------
-    function : callable
-        Of arrays and numbers.
-
-    Returns
-    -------
-    callable
-        It lets other threads run.
-    """
+    """Compile when first called, for the types that it is called with, and keep it on disk."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # there is no folder that a cache can be written to
@@ -36,20 +25,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Make a function a part of the compiled ones that call it, which saves a compilation.
-
-    Loops that are to be vectorised are better compiled by themselves.
-
-    Parameters
-    ----------
-    function : callable
-        Of arrays and numbers.
-
-    Returns
-    -------
-    callable
-        For compiled functions only.
-    """
+    """Make a function a part of the compiled ones that call it, which saves a compilation."""
     return numba.njit(nogil=True, inline="always")(function)
 
 
@@ -62,23 +38,7 @@ merge = compiled(moments.merge)
 def mark_rows(  # noqa: PLR0917
     bits: Any, magnitude: Any, start: Any, length: Any, zeros: Any, alive: Any
 ) -> None:
-    """Mark the rows in which a block has an element other than zero.
-
-    Parameters
-    ----------
-    bits : array of uint
-        Bit patterns of the block.
-    magnitude : uint
-        The bits that are not all zero in an element other than zero.
-    start : int
-        Position of the first element after the beginning of the first row.
-    length : int
-        Elements in a row.
-    zeros : array of int64
-        Zeros in each leaf: where there are none, no element is looked at.
-    alive : array of bool
-        One for each row of which the block has elements; marks are added.
-    """
+    """Mark the rows in which a block has an element other than zero."""
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         first, last = leaf * LEAF, min(bits.size, (leaf + 1) * LEAF)
         for row in range((start + first) // length, (start + last - 1) // length + 1):
@@ -111,23 +71,7 @@ def fold(nodes: Any, count: Any) -> None:
 def narrow(  # noqa: PLR0917
     keys: Any, codes: Any, slots: Any, intervals: Any, shifts: Any, out: Any
 ) -> None:
-    """Count elements by where in certain intervals they are, for exact quantiles.
-
-    Parameters
-    ----------
-    keys : array of uint64
-        Integers in the order of the elements.
-    codes : array of uint32
-        Upper bits of the elements, as the tables count them.
-    slots : array of bool
-        Whether any interval is in a code.
-    intervals : array of uint64, shape (3, intervals)
-        The code, the first and the last key of each.
-    shifts : array of uint64
-        Bits of a distance from the first key that are not told apart.
-    out : array of int64, shape (intervals, buckets)
-        Counters, added to.
-    """
+    """Count elements by where in certain intervals they are, for exact quantiles."""
     for i in range(keys.size):
         if slots[codes[i]]:
             for k in range(shifts.size):

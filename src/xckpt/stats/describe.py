@@ -28,18 +28,7 @@ _BEFORE = (
 
 
 def statistic_names(quantiles: Sequence[float]) -> list[str]:
-    """Name the statistics.
-
-    Parameters
-    ----------
-    quantiles : sequence of float
-        Between 0 and 1.
-
-    Returns
-    -------
-    list of str
-        In the order that `describe` gives them in.
-    """
+    """Name the statistics."""
     return [*_BEFORE, *(f"q{q:g}" for q in quantiles), "unique"]
 
 
@@ -67,19 +56,7 @@ class Spectrum:
     high: float
 
     def values(self, where: Any = slice(None)) -> Array:
-        """Give elements that codes stand for.
-
-        Parameters
-        ----------
-        where : index, optional
-            Of which codes; by default of all.
-
-        Returns
-        -------
-        array of float64
-            Exact for elements of 8 and 16 bits; else within 2**-8 of all elements of the code,
-            relative to them, but for subnormal numbers.
-        """
+        """Return elements that codes stand for."""
         kind, codes = self.kind, self.codes[where]
         if kind.exact:
             exact: Array = kind.values[codes]
@@ -94,18 +71,7 @@ class Spectrum:
 
 
 def spectrum(sketch: Sketch) -> Spectrum:
-    """Give the distribution of the finite elements.
-
-    Parameters
-    ----------
-    sketch : Sketch
-        Of a whole tensor.
-
-    Returns
-    -------
-    Spectrum
-        Empty if there are none.
-    """
+    """Return the distribution of the finite elements."""
     kind = kind_named(sketch.kind)
     if kind.exact:
         values = kind.values[sketch.codes]
@@ -149,20 +115,7 @@ def rank(count: int, quantile: float) -> int:
 
 
 def describe(sketch: Sketch, quantiles: Sequence[float]) -> list[float]:
-    """Compute all statistics of a tensor.
-
-    Parameters
-    ----------
-    sketch : Sketch
-        Of the whole tensor.
-    quantiles : sequence of float
-        Between 0 and 1.
-
-    Returns
-    -------
-    list of float
-        In the order of `statistic_names`; NaN where there are no finite elements.
-    """
+    """Compute all statistics of a tensor."""
     found = spectrum(sketch)
     if found.kind.exact:
         head, unique = _exact_head(sketch, found)
@@ -223,7 +176,7 @@ def _wide_head(kind: Kind, sketch: Sketch) -> list[float]:
 
 
 def _nothing() -> list[float]:
-    """Give what is left to say where there are no finite elements; the empty sum is zero."""
+    """Return what is left to say where there are no finite elements; the empty sum is zero."""
     nan = math.nan
     return [nan, nan, nan, nan, nan, nan, 0.0, nan, nan]
 

@@ -81,23 +81,7 @@ class Contents:
     source: str
 
     def entries(self, dims: Collection[Hashable] | None = None) -> list[Entry]:
-        """List variables of numbers with their tensors; others are left out with a warning.
-
-        Parameters
-        ----------
-        dims : collection of hashable, optional
-            Dimensions that are reduced; by default all but those along which tensors are stacked.
-
-        Returns
-        -------
-        list of Entry
-            Variables without any of these dimensions are left out.
-
-        Raises
-        ------
-        ValueError
-            If no variable has one of the dimensions.
-        """
+        """List variables of numbers with their tensors; others are left out with a warning."""
         unknown = set(dims or ()) - {dim for v in self.variables.values() for dim in v.dims}
         if unknown:
             raise ValueError(f"no variable has the dimension {shown(str(min(unknown, key=str)))}")
@@ -148,24 +132,7 @@ def member_names(
     dims: tuple[Hashable, ...],
     coords: Mapping[Hashable, xr.Variable],
 ) -> list[str]:
-    """Name the tensors along stacked dimensions, some of which may have been cut.
-
-    Parameters
-    ----------
-    name : hashable
-        Of the variable.
-    variable : xarray.Variable
-        With the encoding that tells how it was stacked.
-    dims : tuple of hashable
-        The dimensions along which there are several tensors.
-    coords : mapping of hashable to xarray.Variable
-        Coordinates, for the indices that are left.
-
-    Returns
-    -------
-    list of str
-        The last dimension varies fastest. Names in the file where these can be told.
-    """
+    """Name the tensors along stacked dimensions, some of which may have been cut."""
     stack = variable.encoding.get("stack", {})
     if not stack and not dims:
         return [_flat_name(name, variable)]
@@ -182,23 +149,7 @@ def member_names(
 
 
 def contents_of(obj: Any) -> Contents:
-    """Find what there is to describe.
-
-    Parameters
-    ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        Paths may be URLs. The tensors of a tree are named as in its file, or by their paths.
-
-    Returns
-    -------
-    Contents
-        No data is read for it.
-
-    Raises
-    ------
-    TypeError
-        If it is something else.
-    """
+    """Find what there is to describe."""
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {n: v for n, v in obj.variables.items() if n not in coords}
@@ -241,7 +192,7 @@ def _tree_contents(tree: xr.DataTree) -> Contents:
 
 
 def _lazy_array(variable: xr.Variable) -> LazyArray | None:
-    """Give the array in the file, if a variable is that and nothing was computed from it."""
+    """Return the array in the file, if a variable is that and nothing was computed from it."""
     # `chunks` and `data` ask in general ways what kind of array it is: half of the time for
     # thousands of small tensors.
     array = variable._data  # noqa: SLF001
@@ -269,7 +220,7 @@ def _reader(array: Any) -> Reader | ChunkedTensor:
 
 
 def _split(variable: xr.Variable, ndim: int) -> Iterator[Any]:
-    """Give the array of a variable for each position along its first dimensions."""
+    """Return the array of a variable for each position along its first dimensions."""
     array = variable.data if variable.chunks is not None else _Values(variable)
     positions = np.ndindex(*variable.shape[:ndim])
     return (array[position] if position else array for position in positions)

@@ -75,22 +75,7 @@ class PowerSums:
 
 
 def power_sums(kind: Kind, codes: Array, counts: Array) -> PowerSums:
-    """Add up the powers of counted values as integers.
-
-    Parameters
-    ----------
-    kind : Kind
-        An exact one.
-    codes : array of uint32
-        Of finite values.
-    counts : array of int64
-        How often each occurs.
-
-    Returns
-    -------
-    PowerSums
-        Of all of them; of at least one value.
-    """
+    """Add up the powers of counted values as integers."""
     significands, exponents = _integers(kind.name)
     order = np.argsort(exponents[codes], kind="stable")
     codes, counts = codes[order], counts[order]
@@ -106,10 +91,7 @@ def power_sums(kind: Kind, codes: Array, counts: Array) -> PowerSums:
 
 
 def _grouped(values: Array, counts: Array, power: int, starts: Array) -> list[int]:
-    """Add up ``counts * values**power`` for each group, exactly.
-
-    Counts are taken some bits at a time, as many as leave room in 64.
-    """
+    """Add up ``counts * values**power`` for each group, exactly."""
     largest = int(np.abs(values).max()) ** power
     room = 63 - largest.bit_length() - len(values).bit_length()
     if room < 8:

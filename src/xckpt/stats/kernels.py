@@ -157,10 +157,7 @@ def _describe(size: Any, center: Any, exponent: Any, sums: Any, node: Any) -> No
 
 @compiled
 def _count_codes(bits: Any, shift: Any, one: Any, other: Any) -> None:
-    """Count the upper bits of each element, in two tables by turns.
-
-    With one table, equal values one after another would wait for each other's counter.
-    """
+    """Count the upper bits of each element, in two tables by turns."""
     whole = bits.size // 2 * 2
     for i in range(0, whole, 2):
         one[bits[i] >> shift] += np.uint32(1)
@@ -171,7 +168,7 @@ def _count_codes(bits: Any, shift: Any, one: Any, other: Any) -> None:
 
 @inlined
 def _exponent(low: Any, high: Any) -> Any:
-    """Give the power of two to divide float64 by, whose smallest and largest keys are given."""
+    """Return the power of two to divide float64 by, whose smallest and largest keys are given."""
     # The largest magnitude, as a pattern, has the exponent above 52 bits of a fraction.
     largest = max(low, ~low, high, ~high)
     exponent = (largest >> 52) - 1022
@@ -185,27 +182,7 @@ def _exponent(low: Any, high: Any) -> Any:
 def count_floats(  # noqa: PLR0917  compiled functions have no keywords
     x: Any, bits: Any, codes: Any, shift: Any, constants: Any, tables: Any, out: Any
 ) -> None:
-    """Describe a block of float32 or float64.
-
-    Parameters
-    ----------
-    x : array of float
-        At most as many leaves as `out` has rows.
-    bits : array of int
-        The same memory as signed integers.
-    codes : array of uint
-        The same memory as unsigned integers.
-    shift : uint
-        Bits that are no part of a code.
-    constants : array of int
-        Of the type of `bits`: all bits but the sign; the pattern of infinity; shift of the sign.
-    tables : array of uint32, shape (2, codes)
-        Counters, added to.
-    out : tuple of arrays
-        ``nodes`` float64 (leaves, 7); ``extremes`` of the type of `bits`, smallest and largest
-        key of a finite element so far; ``tally`` int64: NaN, infinities, zeros, negative zeros;
-        ``zeros`` int64 (leaves,); ``scratch`` like one leaf; ``sums`` float64 (4 * lanes,).
-    """
+    """Describe a block of float32 or float64."""
     nodes, extremes, tally, zeros, scratch, sums = out
     magnitude, infinity, sign = constants[0], constants[1], constants[2]
     for leaf in range((x.size + LEAF - 1) // LEAF):
@@ -250,19 +227,7 @@ def _integer_extremes(x: Any) -> Any:
 
 @compiled
 def count_integers(x: Any, tables: Any, out: Any) -> None:
-    """Describe a block of integers of 32 or 64 bits.
-
-    Parameters
-    ----------
-    x : array of int or uint
-        At most as many leaves as `out` has rows.
-    tables : array of uint32, shape (2, codes)
-        Counters of the upper bits of the elements as float64, added to.
-    out : tuple of arrays
-        ``nodes`` float64 (leaves, 7); ``extremes`` of the type of `x`, smallest and largest so
-        far; ``tally`` int64: zeros, sum of the lower 32 bits, sum of the others; ``zeros`` int64
-        (leaves,); ``scratch`` float64 (leaf,); ``sums`` float64 (4 * lanes,).
-    """
+    """Describe a block of integers of 32 or 64 bits."""
     nodes, extremes, tally, zeros, scratch, sums = out
     for leaf in range((x.size + LEAF - 1) // LEAF):
         values = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
@@ -317,19 +282,7 @@ def _counted_zeros(one: Any, other: Any, negative_zero: Any) -> Any:
 
 @compiled
 def count_patterns(x: Any, tables: Any, negative_zero: Any, zeros: Any) -> None:
-    """Count the bit patterns of a block of elements of 8 or 16 bits.
-
-    Parameters
-    ----------
-    x : array of uint8 or uint16
-        Bit patterns.
-    tables : array of uint32, shape (2, patterns)
-        Counters, added to.
-    negative_zero : int
-        The other pattern that means zero; 0 if there is none.
-    zeros : array of int64
-        Zeros in each leaf, written.
-    """
+    """Count the bit patterns of a block of elements of 8 or 16 bits."""
     one, other = tables[0], tables[1]
     before = _counted_zeros(one, other, negative_zero)
     for leaf in range((x.size + LEAF - 1) // LEAF):

@@ -79,18 +79,7 @@ class Kind:
         return _values(self.name)
 
     def bounds(self, codes: Array) -> tuple[Array, Array]:
-        """Give the values that have certain codes, those of a kind that is not exact.
-
-        Parameters
-        ----------
-        codes : array of int
-            Of finite elements.
-
-        Returns
-        -------
-        nearest, farthest : array of float64
-            The value next to zero, and a bound beyond the one farthest from it, with their signs.
-        """
+        """Return the values that have certain codes, those of a kind that is not exact."""
         codes = codes.astype(np.uint64)
         if self.name == "float32":
             low = (codes << np.uint64(16)).astype(np.uint32).view(np.float32).astype(np.float64)
@@ -106,18 +95,7 @@ class Kind:
 
 
 def kind_of(dtype: np.dtype[Any]) -> Kind | None:
-    """Find how the elements of an array are counted.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        Of numpy or ml_dtypes.
-
-    Returns
-    -------
-    Kind or None
-        None for what has no order, or is no number.
-    """
+    """Find how the elements of an array are counted."""
     name = dtype.name
     if dtype.kind == "f" and dtype.itemsize > 8:
         name = "float64"  # the extended precision of this machine is no type of any file
@@ -128,23 +106,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind | None:
 
 
 def require_numbers(dtype: np.dtype[Any]) -> Kind:
-    """Find how the elements of an array, or the magnitudes of complex ones, are counted.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        Of numpy or ml_dtypes.
-
-    Returns
-    -------
-    Kind
-        Of the elements.
-
-    Raises
-    ------
-    TypeError
-        If they are no numbers.
-    """
+    """Find how the elements of an array, or the magnitudes of complex ones, are counted."""
     kind = kind_of(np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype)
     if kind is None:
         raise TypeError(f"elements of type {dtype} are no numbers")
@@ -153,23 +115,7 @@ def require_numbers(dtype: np.dtype[Any]) -> Kind:
 
 @cache
 def kind_named(name: str) -> Kind:
-    """Find a kind by the name of its type.
-
-    Parameters
-    ----------
-    name : str
-        Of numpy or ml_dtypes.
-
-    Returns
-    -------
-    Kind
-        Of that type.
-
-    Raises
-    ------
-    KeyError
-        If it is no type of numbers.
-    """
+    """Find a kind by the name of its type."""
     dtype = _dtype(name)
     if name in {"float32", "float64", "int32", "int64", "uint32", "uint64"}:
         code_bits = 16 if name == "float32" else _WIDE_BITS

@@ -22,22 +22,7 @@ def deferred(
     options: Any,
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Any]:
-    """Give dask arrays that all come from one call.
-
-    Parameters
-    ----------
-    find_all : callable
-        Called with `inputs` and `options`; returns a list of arrays of float64.
-    inputs, options : object
-        They pickle.
-    shapes : sequence of tuple of int
-        Of these arrays.
-
-    Returns
-    -------
-    list of dask.array.Array
-        One for each shape, of one chunk.
-    """
+    """Return dask arrays that all come from one call."""
     import dask.array as da
     from dask._task_spec import DataNode, Task, TaskRef
     from dask.highlevelgraph import HighLevelGraph
@@ -69,26 +54,7 @@ def laid_out(
     attrs: Sequence[Mapping[str, Any]],
     contents: Contents,
 ) -> xr.Dataset:
-    """Make the Dataset of results.
-
-    Parameters
-    ----------
-    statistics : sequence of str
-        Along the first dimension of all variables, ``statistic``.
-    entries : sequence of Entry
-        The variables.
-    values : sequence of array
-        Of each.
-    attrs : sequence of mapping
-        Of each.
-    contents : Contents
-        What the entries are of, for coordinates.
-
-    Returns
-    -------
-    xarray.Dataset
-        With the encoding that tells the names of tensors.
-    """
+    """Make the Dataset of results."""
     sizes: dict[Hashable, int] = {}
     variables: dict[Hashable, Any] = {}
     for entry, data, told in zip(entries, values, attrs, strict=True):
@@ -108,7 +74,7 @@ def laid_out(
 
 
 def _fitting(dim: Hashable, size: int, sizes: dict[Hashable, int]) -> Hashable:
-    """Give a dimension a name under which it has this size everywhere: nodes of a tree differ."""
+    """Return a dimension a name under which it has this size everywhere: nodes of a tree differ."""
     name, number = dim, 0
     while sizes.setdefault(name, size) != size:
         number += 1

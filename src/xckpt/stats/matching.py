@@ -60,25 +60,7 @@ class Row:
 
 
 def renaming(names: Any) -> Callable[[str], str]:
-    """Make a function of what says how names of `a` become those of `b`.
-
-    Parameters
-    ----------
-    names : mapping, callable, pair of a regular expression and its replacement, or None
-        See `xckpt.compare`.
-
-    Returns
-    -------
-    callable
-        From a name to a name.
-
-    Raises
-    ------
-    ValueError
-        If the regular expression is none.
-    TypeError
-        If it is something else.
-    """
+    """Make a function of what says how names of `a` become those of `b`."""
     if names is None:
         return lambda name: name
     if isinstance(names, Mapping):
@@ -100,7 +82,7 @@ def renaming(names: Any) -> Callable[[str], str]:
 
 
 def by_position(entries: Sequence[Entry], others: Sequence[Entry]) -> Callable[[str], str]:
-    """Give the function between names that leads from each tensor to the one at its place."""
+    """Return the function between names that leads from each tensor to the one at its place."""
     pairs = [
         (ours.name, theirs.name)
         for entry, other in zip(entries, others, strict=False)
@@ -115,29 +97,7 @@ def matched(
     rename: Callable[[str], str],
     tensors: TensorFilter | None,
 ) -> tuple[list[Entry], list[list[Row]]]:
-    """Find tensors that belong together.
-
-    Parameters
-    ----------
-    entries, others : sequence of Entry
-        Variables of `a` and of `b`.
-    rename : callable
-        From a name in `a` to one in `b`.
-    tensors : TensorFilter or None
-        Which are wanted.
-
-    Returns
-    -------
-    entries : list of Entry
-        The variables of the result.
-    rows : list of list of Row
-        A row for each tensor of these.
-
-    Raises
-    ------
-    ValueError
-        If two tensors of `b` have one name.
-    """
+    """Find tensors that belong together."""
     theirs: dict[str, Member] = {}
     for member in (member for other in others for member in other.members):
         if theirs.setdefault(member.name, member) is not member:
@@ -184,7 +144,7 @@ def _unread(status: str, count: int) -> list[float]:
 
 
 def _entry_of_b(member: Member, taken: set[Hashable]) -> Entry:
-    """Give a tensor that only `b` has a variable of its own."""
+    """Return a tensor that only `b` has a variable of its own."""
     name = member.name
     while name in taken:
         name += " (b)"
@@ -199,7 +159,7 @@ def differing_shapes(rows: Sequence[Row]) -> str:
 
 
 def have_no_names_in_common(rows: Sequence[Sequence[Row]]) -> bool:
-    """Tell whether each side has tensors, and none of them is on the other."""
+    """Return whether each side has tensors, and none of them is on the other."""
     every = [row for some in rows for row in some]
     known = {row.known[0] for row in every if row.known and not isnan(row.known[0])}
     strangers = {float(STATUSES.index(status)) for status in ("only_a", "only_b")}

@@ -35,18 +35,7 @@ EMPTY: Moments = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """Give the moments of two sequences one after the other.
-
-    Parameters
-    ----------
-    a, b : Moments
-        Of both parts.
-
-    Returns
-    -------
-    Moments
-        Of the whole. `kernels` compiles this function; both give the same bits.
-    """
+    """Return the moments of two sequences one after the other."""
     na, ha, la, a2, a3, a4, scale = a
     nb, hb, lb, b2, b3, b4, other = b
     if na == 0.0:
@@ -99,19 +88,10 @@ class MergeTree(ABC, Generic[Node]):
     @staticmethod
     @abstractmethod
     def merged(a: Any, b: Any) -> Any:
-        """Give the node of two sequences one after the other."""
+        """Return the node of two sequences one after the other."""
 
     def add(self, level: int, number: int, node: Node) -> None:
-        """Add a node, and merge it with its neighbours.
-
-        Parameters
-        ----------
-        level, number : int
-            It stands for the leaves from ``number << level`` up to, and without,
-            ``(number + 1) << level``.
-        node : tuple
-            Of these leaves.
-        """
+        """Add a node, and merge it with its neighbours."""
         nodes = self.nodes
         while (neighbour := nodes.pop((level, number ^ 1), None)) is not None:
             ours, theirs = (neighbour, node) if number & 1 else (node, neighbour)
@@ -120,18 +100,12 @@ class MergeTree(ABC, Generic[Node]):
         nodes[level, number] = node
 
     def update(self, nodes: Iterable[tuple[tuple[int, int], Node]]) -> None:
-        """Add nodes of another tree over the same sequence.
-
-        Parameters
-        ----------
-        nodes : iterable of ((int, int), tuple)
-            Items of its `nodes`; no leaf may be in both trees.
-        """
+        """Add nodes of another tree over the same sequence."""
         for (level, number), node in nodes:
             self.add(level, number, node)
 
     def total(self) -> Node:
-        """Give what is known of all elements, once all leaves are there."""
+        """Return what is known of all elements, once all leaves are there."""
         total: Node = self.empty
         for _, node in sorted(self.nodes.items(), key=_position, reverse=True):
             total = self.merged(node, total)
@@ -147,7 +121,7 @@ class MomentTree(MergeTree[Moments]):
 
     @staticmethod
     def merged(a: Any, b: Any) -> Any:
-        """Give the moments of two sequences one after the other."""
+        """Return the moments of two sequences one after the other."""
         return merge(a, b)
 
 
@@ -157,23 +131,7 @@ def _position(item: tuple[tuple[int, int], Any]) -> int:
 
 
 def runs(first: int, count: int) -> Iterable[tuple[int, int]]:
-    """Cut a range of leaves into the largest nodes of the tree.
-
-    Parameters
-    ----------
-    first, count : int
-        The range.
-
-    Yields
-    ------
-    level, number : int
-        As for `MomentTree.add`.
-
-    Examples
-    --------
-    >>> list(runs(6, 7))
-    [(1, 3), (2, 2), (0, 12)]
-    """
+    """Cut a range of leaves into the largest nodes of the tree."""
     while count:
         level = count.bit_length() - 1
         if first:

@@ -53,15 +53,7 @@ class Comparer:
         self._found = Comparison()
 
     def update(self, start: int, values: Mapping[str, Array] | Array) -> None:
-        """Add pairs.
-
-        Parameters
-        ----------
-        start : int
-            Position of the first in the tensor.
-        values : mapping of str to array, or structured array
-            Both sides as ``"a"`` and ``"b"``, one-dimensional.
-        """
+        """Add pairs."""
         a, b = values["a"], values["b"]
         stop = start + len(a)
         self._found.count += len(a)
@@ -80,7 +72,7 @@ class Comparer:
                 self._tree.add(level, number, node)
 
     def result(self, implied: int = 0) -> Comparison:
-        """Give what was found."""
+        """Return what was found."""
         found = self._found
         if self._sides.sparse:
             implied = self._size - found.count
@@ -120,7 +112,7 @@ class _Memory:
         self.out = (np.empty(LEAF), kept, sums)
 
     def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
-        """Give one side as the kernel wants it."""
+        """Return one side as the kernel wants it."""
         kind = kind_named(name)
         values = prepared(values, kind)
         wide, bits, table = self.nothing
@@ -145,7 +137,7 @@ def _memory(dtype: np.dtype[Any]) -> _Memory:
 
 @cache
 def _table(name: str) -> Array:
-    """Give the float32, as patterns, that the codes of an exact kind stand for."""
+    """Return the float32, as patterns, that the codes of an exact kind stand for."""
     patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
     return patterns
 
@@ -176,12 +168,7 @@ def _compare_whole(a: Array, b: Array, sides: Sides, found: Comparison) -> list[
 
 
 def _in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
-    """Give two float64 for each element, whose sum it is exactly.
-
-    The second is zero for all but integers that no float64 is equal to, and some others beyond
-    2**53. The first is of the same size as the element then: the difference from a float64 that
-    is near is exact.
-    """
+    """Return two float64 for each element, whose sum it is exactly."""
     kind = kind_named(name)
     values = prepared(values, kind)
     if name not in {"int64", "uint64"}:

@@ -38,7 +38,7 @@ def _widen(bits: Any, table: Any, out: Any) -> None:
 
 @compiled
 def _alike(x: Any, y: Any) -> Any:
-    """Tell whether all elements are equal, and none is a NaN; looks no farther than it must."""
+    """Return whether all elements are equal, and none is a NaN; looks no farther than it must."""
     for start in range(0, x.size, _STRIDE):
         a, b = x[start : start + _STRIDE], y[start : start + _STRIDE]
         different = np.int32(0)
@@ -65,7 +65,7 @@ def _subtract(x: Any, y: Any, difference: Any) -> None:
 
 @compiled
 def _all_finite(x: Any, y: Any) -> Any:
-    """Tell whether no element is infinite or a NaN."""
+    """Return whether no element is infinite or a NaN."""
     count = np.int32(0)
     for i in range(x.size):
         # What is finite is zero times itself.
@@ -93,18 +93,7 @@ def _take_finite(x: Any, y: Any, out: Any, tally: Any) -> Any:
 
 @compiled
 def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
-    """Add up squares and products, and find the largest difference.
-
-    Parameters
-    ----------
-    x, y : array of float32 or float64
-        Both sides, finite.
-    difference : array of float64
-        What one is more than the other.
-    sums : array of float64
-        Of ``(SUMS + 1) * LANES``, written: the sums and the largest difference are in the first
-        place of their lanes.
-    """
+    """Add up squares and products, and find the largest difference."""
     for j in range((SUMS + 1) * LANES):
         sums[j] = 0.0
     step = 2 * LANES
@@ -177,20 +166,7 @@ def _floats(side: Any, start: Any, stop: Any) -> Any:
 
 @compiled
 def compare_floats(first: Any, second: Any, out: Any) -> None:
-    """Describe a block of pairs of floats.
-
-    Parameters
-    ----------
-    first, second : tuple of arrays
-        ``wide``, the elements as float32 or float64, both sides alike. Where it is empty: ``bits``
-        uint16, their patterns; ``table`` uint32, the float32 that each stands for, or empty if
-        they are bfloat16; ``scratch`` like one leaf of `wide`.
-    out : tuple of arrays
-        ``nodes`` float64 (leaves, SUMS + 1); ``tally`` int64, added to: pairs that are equal, that
-        are finite, that differ by a NaN, and by an infinity; ``largest`` float64 (1,), the largest
-        difference so far; ``difference`` float64 (leaf,); ``kept`` of the type of
-        `wide`, (2, leaf); ``sums`` float64.
-    """
+    """Describe a block of pairs of floats."""
     nodes, tally, largest, difference, kept, sums = out
     size = max(first[0].size, first[1].size)
     for leaf in range((size + LEAF - 1) // LEAF):

@@ -34,53 +34,20 @@ _TURNED_NBYTES = 64 << 20
 
 
 def shape_of(reader: Reader | ChunkedTensor) -> tuple[int, ...]:
-    """Give the shape of a tensor.
-
-    Parameters
-    ----------
-    reader : Reader or ChunkedTensor
-        Of its elements.
-
-    Returns
-    -------
-    tuple of int
-        Logical shape.
-    """
+    """Return the shape of a tensor."""
     shape: tuple[int, ...] = array_of(reader).shape
     return shape
 
 
 def array_of(reader: Any) -> Any:
-    """Give the array that a reader reads.
-
-    Parameters
-    ----------
-    reader : Reader or ChunkedTensor
-        Of a tensor.
-
-    Returns
-    -------
-    array-like
-        A `LazyArray` where it is in a checkpoint.
-    """
+    """Return the array that a reader reads."""
     return reader.lazy if hasattr(reader, "lazy") else reader.array
 
 
 def pair_of(
     first: Reader | ChunkedTensor, second: Reader | ChunkedTensor
 ) -> PairReader | ChunkedPair:
-    """Find how two tensors are best read side by side.
-
-    Parameters
-    ----------
-    first, second : Reader or ChunkedTensor
-        Of tensors of one shape.
-
-    Returns
-    -------
-    PairReader or ChunkedPair
-        Their elements, those at the same place together.
-    """
+    """Find how two tensors are best read side by side."""
     if isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor):
         return ChunkedPair(first, second)
     identity = None
@@ -164,7 +131,7 @@ class _Stream:
         self.left: Array = np.empty(0)
 
     def take(self, count: int) -> Array:
-        """Give the next elements; valid until the next ones are asked for."""
+        """Return the next elements; valid until the next ones are asked for."""
         if not len(self.left):
             self.left = self._next()
         if len(self.left) < count:
@@ -226,7 +193,7 @@ class SparsePairReader(PairReader):
             yield at, {"a": kept[0], "b": kept[1]}
 
     def _unions(self) -> Iterator[tuple[Array, Array]]:
-        """Give what either side stores in some rows, in the order of the places."""
+        """Return what either side stores in some rows, in the order of the places."""
         rows = [_StoredRows(array) for array in self.arrays]
         nrows = self.arrays[0].shape[0]
         row = 0
@@ -258,7 +225,7 @@ class _StoredRows:
         return self._left.stop
 
     def up_to(self, row: int) -> tuple[Array, Array]:
-        """Give the places of the next elements as numbers, and the elements."""
+        """Return the places of the next elements as numbers, and the elements."""
         taken = self._left.rows(self._left.start, row)
         self._left = self._left.rows(row, self._left.stop)
         return flat_positions(taken.coords, self._shape), taken.values
@@ -366,7 +333,7 @@ def _reordered(reader: Reader, order: str) -> Reader:
 
 
 def _is_sliceable(reader: Reader) -> bool:
-    """Tell whether any slice costs no more than what is in it."""
+    """Return whether any slice costs no more than what is in it."""
     lazy = array_of(reader)
     if not isinstance(lazy, DenseArray):
         return reader.local
@@ -379,7 +346,7 @@ def _is_sliceable(reader: Reader) -> bool:
 
 
 def _plain(reader: Reader) -> Reader:
-    """Give a reader of all elements as they are: no magnitudes, no zeros left out."""
+    """Return a reader of all elements as they are: no magnitudes, no zeros left out."""
     if isinstance(reader, SparseReader):
         lazy = copy(reader.lazy)
         lazy.sparse = False

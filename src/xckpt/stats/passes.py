@@ -63,26 +63,7 @@ def sketches(
     progress: Progress | None = None,
     cache: bool = True,
 ) -> list[Any]:
-    """Sketch tensors, those that are kept from an earlier scan without reading them.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        The tensors.
-    finish : callable, optional
-        Called with the number and the sketch of a tensor, as soon as it is complete. Sketches of
-        thousands of tensors are too large to keep; what it returns should be smaller. By default
-        it is the sketch itself.
-    progress : Progress, optional
-        Is told of the bytes.
-    cache : bool
-        Whether to keep sketches, and to use those that are kept.
-
-    Returns
-    -------
-    list
-        What `finish` returned for each tensor.
-    """
+    """Sketch tensors, those that are kept from an earlier scan without reading them."""
     results: list[Any] = [None] * len(members)
     with open_stores([member.reader for member in members], enabled=cache) as stores:
         wanted: list[list[tuple[int, int]]] = []
@@ -160,23 +141,7 @@ def one_pass(
     progress: Progress,
     wanted: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> None:
-    """Do something with all elements of some tensors.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        The tensors.
-    operation : Operation
-        What to do.
-    arguments : sequence of object
-        What the operation wants to know of each tensor.
-    receive : callable
-        Called with the number of a tensor, of a stretch of it, and a result for a part of that.
-    progress : Progress
-        Is told of the bytes.
-    wanted : sequence of sequence of (int, int), optional
-        Stretches of each tensor, by default all of it.
-    """
+    """Do something with all elements of some tensors."""
     if wanted is None:
         wanted = [_stretches(member.reader) for member in members]
     jobs: list[scan.Job] = []

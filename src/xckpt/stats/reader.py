@@ -57,22 +57,7 @@ class Reader(ABC):
     def blocks(
         self, start: int, stop: int, workspace: Workspace
     ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Read some of the elements.
-
-        Parameters
-        ----------
-        start, stop : int
-            Half-open range.
-        workspace : Workspace
-            With a buffer that may be used.
-
-        Yields
-        ------
-        position : int
-            Of the first element of the block.
-        values : array
-            One-dimensional; valid until the next one is asked for.
-        """
+        """Read some of the elements."""
 
 
 def share(tensor: Reader | ChunkedTensor, start: int, stop: int) -> int:

@@ -173,17 +173,7 @@ class SparseReader(Reader):
             yield at, values
 
     def rows(self) -> Iterator[tuple[int, Array, int]]:
-        """Read all stored values.
-
-        Yields
-        ------
-        position : int
-            Of the first value among those that are stored.
-        values : array
-            Of some rows.
-        dead : int
-            How many of these rows have no value but zero.
-        """
+        """Read all stored values."""
         at = 0
         for block in self.lazy.blocks():
             rows = block.coords[0][block.values != 0]
@@ -194,23 +184,7 @@ class SparseReader(Reader):
 
 
 def reader_of(lazy: LazyArray) -> Reader:
-    """Find how the elements of a lazy array are best read.
-
-    Parameters
-    ----------
-    lazy : LazyArray
-        Any.
-
-    Returns
-    -------
-    Reader
-        For its stored elements where these are numbers of their own, else for decoded ones.
-
-    Raises
-    ------
-    TypeError
-        If the elements are no numbers.
-    """
+    """Find how the elements of a lazy array are best read."""
     if isinstance(lazy, DenseArray) and lazy.dtype.kind != "c":
         return RawReader(lazy) if _is_raw(lazy) else DenseReader(lazy)
     if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
@@ -240,7 +214,7 @@ def _is_raw(lazy: DenseArray) -> bool:
 
 
 def _flat(lazy: DenseArray) -> DenseArray:
-    """Give all elements of an array in the order they are stored, in their own type."""
+    """Return all elements of an array in the order they are stored, in their own type."""
     decode = ELEMENT_TYPES[lazy.reader.part.dtype].decoded == "bool"
     shape = (prod(lazy.shape),)
     return DenseArray(lazy.name, lazy.reader, shape, decode=decode, strict=lazy.strict)

@@ -91,7 +91,7 @@ class _Counter:
         narrow(keys, codes, self.slots, self.intervals, self.shifts, self.counts)
 
     def result(self, implied: int = 0) -> tuple[int, list[tuple[Array, Array]]]:
-        """Give how many elements there were, and the buckets that are not empty."""
+        """Return how many elements there were, and the buckets that are not empty."""
         found = []
         for counts in self.counts:
             buckets = np.flatnonzero(counts)
@@ -146,17 +146,7 @@ def refine(
     searches: Sequence[Search],
     progress: Progress,
 ) -> None:
-    """Find quantiles without the error that those of a sketch have.
-
-    Parameters
-    ----------
-    members : sequence of Member
-        The tensors.
-    searches : sequence of Search
-        Of each; `found` has the quantiles afterwards, but for those that a sketch has exactly.
-    progress : Progress
-        Is told of the bytes.
-    """
+    """Find quantiles without the error that those of a sketch have."""
     while True:
         left = [n for n, search in enumerate(searches) if search.wanted]
         if not left:
@@ -194,7 +184,7 @@ def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float
 
 
 def _keys(kind: Kind, code: int) -> tuple[int, int]:
-    """Give the first and the last key of the elements with a code, zeros left out."""
+    """Return the first and the last key of the elements with a code, zeros left out."""
     if kind.integer:
         nearest, farthest = (float(x[0]) for x in kind.bounds(np.array([code], np.uint32)))
         low, high = sorted((int(nearest), int(farthest)))

@@ -166,7 +166,7 @@ def _describe_all(entries: Sequence[Entry], options: _Options) -> list[_Found]:
 def _described_members(
     members: Sequence[Member], options: _Options
 ) -> list[tuple[list[float], int | None]]:
-    """Give the statistics of each tensor, and how many of its rows are zeros."""
+    """Return the statistics of each tensor, and how many of its rows are zeros."""
     searches: list[Any] = [None] * len(members)
 
     def finish(number: int, sketch: Sketch) -> tuple[list[float], int | None]:
@@ -203,7 +203,7 @@ def _statistics(entries: Sequence[Entry], options: _Options) -> list[Any]:
 
 
 def _deferred(entries: Sequence[Entry], options: _Options) -> list[_Found]:
-    """Give dask arrays that all come from one scan."""
+    """Return dask arrays that all come from one scan."""
     length = len(statistic_names(options.quantiles))
     shapes = [(length, *entry.shape) for entry in entries]
     return [_Found(array, ()) for array in deferred(_statistics, entries, options, shapes)]
@@ -262,18 +262,7 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
-    """Name the tensors of a result, in the order of `table`.
-
-    Parameters
-    ----------
-    result : xarray.Dataset
-        As `stats` or `histogram` gives it.
-
-    Returns
-    -------
-    list of str
-        Names in the file where these can be told.
-    """
+    """Name the tensors of a result, in the order of `table`."""
     coords = {name: result.variables[name] for name in result.coords}
     return [
         tensor

@@ -30,15 +30,7 @@ class RowCount:
         self.open: dict[int, tuple[int, bool]] = {}
 
     def add(self, start: int, count: int, alive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """Add a run of elements.
-
-        Parameters
-        ----------
-        start, count : int
-            Position of the first, and how many.
-        alive : array of bool
-            For each row that has some of them, whether one is not zero.
-        """
+        """Add a run of elements."""
         first, last = start // self.length, (start + count - 1) // self.length
         if first == last:
             self._see(first, count, alive=bool(alive[0]))
@@ -57,15 +49,7 @@ class RowCount:
             self._see(last, start + count - last * self.length, alive=True)
 
     def update(self, dead: int, unfinished: Mapping[int, tuple[int, bool]]) -> None:
-        """Add what another count found in other elements of the same tensor.
-
-        Parameters
-        ----------
-        dead : int
-            Its `dead`.
-        unfinished : mapping of int to (int, bool)
-            Its `open`.
-        """
+        """Add what another count found in other elements of the same tensor."""
         self.dead += dead
         for row, (seen, alive) in unfinished.items():
             self._see(row, seen, alive=alive)

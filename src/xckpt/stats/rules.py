@@ -104,14 +104,14 @@ def _rules(frame: pd.DataFrame, dead: np.ndarray[tuple[int], np.dtype[np.float64
 def _centred(
     columns: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]],
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Tell where the elements are about zero, rather than close together far from it."""
+    """Return where the elements are about zero, rather than close together far from it."""
     if "mean" not in columns:
         return np.ones(len(columns["std"]), np.bool_)
     return np.abs(columns["mean"]) < columns["absmax"] / 2
 
 
 def _dead_rows(result: xr.Dataset) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Give the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
+    """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
     counts: list[float] = []
     coords = set(result.coords)
     for name, variable in result.variables.items():

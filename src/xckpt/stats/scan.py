@@ -45,7 +45,7 @@ class Accumulator(Protocol):
         """Add elements."""
 
     def result(self, implied: int = 0) -> Any:
-        """Give what was found, with some more zeros that are not stored."""
+        """Return what was found, with some more zeros that are not stored."""
 
 
 class Operation(Protocol):
@@ -120,25 +120,7 @@ def run(
     receive: Callable[[int, int, Any], None],
     report: Callable[[int], object],
 ) -> None:
-    """Scan tensors.
-
-    Parameters
-    ----------
-    jobs : sequence of Job
-        In any order; they are read in file order.
-    operation : Operation
-        What to do with the elements.
-    receive : callable
-        Called in this thread with the number of a job, the number of its stretch, and a result
-        for a part of it.
-    report : callable
-        Called with the number of bytes just done.
-
-    Raises
-    ------
-    CheckpointError
-        The first one that a task raised; the others are stopped.
-    """
+    """Scan tensors."""
     client = cluster.active_client()
     here = [n for n, job in enumerate(jobs) if client is None or job.reader.local]
     there = [n for n, job in enumerate(jobs) if not (client is None or job.reader.local)]
@@ -156,24 +138,7 @@ def run(
 
 
 def scan_spans(task: Task, operation: Operation, workspace: Workspace, stop: Any) -> list[Any]:
-    """Do one task.
-
-    Parameters
-    ----------
-    task : list of Span
-        What to read.
-    operation : Operation
-        What to do.
-    workspace : Workspace
-        Of this thread.
-    stop : object
-        With ``is_set()``: whether nobody wants the result any more.
-
-    Returns
-    -------
-    list
-        One result for each span.
-    """
+    """Do one task."""
     return [_scan_span(span, operation, workspace, stop) for span in task]
 
 

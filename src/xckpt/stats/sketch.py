@@ -71,24 +71,14 @@ class Sketch:
     open: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def moments(self) -> Moments:
-        """Give the moments of all finite elements of a kind that is not exact."""
+        """Return the moments of all finite elements of a kind that is not exact."""
         tree = MomentTree()
         tree.update(self.nodes)
         total = tree.total()
         return merge(total, (float(self.implied), *EMPTY[1:])) if self.implied else total
 
     def closed(self, stored: int, row: int, dead: int) -> Sketch:
-        """Complete the last leaf of a sparse tensor, now that its end is known.
-
-        Parameters
-        ----------
-        stored : int
-            Number of stored values, of which the leaves are cut.
-        row : int
-            Elements in a row.
-        dead : int
-            Rows of zeros.
-        """
+        """Complete the last leaf of a sparse tensor, now that its end is known."""
         total = SketchSum(kind_named(self.kind), stored)
         total.add(self)
         sketch = total.result()
@@ -119,13 +109,7 @@ class SketchSum:
         self._total = Sketch(kind.name, 0, np.empty(0, np.uint32), np.empty(0, np.int64))
 
     def add(self, sketch: Sketch) -> None:
-        """Add the sketch of some more elements.
-
-        Parameters
-        ----------
-        sketch : Sketch
-            Of the same kind of elements, none of which were added before.
-        """
+        """Add the sketch of some more elements."""
         total = self._total
         self._add_counts(sketch)
         for name in ("count", "nan", "inf", "zero", "negative_zero", "total", "implied"):
@@ -143,7 +127,7 @@ class SketchSum:
             self._rows.update(sketch.dead, sketch.open)
 
     def result(self) -> Sketch:
-        """Give the sketch of all that was added."""
+        """Return the sketch of all that was added."""
         total = self._total
         if self._dense is not None:
             codes = np.flatnonzero(self._dense)

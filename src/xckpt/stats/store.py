@@ -52,22 +52,7 @@ _NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied", "row", "d
 def open_stores(
     readers: Sequence[Any], *, enabled: bool, kind: type[Store] | None = None
 ) -> Iterator[list[TensorStore | None]]:
-    """Open what is kept of some tensors.
-
-    Parameters
-    ----------
-    readers : sequence of Reader
-        Of the tensors.
-    enabled : bool
-        Whether anything is to be kept at all.
-    kind : type, optional
-        A subclass of `Store` for what is kept; by default sketches are.
-
-    Yields
-    ------
-    list of TensorStore or None
-        One for each tensor; None for what has no identity that lasts.
-    """
+    """Open what is kept of some tensors."""
     files: dict[tuple[Any, Any], Store] = {}
     stores: list[TensorStore | None] = []
     folder = cache.folder(FOLDER) if enabled else None
@@ -206,7 +191,7 @@ def _origin(identity: tuple[Any, ...] | None) -> tuple[Any, Any] | None:
 
 
 def _is_lasting(name: str, version: Any) -> bool:
-    """Tell whether a file is known by its name and version; bytes in memory are not."""
+    """Return whether a file is known by its name and version; bytes in memory are not."""
     if name.startswith("<"):
         return False
     if "://" in name or not isinstance(version, tuple):

@@ -29,19 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def stored_pair(pair: Any) -> PairReader | None:
-    """Give the stored bytes of two tensors, where these mean the same if they are the same.
-
-    Parameters
-    ----------
-    pair : PairReader or ChunkedPair
-        Of the elements.
-
-    Returns
-    -------
-    PairReader or None
-        None where the bytes mean different things, are not in a file, or are read as they are
-        anyway.
-    """
+    """Return the stored bytes of two tensors, where these mean the same if they are the same."""
     if not isinstance(pair, PairReader) or pair.identity is None:
         return None
     if isinstance(pair.first, RawReader) or isinstance(pair.second, RawReader):
@@ -119,12 +107,12 @@ class _SameBytes:
         )
 
     def result(self, implied: int = 0) -> Comparison:
-        """Give what was found: all are equal, or who knows how many."""
+        """Return what was found: all are equal, or who knows how many."""
         return Comparison(self.count, self.count if self.are_same else 0)
 
 
 def _parts(lazy: Any) -> dict[str, PartReader] | None:
-    """Give the parts of an array by their roles; None if it is not made of parts."""
+    """Return the parts of an array by their roles; None if it is not made of parts."""
     if isinstance(lazy, DenseArray):
         return {"data": lazy.reader}
     if isinstance(lazy, QuantizedArray | SparseArray):
@@ -133,7 +121,7 @@ def _parts(lazy: Any) -> dict[str, PartReader] | None:
 
 
 def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
-    """Give all that the values depend on but for the bytes; nothing where bytes are not enough."""
+    """Return what the values depend on besides the bytes; nothing where bytes are not enough."""
     if any(each.verify for each in parts.values()):
         return reader  # a digest that disagrees is to be an error
     lazy = array_of(reader)

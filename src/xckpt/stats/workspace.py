@@ -34,7 +34,7 @@ class Workspace:
         self._tables: dict[str, Tables] = {}
 
     def tables(self, kind: Kind) -> Tables:
-        """Give the tables for a kind of elements; they are empty."""
+        """Return the tables for a kind of elements; they are empty."""
         if kind.name not in self._tables:
             self._tables[kind.name] = Tables(kind, self.buffer.nbytes)
         return self._tables[kind.name]
@@ -104,13 +104,7 @@ class Tables:
             )
 
     def drain(self, codes: Array | None = None) -> tuple[Array, Array]:
-        """Take the codes that were counted, and how often, out of the counters.
-
-        Parameters
-        ----------
-        codes : array of uint32, optional
-            Those that may occur, ascending; by default all.
-        """
+        """Take the codes that were counted, and how often, out of the counters."""
         one, other = self.counters
         if codes is None:
             codes = np.flatnonzero(one | other).astype(np.uint32)

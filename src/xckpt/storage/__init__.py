@@ -23,43 +23,7 @@ def open_source(
     mmap: bool = False,
     first: int = 0,
 ) -> Source:
-    """Open whatever holds the bytes of a file.
-
-    Parameters
-    ----------
-    obj : str, os.PathLike, bytes, bytearray, memoryview or binary file object
-        A path, a ``file://`` or other URL of fsspec, the bytes themselves, or an open file.
-    storage_options : mapping, optional
-        For fsspec; local paths need none.
-    mmap : bool
-        Whether views of a local file are of a memory map; see `LocalSource`.
-    first : int
-        Bytes of the beginning of a remote file that are read at once, where that saves a request.
-
-    Returns
-    -------
-    Source
-        Its size and identity are known; nothing is read yet.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
-    TypeError
-        If it is something else, or a file in text mode.
-    ValueError
-        If it is not a path that a file can have.
-    ImportError
-        If a package for this kind of URL is not installed.
-    UnsupportedError
-        If it is a pipe or a device, or of unknown size.
-
-    Examples
-    --------
-    >>> source = open_source(b"ZTEN1000")
-    >>> bytes(source.read(4, 4))
-    b'1000'
-    """
+    """Open whatever holds the bytes of a file."""
     if isinstance(obj, bytes | bytearray | memoryview):
         return BytesSource(obj)
     if isinstance(obj, os.PathLike):
@@ -76,23 +40,7 @@ def open_source(
 
 
 def is_remote(obj: object) -> bool:
-    """Tell whether something is a URL that is opened through fsspec.
-
-    Parameters
-    ----------
-    obj : object
-        What a user gave as a file.
-
-    Returns
-    -------
-    bool
-        False for paths and ``file://`` URLs, and for all that is no text.
-
-    Examples
-    --------
-    >>> is_remote("s3://bucket/m.zt"), is_remote("file:///m.zt"), is_remote("m.zt")
-    (True, False, False)
-    """
+    """Return whether something is a URL that is opened through fsspec."""
     return isinstance(obj, str) and is_url(obj) and not is_file_url(obj)
 
 

@@ -119,30 +119,7 @@ _ALGORITHMS = {
 
 
 def parse(digest: str) -> tuple[str, bytes | None]:
-    """Split a digest into its algorithm and its value.
-
-    Parameters
-    ----------
-    digest : str
-        ``algorithm:value``.
-
-    Returns
-    -------
-    algorithm : str
-        Its name.
-    value : bytes or None
-        Big-endian; None where the algorithm is not known.
-
-    Raises
-    ------
-    FormatError
-        If it is malformed, with ``rule="Digest"``.
-
-    Examples
-    --------
-    >>> parse("crc32c:0x1a2B")
-    ('crc32c', b'\\x00\\x00\\x1a+')
-    """
+    """Split a digest into its algorithm and its value."""
     form = _FORM.fullmatch(digest)
     if form is None:
         raise FormatError(f"digest {shown(digest)} is not algorithm:value", rule="Digest")
@@ -156,23 +133,7 @@ def parse(digest: str) -> tuple[str, bytes | None]:
 
 
 def is_known(digest: str) -> bool:
-    """Tell whether the algorithm of a digest is one that can be computed here.
-
-    Parameters
-    ----------
-    digest : str
-        ``algorithm:value``, or the algorithm alone.
-
-    Returns
-    -------
-    bool
-        Whatever the value is.
-
-    Examples
-    --------
-    >>> is_known("xxh3:0011223344556677"), is_known("md5:00")
-    (True, False)
-    """
+    """Return whether the algorithm of a digest is one that can be computed here."""
     return digest.partition(":")[0] in _ALGORITHMS
 
 
@@ -213,13 +174,7 @@ class Hasher:
         self._state = known.start()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Hash more bytes.
-
-        Parameters
-        ----------
-        data : bytes, bytearray or memoryview
-            Contiguous; not copied.
-        """
+        """Hash more bytes."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _BLOCK_NBYTES):
             self._state.update(view[start : start + _BLOCK_NBYTES])

@@ -33,18 +33,7 @@ _MOST_KEPT = 64 << 20
 
 @contextmanager
 def reading_header(source: FsspecSource) -> Iterator[Source]:
-    """Give a source for reading the header of a remote file with few requests.
-
-    Parameters
-    ----------
-    source : FsspecSource
-        The file.
-
-    Yields
-    ------
-    Source
-        The same file. What was read of it is kept for the next session if there was no error.
-    """
+    """Return a source for reading the header of a remote file with few requests."""
     first = source.take_first()
     known = header_cache.load(source, first)
     header = HeaderSource(source)
@@ -86,15 +75,7 @@ class HeaderSource(Source):
         self._last = 0
 
     def keep(self, start: int, data: memoryview) -> None:
-        """Remember a range, which must not overlap what is remembered.
-
-        Parameters
-        ----------
-        start : int
-            Offset of its first byte.
-        data : memoryview
-            The bytes.
-        """
+        """Remember a range, which must not overlap what is remembered."""
         if not len(data):
             return
         self.segments.append((start, data))
@@ -126,7 +107,7 @@ class HeaderSource(Source):
         self.source.close()
 
     def _segment_at(self, at: int, stop: int) -> tuple[int, memoryview]:
-        """Give the segment that has a byte; bytes up to `stop` are wanted after it."""
+        """Return the segment that has a byte; bytes up to `stop` are wanted after it."""
         place = bisect_right(self.segments, at, key=lambda segment: segment[0])
         if place:
             start, data = self.segments[place - 1]

@@ -71,7 +71,7 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[int]:
-    """Give what is left to each control group that this process is in."""
+    """Return what is left to each control group that this process is in."""
     with suppress(OSError, ValueError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

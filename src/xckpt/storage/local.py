@@ -56,31 +56,7 @@ def is_file_url(text: str) -> bool:
 
 
 def local_path(path: str) -> str:
-    """Return the absolute path of a local file that is read or written.
-
-    ``~/m.zt`` and ``~user/m.zt`` are in home folders. Where there is no such user, the tilde is
-    part of the name, as it always is in a URL.
-
-    Parameters
-    ----------
-    path : str
-        A path, or a ``file://`` URL.
-
-    Returns
-    -------
-    str
-        Absolute, so that a later change of the working directory does no harm.
-
-    Raises
-    ------
-    ValueError
-        If a URL names another machine, or a path has a null character.
-
-    Examples
-    --------
-    >>> local_path("file:///tmp/a%20b.zt")
-    '/tmp/a b.zt'
-    """
+    """Return the absolute path of a local file that is read or written."""
     is_url = is_file_url(path)
     found = _path_of_url(path) if is_url else path
     if "\0" in found:
@@ -171,10 +147,7 @@ class Descriptor:
         weakref.finalize(self, os.close, self.fileno)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill memory from a position in the file, and return how much of it was filled.
-
-        It is less than all only at the end of the file.
-        """
+        """Fill memory from a position in the file, and return how much of it was filled."""
         done = 0
         while done < len(memory):
             count = self._read_once(memory[done : done + _READ_NBYTES], offset + done)
@@ -306,10 +279,7 @@ class LocalSource(Source):
         return descriptor
 
     def check(self, offset: int | None = None) -> None:
-        """Raise an error if the file is no longer the one that was opened.
-
-        `offset` is where it is read, for the message.
-        """
+        """Raise an error if the file is no longer the one that was opened."""
         try:
             status = os.stat(self.name)  # noqa: PTH116  for each read: half the time of Path.stat
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -386,16 +356,5 @@ def _map_of(obj: object) -> mmap.mmap | None:
 
 
 def is_mapped(view: object) -> bool:
-    """Tell whether an array or memoryview looks into a memory map.
-
-    Parameters
-    ----------
-    view : object
-        Anything; what is neither an array nor a memoryview is not mapped.
-
-    Returns
-    -------
-    bool
-        False for copies.
-    """
+    """Return whether an array or memoryview looks into a memory map."""
     return _map_of(view) is not None

@@ -49,7 +49,7 @@ class BytesSource(Source):
         return memory
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Give a range of the bytes without a copy; see `Source.view`."""
+        """Return a range of the bytes without a copy; see `Source.view`."""
         self._check_range(offset, nbytes)
         return self._data[offset : offset + nbytes]
 
@@ -162,7 +162,7 @@ def _status_of(file: Any) -> os.stat_result | None:
 
 
 def _place_of(file: Any, *, on_disk: bool) -> tuple[str, str | None]:
-    """Give a name for messages, and the folder of a file on disk."""
+    """Return a name for messages, and the folder of a file on disk."""
     named = (getattr(file, key, None) for key in ("full_name", "name", "path"))  # fsspec has others
     name = next((each for each in named if isinstance(each, str)), None)
     if name is None:

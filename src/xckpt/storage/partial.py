@@ -65,10 +65,7 @@ def _pattern(target: str) -> tuple[str, str]:
 def create(
     target: str, replaced: os.stat_result | None, *, private: bool = False
 ) -> tuple[str, int]:
-    """Make a temporary file for a target, lock it, and return its path and descriptor.
-
-    Owner and permissions are those of the file that is replaced, if there is one.
-    """
+    """Make a temporary file for a target, lock it, and return its path and descriptor."""
     start, end = _pattern(target)
     # What is private must not be readable while it is written either.
     mode = 0o600 if private or replaced is not None else 0o666
@@ -92,7 +89,7 @@ def create(
 
 
 def _take_over(fileno: int, replaced: os.stat_result) -> None:
-    """Give a file the owner and the permissions of the one that it is to replace."""
+    """Return a file the owner and the permissions of the one that it is to replace."""
     if not hasattr(os, "fchown"):
         return
     made = os.fstat(fileno)
@@ -159,10 +156,7 @@ def discard(fileno: int, path: str, owner: int) -> None:
 
 @contextlib.contextmanager
 def alone(target: str) -> Iterator[None]:
-    """Keep other writers from giving a file its name for as long as the block runs.
-
-    Without an effect on Windows, and where the file system has no locks.
-    """
+    """Keep other writers from giving a file its name for as long as the block runs."""
     if sys.platform == "win32":
         yield
         return

@@ -60,20 +60,7 @@ class Pool(Generic[T]):
         return len(self._held)
 
     def get(self, key: Hashable, opener: Callable[[], T]) -> T:
-        """Return what is held under a key, opening it if need be.
-
-        Parameters
-        ----------
-        key : hashable
-            What it is.
-        opener : callable
-            Opens it. Its errors pass through.
-
-        Returns
-        -------
-        object
-            The same one for all callers until it is let go.
-        """
+        """Return what is held under a key, opening it if need be."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -104,13 +91,7 @@ class Pool(Generic[T]):
         return opener()
 
     def discard(self, key: Hashable) -> None:
-        """Let go of what is held under a key, if anything is.
-
-        Parameters
-        ----------
-        key : hashable
-            What it is.
-        """
+        """Let go of what is held under a key, if anything is."""
         with self._lock:
             if key in self._held:
                 self._total -= self._measure(self._held.pop(key))

@@ -37,25 +37,7 @@ class Span:
 
 
 def merge(ranges: Sequence[tuple[int, int]], gap: int) -> list[Span]:
-    """Join ranges that are near each other.
-
-    Parameters
-    ----------
-    ranges : sequence of (int, int)
-        First byte and number of bytes of each, in any order; they may overlap.
-    gap : int
-        The most bytes between two ranges that are read as one.
-
-    Returns
-    -------
-    list of Span
-        In file order; together they cover every range.
-
-    Examples
-    --------
-    >>> [(span.start, span.stop) for span in merge([(90, 10), (0, 4), (5, 5)], gap=1)]
-    [(0, 10), (90, 100)]
-    """
+    """Join ranges that are near each other."""
     spans: list[Span] = []
     for member in sorted(range(len(ranges)), key=ranges.__getitem__):
         start, nbytes = ranges[member]
@@ -76,22 +58,7 @@ def _near(last: Span, start: int, stop: int, gap: int) -> bool:
 def split(
     ranges: Sequence[tuple[int, int]], spans: Sequence[Span], blocks: Sequence[memoryview]
 ) -> list[memoryview]:
-    """Cut the ranges out of the spans that were read.
-
-    Parameters
-    ----------
-    ranges : sequence of (int, int)
-        What was asked for, as given to `merge`.
-    spans : sequence of Span
-        What `merge` made of it.
-    blocks : sequence of memoryview
-        The bytes of each span.
-
-    Returns
-    -------
-    list of memoryview
-        In the order of `ranges`.
-    """
+    """Cut the ranges out of the spans that were read."""
     pieces = [memoryview(b"")] * len(ranges)
     for span, block in zip(spans, blocks, strict=True):
         for member in span.members:

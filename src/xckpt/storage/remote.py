@@ -74,23 +74,7 @@ _checks: Pool[_LastCheck] = Pool(limit=1024)
 
 
 def is_url(path: str) -> bool:
-    """Tell whether a text is a URL, as opposed to a path.
-
-    Parameters
-    ----------
-    path : str
-        Path or URL.
-
-    Returns
-    -------
-    bool
-        By its form.
-
-    Examples
-    --------
-    >>> is_url("s3://bucket/m.zt"), is_url("C:/m.zt"), is_url("zip::x")
-    (True, False, True)
-    """
+    """Return whether a text is a URL, as opposed to a path."""
     return _URL.match(path) is not None
 
 
@@ -156,13 +140,7 @@ class FsspecSource(Source):
         self.read(0, min(1, self.size))
 
     def take_first(self) -> memoryview:
-        """Hand over the bytes of the beginning that were read when the file was opened, if any.
-
-        Returns
-        -------
-        memoryview
-            The source has them no longer.
-        """
+        """Hand over the bytes of the beginning that were read when the file was opened, if any."""
         first, self._first = memoryview(self._first), memoryview(b"")
         return first
 
@@ -237,7 +215,7 @@ class FsspecSource(Source):
         return info
 
     def _version_of(self, info: Mapping[str, Any]) -> tuple[int, tuple[Any, ...]]:
-        """Give the size and the identity of the file."""
+        """Return the size and the identity of the file."""
         size = info.get("size")
         if type(size) is not int or size < 0:
             raise UnsupportedError(

@@ -37,34 +37,12 @@ class GivenUpError(OSError):
 
 
 def is_transient_status(status: int) -> bool:
-    """Tell whether an HTTP status may be another one the next time.
-
-    Parameters
-    ----------
-    status : int
-        Of an answer.
-
-    Returns
-    -------
-    bool
-        True for errors of the server and for "too many requests".
-    """
+    """Return whether an HTTP status may be another one the next time."""
     return status in _STATUSES or 500 <= status < 600
 
 
 def is_transient(error: Exception) -> bool:
-    """Tell whether what failed may succeed the next time.
-
-    Parameters
-    ----------
-    error : Exception
-        Of a request.
-
-    Returns
-    -------
-    bool
-        False for missing files, refused access and files that changed.
-    """
+    """Return whether what failed may succeed the next time."""
     if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | GivenUpError):
         return False
     if isinstance(error, ConnectionError | TimeoutError):
@@ -75,38 +53,14 @@ def is_transient(error: Exception) -> bool:
 
 
 def pause(failures: int) -> None:
-    """Wait before the next attempt, longer after each failure.
-
-    Parameters
-    ----------
-    failures : int
-        How many there were, at least one.
-    """
+    """Wait before the next attempt, longer after each failure."""
     # Unequal, or a thousand workers that failed together come back together.
     spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
     time.sleep(spread * _FIRST_DELAY * 2 ** min(failures - 1, 6))
 
 
 def retried(name: str, request: Callable[[], T]) -> T:
-    """Make a request until it succeeds, or fails for good.
-
-    Parameters
-    ----------
-    name : str
-        Of the file, for messages.
-    request : callable
-        Makes it.
-
-    Returns
-    -------
-    object
-        What it returned.
-
-    Raises
-    ------
-    OSError
-        If it fails each time. Errors that do not pass come as they are.
-    """
+    """Make a request until it succeeds, or fails for good."""
     for failures in range(1, ATTEMPTS):
         try:
             return request()

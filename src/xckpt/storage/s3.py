@@ -109,13 +109,13 @@ async def _request(
 
 
 def _status(error: BaseException) -> int:
-    """Give the HTTP status that s3fs made an error of; 0 where there was no answer."""
+    """Return the HTTP status that s3fs made an error of; 0 where there was no answer."""
     answer = getattr(error.__cause__, "response", None)
     said = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
     return int(said.get("HTTPStatusCode", 0))
 
 
 def _code(error: BaseException) -> str:
-    """Give the code of S3 that s3fs made an error of."""
+    """Return the code of S3 that s3fs made an error of."""
     answer = getattr(error.__cause__, "response", None)
     return str(answer["Error"].get("Code")) if isinstance(answer, dict) else ""

@@ -123,13 +123,7 @@ class ShardSource(Source):
 
     @property
     def found(self) -> Source:
-        """The file itself.
-
-        Raises
-        ------
-        MissingShardError
-            If it is not there.
-        """
+        """The file itself."""
         if self._found is None:
             self._found = _files.get(self.identity, self._find)
         return self._found
@@ -214,14 +208,14 @@ class ShardedSource(Source):
             file.check()
 
     def sibling(self, name: str) -> Source:
-        """Give one of the files; see `Source.sibling`."""
+        """Return one of the files; see `Source.sibling`."""
         try:
             return self.files[name]
         except KeyError:
             raise FileNotFoundError(f"{name} is not one of the files of {self.name}") from None
 
     def shard(self, label: str, shard: Shard) -> Source:
-        """Give one of the files, which is open; see `Source.shard`."""
+        """Return one of the files, which is open; see `Source.shard`."""
         return self.files[label] if label in self.files else super().shard(label, shard)
 
     def close(self) -> None:

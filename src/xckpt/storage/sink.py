@@ -145,7 +145,7 @@ class Sink:
         return Sink(self.name, overwrite=True)
 
     def resize(self, nbytes: int) -> None:
-        """Give the file its size; what is not written reads as zero and takes no space."""
+        """Return the file its size; what is not written reads as zero and takes no space."""
         with self.place.named():
             if nbytes > sys.maxsize:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -210,7 +210,7 @@ class Sink:
         return os.path.lexists(self.target)
 
     def take_name(self) -> None:
-        """Give the file its name, in one step."""
+        """Return the file its name, in one step."""
         with self.place.named():
             if self.overwrite:
                 Path(self.path).replace(self.target)
@@ -228,7 +228,7 @@ class Sink:
         Path(self.target).unlink(missing_ok=True)
 
     def add_alias(self, name: str) -> None:
-        """Give the file another name in the same folder."""
+        """Return the file another name in the same folder."""
         with self.place.named():
             _link_or_copy(self.path, self._next_to(name))
 
@@ -252,7 +252,7 @@ def publish(
     replaced: Iterable[Source] = (),
     referring: Callable[[Mapping[str, str]], Sink] | None = None,
 ) -> None:
-    """Give the files of a checkpoint their names: at every moment it is the old one or the new one.
+    """Give the files of a checkpoint their names: at every moment it is the old or the new one.
 
     `companions` are by the names that the main file has for them; ``referring(names)`` makes a
     main file that has other names for them. `replaced` are files that the new ones were made of:
@@ -287,7 +287,7 @@ def publish(
 
 
 def _take_names(main: Sink, companions: Mapping[str, Sink]) -> None:
-    """Give files their names, those of companions being free."""
+    """Return files their names, those of companions being free."""
     try:
         for sink in companions.values():
             sink.take_name()
@@ -428,7 +428,7 @@ def _rename_to_new(path: str, target: str, name: str) -> None:
 
 
 def _link_or_copy(path: str, new: Path) -> None:
-    """Give a file a second name; where there are no hard links, to a copy."""
+    """Return a file a second name; where there are no hard links, to a copy."""
     with suppress(OSError, AttributeError):
         os.link(path, new)
         return

@@ -46,27 +46,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes into memory of its own.
-
-        Parameters
-        ----------
-        offset : int
-            First byte.
-        nbytes : int
-            Number of bytes.
-
-        Returns
-        -------
-        memoryview
-            Exactly `nbytes` bytes.
-
-        Raises
-        ------
-        FormatError
-            If the range is not inside the file; nothing is allocated then.
-        FileChangedError
-            If the file is no longer the one that was opened.
-        """
+        """Read a range of bytes into memory of its own."""
 
     @property
     def worth_skipping(self) -> int | None:
@@ -74,32 +54,11 @@ class Source(ABC):
         return None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Give a range of bytes without a copy where the file is mapped, else read it.
-
-        Parameters and errors are those of `read`.
-        """
+        """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into memory that is there already.
-
-        Memory that is used again and again stays in the caches of the processor; new memory has
-        to be given to the process, page by page, each time.
-
-        Parameters
-        ----------
-        offset : int
-            First byte.
-        memory : memoryview
-            Writable bytes, all of which are filled.
-
-        Raises
-        ------
-        FormatError
-            If the range is not inside the file; nothing is written then.
-        FileChangedError
-            If the file is no longer the one that was opened.
-        """
+        """Read a range of bytes into memory that is there already."""
         memory[:] = self.view(offset, len(memory))
 
     def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
@@ -108,7 +67,7 @@ class Source(ABC):
             self.read_into(offset, memory[number * nbytes : (number + 1) * nbytes])
 
     def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Give a range of bytes block by block; each is valid until the next one is asked for."""
+        """Return a range of bytes block by block; each is valid until the next one is asked for."""
         data = self.view(offset, nbytes)
         for start in range(0, nbytes, block_nbytes):
             yield data[start : start + block_nbytes]
@@ -116,27 +75,7 @@ class Source(ABC):
     def read_ranges(
         self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
     ) -> list[memoryview]:
-        """Read several ranges of bytes with few requests.
-
-        Parameters
-        ----------
-        ranges : sequence of (int, int)
-            First byte and number of bytes of each, in any order; they may overlap.
-        gap : int, optional
-            Ranges that are at most this many bytes apart are read as one.
-
-        Returns
-        -------
-        list of memoryview
-            In the order of `ranges`. They may share memory, and be views where the file is mapped.
-
-        Raises
-        ------
-        FormatError
-            If a range is not inside the file; nothing is read then.
-        FileChangedError
-            If the file is no longer the one that was opened.
-        """
+        """Read several ranges of bytes with few requests."""
         for offset, nbytes in ranges:
             self._check_range(offset, nbytes)
         if gap is None:
@@ -152,52 +91,15 @@ class Source(ABC):
         """Let go of what this process has open for the file; the next read opens it again."""
 
     def reading_header(self) -> AbstractContextManager[Source]:
-        """Give a source to read the header of the file from, for as long as that takes.
-
-        Returns
-        -------
-        context manager
-            Of a source of the same file; requests over a network are fewer with it.
-        """
+        """Return a source to read the header of the file from, for as long as that takes."""
         return nullcontext(self)
 
     @abstractmethod
     def sibling(self, name: str) -> Source:
-        """Open another file by its path relative to the folder of this one.
-
-        Parameters
-        ----------
-        name : str
-            Relative path with ``/`` between its components.
-
-        Returns
-        -------
-        Source
-            The other file, opened as this one was.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        UnsupportedError
-            If this source has no folder (bytes in memory).
-        """
+        """Open another file by its path relative to the folder of this one."""
 
     def shard(self, label: str, shard: Shard) -> Source:
-        """Give a file that this one refers to.
-
-        Parameters
-        ----------
-        label : str
-            What this file calls it.
-        shard : Shard
-            What this file says of it.
-
-        Returns
-        -------
-        Source
-            It may be missing until it is read.
-        """
+        """Return a file that this one refers to."""
         from xckpt.storage.shard import ShardSource  # which is a Source
 
         return ShardSource(self, shard, label)

@@ -141,7 +141,7 @@ def _appending(writer: Format, source: Source) -> Callable[..., Plan]:
 
 
 def _whole(source: Source) -> Item:
-    """Give all bytes of a file as what comes before all else."""
+    """Return all bytes of a file as what comes before all else."""
     part = Part("uint8", (source.size,), 0, source.size)
     return Item(Extent(*LITERAL, part, 0), StoredData(PartReader(source, part), source.size))
 

@@ -58,74 +58,19 @@ _INTEGERS = {
 
 
 def check_cast(cast: str) -> None:
-    """Refuse what is no way to convert.
-
-    Parameters
-    ----------
-    cast : str
-        As a user gave it.
-
-    Raises
-    ------
-    ValueError
-        If it is not one of the three words.
-    """
+    """Refuse what is no way to convert."""
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
 
 
 def element_type(dtype: np.dtype[Any]) -> str | None:
-    """Name the element type of a numpy dtype.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        In any byte order.
-
-    Returns
-    -------
-    str or None
-        A key of `xckpt.dtypes.ELEMENT_TYPES`; None for texts, times, objects and the like.
-
-    Examples
-    --------
-    >>> element_type(np.dtype(">f4"))
-    'float32'
-    """
+    """Name the element type of a numpy dtype."""
     name = dtype.name
     return name if name in ELEMENT_TYPES and dtype.names is None else None
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Choose what element type a tensor is written as.
-
-    Parameters
-    ----------
-    name : str
-        What it is stored as, or should be.
-    writes : sequence of str
-        What the format has.
-    cast : {"exact", "allow", "never"}
-        What may be lost.
-    tensor : str
-        Its name, for messages.
-
-    Returns
-    -------
-    str
-        The same type if the format has it; else the smallest that holds all its values; else,
-        with ``"allow"``, the one that holds most of them.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none.
-
-    Examples
-    --------
-    >>> choose_type("bfloat16", ["float16", "float32", "float64"], "exact", tensor="w")
-    'float32'
-    """
+    """Choose what element type a tensor is written as."""
     if name in writes:
         return name
     if cast != "never":
@@ -164,7 +109,7 @@ def _kind(name: str) -> str:
 
 
 def _holds(wide: str, narrow: str) -> bool:
-    """Tell whether every value of a type is one of another type."""
+    """Return whether every value of a type is one of another type."""
     if wide == narrow:
         return True
     if wide in _FLOATS and wide not in _WIDE:
@@ -267,7 +212,7 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
 
 
 def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
-    """Give NaN of another type with the sign and the leading payload bits of these."""
+    """Return NaN of another type with the sign and the leading payload bits of these."""
     from_bits, to_bits = values.dtype.itemsize * 8, stored.itemsize * 8
     from_payload = from_bits - 1 - _EXPONENT_BITS[values.dtype.name]
     to_payload = to_bits - 1 - _EXPONENT_BITS[stored.name]
@@ -286,7 +231,7 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
 
 
 def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
-    """Tell which elements are not what they must still be."""
+    """Return which elements are not what they must still be."""
     # Wrapped integers come back as they were.
     lost = _outside(values, name)
     if cast == "allow":
@@ -299,7 +244,7 @@ def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
 
 
 def _outside(values: Array, name: str) -> Array:
-    """Tell which elements are out of the range of an integer type."""
+    """Return which elements are out of the range of an integer type."""
     if name not in _INTEGERS:
         return np.zeros(values.shape, bool)
     low, end = _INTEGERS[name]

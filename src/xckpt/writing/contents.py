@@ -44,32 +44,7 @@ _SPARSE = ("sparse_csr", "sparse_coo")
 
 
 def read_contents(obj: Any, notes: Notes, format: str | None = None) -> Contents:
-    """List what is to be written of an xarray object.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
-        Opened by us, computed, or made in memory.
-    notes : Notes
-        Collects what is not written.
-    format : str, optional
-        Of the new file. Names that axes have by their role in a module are not written where
-        reading the file gives them again.
-
-    Returns
-    -------
-    Contents
-        Nothing is computed yet.
-
-    Raises
-    ------
-    TypeError
-        If it is none of these.
-    UnsupportedError
-        If a variable has no numbers.
-    ValueError
-        If two variables of a tree are called the same when it is flat.
-    """
+    """List what is to be written of an xarray object."""
     if isinstance(obj, xr.DataArray):
         if obj.name is None:
             raise ValueError("a DataArray is saved under its name: .rename('weight')")
@@ -102,7 +77,7 @@ def read_sources(contents: Contents) -> Iterator[Source]:
 
 
 def _attrs(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, Any]:
-    """Give the attributes of the file: those of the root."""
+    """Return the attributes of the file: those of the root."""
     if isinstance(obj, xr.DataTree):
         for node in obj.descendants:
             if node.attrs:
@@ -124,10 +99,7 @@ def _entries(variables: Mapping[str, xr.Variable], notes: Notes, *, again: bool)
 
 
 def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
-    """Find the tensors all parts of which are there untouched, as variables of their own.
-
-    Variables may be renamed, all parts of a tensor alike.
-    """
+    """Find the tensors all parts of which are there untouched, as variables of their own."""
     found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
@@ -147,10 +119,7 @@ def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
 
 
 def _name_of_whole(name: str, tensor: str, role: str) -> str | None:
-    """Tell from the name of a part what the whole is called, None if it does not say.
-
-    Behind the role are colons where the name was another tensor's.
-    """
+    """Tell from the name of a part what the whole is called, None if it does not say."""
     part = f":{role}"
     if name.startswith(tensor + part) and not name[len(tensor + part) :].strip(":"):
         return tensor
@@ -258,12 +227,12 @@ def _computed_sparse(
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:
-    """Give the layout that the values of a variable were stored in; a part is dense by itself."""
+    """Return the layout that the values of a variable were stored in; a part is dense by itself."""
     return "dense" if "part" in encoding else encoding.get("layout")
 
 
 def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
-    """Give the element type that a dense variable was stored with, if it was."""
+    """Return the element type that a dense variable was stored with, if it was."""
     before = encoding.get("stored_dtype")
     if _layout(encoding) not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
         return dtype
@@ -275,7 +244,7 @@ def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
 
 
 def array_of(variable: xr.Variable) -> Any:
-    """Give the array of a variable without loading what is lazy."""
+    """Return the array of a variable without loading what is lazy."""
     if variable.chunks is None and not variable._in_memory:  # noqa: SLF001  .data would load it
         variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))
     return variable.data
@@ -288,18 +257,6 @@ def _advice(dtype: np.dtype[Any]) -> str:
 
 
 def untouched(variable: xr.Variable) -> LazyArray | None:
-    """Give the stored array that a variable shows, if nothing was done to it.
-
-    Parameters
-    ----------
-    variable : xarray.Variable
-        Any.
-
-    Returns
-    -------
-    LazyArray or None
-        None for computed values and arrays of others; what only some elements are shown of is an
-        array of another kind.
-    """
+    """Return the stored array that a variable shows, if nothing was done to it."""
     data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
     return data.dask.lazy if is_stored(data) else None

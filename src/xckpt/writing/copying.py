@@ -60,7 +60,7 @@ class Copier:
 
 
 def _extent(descriptor: Descriptor | None, start: int, nbytes: int) -> tuple[int, int]:
-    """Give how many bytes from here on are in a hole, and how many after it are to be copied."""
+    """Return how many bytes from here on are in a hole, and how many after it are to be copied."""
     if descriptor is None or not hasattr(os, "SEEK_DATA"):
         return 0, min(_STEP, nbytes)
     try:

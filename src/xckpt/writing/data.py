@@ -72,10 +72,10 @@ class Data(ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order, a few megabytes at a time."""
+        """Return all bytes in order, a few megabytes at a time."""
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Give ranges that can be read in any order; None where there is only one order."""
+        """Return ranges that can be read in any order; None where there is only one order."""
         return None
 
 
@@ -97,7 +97,7 @@ class LiteralData(Data):
         return len(self.data)
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes at once."""
+        """Return all bytes at once."""
         yield memoryview(self.data)
 
 
@@ -131,7 +131,7 @@ class ArrayData(Data):
         return nbytes_of(self.dtype, prod(self.array.shape))
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `Data.blocks`."""
         if ELEMENT_TYPES[self.dtype].bits < 8:
             yield from self._packed()
             return
@@ -139,7 +139,7 @@ class ArrayData(Data):
             yield piece.read()
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Give ranges, except of elements that share bytes."""
+        """Return ranges, except of elements that share bytes."""
         return None if ELEMENT_TYPES[self.dtype].bits < 8 else self._pieces()
 
     def _pieces(self) -> Iterator[Piece]:
@@ -168,7 +168,7 @@ class ArrayData(Data):
         return as_bytes(self._converted(key))
 
     def _packed(self) -> Iterator[memoryview]:
-        """Give 4-bit elements, two in a byte, the first in its low half."""
+        """Return 4-bit elements, two in a byte, the first in its low half."""
         rest = np.empty(0, np.uint8)
         for key, _ in block_keys(self._shape, 1):
             codes = np.concatenate([rest, self._converted(key).reshape(-1).view(np.uint8)])
@@ -213,7 +213,7 @@ class SpooledData(Data):
         return nbytes_of(self.dtype, self.count)
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `Data.blocks`."""
         bits = ELEMENT_TYPES[self.dtype].bits
         left = self.count * max(bits, 8) // 8
         with Path(self.path).open("rb") as file:
@@ -228,24 +228,7 @@ class SpooledData(Data):
 def block_keys(
     shape: tuple[int, ...], itemsize: int, target: int = PIECE_NBYTES
 ) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Cut a C-ordered array into runs of its memory, in order.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the array.
-    itemsize : int
-        Bytes of an element.
-    target : int
-        Size of a run, in bytes.
-
-    Yields
-    ------
-    key : tuple of slice
-        Where the run is.
-    count : int
-        How many elements it has.
-    """
+    """Cut a C-ordered array into runs of its memory, in order."""
     if 0 in shape:
         return
     along = []
@@ -257,7 +240,7 @@ def block_keys(
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """Give the bytes of an array in C order, without a copy where it is contiguous."""
+    """Return the bytes of an array in C order, without a copy where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

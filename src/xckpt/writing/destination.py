@@ -75,17 +75,7 @@ class Destination:
         storage_options: dict[str, Any] | None,
         format_options: Mapping[str, Any],
     ) -> Self:
-        """Check what a user asked for.
-
-        Parameters are those of `xckpt.save`.
-
-        Raises
-        ------
-        TypeError
-            If an option is not known.
-        ValueError
-            If a value is not, or no format.
-        """
+        """Check what a user asked for."""
         check_cast(cast)
         target = os.fspath(path)
         writer = formats.writable(engine or _format_of(target))
@@ -111,11 +101,7 @@ class Destination:
         before: Item | None = None,
         sources: Iterable[Source] = (),
     ) -> Job:
-        """Lay the file out; nothing is written yet.
-
-        ``plan(index, **options)`` is by default that of the format for a new file, which begins
-        with `before`. Of `sources`, which are read, those that are replaced must not change.
-        """
+        """Lay the file out; nothing is written yet."""
         try:
             fitted = fit(contents, self.writer, self.requests, self.cast, notes)
             index = replace(fitted.index, source=self.path)

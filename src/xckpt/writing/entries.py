@@ -60,24 +60,7 @@ class StoredPart:
     def data(
         self, part: Part, order: str, cast: Cast, *, recompress: bool = False
     ) -> Data | DaskData:
-        """Give the bytes in the form in which they are to be written.
-
-        Parameters
-        ----------
-        part : Part
-            What is wanted.
-        order : {"C", "F"}
-            The wanted memory order.
-        cast : {"exact", "allow", "never"}
-            What conversions may lose.
-        recompress : bool
-            Whether compressed bytes are not good enough as they are.
-
-        Returns
-        -------
-        Data or DaskData
-            Stored bytes wherever they are the right ones.
-        """
+        """Return the bytes in the form in which they are to be written."""
         stored = self.reader.part
         if order != self.order and sum(n > 1 for n in self.shape) > 1:
             return self._turned(part.dtype, order, cast)
@@ -93,7 +76,7 @@ class StoredPart:
         return data
 
     def _checking(self) -> PartReader:
-        """Give a reader that checks the digest before anything of the part is used."""
+        """Return a reader that checks the digest before anything of the part is used."""
         verify = self.reader.verify is not False
         return replace(self.reader, verify=verify)
 
@@ -129,7 +112,7 @@ class ArrayPart:
     def data(
         self, part: Part, order: str, cast: Cast, *, recompress: bool = False
     ) -> Data | DaskData:
-        """Give the bytes in the form in which they are to be written; see `StoredPart.data`."""
+        """Return the bytes in the form in which they are to be written; see `StoredPart.data`."""
         kind = DaskData if hasattr(self.array, "dask") else ArrayData
         return kind(self.array, part.dtype, cast, self.name, order)
 
@@ -173,18 +156,7 @@ class Contents:
 
 
 def lazy_dask_array(lazy: LazyArray) -> Any:
-    """Make a dask array of a lazy one.
-
-    Parameters
-    ----------
-    lazy : LazyArray
-        The array.
-
-    Returns
-    -------
-    dask.array.Array
-        With the chunks that reading is cheapest in.
-    """
+    """Make a dask array of a lazy one."""
     from xckpt.arrays.graph import tensor_array
 
     chunks = lazy.chunks(target_nbytes())

@@ -108,13 +108,7 @@ class Job:
         self._files = _Files(files, open_sink, self._spooled, self._reserved(), replaced)
 
     def run(self, progress: Any = None) -> None:
-        """Write everything now; after an error nothing is left.
-
-        Parameters
-        ----------
-        progress : None, bool or callable
-            See `xckpt.progress.Progress`.
-        """
+        """Write everything now; after an error nothing is left."""
         with Progress(progress, self._label, self._files.nbytes) as bar:
             begun = self._files.begin()
             try:
@@ -131,13 +125,7 @@ class Job:
                 begun.abort()
 
     def delayed(self) -> Any:
-        """Make the tasks that write everything.
-
-        Returns
-        -------
-        dask.delayed.Delayed
-            Of None. Computing it again writes again.
-        """
+        """Make the tasks that write everything."""
         import dask
 
         begun = dask.delayed(self._files.begin, pure=False)()
@@ -270,7 +258,7 @@ def _position(item: Item) -> float:
 
 
 def _known_nbytes(file: _File) -> int:
-    """Give the size of a file, or of as much of it as is known before compression."""
+    """Return the size of a file, or of as much of it as is known before compression."""
     if file.plan.nbytes is not None:
         return file.plan.nbytes
     known = [item for item in file.items if item.extent.offset is not None]

@@ -42,27 +42,11 @@ class Notes:
         self._names: dict[str, list[str]] = defaultdict(list)
 
     def add(self, what: str, name: str) -> None:
-        """Note something.
-
-        Parameters
-        ----------
-        what : str
-            What happened.
-        name : str
-            To which tensor or attribute.
-        """
+        """Note something."""
         self._names[what].append(name)
 
     def warn(self, path: str, stacklevel: int) -> None:
-        """Warn of all that was noted, if anything was.
-
-        Parameters
-        ----------
-        path : str
-            Of the file.
-        stacklevel : int
-            As `warnings.warn` has it, counted from the caller of this.
-        """
+        """Warn of all that was noted, if anything was."""
         if not self._names:
             return
         lines = [f"{what}: {_listed(names)}" for what, names in self._names.items()]
@@ -100,33 +84,7 @@ def fit(
     cast: Cast,
     notes: Notes,
 ) -> Fitted:
-    """Bring tensors into a form that a format has.
-
-    Parameters
-    ----------
-    contents : Contents
-        What is to be written, in order.
-    writer : Format
-        The format.
-    requests : Requests
-        What the user asked for.
-    cast : {"exact", "allow", "never"}
-        What conversions may lose.
-    notes : Notes
-        Collects what the user should know.
-
-    Returns
-    -------
-    Fitted
-        For the format's plan.
-
-    Raises
-    ------
-    UnsupportedError
-        If something has no place in the format.
-    ValueError
-        If two tensors have one name, or something is asked for no tensor.
-    """
+    """Bring tensors into a form that a format has."""
     fitted: dict[str, Entry] = {}
     names = {entry.tensor.name for entry in contents.entries}
     for entry in contents.entries:
@@ -154,7 +112,7 @@ def _in_layout(
     *,
     names: set[str],
 ) -> Iterator[Entry]:
-    """Give a tensor in a layout that the format has: as it is, dense, or as its parts."""
+    """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
     tensor = entry.tensor
     if tensor.layout in writer.can.layouts and wanted.get("layout", tensor.layout) == tensor.layout:
         yield entry
@@ -182,20 +140,7 @@ def _in_layout(
 
 
 def dense_entry(tensor: Tensor, values: Any) -> Entry:
-    """Make the dense entry of a tensor that was of another layout.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Whose name, attributes and axes are kept.
-    values : array
-        All values, of a dtype with an element type.
-
-    Returns
-    -------
-    Entry
-        Of the values' own type.
-    """
+    """Make the dense entry of a tensor that was of another layout."""
     dtype = values.dtype.name
     part = Part(dtype, tensor.shape, 0, nbytes_of(dtype, tensor.size))
     alone = Tensor(
@@ -270,7 +215,7 @@ def _choice(what: str, tensor: Tensor, known: tuple[str, ...], wanted: Mapping[s
 
 
 def _inherited(before: str | None, known: tuple[str, ...]) -> str | None:
-    """Give what a part was stored with, or what the format has of the same kind."""
+    """Return what a part was stored with, or what the format has of the same kind."""
     if before is None or before in known:
         return before
     return known[0] if known else None
@@ -289,7 +234,7 @@ def _kept_attrs(
 
 
 def _plain(value: Any) -> Any:
-    """Give what numpy wraps as what Python has."""
+    """Return what numpy wraps as what Python has."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):

@@ -16,20 +16,7 @@ __all__ = ["Hashing", "stated_digest"]
 
 
 def stated_digest(data: Data | None) -> str | None:
-    """Give the digest that is to be checked while a stored part is copied.
-
-    What is damaged must not get a fresh digest of the damage.
-
-    Parameters
-    ----------
-    data : Data or None
-        The bytes.
-
-    Returns
-    -------
-    str or None
-        ``algorithm:value``; None where none is stated, can be computed, or is to be checked.
-    """
+    """Return the digest that is to be checked while a stored part is copied."""
     if not isinstance(data, StoredData | VerbatimData) or data.reader.verify is False:
         return None
     digest = data.reader.part.digest
@@ -66,7 +53,7 @@ class Hashing:
             self._of_raw.append(self._check)
 
     def _is_in_the_pass(self) -> bool:
-        """Tell whether the source's digest covers the very bytes that come from it."""
+        """Return whether the source's digest covers the very bytes that come from it."""
         if isinstance(self._data, VerbatimData):
             return self._data.reader.part.digest_of == "stored"
         source = self._source
@@ -89,18 +76,7 @@ class Hashing:
             hasher.update(block)
 
     def finish(self) -> str | None:
-        """Check the source, and give the digest that is wanted.
-
-        Returns
-        -------
-        str or None
-            ``algorithm:value``, in lower case.
-
-        Raises
-        ------
-        IntegrityError
-            If the bytes are not those that the source has a digest of.
-        """
+        """Check the source, and give the digest that is wanted."""
         if isinstance(self._data, VerbatimData):
             self._hash_decoded(self._data)
         if self._check is not None and self._stated is not None:

@@ -50,7 +50,7 @@ _UNIT_OF_TIME = re.compile(r"(?s).*\bsince\b.*|((nano|micro|milli)?second|minute
 
 
 def fitting(wanted: Mapping[Any, str], taken: Collection[str]) -> dict[Any, str]:
-    """Give every name that must change one that no other has."""
+    """Return every name that must change one that no other has."""
     used = {*taken, *(name for name, new in wanted.items() if new == name)}
     counts: dict[str, int] = {}
     found: dict[Any, str] = {}
@@ -64,7 +64,7 @@ def fitting(wanted: Mapping[Any, str], taken: Collection[str]) -> dict[Any, str]
 
 
 def held_name(name: Any, *, no_spaces: bool = False) -> str:
-    """Give the name itself where netCDF and zarr hold it, else one with ``%2F`` and the like."""
+    """Return the name itself where netCDF and zarr hold it, else one with ``%2F`` and the like."""
     text = _NOT_IN_A_NAME.sub(_percent, str(name))
     if no_spaces:
         text = text.replace(" ", "%20")
@@ -87,7 +87,7 @@ def _percent(match: re.Match[str]) -> str:
 
 
 def held_attrs(attrs: Mapping[Any, Any], said: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Give attributes that are held; `said` is what else was replaced, in our own words."""
+    """Return attributes that are held; `said` is what else was replaced, in our own words."""
     words = set(said)
     if not all(map(_is_held, (*attrs.values(), *said.values()))):
         words.add(_JSON)
@@ -127,7 +127,7 @@ def _attr_name(name: Any, value: Any, words: Collection[str]) -> str:
 
 
 def _is_held(value: Any) -> bool:
-    """Tell whether netCDF and zarr give a value back: text, a number, or several of one type."""
+    """Return whether netCDF and zarr give a value back: text, a number, or several of one type."""
     if isinstance(value, str):
         return is_text(value)
     if isinstance(value, np.ndarray):
@@ -147,7 +147,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_text(value: str) -> bool:
-    """Tell whether netCDF and zarr hold a text."""
+    """Return whether netCDF and zarr hold a text."""
     return _NOT_IN_A_TEXT.search(value) is None
 
 
@@ -167,7 +167,7 @@ def _as_json(value: Any) -> tuple[str, str | None]:
 
 
 def _simple(value: Any, lost: list[Any]) -> Any:
-    """Give what JSON has for a value; `lost` collects what it has nothing for."""
+    """Return what JSON has for a value; `lost` collects what it has nothing for."""
     if isinstance(value, dict):
         lost += [key for key in value if not isinstance(key, str)]
         return {str(key): _simple(inner, lost) for key, inner in value.items()}

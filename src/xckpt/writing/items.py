@@ -67,25 +67,14 @@ class Item(NamedTuple):
 
 
 def literal_item(literal: Literal) -> Item:
-    """Make an item of bytes that a format knows, so that they are written with their neighbours.
-
-    Parameters
-    ----------
-    literal : Literal
-        With an offset.
-
-    Returns
-    -------
-    Item
-        What `stream` gives no `Written` for.
-    """
+    """Make an item of bytes that a format knows, so that they are written with their neighbours."""
     nbytes = len(literal.data)
     part = Part("uint8", (nbytes,), 0, nbytes)
     return Item(Extent(*LITERAL, part, literal.offset), LiteralData(literal.data))
 
 
 def is_copy(item: Item) -> bool:
-    """Tell whether the bytes are a range of a file, which nothing has to look at."""
+    """Return whether the bytes are a range of a file, which nothing has to look at."""
     data = item.data
     if not isinstance(data, StoredData) or item.is_compressed or item.is_hashed:
         return False
@@ -126,7 +115,7 @@ def _runs(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _are_copied_together(last: Item, item: Item) -> bool:
-    """Tell whether a stored part follows another one in the old file as in the new one."""
+    """Return whether a stored part follows another one in the old file as in the new one."""
     if not (is_copy(last) and is_copy(item)):
         return False
     if last.extent.offset is None or item.extent.offset is None:
@@ -140,7 +129,7 @@ def _are_copied_together(last: Item, item: Item) -> bool:
 
 
 def _are_gathered(group: list[Item], item: Item) -> bool:
-    """Tell whether a small part is near enough to others."""
+    """Return whether a small part is near enough to others."""
     first, last = group[0].extent.offset, item.extent.offset
     if first is None or last is None:
         return False

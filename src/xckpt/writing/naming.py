@@ -26,27 +26,7 @@ __all__ = ["named_variables"]
 
 
 def named_variables(obj: xr.Dataset | xr.DataTree, notes: Notes) -> dict[str, xr.Variable]:
-    """List what becomes a tensor.
-
-    Parameters
-    ----------
-    obj : xarray.Dataset or xarray.DataTree
-        Opened by us, computed, or made in memory.
-    notes : Notes
-        Collects what is not written.
-
-    Returns
-    -------
-    dict of str to Variable
-        By the name of the tensor, in the order of the file that they were opened from.
-
-    Raises
-    ------
-    TypeError
-        If a name is no text.
-    ValueError
-        If two variables become one tensor, or it cannot be told which tensors of a stack are left.
-    """
+    """List what becomes a tensor."""
     flat = flatten(obj)
     found: dict[str, xr.Variable] = {}
     for name, variable in _apart(flat).items():
@@ -91,7 +71,7 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
 def _has_indices(
     variable: xr.Variable, dims: tuple[str, ...], indexes: Mapping[Any, xr.Variable]
 ) -> bool:
-    """Tell whether something computed still has all that names the tensors it was computed from."""
+    """Return whether something computed still has what names the tensors it came from."""
     for dim in dims:
         coord = indexes.get(dim)
         if coord is None or "stack" not in coord.encoding:

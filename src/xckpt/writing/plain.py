@@ -144,7 +144,7 @@ def _dataset(
 
 
 def _is_unreadable(variable: xr.Variable) -> bool:
-    """Tell whether any value is an error, and its type perhaps none that arrays have."""
+    """Return whether any value is an error, and its type perhaps none that arrays have."""
     lazy = untouched(variable)
     if isinstance(lazy, StackedArray):
         lazy = lazy.members[0]  # all are of one kind
@@ -189,7 +189,7 @@ def _encoding(old: xr.Variable, new: xr.Variable, dims: Mapping[Any, str]) -> di
 
 
 def _held_variable(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr.Variable:
-    """Give a variable with values of a type that is held, and without an encoding."""
+    """Return a variable with values of a type that is held, and without an encoding."""
     if _has_odd_texts(old):
         texts = [json.dumps(value) for value in old.values.ravel().tolist()]
         return xr.Variable(dims, np.array(texts, object).reshape(old.shape))
@@ -213,7 +213,7 @@ def _held_variable(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr.Var
 
 
 def _has_odd_texts(variable: xr.Variable) -> bool:
-    """Tell whether there are texts in memory that netCDF does not hold."""
+    """Return whether there are texts in memory that netCDF does not hold."""
     if variable.dtype.kind not in "UO" or not variable._in_memory:  # noqa: SLF001  loads nothing
         return False
     values = variable.values.ravel().tolist()
@@ -236,7 +236,7 @@ def _of_blocks(array: Any, function: Any, dtype: str, more: tuple[int, ...] = ()
 
 
 def _pairs(values: Any) -> np.ndarray[Any, Any]:
-    """Give the real and the imaginary part of each value, bit for bit."""
+    """Return the real and the imaginary part of each value, bit for bit."""
     whole = np.ascontiguousarray(values)
     pairs: np.ndarray[Any, Any] = whole.view(whole.real.dtype).reshape(*np.shape(values), 2)
     return pairs

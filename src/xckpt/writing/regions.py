@@ -93,7 +93,7 @@ class Region:
 
 
 def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
-    """Give the first axis from which on a block is contiguous in the array, and so many elements.
+    """Return the first axis from which on a block is contiguous in the array, and so many elements.
 
     Examples
     --------
@@ -107,18 +107,7 @@ def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, i
 
 
 def is_scattered(data: DaskData) -> bool:
-    """Tell whether some chunks are written in runs so short that a memory map is used.
-
-    Parameters
-    ----------
-    data : DaskData
-        The array.
-
-    Returns
-    -------
-    bool
-        Space for it must be reserved, because a full disk would end the process.
-    """
+    """Return whether some chunks are written in runs so short that a memory map is used."""
     turned = data.order == "F"
     shape = data.array.shape[::-1] if turned else data.array.shape
     chunks = tuple(min(sizes) if sizes else 0 for sizes in data.array.chunks)
@@ -161,7 +150,7 @@ def _region(data: DaskData, offset: int, observer: str) -> tuple[Any, ...]:
 
 
 def _starts(data: DaskData) -> tuple[tuple[int, ...], ...]:
-    """Give where chunks begin along each axis."""
+    """Return where chunks begin along each axis."""
     chunks = data.array.chunks
     if any(np.isnan(size) for sizes in chunks for size in sizes):
         raise UnsupportedError(

@@ -44,18 +44,7 @@ class Requests:
         ]
 
     def of(self, name: str) -> dict[str, Any]:
-        """Give what is asked for a tensor.
-
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-
-        Returns
-        -------
-        dict
-            Only what somebody asked for.
-        """
+        """Return what is asked for a tensor."""
         wanted: dict[str, Any] = {}
         for glob, matches, request in self._requests:
             # A name with brackets in it means itself first of all.
@@ -64,18 +53,7 @@ class Requests:
         return wanted
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Refuse what asks for no tensor, which is a slip of the pen.
-
-        Parameters
-        ----------
-        names : iterable of str
-            Of all tensors.
-
-        Raises
-        ------
-        ValueError
-            With similar names.
-        """
+        """Refuse what asks for no tensor, which is a slip of the pen."""
         names = list(names)
         for glob, matches, _ in self._requests:
             if glob != "*" and not any(glob == name or matches(name) for name in names):

@@ -28,35 +28,13 @@ _INDEX = "int64"
 
 
 def is_sparse(array: Any) -> bool:
-    """Tell whether an array, or each chunk of a dask array, is one of pydata/sparse.
-
-    Parameters
-    ----------
-    array : array
-        Of any kind.
-
-    Returns
-    -------
-    bool
-        False for dense ones.
-    """
+    """Return whether an array, or each chunk of a dask array, is one of pydata/sparse."""
     kind = type(getattr(array, "_meta", array))
     return kind.__module__.partition(".")[0] == "sparse"
 
 
 def densified(array: Any) -> Any:
-    """Give the values of a sparse array as a dense one, lazily if it is lazy.
-
-    Parameters
-    ----------
-    array : array
-        Of any kind.
-
-    Returns
-    -------
-    numpy.ndarray or dask.array.Array
-        The same values.
-    """
+    """Return the values of a sparse array as a dense one, lazily if it is lazy."""
     if not is_sparse(array):
         return array
     if hasattr(array, "dask"):
@@ -73,31 +51,7 @@ def _todense(block: Any) -> np.ndarray[Any, Any]:
 def sparse_parts(
     array: Any, layout: str, stored: str, name: str
 ) -> tuple[dict[str, Part], dict[str, StoredPart | ArrayPart]]:
-    """Take a sparse array apart.
-
-    Parameters
-    ----------
-    array : array
-        Sparse or dense, in memory or of dask, with one axis at least.
-    layout : {"sparse_csr", "sparse_coo"}
-        What parts there are to be; CSR is of matrices.
-    stored : str
-        Element type of the values.
-    name : str
-        Of the tensor, for messages.
-
-    Returns
-    -------
-    parts : dict of str to Part
-        What is wanted of each part.
-    data : dict of str to ArrayPart
-        Their arrays.
-
-    Raises
-    ------
-    UnsupportedError
-        If what is not stored is not zero.
-    """
+    """Take a sparse array apart."""
     arrays = _of_dask(array, layout, name) if hasattr(array, "dask") else None
     if arrays is None:
         coords, values = _stored_elements(array, name)
@@ -117,7 +71,7 @@ def as_parts(
 
 
 def _stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Give coordinates and values, sorted by position."""
+    """Return coordinates and values, sorted by position."""
     if not is_sparse(block):
         block = np.asarray(block)
         bits = np.ascontiguousarray(block).view(np.uint8)
@@ -146,7 +100,7 @@ def _whole_indices(
 
 
 def row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Give where the elements of each row begin, and where the last ones end."""
+    """Return where the elements of each row begin, and where the last ones end."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64)
 
 
@@ -200,7 +154,7 @@ class _Blocks(NamedTuple):
 def _share(
     block: Any, *, role: str, tensor: str, known: dict[str, list[int]], block_id: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
-    """Give what a block of rows has of a part."""
+    """Return what a block of rows has of a part."""
     coords, values = _stored_elements(block, tensor)
     if role == "count":
         return np.array([len(values)], np.int64)

@@ -32,27 +32,7 @@ _SPARSE = {"sparse_csr": CSRArray, "sparse_coo": COOArray}
 def stored_entry(
     tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
 ) -> Entry:
-    """Make an entry of a tensor as it is in a file.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        With its parts as they are stored.
-    readers : mapping of str to PartReader
-        Their bytes, by role.
-    values : callable, optional
-        Gives all values as a dense array.
-
-    Returns
-    -------
-    Entry
-        The same tensor.
-
-    Raises
-    ------
-    CheckpointError
-        If its values cannot be read, or a part of unknown size cannot be decoded.
-    """
+    """Make an entry of a tensor as it is in a file."""
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
     if tensor.layout in _SPARSE and not tensor.strict:
@@ -71,7 +51,7 @@ def stored_entry(
 
 
 def raw_nbytes(tensor: Tensor, role: str, reader: PartReader) -> int:
-    """Give the decoded size of a part, which is decoded to find out where nothing states it."""
+    """Return the decoded size of a part, which is decoded to find out where nothing states it."""
     return nbytes_of(reader.part.dtype, prod(decoded_shape(tensor, role, reader)))
 
 

@@ -38,13 +38,13 @@ class StoredData(Data):
     nbytes: int
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `Data.blocks`."""
         # Digests that are not to be checked before are checked by whoever takes the bytes.
         reader = self.reader if self.reader.verify else replace(self.reader, verify=False)
         yield from reader.blocks(self.nbytes, PIECE_NBYTES)
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Give ranges, except of a stream that can only be decoded from its start."""
+        """Return ranges, except of a stream that can only be decoded from its start."""
         return None if self.reader.part.encoding in STREAMS else self._pieces()
 
     def _pieces(self) -> Iterator[Piece]:
@@ -81,7 +81,7 @@ class VerbatimData(Data):
         return self.reader.part.nbytes
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `Data.blocks`."""
         stored = self.reader.stored_blocks()
         yield from stored if isinstance(stored, Blocks) else (stored,)
 
@@ -123,14 +123,14 @@ class RecodedData(Data):
         return ELEMENT_TYPES[self.stored.reader.part.dtype].bits
 
     def blocks(self) -> Iterator[memoryview]:
-        """Give all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `Data.blocks`."""
         start = 0
         for block in self.stored.blocks():
             yield self._recoded(block, start)
             start += len(block)
 
     def pieces(self) -> Iterable[Piece] | None:
-        """Give ranges where those of the stored part can be had."""
+        """Return ranges where those of the stored part can be had."""
         pieces = self.stored.pieces()
         if pieces is None:
             return None

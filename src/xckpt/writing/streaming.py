@@ -38,26 +38,7 @@ _THREADS = min(16, max(4, os.cpu_count() or 1))
 def stream(
     items: Sequence[Item], sink: Sink, alignment: int, progress: Progress
 ) -> tuple[dict[Key, Written], int]:
-    """Write parts to a file.
-
-    Parameters
-    ----------
-    items : sequence of Item
-        In file order.
-    sink : Sink
-        The file.
-    alignment : int
-        That these keep.
-    progress : Progress
-        Is told of the bytes.
-
-    Returns
-    -------
-    written : dict of (str, str) to Written
-        Where each part went.
-    end : int
-        Where the last one ends.
-    """
+    """Write parts to a file."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
         try:
@@ -225,10 +206,7 @@ class _Streaming:
     def _encode(
         self, item: Item, emit: Callable[[Any, int], None], offset: int = 0, *, threads: int = 1
     ) -> str | None:
-        """Give the bytes of a part as they are to be stored, and return the digest it asks for.
-
-        `offset` is where they are, if they are in the file already.
-        """
+        """Emit the bytes of a part as they are to be stored; return the digest it asks for."""
         blocks = self._read_back(offset, item.nbytes) if item.data is None else item.data.blocks()
         hashing = Hashing(item.data, item.extent.part)
         encoder = None

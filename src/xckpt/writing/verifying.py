@@ -99,13 +99,7 @@ class Report:
         return all(finding.severity != "error" for finding in self.findings)
 
     def to_dataframe(self) -> DataFrame:
-        """Give the findings as a table.
-
-        Returns
-        -------
-        pandas.DataFrame
-            One row for each finding.
-        """
+        """Return the findings as a table."""
         import pandas as pd
 
         return pd.DataFrame(list(self.findings), columns=list(Finding._fields))

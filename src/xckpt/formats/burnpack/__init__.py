@@ -76,57 +76,12 @@ _ROOT = frozenset({"tensors", "metadata", "scalars"})
 
 
 def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Tell whether a file is a burnpack file by its magic.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file, at least 4 where it has so many.
-    size : int
-        Size of the file in bytes.
-    name : str
-        Its path or URL.
-
-    Returns
-    -------
-    bool
-        Whether `read` is the right reader; it may still find the file malformed.
-
-    Examples
-    --------
-    >>> detect(b"NRUB" + bytes(6), 10, "model.bpk")
-    True
-    """
+    """Return whether a file is a burnpack file by its magic."""
     return head.startswith(_MAGIC)
 
 
 def read(source: Readable, *, layout: Layout | None = None) -> Index:
-    """Read the index of a burnpack file: header and metadata, no tensor.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    layout : {"aligned", "legacy"}, optional
-        Where data begin: at a multiple of 256, or right after the metadata, as burn 0.19 had it.
-        By default the size of the file tells.
-
-    Returns
-    -------
-    Index
-        Every tensor with the byte ranges of its parts. Its version is ``"1"``, or ``"1-legacy"``
-        where data begin right after the metadata. A tensor that uses an unknown feature is listed
-        with its `problem`.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    UnsupportedError
-        If it is of a later version.
-    ValueError
-        If there is no such layout.
-    """
+    """Read the index of a burnpack file: header and metadata, no tensor."""
     if layout is not None and layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r}: expected 'aligned', 'legacy' or None")
     version, length = _header(source)

@@ -31,23 +31,7 @@ _KERNELS = {
 
 
 def module_axes(shapes: Mapping[str, _Shape]) -> dict[str, _Names]:
-    """Name the axes of the tensors of one module.
-
-    Parameters
-    ----------
-    shapes : mapping of str to tuple of int
-        By the name of the tensor in the module.
-
-    Returns
-    -------
-    dict of str to tuple of (str or None)
-        Of those tensors whose role is certain; None for an axis that is not.
-
-    Examples
-    --------
-    >>> module_axes({"weight": (1600, 128), "bias": (128,)})
-    {'weight': ('d_input', 'd_output'), 'bias': ('d_output',)}
-    """
+    """Name the axes of the tensors of one module."""
     if "gamma" in shapes:
         return _norm(shapes)
     weight, bias = shapes.get("weight"), shapes.get("bias")

@@ -22,32 +22,7 @@ _LARGEST_METADATA = (1 << 32) - 1
 def encode_metadata(
     descriptors: Mapping[str, Any], attrs: Mapping[str, str], scalars: Mapping[str, tuple[str, Any]]
 ) -> bytes:
-    """Encode the metadata of a file.
-
-    Parameters
-    ----------
-    descriptors : mapping of str to dict
-        Of tensors, with their fields in order.
-    attrs : mapping of str to str
-        What the file says of itself.
-    scalars : mapping of str to tuple
-        Kind and value of each.
-
-    Returns
-    -------
-    bytes
-        The same for equal content, whatever the order of the names.
-
-    Raises
-    ------
-    UnsupportedError
-        If they are more than the header can count (rule Metadata).
-
-    Examples
-    --------
-    >>> encode_metadata({}, {}, {"lr": ("Float", 0.5)}).hex(" ", 8)
-    'a26774656e736f72 73a0677363616c61 7273a1626c72a165 466c6f6174f93800'
-    """
+    """Encode the metadata of a file."""
     import cbor2
 
     fields = [cbor2.dumps("tensors") + cbor2.dumps(dict(sorted(descriptors.items())))]

@@ -47,28 +47,7 @@ def _tagged(tag: int, value: Any) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """Decode the first CBOR value in some bytes; what follows it is ignored.
-
-    Parameters
-    ----------
-    data : bytes
-        The metadata.
-
-    Returns
-    -------
-    object
-        Of the types that CBOR has.
-
-    Raises
-    ------
-    FormatError
-        If it is not CBOR, nests deeper than 128 containers, or repeats a key.
-
-    Examples
-    --------
-    >>> decode(bytes.fromhex("a1616101ff"))
-    {'a': 1}
-    """
+    """Decode the first CBOR value in some bytes; what follows it is ignored."""
     try:
         return decode_cbor(data, tagged=_tagged)[0]
     except FormatError as error:
@@ -77,22 +56,7 @@ def decode(data: bytes) -> Any:
 
 
 def mistyped(what: str, value: Any, expected: str) -> FormatError:
-    """Make the error for a value that is missing or of the wrong type.
-
-    Parameters
-    ----------
-    what : str
-        What it is.
-    value : object
-        What the file has; None if nothing.
-    expected : str
-        What it should be.
-
-    Returns
-    -------
-    FormatError
-        To be raised.
-    """
+    """Make the error for a value that is missing or of the wrong type."""
     found = "missing or null" if value is None else type(value).__name__
     if type(value) in {str, int, float, bool}:
         found = shown(str(value)) if type(value) is str else str(value)
@@ -102,25 +66,7 @@ def mistyped(what: str, value: Any, expected: str) -> FormatError:
 
 
 def mapping(what: str, value: Any) -> dict[str, Any]:
-    """Return a map with keys of text.
-
-    Parameters
-    ----------
-    what : str
-        What it is, for messages.
-    value : object
-        What the file has.
-
-    Returns
-    -------
-    dict
-        The same.
-
-    Raises
-    ------
-    FormatError
-        If it is anything else.
-    """
+    """Return a map with keys of text."""
     if type(value) is not dict:
         raise mistyped(what, value, "a map")
     for key in value:
@@ -130,32 +76,7 @@ def mapping(what: str, value: Any) -> dict[str, Any]:
 
 
 def struct(what: str, value: Any, known: AbstractSet[str]) -> dict[str, Any]:
-    """Return the fields of a struct.
-
-    Parameters
-    ----------
-    what : str
-        What it is, for messages.
-    value : object
-        What the file has.
-    known : set of str
-        Its fields; others are left out.
-
-    Returns
-    -------
-    dict
-        Those fields that are there.
-
-    Raises
-    ------
-    FormatError
-        If it is no map, has a field twice, or a key that is no name.
-
-    Examples
-    --------
-    >>> struct("descriptor", {b"dtype": "F32", "new": 1}, {"dtype", "shape"})
-    {'dtype': 'F32'}
-    """
+    """Return the fields of a struct."""
     if type(value) is not dict:
         raise mistyped(what, value, "a map")
     if value.keys() <= known:
@@ -181,32 +102,7 @@ def _field_name(what: str, key: Any) -> str:
 
 
 def variant(what: str, value: Any) -> tuple[str, Any]:
-    """Return the variant of an enum and its content.
-
-    Parameters
-    ----------
-    what : str
-        What it is, for messages.
-    value : object
-        What the file has.
-
-    Returns
-    -------
-    name : str
-        Of the variant.
-    content : object
-        `UNIT` where the variant is given as text.
-
-    Raises
-    ------
-    FormatError
-        If it is neither text nor a map of one.
-
-    Examples
-    --------
-    >>> variant("store", {"PackedU32": 0})
-    ('PackedU32', 0)
-    """
+    """Return the variant of an enum and its content."""
     if type(value) is str:
         return value, UNIT
     if type(value) is not dict or len(value) != 1:
@@ -216,29 +112,7 @@ def variant(what: str, value: Any) -> tuple[str, Any]:
 
 
 def unit(what: str, value: Any, known: Collection[str]) -> str:
-    """Return the variant of an enum whose variants have no content.
-
-    Parameters
-    ----------
-    what : str
-        What it is, for messages.
-    value : object
-        What the file has.
-    known : collection of str
-        The variants.
-
-    Returns
-    -------
-    str
-        One of them.
-
-    Raises
-    ------
-    FormatError
-        If it is no text.
-    UnsupportedError
-        If it is another.
-    """
+    """Return the variant of an enum whose variants have no content."""
     name, content = variant(what, value)
     if content is not UNIT:
         raise mistyped(what, value, "a variant without content")
@@ -248,36 +122,12 @@ def unit(what: str, value: Any, known: Collection[str]) -> str:
 
 
 def unknown(what: str, name: str) -> UnsupportedError:
-    """Make the error for a variant that is not known.
-
-    Parameters
-    ----------
-    what : str
-        What it is.
-    name : str
-        The variant.
-
-    Returns
-    -------
-    UnsupportedError
-        To be raised, or kept as the problem of a tensor.
-    """
+    """Make the error for a variant that is not known."""
     return UnsupportedError(f"{what} is {shown(name)}, which is not known", rule=_RULE)
 
 
 def optional(value: Any) -> Any:
-    """Return a value that may be absent, with CBOR's undefined taken for null.
-
-    Parameters
-    ----------
-    value : object
-        What the file has.
-
-    Returns
-    -------
-    object
-        None where there is nothing.
-    """
+    """Return a value that may be absent, with CBOR's undefined taken for null."""
     import cbor2
 
     return None if value is cbor2.undefined else value

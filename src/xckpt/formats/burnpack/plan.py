@@ -57,47 +57,12 @@ class _Options(NamedTuple):
 
 
 def is_inline(tensor: Tensor) -> bool:
-    """Tell whether the value of a tensor is in the metadata.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Any.
-
-    Returns
-    -------
-    bool
-        True for a scalar.
-    """
+    """Return whether the value of a tensor is in the metadata."""
     return "scalar" in tensor.attrs and not tensor.shape and tensor.layout == "dense"
 
 
 def plan(index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
-    """Plan a burnpack file.
-
-    Parameters
-    ----------
-    index : Index
-        What is written.
-    dialect : {"0.22", "0.21", "0.20"}
-        Which burn must read the file. 0.20 has another type of booleans than its successors, and
-        both have other schemes of quantised tensors than burn after 0.22.0-pre.2.
-    param_ids : {"keep", "make"}
-        What tensors without a ``param_id`` get: none, or one made from their name. Burn makes
-        random ones when it reads a file that lacks them.
-
-    Returns
-    -------
-    Plan
-        Of the whole file, with its size.
-
-    Raises
-    ------
-    UnsupportedError
-        If burnpack has no room for something.
-    ValueError
-        If an option is none of these, or a scalar has no value.
-    """
+    """Plan a burnpack file."""
     if dialect not in _DIALECTS:
         raise ValueError(f"dialect={dialect!r}: expected one of {', '.join(_DIALECTS)}")
     if param_ids not in {"keep", "make"}:

@@ -98,25 +98,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, value: Any) -> Scheme:
-        """Read a QuantScheme of either dialect.
-
-        Parameters
-        ----------
-        value : object
-            What the metadata has.
-
-        Returns
-        -------
-        Scheme
-            The same.
-
-        Raises
-        ------
-        FormatError
-            If it breaks a rule.
-        UnsupportedError
-            If it has a variant that is not known.
-        """
+        """Read a QuantScheme of either dialect."""
         fields = struct("QuantScheme", value, _NEW | _OLD)
         old = "level" in fields or "param" in fields
         if old and ("tensor" in fields or "block" in fields):
@@ -134,7 +116,7 @@ class Scheme:
         return usual_store and self.mode == "Symmetric" and self.written
 
     def packs(self, rank: int) -> bool:
-        """Tell whether a tensor of so many axes has the one that codes are packed along."""
+        """Return whether a tensor of so many axes has the one that codes are packed along."""
         return self.packed_axis is None or self.packed_axis < rank
 
     def __str__(self) -> str:
@@ -149,29 +131,7 @@ class Scheme:
 def split(
     scheme: Scheme, shape: tuple[int, ...], offset: int, nbytes: int
 ) -> tuple[dict[str, Part], Quantization | None]:
-    """Split the range of a quantised tensor.
-
-    Parameters
-    ----------
-    scheme : Scheme
-        How it is quantised.
-    shape : tuple of int
-        Its shape.
-    offset, nbytes : int
-        Its range.
-
-    Returns
-    -------
-    parts : dict of str to Part
-        ``data``, ``scales``, and ``global`` where there is one.
-    quantization : Quantization or None
-        How they decode; None where that is open.
-
-    Raises
-    ------
-    FormatError
-        If the range is not of the size that the scheme needs.
-    """
+    """Split the range of a quantised tensor."""
     parts = _scale_parts(scheme, shape, offset + nbytes)
     size = nbytes - sum(part.nbytes for part in parts.values())
     if size < 0:

@@ -57,7 +57,7 @@ class ScalarNames:
         return name
 
     def _is_taken(self, name: str, marks: int = _MOST_MARKS) -> bool:
-        """Tell whether a tensor has the name, or it is what a scalar gets for such a name."""
+        """Return whether a tensor has the name, or it is what a scalar gets for such a name."""
         if name in self._tensors:
             return True
         own = _unmarked(name)
@@ -81,15 +81,7 @@ def _unmarked(name: str) -> str | None:
 
 
 def kind_and_value(tensor: Tensor) -> tuple[str, Any]:
-    """Return the kind of a scalar that is to be written, and its value.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such kind, or the value is not one of it (rule Scalar).
-    ValueError
-        If the value is not there.
-    """
+    """Return the kind of a scalar that is to be written, and its value."""
     kind, part = tensor.attrs["scalar"], tensor.parts["data"]
     if part.inline is None:
         raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")

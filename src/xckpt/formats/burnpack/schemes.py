@@ -20,24 +20,7 @@ _SPELLED_SCALES = {dtype: spelled for spelled, dtype in SCALE_TYPES.items()}
 
 
 def scheme_of(tensor: Tensor) -> Scheme:
-    """Return the scheme of a quantised tensor.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        With the scheme as its attribute ``burn_dtype``, as `read` gives it, or quantised as a
-        scheme can be.
-
-    Returns
-    -------
-    Scheme
-        Not checked against the parts.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none (rule QuantScheme).
-    """
+    """Return the scheme of a quantised tensor."""
     stated = tensor.attrs.get("burn_dtype")
     if type(stated) is str:
         try:
@@ -107,25 +90,7 @@ def _without_leading_ones(block: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def placed_parts(tensor: Tensor, scheme: Scheme) -> Mapping[str, Part]:
-    """Place the parts of a quantised tensor in its range.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        With raw parts.
-    scheme : Scheme
-        Its own.
-
-    Returns
-    -------
-    mapping of str to Part
-        With offsets from the start of the range.
-
-    Raises
-    ------
-    UnsupportedError
-        If the scheme does not mean what the tensor does.
-    """
+    """Place the parts of a quantised tensor in its range."""
     total = sum(part.nbytes for part in tensor.parts.values())
     if not scheme.packs(tensor.ndim):
         raise _no_scheme(tensor)
@@ -150,26 +115,7 @@ def _with_own_axes(tensor: Tensor) -> Quantization | None:
 
 
 def spelled_scheme(scheme: Scheme, *, old: bool) -> dict[str, Any] | None:
-    """Spell a scheme as the metadata does.
-
-    Parameters
-    ----------
-    scheme : Scheme
-        Any.
-    old : bool
-        Whether as burn did up to 0.22.0-pre.2.
-
-    Returns
-    -------
-    dict or None
-        Its fields in their order; None where that burn has nothing like it.
-
-    Examples
-    --------
-    >>> scheme = Scheme("Q8S", "Native", None, "Symmetric", None, (4,), "F16")
-    >>> spelled_scheme(scheme, old=True)["level"]
-    {'Block': {'storage': [4, 1, 1, 1, 1], 'len': 1}}
-    """
+    """Spell a scheme as the metadata does."""
     store = scheme.store if scheme.packed_axis is None else {scheme.store: scheme.packed_axis}
     size = None if scheme.block is None else _spelled_size(scheme.block)
     if old:

@@ -78,23 +78,7 @@ class Listed(NamedTuple):
 
 
 def listed(entries: Mapping[str, Any]) -> list[Listed]:
-    """List tensors in the order of the metadata.
-
-    Parameters
-    ----------
-    entries : mapping of str to object
-        Descriptors by name.
-
-    Returns
-    -------
-    list of Listed
-        Their ranges are not checked against the file.
-
-    Raises
-    ------
-    FormatError
-        If a descriptor is no struct, or a range is no two unsigned integers in order.
-    """
+    """List tensors in the order of the metadata."""
     found = []
     for name, entry in entries.items():
         try:
@@ -120,24 +104,7 @@ def _range(value: Any) -> tuple[int, int]:
 
 
 def check_ranges(found: Sequence[Listed], start: int, size: int, *, hint: str) -> None:
-    """Check that ranges are in the file and do not overlap.
-
-    Parameters
-    ----------
-    found : sequence of Listed
-        All tensors.
-    start : int
-        Where data begin.
-    size : int
-        Size of the file.
-    hint : str
-        What may be the reason for data beyond the end.
-
-    Raises
-    ------
-    FormatError
-        If one is not, or two do.
-    """
+    """Check that ranges are in the file and do not overlap."""
     last = max(found, key=_end, default=None)
     end = start if last is None else start + last.end
     if end > size:
@@ -164,25 +131,7 @@ def _end(each: Listed) -> int:
 
 
 def tensor(entry: Listed, start: int) -> Tensor:
-    """Describe a tensor.
-
-    Parameters
-    ----------
-    entry : Listed
-        As the metadata list it.
-    start : int
-        Where data begin.
-
-    Returns
-    -------
-    Tensor
-        With a `problem` where its type is not known.
-
-    Raises
-    ------
-    FormatError
-        If a field is malformed, or the range is not as long as shape and type demand.
-    """
+    """Describe a tensor."""
     try:
         return _tensor(entry.name, entry.fields, start + entry.start, entry.end - entry.start)
     except CheckpointError as error:
@@ -304,27 +253,7 @@ def _unreadable(found: _Typeless, kind: str, problem: CheckpointError) -> Tensor
 
 
 def scalar(name: str, value: Any, offset: int) -> Tensor:
-    """Describe a scalar, whose value is in the metadata.
-
-    Parameters
-    ----------
-    name : str
-        Its name.
-    value : object
-        What the metadata have.
-    offset : int
-        Where the metadata begin.
-
-    Returns
-    -------
-    Tensor
-        Without axes; its kind is the attribute `scalar`, which tensors do not have.
-
-    Raises
-    ------
-    FormatError
-        If the value is not of its kind.
-    """
+    """Describe a scalar, whose value is in the metadata."""
     kind, content = variant(f"scalar {shown(name)}", value)
     if kind not in KINDS:
         problem = unknown("scalar", kind)

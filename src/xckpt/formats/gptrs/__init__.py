@@ -94,12 +94,7 @@ class Gptrs(Format):
         return head.startswith((_CHECKPOINT, _ARCHIVE))
 
     def read(self, source: Readable) -> Index:
-        """Read the index of a checkpoint or an archive, no data.
-
-        Tensors have the attributes ``requires_grad`` and, in checkpoints, ``base_id``: 32
-        hexadecimal digits of the number, the highest first. The attributes of a checkpoint are its
-        ``kind``, ``config`` and ``runtime``, and ``ids="stored"`` where it has base ids.
-        """
+        """Read the index of a checkpoint or an archive, no data."""
         cursor = kit.Cursor(source)
         magic = cursor.take(8, "the magic")
         if magic not in {_CHECKPOINT, _ARCHIVE}:
@@ -132,33 +127,7 @@ class Gptrs(Format):
         config: Any = None,
         ids: str | None = None,
     ) -> Plan:
-        """Lay out a checkpoint or an archive of version 2.
-
-        Parameters
-        ----------
-        index : Index
-            What is written.
-        container : {"checkpoint", "tensors"}, optional
-            ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default a
-            checkpoint where a kind of model is known.
-        kind : str, optional
-            Kind of the model. By default the attribute ``kind`` of the index.
-        config : object, optional
-            Config of the model, any JSON. By default the attribute ``config`` of the index.
-        ids : {"stored", "zero"}, optional
-            Whether the base ids of names are stored, or 0, of which gpt.rs makes them. By default
-            as the attribute ``ids`` of the index says, else 0, as gpt.rs's exporter writes it.
-
-        Raises
-        ------
-        UnsupportedError
-            If gpt.rs would refuse the file: for the name or element type of a tensor, the
-            attribute ``requires_grad`` of one, or the config.
-        ValueError
-            If an option has an unknown value, or one that an archive has no place for.
-        TypeError
-            If `kind` is not text.
-        """
+        """Lay out a checkpoint or an archive of version 2."""
         _check_option("container", container, ("checkpoint", "tensors"))
         _check_option("ids", ids, ("stored", "zero"))
         self.check(index)

@@ -87,28 +87,7 @@ class _Data(NamedTuple):
 
 
 def detect(head: bytes, size: int, name: str) -> bool:
-    """Tell whether a file is a checkpoint or the metadata of one.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file.
-    size : int
-        Size of the file in bytes.
-    name : str
-        Its path or URL. Metadata are known by it, and by their fields.
-
-    Returns
-    -------
-    bool
-        Whether `read` is the right reader; it may still find the file malformed. Also of a shard,
-        of which `read` tells what to open in its place.
-
-    Examples
-    --------
-    >>> detect(b"PCLM\\x051.0.0", 4096, "step_100.checkpoint")
-    True
-    """
+    """Return whether a file is a checkpoint or the metadata of one."""
     if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
         return True
     if not _is_named(name) or _OBJECT.match(head) is None:
@@ -119,37 +98,13 @@ def detect(head: bytes, size: int, name: str) -> bool:
 
 
 def _is_named(name: str) -> bool:
-    """Tell whether a file has the name of metadata."""
+    """Return whether a file has the name of metadata."""
     path = name.partition("?")[0] if "://" in name else name
     return path.lower().endswith(METADATA_SUFFIX)
 
 
 def read(source: Readable, *, payload: Payload | None = None) -> Index:
-    """Read the index of a checkpoint: metadata and records, no data.
-
-    Parameters
-    ----------
-    source : Readable
-        A ``.checkpoint``, or a ``.metadata.json`` with the files of its shards beside it.
-    payload : {"none", "inline", "per_shard", "tail", "companion"}, optional
-        Where the data are: nowhere, behind each record, each shard or all shards, or in files
-        beside. By default the sizes tell.
-
-    Returns
-    -------
-    Index
-        Every tensor; where there are no data, with a `problem`. Its attributes are the fields of
-        the metadata, and ``payload`` (where the data are) and ``metadata_json`` (the text).
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule, or the data can be in several places.
-    UnsupportedError
-        If it is a shard.
-    ValueError
-        If there is no such payload.
-    """
+    """Read the index of a checkpoint: metadata and records, no data."""
     if payload is not None and payload not in get_args(Payload):
         known = ", ".join(map(repr, get_args(Payload)))
         raise ValueError(f"payload={payload!r} is not one of {known}")
@@ -198,16 +153,12 @@ def _find_body(source: Readable, start: int, metadata: Metadata, wanted: Payload
 
 
 def _marker(metadata: Metadata) -> Payload | None:
-    """Give where the custom fields say the data are."""
+    """Return where the custom fields say the data are."""
     return next((known for known in get_args(Payload) if known == metadata.marker), None)
 
 
 def _shards(metadata: Metadata, body: Body) -> list[ListedShard]:
-    """Bring records and metadata of each shard together.
-
-    Without a list of shards, and where ranks are repeated, as they are by a writer that left all
-    at 0, a shard has its number as its rank.
-    """
+    """Bring records and metadata of each shard together."""
     said: Sequence[ShardMetadata | None] = metadata.shards or [None] * len(body.blocks)
     ranks = [shard.rank for shard in metadata.shards]
     if len(set(ranks)) < len(body.blocks):

@@ -84,49 +84,13 @@ class ShardFile(NamedTuple):
 
 
 def metadata_name(path: str) -> str:
-    """Guess the name of the file that has the metadata of a shard.
-
-    Parameters
-    ----------
-    path : str
-        Path or URL of the shard.
-
-    Returns
-    -------
-    str
-        Name of a file in the same folder.
-
-    Examples
-    --------
-    >>> metadata_name("ckpt/step_100_shard_0.shard")
-    'step_100.metadata.json'
-    """
+    """Guess the name of the file that has the metadata of a shard."""
     found = _SHARD_FILE.fullmatch(_file_name(path))
     return f"{found[1] if found else 'PREFIX'}{METADATA_SUFFIX}"
 
 
 def candidates(path: str, rank: int, said: ShardMetadata | None = None) -> tuple[str, ...]:
-    """Give the names that the file of a shard may have.
-
-    Parameters
-    ----------
-    path : str
-        Path or URL of the file that has the metadata.
-    rank : int
-        Of the shard.
-    said : ShardMetadata, optional
-        What else the metadata say of it: where it was written.
-
-    Returns
-    -------
-    tuple of str
-        Names of files in the same folder, best first.
-
-    Examples
-    --------
-    >>> candidates("ckpt/m.checkpoint", 0)
-    ('m_shard_0.shard', 'm_shard_0.bin')
-    """
+    """Return the names that the file of a shard may have."""
     own = _file_name(path)
     prefix = own
     for suffix in _SUFFIXES:
@@ -146,29 +110,7 @@ def _file_name(path: str) -> str:
 def look_beside(
     source: Readable, shards: Sequence[ListedShard]
 ) -> tuple[list[ListedShard], dict[str, Shard], list[str]]:
-    """Look for the files of all shards, and read their headers.
-
-    Parameters
-    ----------
-    source : Readable
-        The file with the metadata.
-    shards : sequence of ListedShard
-        Their tensors.
-
-    Returns
-    -------
-    shards : list of ListedShard
-        With the places of their data, or the reason why there are none.
-    files : dict of str to Shard
-        By name, also those that are missing.
-    warnings : list of str
-        What does not fit the metadata.
-
-    Raises
-    ------
-    FormatError
-        If a file is there and is not that of its shard, or is that of two.
-    """
+    """Look for the files of all shards, and read their headers."""
     found: list[ListedShard] = []
     files: dict[str, Shard] = {}
     warnings: list[str] = []
@@ -278,7 +220,7 @@ def _offsets(shard: ListedShard, file: ShardFile) -> list[int]:
 
 
 def _stated_offsets(shard: ListedShard) -> list[int]:
-    """Give the offsets that the metadata have, if they list the same tensors as the records."""
+    """Return the offsets that the metadata have, if they list the same tensors as the records."""
     if shard.said is None or shard.said.records is None:
         return []
     stated = dict(zip(shard.said.records, shard.said.offsets, strict=True))

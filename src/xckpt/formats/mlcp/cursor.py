@@ -19,45 +19,11 @@ class NetCursor(Cursor):
     __slots__ = ()
 
     def integer(self, what: str) -> int:
-        """Read a 32-bit integer with a sign.
-
-        Parameters
-        ----------
-        what : str
-            What it is, for messages.
-
-        Returns
-        -------
-        int
-            Perhaps below zero.
-
-        Raises
-        ------
-        FormatError
-            If fewer bytes are left (rule Truncated).
-        """
+        """Read a 32-bit integer with a sign."""
         return self.number(_I32, what)
 
     def count(self, what: str, size: int = 1) -> int:
-        """Read how many things follow.
-
-        Parameters
-        ----------
-        what : str
-            What they are, for messages.
-        size : int
-            How many bytes one of them has at least.
-
-        Returns
-        -------
-        int
-            Not below zero, and no more than fit in what is left.
-
-        Raises
-        ------
-        FormatError
-            If it is below zero (rule Negative) or more than there can be (Truncated).
-        """
+        """Read how many things follow."""
         at = self.at
         found = self.number(_I32, what)
         if found < 0:
@@ -67,24 +33,7 @@ class NetCursor(Cursor):
         return found
 
     def string(self, what: str) -> str:
-        """Read a text that begins with its length in groups of 7 bits, the lowest first.
-
-        Parameters
-        ----------
-        what : str
-            What it is, for messages.
-
-        Returns
-        -------
-        str
-            The text.
-
-        Raises
-        ------
-        FormatError
-            If the length is not one of at most 31 bits in at most 5 bytes (rule StringLength),
-            fewer bytes are left (Truncated), or they are not UTF-8 (Utf8).
-        """
+        """Read a text that begins with its length in groups of 7 bits, the lowest first."""
         at = self.at
         length = self.take(1, what)[0]
         if length >= 0x80:
@@ -102,23 +51,7 @@ class NetCursor(Cursor):
 
 
 def written_string(text: str) -> bytes:
-    """Write a text after its length in groups of 7 bits, the lowest first.
-
-    Parameters
-    ----------
-    text : str
-        Any text without lone surrogates.
-
-    Returns
-    -------
-    bytes
-        What `NetCursor.string` reads.
-
-    Examples
-    --------
-    >>> written_string("Float32")
-    b'\\x07Float32'
-    """
+    """Write a text after its length in groups of 7 bits, the lowest first."""
     data = text.encode()
     left, length = len(data), bytearray()
     while left >= 0x80:

@@ -142,32 +142,13 @@ class Metadata(NamedTuple):
         return self.custom_field("payload")
 
     def custom_field(self, name: str) -> str | None:
-        """Give a custom field, if it is there."""
+        """Return a custom field, if it is there."""
         found: str | None = (self.fields.get("customFields") or {}).get(name)
         return found
 
 
 def parse(data: bytes, at: int) -> Metadata:
-    """Parse metadata.
-
-    Parameters
-    ----------
-    data : bytes
-        JSON.
-    at : int
-        Where it is, for messages.
-
-    Returns
-    -------
-    Metadata
-        With what is said of shards and tensors.
-
-    Raises
-    ------
-    FormatError
-        If it is no JSON that System.Text.Json accepts (rule Json), a field has another type
-        (Metadata), or there cannot be such a tensor (DataType, Shape, Size).
-    """
+    """Parse metadata."""
     try:
         text, fields, repeated = _decoded(data)
         check_fields(fields)
@@ -188,18 +169,7 @@ def _decoded(data: bytes) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Check that the fields of metadata have the types that upstream's classes have.
-
-    Parameters
-    ----------
-    fields : mapping
-        Metadata, of which fields may be absent.
-
-    Raises
-    ------
-    FormatError
-        If one of them has another type (rule Metadata). Shards and tensors are not looked into.
-    """
+    """Check that the fields of metadata have the types that upstream's classes have."""
     _check(fields, FIELDS, "")
     for name in ("sharding", "shardingStrategy"):
         _check(fields.get(name) or {}, _SHARDING, f"{name}.")

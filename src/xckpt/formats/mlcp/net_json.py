@@ -24,44 +24,12 @@ class Verbatim(str):
 
 
 def to_json(value: Any) -> bytes:
-    r"""Write JSON as .NET does, with two spaces for each level.
-
-    Floating-point numbers are as short as they come back: .NET writes ``1.0`` as ``1``, which
-    would come back as an integer, and has no exponent where a number has 16 digits or more.
-
-    Parameters
-    ----------
-    value : object
-        Dicts with texts as keys, lists, texts, numbers, booleans, None.
-
-    Returns
-    -------
-    bytes
-        The same, whatever the system: lines end with a line feed.
-
-    Raises
-    ------
-    TypeError
-        If there is something else in it.
-    ValueError
-        If a number is not finite, or a text has a lone surrogate.
-    RecursionError
-        If it is nested too deep.
-
-    Examples
-    --------
-    >>> print(to_json({"html": "<é>", "shape": [], "rate": 3e-05}).decode())
-    {
-      "html": "\u003C\u00E9\u003E",
-      "shape": [],
-      "rate": 3E-05
-    }
-    """
+    """Write JSON as .NET does, with two spaces for each level."""
     return "".join(_pieces(value, "\n")).encode("ascii")
 
 
 def _pieces(value: Any, line: str) -> Iterator[str]:
-    """Give the text of a value piece by piece; `line` begins a line of its level."""
+    """Return the text of a value piece by piece; `line` begins a line of its level."""
     if isinstance(value, dict) and value:
         yield "{"
         yield from _members(value, line + "  ")

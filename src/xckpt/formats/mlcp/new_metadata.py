@@ -80,28 +80,7 @@ class NewShard(NamedTuple):
 def new_metadata(
     attrs: Mapping[str, Any], shards: Sequence[NewShard], custom: Mapping[str, str | None]
 ) -> bytes:
-    """Write metadata with the fields that upstream's classes have, in their order.
-
-    Parameters
-    ----------
-    attrs : mapping
-        Attributes of the file: the fields of its source, and any others, which stand behind them.
-    shards : sequence of NewShard
-        What there is. Lists of shards and tensors among the attributes are replaced by it.
-    custom : mapping of str to (str or None)
-        Custom fields that are set, or left out where None.
-
-    Returns
-    -------
-    bytes
-        JSON.
-
-    Raises
-    ------
-    UnsupportedError
-        If an attribute is not JSON or, being one of upstream's fields, has another type than it
-        (rule Metadata), or upstream does not take the timestamp (Timestamp).
-    """
+    """Write metadata with the fields that upstream's classes have, in their order."""
     try:
         check_fields(attrs)
         fields = _fields(attrs, shards, custom)

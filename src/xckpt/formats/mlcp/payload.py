@@ -58,32 +58,7 @@ class Body(NamedTuple):
 def find_payload(
     source: Readable, start: int, count: int | None, listed: Sequence[list[Record] | None] = ()
 ) -> Body:
-    """Find the reading that explains every byte of the file.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    start : int
-        Where its metadata end.
-    count : int or None
-        Number of shards; None where the metadata do not say, so that they go on up to the end of
-        the file, and data cannot be at its tail.
-    listed : sequence of (list of Record or None)
-        The tensors of each shard as the metadata have them. A reading with data must find the
-        same: the sizes in a truncated file can fit by chance.
-
-    Returns
-    -------
-    Body
-        The records, and where their data are.
-
-    Raises
-    ------
-    FormatError
-        If there is no such reading: what is wrong with the records as upstream writes them. Or
-        if several explain the file, but put the data in different places (rule Ambiguous).
-    """
+    """Find the reading that explains every byte of the file."""
     readings: list[Reading] = ["per_shard", "inline"]
     fits: list[Body] = []
     failure = None
@@ -131,29 +106,7 @@ def _disagreement(body: Body, start: int) -> FormatError:
 
 
 def read_as(reading: Reading, source: Readable, start: int, count: int | None) -> Body:
-    """Read the records of a file of which it is known where the data are.
-
-    Parameters
-    ----------
-    reading : {"none", "inline", "per_shard", "tail"}
-        Where they are.
-    source : Readable
-        The file.
-    start : int
-        Where its metadata end.
-    count : int or None
-        Number of shards; None where the metadata do not say.
-
-    Returns
-    -------
-    Body
-        The records, and where their data are.
-
-    Raises
-    ------
-    FormatError
-        If a record breaks a rule, or the data do not end where the file does (rule Payload).
-    """
+    """Read the records of a file of which it is known where the data are."""
     if reading == "none":
         return _read_records(source, start, count)
     if reading == "tail":

@@ -47,41 +47,7 @@ _SHARD_HEADER = 20
 
 
 def plan(index: Index, *, multi_shard: bool | None = None) -> Plan:
-    """Plan a checkpoint.
-
-    In one file, all data follow the last record, as the custom field ``payload`` says; upstream
-    reads such a file, and ignores them. In several, every shard has its data in a file that
-    upstream reads them from.
-
-    Parameters
-    ----------
-    index : Index
-        What is written, its `source` being the path that the file will have. Tensors are in the
-        shard that the attribute ``rank`` says, else in that of rank 0; their own names are in the
-        attribute ``name`` where several shards have them.
-    multi_shard : bool, optional
-        Whether to write ``PREFIX.metadata.json`` and a ``PREFIX_shard_RANK.shard`` for each rank,
-        in place of one file. By default if that is how the path ends.
-
-    Returns
-    -------
-    Plan
-        Where everything goes.
-
-    Raises
-    ------
-    UnsupportedError
-        If something cannot be represented: the element type, layout, name or rank of a tensor, two
-        tensors of one shard with one name, a shard file of 2 GiB or more, or an attribute of the
-        file.
-    ValueError
-        If several files are wanted and the path does not end in ``.metadata.json``.
-
-    Examples
-    --------
-    >>> plan(index, multi_shard=True).companions.keys()  # doctest: +SKIP
-    dict_keys(['step_100_shard_0.shard'])
-    """
+    """Plan a checkpoint."""
     is_named = index.source.lower().endswith(METADATA_SUFFIX)
     if multi_shard and not is_named:
         raise ValueError(
@@ -111,7 +77,7 @@ def _shards(index: Index) -> list[NewShard]:
 
 
 def _listed_ranks(attrs: Mapping[str, Any]) -> list[int]:
-    """Give the ranks of shards that the attributes list, also of those without tensors."""
+    """Return the ranks of shards that the attributes list, also of those without tensors."""
     listed = attrs.get("shards")
     entries = listed if isinstance(listed, list) else []
     ranks = [entry.get("rank", 0) for entry in entries if isinstance(entry, dict)]
@@ -142,7 +108,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _own_name(tensor: Tensor, rank: int) -> str:
-    """Give the name that a tensor has in its shard, unless its variable was renamed since."""
+    """Return the name that a tensor has in its shard, unless its variable was renamed since."""
     name = tensor.attrs.get("name")
     is_that = isinstance(name, str) and tensor.name == variable_name(name, rank, repeated=True)
     return str(name) if is_that else tensor.name
@@ -157,7 +123,7 @@ def _shard(rank: int, tensors: Mapping[str, Tensor]) -> NewShard:
 
 
 def _as_read(shards: Sequence[NewShard]) -> dict[str, Tensor]:
-    """Give all tensors under the names of the variables that reading makes of them."""
+    """Return all tensors under the names of the variables that reading makes of them."""
     times = Counter(record.name for shard in shards for record in shard.records)
     return {
         variable_name(record.name, shard.rank, repeated=times[record.name] > 1): tensor

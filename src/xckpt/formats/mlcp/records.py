@@ -84,28 +84,7 @@ class Record(NamedTuple):
 
 
 def read_block(cursor: NetCursor, *, inline: bool = False) -> tuple[list[Record], list[int]]:
-    """Read the records of a shard.
-
-    Parameters
-    ----------
-    cursor : NetCursor
-        Where its number of tensors is.
-    inline : bool
-        Whether the data of a tensor follow its record.
-
-    Returns
-    -------
-    records : list of Record
-        In file order.
-    offsets : list of int
-        Where data begin, in the file, if they are inline.
-
-    Raises
-    ------
-    FormatError
-        If there are not so many records, one of them breaks a rule, two have one name (rule
-        DuplicateName), or data inline have another size than the shape makes (Size).
-    """
+    """Read the records of a shard."""
     records: dict[str, Record] = {}
     offsets = []
     for _ in range(cursor.count("the records of a shard", _SMALLEST_RECORD)):
@@ -157,18 +136,7 @@ def _read_rank(cursor: NetCursor) -> int:
 
 
 def written_block(records: Sequence[Record]) -> bytes:
-    """Write the records of a shard.
-
-    Parameters
-    ----------
-    records : sequence of Record
-        All of them.
-
-    Returns
-    -------
-    bytes
-        What `read_block` reads.
-    """
+    """Write the records of a shard."""
     written = [pack("<i", len(records))]
     for name, dtype, shape, nbytes in records:
         encoded = name.encode()
@@ -180,23 +148,7 @@ def written_block(records: Sequence[Record]) -> bytes:
 
 
 def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
-    """Check that there can be a tensor like this.
-
-    Parameters
-    ----------
-    dtype : str
-        Element type.
-    shape : sequence of int
-        Extents.
-    nbytes : int
-        Size that the checkpoint gives.
-
-    Raises
-    ------
-    FormatError
-        If an extent is below zero or the array larger than numpy's (rule Shape), or the size is
-        below zero (Size).
-    """
+    """Check that there can be a tensor like this."""
     if shape and min(shape) < 0:
         raise FormatError(f"the shape {list(shape)} has an extent below zero", rule="Shape")
     if is_oversized(shape, dtype):
@@ -207,33 +159,11 @@ def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
 
 
 def same_tensors(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    """Tell whether two lists have the same tensors in the same order, whatever their sizes.
-
-    Parameters
-    ----------
-    some, others : sequence of Record
-        The lists.
-
-    Returns
-    -------
-    bool
-        Whether names, element types and shapes are equal.
-    """
+    """Return whether two lists have the same tensors in the same order, whatever their sizes."""
     return [record[:3] for record in some] == [record[:3] for record in others]
 
 
 def size_error(record: Record) -> FormatError:
-    """Make the error for a tensor of which the size is not what its shape makes.
-
-    Parameters
-    ----------
-    record : Record
-        The tensor.
-
-    Returns
-    -------
-    FormatError
-        Of the rule Size.
-    """
+    """Make the error for a tensor of which the size is not what its shape makes."""
     reason = f"the size {record.nbytes}: expected {record.expected} for {record.dtype} of shape "
     return FormatError(f"{reason}{record.shape}", tensor=record.name, rule="Size")

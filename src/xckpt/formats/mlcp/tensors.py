@@ -55,51 +55,12 @@ class ListedShard(NamedTuple):
 
 
 def variable_name(name: str, rank: int, *, repeated: bool) -> str:
-    """Name the variable of a tensor, so that no two tensors of a checkpoint get one name.
-
-    It is the tensor's name, followed by ``@rank_`` and the rank where several shards have it. A
-    name that ends like this itself always gets the ending, so that what a variable is called
-    tells the tensor and its rank.
-
-    Parameters
-    ----------
-    name : str
-        Of the tensor, unique in its shard.
-    rank : int
-        Of the shard.
-    repeated : bool
-        Whether another shard has it too.
-
-    Returns
-    -------
-    str
-        Name of the variable.
-
-    Examples
-    --------
-    >>> variable_name("w", 0, repeated=False), variable_name("w", 1, repeated=True)
-    ('w', 'w@rank_1')
-    >>> variable_name("w@rank_1", 0, repeated=False)
-    'w@rank_1@rank_0'
-    """
+    """Name the variable of a tensor, so that no two tensors of a checkpoint get one name."""
     return f"{name}@rank_{rank}" if repeated or _SUFFIX.search(name) else name
 
 
 def make_tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
-    """Make the tensors of a checkpoint.
-
-    Parameters
-    ----------
-    shards : sequence of ListedShard
-        In file order.
-
-    Returns
-    -------
-    dict of str to Tensor
-        By the name of the variable. A tensor whose values cannot be read has a `problem`; one
-        without elements needs no data. If shards have names in common, every tensor has its place
-        in the group of its rank.
-    """
+    """Make the tensors of a checkpoint."""
     times = Counter(record.name for shard in shards for record in shard.records)
     in_groups = len(times) < times.total()
     tensors = {}

@@ -55,53 +55,13 @@ _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
 
 
 def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Tell whether a file is a primitiv file by its first 15 bytes.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file, at least 15 where it has so many.
-    size : int
-        Size of the file in bytes.
-    name : str
-        Its path or URL.
-
-    Returns
-    -------
-    bool
-        Whether `read` is the right reader; it may still find the file malformed.
-
-    Examples
-    --------
-    >>> detect(bytes.fromhex("ce00000000ce00000001ce0000030000"), 4096, "m.model")
-    True
-    """
+    """Return whether a file is a primitiv file by its first 15 bytes."""
     magic, data_type = head[:13], head[13:15]
     return magic == _MAGIC and len(data_type) == 2 and int.from_bytes(data_type, "big") in KINDS
 
 
 def read(source: Readable, *, with_stats: bool = True) -> Index:
-    """Read the index of a primitiv file: all headers, no data.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    with_stats : bool, default True
-        Whether to list the statistics that optimizers keep of parameters.
-
-    Returns
-    -------
-    Index
-        Every tensor with its byte range; of a Shape or an Optimizer nothing but attributes.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    UnsupportedError
-        If it is of another version.
-    """
+    """Read the index of a primitiv file: all headers, no data."""
     scan = Scan(source)
     notes = Notes()
     try:

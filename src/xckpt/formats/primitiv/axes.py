@@ -26,23 +26,7 @@ _FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
 
 def module_axes(shapes: Mapping[str, _Shape]) -> dict[str, _Names]:
-    """Name the axes of the tensors of one module.
-
-    Parameters
-    ----------
-    shapes : mapping of str to tuple of int
-        By the name of the tensor in the module.
-
-    Returns
-    -------
-    dict of str to tuple of (str or None)
-        Of those tensors whose role is certain.
-
-    Examples
-    --------
-    >>> module_axes({"w": (8, 4), "b": (8,)})
-    {'w': ('out', 'in'), 'b': ('out',)}
-    """
+    """Name the axes of the tensors of one module."""
     axes: dict[str, _Names] = {}
     for name, shape in shapes.items():
         match = _WEIGHT.fullmatch(name)

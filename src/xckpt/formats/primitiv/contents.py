@@ -56,29 +56,7 @@ class Notes:
 
 
 def read_content(scan: Scan, notes: Notes) -> Content:
-    """Read a whole file, but the data.
-
-    Parameters
-    ----------
-    scan : Scan
-        At the beginning of the file.
-    notes : Notes
-        Gets what is to be warned of.
-
-    Returns
-    -------
-    tensors : dict of str to Tensor
-        By name, in file order.
-    attrs : dict
-        What the file says beside.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    UnsupportedError
-        If it is of another version.
-    """
+    """Read a whole file, but the data."""
     if scan.size == 0:
         raise FormatError("the file is empty", offset=0, rule="EndOfFile")
     version = scan.uint32("major version"), scan.uint32("minor version")
@@ -261,23 +239,7 @@ def _settings(
 
 
 def optimizer_class(names: Iterable[str]) -> str | None:
-    """Infer the class of an optimizer, which no file states, from the names of its settings.
-
-    Parameters
-    ----------
-    names : iterable of str
-        Of all settings.
-
-    Returns
-    -------
-    str or None
-        What stands before a dot in them, if that is one thing.
-
-    Examples
-    --------
-    >>> optimizer_class(["Optimizer.epoch", "Adam.alpha", "Adam.eps"])
-    'Adam'
-    """
+    """Infer the class of an optimizer, which no file states, from the names of its settings."""
     found = {name.partition(".")[0] for name in names if "." in name} - _COMMON
     classes = found & _OPTIMIZERS or found
     return classes.pop() if len(classes) == 1 else None

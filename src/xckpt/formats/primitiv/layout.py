@@ -39,20 +39,7 @@ class Layout:
         self._header += data
 
     def put_tensor(self, tensor: Tensor, *, batched: bool = True) -> None:
-        """Put a Tensor behind all that is there.
-
-        Parameters
-        ----------
-        tensor : Tensor
-            What is written.
-        batched : bool
-            Whether primitiv loads it with a batch.
-
-        Raises
-        ------
-        UnsupportedError
-            If it cannot be stored, or not be loaded.
-        """
+        """Put a Tensor behind all that is there."""
         dims, batch = _dims_and_batch(tensor)
         if batch > 1 and not batched:
             reason = f"a parameter with a batch of {batch}, which primitiv would not load"
@@ -77,7 +64,7 @@ class Layout:
 
 
 def _dims_and_batch(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    """Give the shape as primitiv counts it, after checking that it can be stored."""
+    """Return the shape as primitiv counts it, after checking that it can be stored."""
     if tensor.layout != "dense" or tensor.dtype not in WRITES:
         found = tensor.dtype if tensor.layout == "dense" else f"the layout {tensor.layout!r}"
         hint = "Convert it to a dense array of float32 before, or leave it out"
@@ -97,23 +84,7 @@ def _dims_and_batch(tensor: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def trimmed(dims: Sequence[int]) -> tuple[int, ...]:
-    """Leave out the trailing dims that are 1, as primitiv does.
-
-    Parameters
-    ----------
-    dims : sequence of int
-        Any dims.
-
-    Returns
-    -------
-    tuple of int
-        The others.
-
-    Examples
-    --------
-    >>> trimmed([1, 3, 1, 1])
-    (1, 3)
-    """
+    """Leave out the trailing dims that are 1, as primitiv does."""
     kept = list(dims)
     while kept and kept[-1] == 1:
         kept.pop()
@@ -121,18 +92,5 @@ def trimmed(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def unstorable(tensor: Tensor, reason: str, rule: str, hint: str) -> UnsupportedError:
-    """Make the error for a tensor that cannot be stored.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Which.
-    reason, rule, hint : str
-        What is wrong, what that is called, and what to do.
-
-    Returns
-    -------
-    UnsupportedError
-        To be raised.
-    """
+    """Make the error for a tensor that cannot be stored."""
     return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)

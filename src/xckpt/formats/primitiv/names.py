@@ -32,32 +32,7 @@ _DEEPEST = 64
 
 
 def variable_name(key: Sequence[str], stat: str | None = None) -> str:
-    r"""Join the elements of a parameter's key, so that no two keys get one name.
-
-    Elements are joined by dots, and the name of a statistic by a colon. What could be mistaken
-    for these is escaped as in URLs: ``%``, and in elements ``.`` and ``:``, become ``%25``,
-    ``%2E`` and ``%3A``; a byte that is not UTF-8 becomes ``%`` and its two hex digits; an empty
-    element becomes a lone ``%``.
-
-    Parameters
-    ----------
-    key : sequence of str
-        Its elements.
-    stat : str, optional
-        Name of a statistic of the parameter.
-
-    Returns
-    -------
-    str
-        The name of the variable.
-
-    Examples
-    --------
-    >>> variable_name(["encoder", "w"], "Adam.m1")
-    'encoder.w:Adam.m1'
-    >>> variable_name(["a.b"]), variable_name(["a", "b"]), variable_name(["a", ""])
-    ('a%2Eb', 'a.b', 'a.%')
-    """
+    """Join the elements of a parameter's key, so that no two keys get one name."""
     if "" in key or _IN_ELEMENT.search("".join(key)) is not None:
         key = [_IN_ELEMENT.sub(_escaped, element) or "%" for element in key]
     name = ".".join(key)
@@ -65,65 +40,19 @@ def variable_name(key: Sequence[str], stat: str | None = None) -> str:
 
 
 def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
-    """Give the place of a parameter's value in a tree.
-
-    Its modules have their names as they are. In its own name ``%`` and ``:`` are escaped as in
-    `variable_name`, so that no parameter stands where a statistic of another does.
-
-    Parameters
-    ----------
-    key : sequence of str
-        Its elements.
-
-    Returns
-    -------
-    tuple of str or None
-        Modules, and its own name last; None where they are more than a tree is deep.
-    """
+    """Return the place of a parameter's value in a tree."""
     if len(key) > _DEEPEST:
         return None
     return (*key[:-1], _IN_LEAF.sub(_escaped, key[-1]))
 
 
 def stat_path(path: tuple[str, ...] | None, stat: str) -> tuple[str, ...] | None:
-    """Give the place of a statistic in a tree: beside its parameter.
-
-    Parameters
-    ----------
-    path : tuple of str or None
-        Of the parameter's value.
-    stat : str
-        Name of the statistic.
-
-    Returns
-    -------
-    tuple of str or None
-        Of the statistic.
-    """
+    """Return the place of a statistic in a tree: beside its parameter."""
     return None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
 
 
 def key_and_stat(name: str) -> tuple[list[str], str | None] | None:
-    """Take the name of a variable apart, as `variable_name` joined it.
-
-    Parameters
-    ----------
-    name : str
-        Any text.
-
-    Returns
-    -------
-    tuple of (list of str, str or None), or None
-        Elements of the parameter's key, and the name of the statistic, where it is one. None if
-        `variable_name` never makes this name.
-
-    Examples
-    --------
-    >>> key_and_stat("a%2Eb.w:Adam.m1")
-    (['a.b', 'w'], 'Adam.m1')
-    >>> key_and_stat("100%") is None
-    True
-    """
+    """Take the name of a variable apart, as `variable_name` joined it."""
     joined, colon, escaped = name.partition(":")
     key = ["" if element == "%" else _unescaped(element) for element in joined.split(".")]
     stat = _unescaped(escaped) if colon else None
@@ -133,37 +62,13 @@ def key_and_stat(name: str) -> tuple[list[str], str | None] | None:
 
 
 def key_and_stat_at(path: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take a place in a tree apart, as `value_path` and `stat_path` made it.
-
-    Parameters
-    ----------
-    path : sequence of str
-        Modules, and the tensor's own name last.
-
-    Returns
-    -------
-    key : list of str
-        Elements of the parameter's key.
-    stat : str or None
-        Name of the statistic, where it is one.
-    """
+    """Take a place in a tree apart, as `value_path` and `stat_path` made it."""
     own, colon, stat = path[-1].partition(":")
     return [*path[:-1], _unescaped(own)], stat if colon else None
 
 
 def is_utf8(text: str) -> bool:
-    """Tell whether a text has no bytes that are not UTF-8.
-
-    Parameters
-    ----------
-    text : str
-        From a file, with lone surrogates for such bytes.
-
-    Returns
-    -------
-    bool
-        Whether there are none.
-    """
+    """Return whether a text has no bytes that are not UTF-8."""
     return _BYTES.search(text) is None
 
 
@@ -177,7 +82,7 @@ def _unescaped(text: str) -> str:
 
 
 def _comes_back(text: str) -> bool:
-    """Tell whether reading gives the text back: not if its single bytes make up a character."""
+    """Return whether reading gives the text back: not if its single bytes make up a character."""
     try:
         return text.encode("utf-8", _ERRORS).decode("utf-8", _ERRORS) == text
     except UnicodeEncodeError:

@@ -38,27 +38,7 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(tensors: Iterable[Tensor]) -> list[Parameter]:
-    """Find the parameters among tensors, and their statistics.
-
-    A key is made of the tensor's place in a tree, where it has one, else of its name. A name that
-    no reading of primitiv files makes is split at its dots.
-
-    Parameters
-    ----------
-    tensors : iterable of Tensor
-        Values and statistics in any order.
-
-    Returns
-    -------
-    list of Parameter
-        In the order of primitiv's writer, which is that of the bytes of their keys.
-
-    Raises
-    ------
-    UnsupportedError
-        If two tensors have one key (rule DuplicateName), a parameter is a module of others too or
-        a name is no text (Key), or a statistic has no parameter (Statistic).
-    """
+    """Find the parameters among tensors, and their statistics."""
     values: dict[_Key, Tensor] = {}
     stats: list[tuple[_Key, str, Tensor]] = []
     for tensor in tensors:

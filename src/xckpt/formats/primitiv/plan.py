@@ -41,35 +41,7 @@ _U32 = 1 << 32
 
 
 def plan(index: Index, *, data_type: str | None = None) -> Plan:
-    """Plan a primitiv file.
-
-    Parameters
-    ----------
-    index : Index
-        What is written. The extents of tensors hold Fortran order. An axis named ``batch`` that is
-        the last one is the batch; of the others trailing ones of length 1 are left out.
-    data_type : {"Shape", "Tensor", "Parameter", "Model", "Optimizer"}, optional
-        What the file holds. By default what the attribute ``data_type`` of the index says; else
-        an Optimizer, if there are settings and no tensors; else a Model.
-
-    Returns
-    -------
-    Plan
-        Where everything goes.
-
-    Raises
-    ------
-    UnsupportedError
-        If something cannot be represented, or primitiv would not load it: the element type,
-        layout or shape of a tensor, the keys that their names make, an attribute of the file, or
-        a number of tensors that such a file does not have.
-    ValueError
-        If there is no such type of data.
-
-    Examples
-    --------
-    >>> plan(index, data_type="Parameter")  # doctest: +SKIP
-    """
+    """Plan a primitiv file."""
     if data_type is not None and data_type not in _CODES:
         raise ValueError(f"data_type={data_type!r} is not one of {', '.join(_CODES)}")
     kind = data_type or _kind(index)

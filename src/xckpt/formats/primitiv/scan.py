@@ -68,23 +68,7 @@ class Scan:
         self._window = b""
 
     def uint32(self, what: str) -> int:
-        """Read an integer of type uint32, the only one that primitiv knows.
-
-        Parameters
-        ----------
-        what : str
-            What it is, for messages; so for all methods.
-
-        Returns
-        -------
-        int
-            The number.
-
-        Raises
-        ------
-        FormatError
-            If something else is here, or the file ends; so for all methods.
-        """
+        """Read an integer of type uint32, the only one that primitiv knows."""
         return int.from_bytes(self._number(UINT32, "uint32", what), "big")
 
     def uint32s(self, count: int, what: str) -> list[int]:
@@ -102,10 +86,7 @@ class Scan:
         return value
 
     def length(self, kind: Kind, what: str) -> int:
-        """Read the length that an object begins with.
-
-        It may be any number: what follows may be fewer.
-        """
+        """Read the length that an object begins with."""
         begin = self.at - self._start
         # Most are short and in the window: the rest of this method is for the others.
         code = self._window[begin] if begin < len(self._window) else self._first(what)
@@ -134,13 +115,7 @@ class Scan:
         return self._long_text(what).decode("utf-8", "surrogateescape")
 
     def skip(self, nbytes: int, what: str) -> int:
-        """Jump over bytes, all of which must be in the file.
-
-        Returns
-        -------
-        int
-            Offset of the first.
-        """
+        """Jump over bytes, all of which must be in the file."""
         start = self.at
         if nbytes > self.size - start:
             raise FormatError(
@@ -153,7 +128,7 @@ class Scan:
         return start
 
     def hint(self, offset: int) -> str | None:
-        """Tell what may have led to an error there, where the bytes around it show."""
+        """Return what may have led to an error there, where the bytes around it show."""
         start = max(0, offset - 5)
         around = bytes(self._source.read(start, min(12, self.size - start)))
         if b"\r\n" not in around:
@@ -164,7 +139,7 @@ class Scan:
         )
 
     def _peek(self, nbytes: int) -> bytes:
-        """Give the next bytes, fewer at the end of the file, and stay where it is."""
+        """Return the next bytes, fewer at the end of the file, and stay where it is."""
         begin = self.at - self._start
         found = self._window[begin : begin + nbytes]
         if len(found) == nbytes or self._start + len(self._window) == self.size:

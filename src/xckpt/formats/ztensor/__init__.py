@@ -73,49 +73,12 @@ _SMALLEST = 16  # a head and a footer of 8 bytes each
 
 
 def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Tell whether a file is a zTensor file, of whatever version, by its magic.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file, at least 8 where it has so many.
-    size : int
-        Size of the file in bytes.
-    name : str
-        Its path or URL.
-
-    Returns
-    -------
-    bool
-        Whether `read` is the right reader; it may still find the file malformed.
-
-    Examples
-    --------
-    >>> detect(b"ZTEN1000" + bytes(56), 4096, "m.zt")
-    True
-    """
+    """Return whether a file is a zTensor file, of whatever version, by its magic."""
     return head.startswith((v0.MAGIC, v1.MAGIC, container_v2.MAGIC))
 
 
 def read(source: Readable) -> Index:
-    """Read the index of a zTensor file: head, footer and manifest, no tensor.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-
-    Returns
-    -------
-    Index
-        Every tensor with the byte ranges of its parts. A tensor that uses an unknown feature is
-        listed with its `problem`.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule of its version.
-    """
+    """Read the index of a zTensor file: head, footer and manifest, no tensor."""
     size = source.size
     if size < _SMALLEST:
         raise FormatError(

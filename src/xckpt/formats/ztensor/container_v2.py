@@ -46,25 +46,7 @@ class Footer(NamedTuple):
 
 
 def read_manifest(source: Readable) -> tuple[Footer, dict[Any, Any]] | None:
-    """Read footer and manifest of a file of version 2.
-
-    Parameters
-    ----------
-    source : Readable
-        The file, which begins with the magic.
-
-    Returns
-    -------
-    footer : Footer
-        Where the manifest is.
-    root : dict
-        The manifest. None is returned for a data shard, which has none.
-
-    Raises
-    ------
-    FormatError
-        If one of them breaks a rule.
-    """
+    """Read footer and manifest of a file of version 2."""
     footer = _footer(source)
     if footer is None:
         return None

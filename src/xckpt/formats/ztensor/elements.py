@@ -90,22 +90,7 @@ INTEGERS = frozenset(name for name in LONG if name.startswith(("int", "uint")))
 
 
 def wrong_carrier(logical: str, spelled: str, carrier: str) -> FormatError:
-    """Make the error for a logical type that is stored as an element type it does not permit.
-
-    Parameters
-    ----------
-    logical : str
-        The logical type.
-    spelled : str
-        The element type in the file.
-    carrier : str
-        The one it must have.
-
-    Returns
-    -------
-    FormatError
-        To be raised.
-    """
+    """Make the error for a logical type that is stored as an element type it does not permit."""
     return FormatError(
         f"the type {logical!r} needs the dtype {carrier!r}, not {shown(spelled)}", rule="Schema"
     )

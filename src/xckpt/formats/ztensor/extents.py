@@ -34,25 +34,7 @@ class Extents:
         self.notes = Notes()
 
     def check(self, tensor: str, offset: Any, nbytes: Any) -> tuple[int, int]:
-        """Check a range.
-
-        Parameters
-        ----------
-        tensor : str
-            Whose it is.
-        offset, nbytes : object
-            What the manifest has.
-
-        Returns
-        -------
-        tuple of int
-            The same.
-
-        Raises
-        ------
-        FormatError
-            If one is no such number (rule Schema) or the range is not in the file (BlobBounds).
-        """
+        """Check a range."""
         if type(offset) is not int or offset < 0:
             raise mistyped("offset", offset, "a non-negative integer")
         if type(nbytes) is not int or nbytes < 0:
@@ -69,17 +51,7 @@ class Extents:
         return offset, nbytes
 
     def check_digest(self, tensor: str, offset: int, digest: str) -> None:
-        """Note a digest of an unknown algorithm. A malformed one fails when the part is read.
-
-        Parameters
-        ----------
-        tensor : str
-            Whose part it covers.
-        offset : int
-            Where the part is.
-        digest : str
-            As the file has it.
-        """
+        """Note a digest of an unknown algorithm. A malformed one fails when the part is read."""
         algorithm, colon, _ = digest.partition(":")
         if colon and algorithm not in _DIGESTS:
             self._note(

@@ -37,29 +37,7 @@ _COUNTS = 1 << 64
 
 
 def checked_shape(value: Any) -> tuple[int, ...]:
-    """Return a shape from a manifest.
-
-    Parameters
-    ----------
-    value : object
-        What the manifest has.
-
-    Returns
-    -------
-    tuple of int
-        The shape.
-
-    Raises
-    ------
-    FormatError
-        If it is no array of non-negative integers (rule Schema), has more than 64 axes or more
-        elements than 64 bits count (rule Shape).
-
-    Examples
-    --------
-    >>> checked_shape([3, 4])
-    (3, 4)
-    """
+    """Return a shape from a manifest."""
     if type(value) is not list:
         raise mistyped("shape", value, "an array")
     for extent in value:
@@ -76,25 +54,7 @@ def checked_shape(value: Any) -> tuple[int, ...]:
 
 
 def dense_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Compute the size of dense data in bytes.
-
-    Parameters
-    ----------
-    dtype : str
-        Element type.
-    shape : tuple of int
-        Shape of the tensor.
-
-    Returns
-    -------
-    int
-        Rounded up to whole bytes.
-
-    Raises
-    ------
-    FormatError
-        If it is more than an array can have (rule Shape).
-    """
+    """Compute the size of dense data in bytes."""
     bits = BITS[dtype]
     size = (bits * prod(shape) + 7) >> 3
     if (size or bits * prod(filter(None, shape)) >> 3) >= _SIZES:
@@ -103,40 +63,12 @@ def dense_size(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def decoded_size(part: Part) -> int | None:
-    """Return the size of a part in bytes after decoding.
-
-    Parameters
-    ----------
-    part : Part
-        Any part.
-
-    Returns
-    -------
-    int or None
-        None where the file does not state it.
-    """
+    """Return the size of a part in bytes after decoding."""
     return part.nbytes if part.encoding is None else part.decoded_nbytes
 
 
 def wrong_dense_size(dtype: str, shape: tuple[int, ...], size: int, offset: int) -> FormatError:
-    """Make the error for dense data whose size does not fit the shape.
-
-    Parameters
-    ----------
-    dtype : str
-        Element type.
-    shape : tuple of int
-        Shape of the tensor.
-    size : int
-        Size found, in bytes.
-    offset : int
-        Where the data are.
-
-    Returns
-    -------
-    FormatError
-        To be raised.
-    """
+    """Make the error for dense data whose size does not fit the shape."""
     expected = dense_size(dtype, shape)
     return FormatError(
         f"{size} bytes != {expected} for {dtype} of shape {shape}", offset=offset, rule="DenseSize"
@@ -146,24 +78,7 @@ def wrong_dense_size(dtype: str, shape: tuple[int, ...], size: int, offset: int)
 def require_roles(
     layout: str, parts: Mapping[str, object], *roles: str, exactly: bool = False
 ) -> None:
-    """Check that a tensor has the parts of its layout.
-
-    Parameters
-    ----------
-    layout : str
-        Name of the layout.
-    parts : mapping
-        Parts by role.
-    *roles : str
-        The roles required.
-    exactly : bool
-        Whether others are forbidden.
-
-    Raises
-    ------
-    FormatError
-        If parts are missing or too many (rule LayoutRule).
-    """
+    """Check that a tensor has the parts of its layout."""
     missing = [role for role in roles if role not in parts]
     if missing:
         raise FormatError(f"{layout} without the part {missing[0]!r}", rule="LayoutRule")
@@ -174,18 +89,7 @@ def require_roles(
 
 
 def flat(part: Part) -> Part:
-    """Give a part that no layout explains its shape: a list of its elements.
-
-    Parameters
-    ----------
-    part : Part
-        A part of unknown shape.
-
-    Returns
-    -------
-    Part
-        A list of bytes where the size is not a whole number of elements.
-    """
+    """Return a part that no layout explains its shape: a list of its elements."""
     size = decoded_size(part)
     if size is None:
         return part
@@ -196,25 +100,7 @@ def flat(part: Part) -> Part:
 
 
 def csr(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Check the sizes of compressed sparse rows.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the tensor.
-    parts : mapping of str to Part
-        ``values``, ``indices`` and ``indptr``.
-
-    Returns
-    -------
-    dict of str to Part
-        The same with their shapes, as far as sizes are known.
-
-    Raises
-    ------
-    FormatError
-        If a size does not fit (rule LayoutRule).
-    """
+    """Check the sizes of compressed sparse rows."""
     if len(shape) != 2:
         raise FormatError(
             f"CSR of {len(shape)} axes: expected 2",
@@ -239,25 +125,7 @@ def csr(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def coo(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Check the sizes of a coordinate list.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the tensor.
-    parts : mapping of str to Part
-        ``values`` and ``coords``, the coordinates of one axis after those of another.
-
-    Returns
-    -------
-    dict of str to Part
-        The same with their shapes, as far as sizes are known.
-
-    Raises
-    ------
-    FormatError
-        If a size does not fit (rule LayoutRule).
-    """
+    """Check the sizes of a coordinate list."""
     coords, values = parts["coords"], parts["values"]
     if not shape:
         raise FormatError("COO of no axes", offset=coords.offset, rule="LayoutRule")
@@ -316,16 +184,5 @@ def _nonzero(indexed: int | None, values: Part) -> int | None:
 
 
 def first_dtype(parts: Iterable[Part]) -> str:
-    """Return the element type that stands for a tensor which is shown as its parts only.
-
-    Parameters
-    ----------
-    parts : iterable of Part
-        Its parts.
-
-    Returns
-    -------
-    str
-        That of the first, or ``"uint8"`` where there is none.
-    """
+    """Return the element type that stands for a tensor which is shown as its parts only."""
     return next((part.dtype for part in parts), "uint8")

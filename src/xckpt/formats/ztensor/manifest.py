@@ -34,28 +34,7 @@ _DEEPEST_2 = 33
 
 
 def locate(size: int, footer: int, length: int) -> int:
-    """Find a manifest that ends where the footer begins.
-
-    Parameters
-    ----------
-    size : int
-        Size of the file in bytes.
-    footer : int
-        Size of the footer in bytes; it starts with `length`.
-    length : int
-        Size of the manifest in bytes, as the footer has it.
-
-    Returns
-    -------
-    int
-        Where the manifest starts.
-
-    Raises
-    ------
-    FormatError
-        If there is no room for it (rule ManifestBounds), or it is larger than 1 GiB (rule
-        ManifestTooLarge).
-    """
+    """Find a manifest that ends where the footer begins."""
     # Not "<" as section 6 of the 1.0 specification has it: a file without tensors is all manifest.
     if length > size - _HEAD - footer:
         raise FormatError(
@@ -83,29 +62,7 @@ def _refused(_tag: int, _value: Any) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """Decode any CBOR, as versions 0 and 1 permit.
-
-    Parameters
-    ----------
-    data : bytes
-        The manifest.
-
-    Returns
-    -------
-    object
-        Of the types that CBOR has; what a tag marks is given without the tag.
-
-    Raises
-    ------
-    FormatError
-        If it is not one CBOR value (rule CborSyntax), nests too deep (CborDepth), or repeats a
-        key (CborDuplicateKey).
-
-    Examples
-    --------
-    >>> decode(bytes.fromhex("a1616101"))
-    {'a': 1}
-    """
+    """Decode any CBOR, as versions 0 and 1 permit."""
     return _one_value(data, _untagged)
 
 
@@ -218,22 +175,7 @@ def _keys_length(keys: tuple[Any, ...]) -> int:
 
 
 def mistyped(field: str, value: Any, expected: str) -> FormatError:
-    """Make the error for a field that is missing or of the wrong type.
-
-    Parameters
-    ----------
-    field : str
-        Name of the field.
-    value : object
-        What the manifest has; None if nothing.
-    expected : str
-        What it should be.
-
-    Returns
-    -------
-    FormatError
-        To be raised.
-    """
+    """Make the error for a field that is missing or of the wrong type."""
     if value is None:
         return FormatError(f"{field!r} is missing: expected {expected}", rule="Schema")
     found = shown(value) if type(value) is str else type(value).__name__
@@ -243,74 +185,21 @@ def mistyped(field: str, value: Any, expected: str) -> FormatError:
 
 
 def mapping(field: str, value: Any) -> dict[Any, Any]:
-    """Return a field that must be a map.
-
-    Parameters
-    ----------
-    field : str
-        Name of the field.
-    value : object
-        What the manifest has.
-
-    Returns
-    -------
-    dict
-        The same.
-
-    Raises
-    ------
-    FormatError
-        If it is anything else (rule Schema).
-    """
+    """Return a field that must be a map."""
     if type(value) is not dict:
         raise mistyped(field, value, "a map")
     return value
 
 
 def text(field: str, value: Any) -> str:
-    """Return a field that must be text.
-
-    Parameters
-    ----------
-    field : str
-        Name of the field.
-    value : object
-        What the manifest has.
-
-    Returns
-    -------
-    str
-        The same.
-
-    Raises
-    ------
-    FormatError
-        If it is anything else (rule Schema).
-    """
+    """Return a field that must be text."""
     if type(value) is not str:
         raise mistyped(field, value, "text")
     return value
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return attributes: a map with text keys, and in it whatever CBOR has.
-
-    Parameters
-    ----------
-    value : object
-        What the manifest has; None if nothing.
-
-    Returns
-    -------
-    dict
-        With None for undefined values.
-
-    Raises
-    ------
-    FormatError
-        If it is not such a map (rule Schema), or has simple values without a meaning (rule
-        CborSyntax).
-    """
+    """Return attributes: a map with text keys, and in it whatever CBOR has."""
     if value is None:
         return {}
     for key in mapping("attributes", value):

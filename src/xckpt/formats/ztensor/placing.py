@@ -16,45 +16,14 @@ __all__ = ["aligned", "end_of", "placed"]
 
 
 def aligned(offset: int, alignment: int) -> int:
-    """Return the next multiple of an alignment.
-
-    Parameters
-    ----------
-    offset, alignment : int
-        In bytes.
-
-    Returns
-    -------
-    int
-        `offset` itself where it is one.
-
-    Examples
-    --------
-    >>> aligned(65, 64), aligned(64, 64)
-    (128, 64)
-    """
+    """Return the next multiple of an alignment."""
     return -(-offset // alignment) * alignment
 
 
 def placed(
     parts: Iterable[tuple[str, str, Part]], start: int, alignment: int
 ) -> tuple[Extent, ...]:
-    """Place parts as far as sizes are known: up to the first compressed one.
-
-    Parameters
-    ----------
-    parts : iterable of tuple
-        Tensor, role and part, in file order.
-    start : int
-        The first byte that is free.
-    alignment : int
-        In bytes.
-
-    Returns
-    -------
-    tuple of Extent
-        In the same order.
-    """
+    """Place parts as far as sizes are known: up to the first compressed one."""
     extents = []
     end: int | None = start
     for name, role, part in parts:
@@ -65,18 +34,5 @@ def placed(
 
 
 def end_of(written: Mapping[tuple[str, str], Written], start: int) -> int:
-    """Return where written parts end.
-
-    Parameters
-    ----------
-    written : mapping of tuple to Written
-        All parts of the file.
-    start : int
-        Where the first could begin.
-
-    Returns
-    -------
-    int
-        The first byte behind them.
-    """
+    """Return where written parts end."""
     return max([start, *(each.offset + each.nbytes for each in written.values())])

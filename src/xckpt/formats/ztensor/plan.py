@@ -37,32 +37,7 @@ _SMALLEST = 16  # a head and a footer of 8 bytes each
 
 
 def plan(index: Index, *, version: str = "1.0", alignment: int | None = None) -> Plan:
-    """Plan a zTensor file.
-
-    Parameters
-    ----------
-    index : Index
-        What is written.
-    version : {"1.0", "2"}
-        Version 1.0 is what the specification describes, with 13 element types. Version 2 has
-        more of them, quantised layouts, and is what the maintained reader reads.
-    alignment : int, optional
-        Of the parts of a file of version 2, in bytes: a power of two from 4096. By default 65536,
-        which the canonical form of the version demands. Those of version 1.0 are at multiples
-        of 64.
-
-    Returns
-    -------
-    Plan
-        Of the whole file.
-
-    Raises
-    ------
-    UnsupportedError
-        If the version has no room for something.
-    ValueError
-        If an option is none of these.
-    """
+    """Plan a zTensor file."""
     if version not in _VERSIONS:
         raise ValueError(f"version={version!r}: expected '1.0' or '2'")
     if version == "2":
@@ -79,39 +54,7 @@ def plan_append(
     alignment: int | None = None,
     replace: bool = False,
 ) -> Plan:
-    """Plan what makes a file of version 1.0 or 2 hold more tensors.
-
-    All of it lies behind the end of the file: cut to its old size, the file is what it was. While
-    it grows, though, it has no footer at its end and cannot be read. To keep it readable, let a
-    copy grow and rename it.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    index : Index
-        What is added. Attributes of the file replace those of the same name.
-    version : {"1.0", "2"}, optional
-        Which version the file must be of; by default either.
-    alignment : int, optional
-        As for `plan`.
-    replace : bool
-        Whether tensors replace those of the same name, whose bytes stay in the file.
-
-    Returns
-    -------
-    Plan
-        With all offsets behind the end of the file.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule of its version.
-    UnsupportedError
-        If the version has no room for something, or is another.
-    ValueError
-        If an option is none of these, or a name is taken.
-    """
+    """Plan what makes a file of version 1.0 or 2 hold more tensors."""
     found, old = _old(source)
     if version is not None and version != found:
         raise ValueError(f"version={version!r}, but the file is of version {found}")

@@ -52,23 +52,7 @@ _LEVELS = 125
 
 
 def plan(index: Index) -> Plan:
-    """Plan a file of version 1.0.
-
-    Parameters
-    ----------
-    index : Index
-        What is written.
-
-    Returns
-    -------
-    Plan
-        Of the whole file.
-
-    Raises
-    ------
-    UnsupportedError
-        If the version has no room for something.
-    """
+    """Plan a file of version 1.0."""
     attrs = root_attributes(index, _LEVELS)
     generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
     root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
@@ -76,29 +60,7 @@ def plan(index: Index) -> Plan:
 
 
 def plan_append(source: Readable, index: Index, old: Index) -> Plan:
-    """Plan what makes a file of version 1.0 hold more tensors.
-
-    The old manifest stays where it is, as bytes that nothing refers to.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    index : Index
-        What is added; attributes replace those of the same name.
-    old : Index
-        What `source` holds.
-
-    Returns
-    -------
-    Plan
-        Of what comes behind the file.
-
-    Raises
-    ------
-    UnsupportedError
-        If the version has no room for something.
-    """
+    """Plan what makes a file of version 1.0 hold more tensors."""
     length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
     start = locate(source.size, _FOOTER, length)
     root = mapping("manifest", decode(bytes(source.read(start, length))))
@@ -165,7 +127,7 @@ def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
 
 
 def _wished(tensor: Tensor, role: str, part: Part) -> Part:
-    """Give a part the compression and the digest that are wanted for it."""
+    """Return a part the compression and the digest that are wanted for it."""
     wanted = tensor.parts[role]
     return replace(
         part,

@@ -70,54 +70,14 @@ class _Entry(NamedTuple):
 
 
 def plan(index: Index, alignment: int) -> Plan:
-    """Plan a file of version 2.
-
-    Parameters
-    ----------
-    index : Index
-        What is written.
-    alignment : int
-        Of parts, in bytes.
-
-    Returns
-    -------
-    Plan
-        Of the whole file.
-
-    Raises
-    ------
-    UnsupportedError
-        If the version has no room for something.
-    """
+    """Plan a file of version 2."""
     attrs = _root_attributes(index)
     root = {"objects": {}, **({"attributes": attrs} if attrs else {})}
     return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
 
 
 def plan_append(source: Readable, index: Index, old: Index, alignment: int) -> Plan:
-    """Plan a new generation of a file of version 2.
-
-    Parameters
-    ----------
-    source : Readable
-        The file.
-    index : Index
-        What is added; attributes replace those of the same name.
-    old : Index
-        What `source` holds.
-    alignment : int
-        Of parts, in bytes.
-
-    Returns
-    -------
-    Plan
-        Of what comes behind the file.
-
-    Raises
-    ------
-    UnsupportedError
-        If the version has no room for something, or the file has no manifest.
-    """
+    """Plan a new generation of a file of version 2."""
     found = read_manifest(source)
     if found is None:
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
@@ -200,7 +160,7 @@ def _structural(
 
 
 def _wished(tensor: Tensor, role: str, part: Part) -> Part:
-    """Give a part the compression and the digest that are wanted for it."""
+    """Return a part the compression and the digest that are wanted for it."""
     wanted = tensor.parts[role]
     return replace(
         part,

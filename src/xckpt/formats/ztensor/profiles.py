@@ -26,18 +26,7 @@ ARRAYS: Mapping[str, Layout] = {"dense": "dense", _CSR: "sparse_csr", _COO: "spa
 
 
 def profile(layout: str) -> Callable[..., Tensor] | None:
-    """Return what makes a tensor of a layout from its name, shape, parts and attributes.
-
-    Parameters
-    ----------
-    layout : str
-        As the file has it.
-
-    Returns
-    -------
-    callable or None
-        None for a layout that is not known.
-    """
+    """Return what makes a tensor of a layout from its name, shape, parts and attributes."""
     return _opaque if _GGUF.fullmatch(layout) else _PROFILES.get(layout)
 
 
@@ -48,26 +37,7 @@ def shown_as_parts(
     attrs: dict[str, Any],
     problem: UnsupportedError | None = None,
 ) -> Tensor:
-    """Make a tensor that is shown as its parts.
-
-    Parameters
-    ----------
-    name : str
-        Name of the tensor.
-    shape : tuple of int
-        Its shape.
-    parts : dict of str to Part
-        Its parts, of unknown shape.
-    attrs : dict
-        Its attributes.
-    problem : UnsupportedError, optional
-        Why they cannot be read.
-
-    Returns
-    -------
-    Tensor
-        Structural.
-    """
+    """Make a tensor that is shown as its parts."""
     flattened = {role: flat(part) for role, part in parts.items()}
     return Tensor(
         name,

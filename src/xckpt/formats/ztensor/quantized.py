@@ -41,27 +41,7 @@ _MX_TYPES = frozenset({"float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "int8"})
 def group_quantized(
     shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
 ) -> tuple[dict[str, Part], Quantization] | None:
-    """Read ``zt.quant_group/1``: integer codes with a scale for each group along an axis.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the tensor.
-    parts : mapping of str to Part
-        ``data``, ``scales``, and ``zeros`` where zero points are stored.
-    attrs : mapping
-        Attributes of the object.
-
-    Returns
-    -------
-    tuple or None
-        The parts with their shapes, and how they decode; None where that is open.
-
-    Raises
-    ------
-    FormatError
-        If a rule of the profile is broken (rule LayoutRule).
-    """
+    """Read ``zt.quant_group/1``: integer codes with a scale for each group along an axis."""
     packing = _map(attrs, "packing")
     zero_point = _map(attrs, "zero_point")
     form = _choice(zero_point, "form", {"none", "implied", "tensor"})
@@ -114,27 +94,7 @@ def group_quantized(
 def microscaled(
     shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
 ) -> tuple[dict[str, Part], Quantization] | None:
-    """Read ``zt.mx/1``: OCP microscaling, small floats with a power of two for each block.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the tensor.
-    parts : mapping of str to Part
-        ``data`` and ``scales``.
-    attrs : mapping
-        Attributes of the object.
-
-    Returns
-    -------
-    tuple or None
-        The parts with their shapes, and how they decode; None where that is open.
-
-    Raises
-    ------
-    FormatError
-        If a rule of the profile is broken (rule LayoutRule).
-    """
+    """Read ``zt.mx/1``: OCP microscaling, small floats with a power of two for each block."""
     require_roles("zt.mx/1", parts, "data", "scales", exactly=True)
     data, scales = parts["data"], parts["scales"]
     _choice(attrs, "scale_form", {"e8m0_exponent"})
@@ -166,22 +126,7 @@ def microscaled(
 
 
 def check_gguf(shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> None:
-    """Check ``gguf.TYPE/1``, whose blocks are opaque.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the tensor.
-    parts : mapping of str to Part
-        Only ``data``.
-    attrs : mapping
-        Attributes of the object.
-
-    Raises
-    ------
-    FormatError
-        If a rule of the profile is broken (rule LayoutRule).
-    """
+    """Check ``gguf.TYPE/1``, whose blocks are opaque."""
     require_roles("gguf", parts, "data", exactly=True)
     if parts["data"].dtype != "uint8":
         raise _broken(f"blocks of type {parts['data'].dtype}: expected u8")
@@ -253,11 +198,7 @@ def _fixed_zero(zero_point: Mapping[str, Any], form: str) -> int | None:
 def _group_block(
     shape: tuple[int, ...], axis: int, group_size: int, scales: Part
 ) -> tuple[int, ...] | None:
-    """Return the extent of a group on each axis.
-
-    Size 0 means one scale "per row of the axis", and sizes of the parts that fit one scale for
-    each code. The number of scales tells which of the readings was meant, unless several fit.
-    """
+    """Return the extent of a group on each axis."""
     if group_size:
         if shape[axis] % group_size:
             raise _broken(f"groups of {group_size} do not divide {shape[axis]}")

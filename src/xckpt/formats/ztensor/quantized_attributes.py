@@ -21,28 +21,7 @@ _READERS = {_GROUPS: group_quantized, _MICROSCALED: microscaled}
 
 
 def quantized_layout(tensor: Tensor, parts: Mapping[str, Part]) -> tuple[str, dict[str, Any]]:
-    """Find the layout that a quantised tensor can be read from again.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        With a quantisation.
-    parts : mapping of str to Part
-        Its parts as they are written.
-
-    Returns
-    -------
-    layout : str
-        As version 2 calls it.
-    attrs : dict
-        All attributes of the tensor: those that the layout demands, as the tensor has them if
-        they say the same.
-
-    Raises
-    ------
-    UnsupportedError
-        If neither layout means what the tensor does (rule Layout).
-    """
+    """Find the layout that a quantised tensor can be read from again."""
     unshaped = {role: replace(part, shape=None) for role, part in parts.items()}
     for layout, attrs in _candidates(tensor, parts):
         try:

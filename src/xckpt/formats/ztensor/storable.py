@@ -38,32 +38,7 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
-    """Check that CBOR without tags can hold an attribute.
-
-    Parameters
-    ----------
-    value : object
-        Its value.
-    levels : int
-        How deep maps and arrays may nest.
-    tensor : str, optional
-        Name of the tensor whose attribute it is.
-
-    Returns
-    -------
-    object
-        The same, with lists for tuples.
-
-    Raises
-    ------
-    UnsupportedError
-        If it cannot (rule Attributes).
-
-    Examples
-    --------
-    >>> storable({"a": (1, 2.5)}, 2)
-    {'a': [1, 2.5]}
-    """
+    """Check that CBOR without tags can hold an attribute."""
     kind = type(value)
     if kind is str:
         return check_text("an attribute", value, tensor)
@@ -97,27 +72,7 @@ def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
 def root_attributes(
     index: Index, levels: int, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return the attributes of a file: its own, and the names of axes of its tensors.
-
-    Parameters
-    ----------
-    index : Index
-        What is written.
-    levels : int
-        How deep a value may nest.
-    tensors : mapping of str to Tensor, optional
-        All that the file holds; by default those of `index`.
-
-    Returns
-    -------
-    dict
-        That CBOR can hold.
-
-    Raises
-    ------
-    UnsupportedError
-        If one cannot be held, or has the name under which axes are kept.
-    """
+    """Return the attributes of a file: its own, and the names of axes of its tensors."""
     if DIMS_KEY in index.attrs:
         raise UnsupportedError(
             f"the attribute {DIMS_KEY!r} is where names of axes are kept",
@@ -136,28 +91,7 @@ def root_attributes(
 
 
 def storable_parts(tensor: Tensor, index_types: Sequence[str]) -> dict[str, Part]:
-    """Return the parts of a tensor as they are written: little-endian, with their raw sizes.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Of any layout.
-    index_types : sequence of str
-        Element types that indices may have, narrowest first. Others become the narrowest that is
-        wide enough, all of a tensor the same one.
-
-    Returns
-    -------
-    dict of str to Part
-        By role, in the order of the layout.
-
-    Raises
-    ------
-    FormatError
-        If parts are missing, or of other sizes than the layout demands.
-    UnsupportedError
-        If the elements are in Fortran order or of a type that is not known.
-    """
+    """Return the parts of a tensor as they are written: little-endian, with their raw sizes."""
     if tensor.order != "C":
         raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
     parts = {role: _bare(tensor, part) for role, part in tensor.parts.items()}
@@ -208,7 +142,7 @@ def _checked(tensor: Tensor, parts: dict[str, Part], index_types: Sequence[str])
 def _with_indices(
     parts: dict[str, Part], roles: Sequence[str], index_types: Sequence[str]
 ) -> dict[str, Part]:
-    """Give indices one of the types that they may have."""
+    """Return indices one of the types that they may have."""
     bits = max(BITS[parts[role].dtype] for role in roles)
     dtype = next(name for name in index_types if BITS[name] >= bits)
     for role in roles:
@@ -221,29 +155,7 @@ def _with_indices(
 def choice(
     what: str, wanted: str | None, known: Mapping[str | None, str | None], tensor: str
 ) -> str | None:
-    """Return what a version has for a wanted compression or digest.
-
-    Parameters
-    ----------
-    what : str
-        Which of the two, for messages.
-    wanted : str or None
-        What is wanted.
-    known : mapping of (str or None) to (str or None)
-        What the version has for what is wanted.
-    tensor : str
-        Name of the tensor.
-
-    Returns
-    -------
-    str or None
-        The same, or its nearest kin.
-
-    Raises
-    ------
-    UnsupportedError
-        If it has nothing like it.
-    """
+    """Return what a version has for a wanted compression or digest."""
     if wanted not in known:
         listed = ", ".join(sorted({name for name in known if name is not None}))
         raise UnsupportedError(
@@ -256,20 +168,7 @@ def choice(
 
 
 def unnamed_layout(tensor: Tensor, defined: Iterable[str]) -> UnsupportedError:
-    """Make the error for parts that are no array, where nothing says of which layout they are.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Whose parts they are.
-    defined : iterable of str
-        Layouts that the version defines, which would not be read as parts.
-
-    Returns
-    -------
-    UnsupportedError
-        To be raised.
-    """
+    """Make the error for parts that are no array, where nothing says of which layout they are."""
     return UnsupportedError(
         "parts of a layout without a name",
         tensor=tensor.name,

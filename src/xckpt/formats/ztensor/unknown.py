@@ -13,22 +13,7 @@ __all__ = ["unknown_element", "unknown_encoding", "unknown_encodings"]
 
 
 def unknown_element(spelled: str, tensor: str, offset: int | None = None) -> UnsupportedError:
-    """Make the error for an element type that is not known.
-
-    Parameters
-    ----------
-    spelled : str
-        As the file has it.
-    tensor : str
-        Name of the tensor.
-    offset : int, optional
-        Where the part is.
-
-    Returns
-    -------
-    UnsupportedError
-        To be kept as `Tensor.problem`.
-    """
+    """Make the error for an element type that is not known."""
     return UnsupportedError(
         f"unknown element type {shown(spelled)}",
         tensor=tensor,
@@ -39,22 +24,7 @@ def unknown_element(spelled: str, tensor: str, offset: int | None = None) -> Uns
 
 
 def unknown_encoding(spelled: str, tensor: str, offset: int) -> UnsupportedError:
-    """Make the error for an encoding that is not known.
-
-    Parameters
-    ----------
-    spelled : str
-        As the file has it.
-    tensor : str
-        Name of the tensor.
-    offset : int
-        Where the part is.
-
-    Returns
-    -------
-    UnsupportedError
-        To be kept as `Tensor.problem`.
-    """
+    """Make the error for an encoding that is not known."""
     return UnsupportedError(
         f"unknown encoding {shown(spelled)}",
         tensor=tensor,
@@ -67,22 +37,7 @@ def unknown_encoding(spelled: str, tensor: str, offset: int) -> UnsupportedError
 def unknown_encodings(
     tensor: str, encodings: Iterable[tuple[str | None, int]], known: Container[str | None]
 ) -> UnsupportedError | None:
-    """Find the reason why a tensor that is shown as its parts cannot be.
-
-    Parameters
-    ----------
-    tensor : str
-        Name of the tensor.
-    encodings : iterable of tuple
-        Those of its parts as the file has them, None being none, and where the parts are.
-    known : container of (str or None)
-        Those that the version has.
-
-    Returns
-    -------
-    UnsupportedError or None
-        To be kept as `Tensor.problem`.
-    """
+    """Find the reason why a tensor that is shown as its parts cannot be."""
     for encoding, offset in encodings:
         if encoding not in known:
             return unknown_encoding(str(encoding), tensor, offset)

@@ -50,25 +50,7 @@ _INDEX_BYTES = 8
 
 
 def read(source: Readable, tail: bytes) -> Index:
-    """Read the index of a file of version 0.1.
-
-    Parameters
-    ----------
-    source : Readable
-        The file, of at least 16 bytes.
-    tail : bytes
-        Its last bytes, at least 8.
-
-    Returns
-    -------
-    Index
-        What it holds.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    """
+    """Read the index of a file of version 0.1."""
     length = int.from_bytes(tail[-_FOOTER:], "little")
     start = locate(source.size, _FOOTER, length)
     extents = Extents(source.size, start)

@@ -54,25 +54,7 @@ _INDICES = frozenset({"indices", "indptr", "coords"})
 
 
 def read(source: Readable, tail: bytes) -> Index:
-    """Read the index of a file of version 1.0, 1.1 or 1.2.
-
-    Parameters
-    ----------
-    source : Readable
-        The file, of at least 16 bytes.
-    tail : bytes
-        Its last 16 bytes.
-
-    Returns
-    -------
-    Index
-        What it holds.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    """
+    """Read the index of a file of version 1.0, 1.1 or 1.2."""
     # 1.0 has no footer magic: the 16 bytes that its specification subtracts from the size are
     # the head and the footer.
     plain = tail[8:] != MAGIC

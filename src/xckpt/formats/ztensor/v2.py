@@ -60,23 +60,7 @@ ENCODINGS = {"zt.zstd-seekable/1": "zstd-seekable"}
 
 
 def read(source: Readable) -> Index:
-    """Read the index of a file of version 2.
-
-    Parameters
-    ----------
-    source : Readable
-        The file, which begins with the magic.
-
-    Returns
-    -------
-    Index
-        What it holds; nothing for a data shard.
-
-    Raises
-    ------
-    FormatError
-        If the file breaks a rule.
-    """
+    """Read the index of a file of version 2."""
     found = read_manifest(source)
     if found is None:
         return Index(

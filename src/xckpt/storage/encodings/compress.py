@@ -26,36 +26,13 @@ class Encoder(Protocol):
         """Take more bytes, and give what of the stream is ready."""
 
     def end(self) -> bytes:
-        """Give the rest of the stream."""
+        """Return the rest of the stream."""
 
 
 def new_encoder(
     encoding: str, nbytes: int, *, level: int = DEFAULT_LEVEL, threads: int = 1
 ) -> Encoder:
-    """Begin to compress a part.
-
-    Parameters
-    ----------
-    encoding : {"zstd", "zstd-seekable", "deflate"}
-        What the stream is to be.
-    nbytes : int
-        How many bytes will come in all.
-    level : int
-        Of Zstandard, up to 22; what is above 9 is 9 to deflate.
-    threads : int
-        How many threads compress. The stream does not depend on it, except that of one thread
-        from that of several.
-
-    Returns
-    -------
-    Encoder
-        Whose `add` is to be called with all bytes in order, and then `end` once.
-
-    Raises
-    ------
-    UnsupportedError
-        If the encoding is not known.
-    """
+    """Begin to compress a part."""
     if encoding == "zstd":
         return _Stream(nbytes, level, threads)
     if encoding == "zstd-seekable":

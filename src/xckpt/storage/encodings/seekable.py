@@ -71,27 +71,7 @@ class SeekTable:
 def read_seek_table(
     read: Callable[[int, int], memoryview], offset: int, nbytes: int, decoded_nbytes: int
 ) -> SeekTable:
-    """Read and check the seek table at the end of a seekable stream.
-
-    Parameters
-    ----------
-    read : callable
-        ``read(offset, nbytes)`` gives bytes of the file.
-    offset, nbytes : int
-        Where the stream is in the file.
-    decoded_nbytes : int
-        How many bytes it must decode to.
-
-    Returns
-    -------
-    SeekTable
-        Consistent with the sizes given.
-
-    Raises
-    ------
-    FormatError
-        If there is no table, or it disagrees with them or with itself.
-    """
+    """Read and check the seek table at the end of a seekable stream."""
     end = offset + nbytes
     if nbytes < _TABLE_HEAD_NBYTES + _FOOTER_NBYTES:
         raise malformed(f"{nbytes} bytes are too few for a seek table", offset)
@@ -113,32 +93,7 @@ def read_seek_table(
 def read_frames(
     read: Callable[[int, int], memoryview], offset: int, table: SeekTable, start: int, stop: int
 ) -> memoryview:
-    """Decode a range of a seekable stream, from the frames that overlap it.
-
-    Parameters
-    ----------
-    read : callable
-        ``read(offset, nbytes)`` gives bytes of the file; called once, with the bytes of the
-        frames that are needed.
-    offset : int
-        Where the stream begins in the file.
-    table : SeekTable
-        Its seek table.
-    start, stop : int
-        Half-open range in the decoded bytes.
-
-    Returns
-    -------
-    memoryview
-        Exactly that range.
-
-    Raises
-    ------
-    FormatError
-        If a frame is corrupt or has another size than the table says.
-    ValueError
-        If the range is not in the decoded bytes.
-    """
+    """Decode a range of a seekable stream, from the frames that overlap it."""
     if not 0 <= start <= stop <= int(table.decoded[-1]):
         raise ValueError(f"{start}:{stop} is not in 0:{int(table.decoded[-1])}")
     if start == stop:
@@ -161,31 +116,7 @@ def read_seekable(  # noqa: PLR0917  where the stream is, and which part of it
     start: int,
     stop: int,
 ) -> memoryview:
-    """Decode a range of a seekable stream, reading only its table and the frames needed.
-
-    Parameters
-    ----------
-    read : callable
-        ``read(offset, nbytes)`` gives bytes of the file.
-    offset, nbytes : int
-        Where the stream is in the file.
-    decoded_nbytes : int
-        How many bytes it must decode to.
-    start, stop : int
-        Half-open range in the decoded bytes.
-
-    Returns
-    -------
-    memoryview
-        Exactly that range.
-
-    Raises
-    ------
-    FormatError
-        If the table or a frame is corrupt.
-    ValueError
-        If the range is not in the decoded bytes.
-    """
+    """Decode a range of a seekable stream, reading only its table and the frames needed."""
     table = read_seek_table(read, offset, nbytes, decoded_nbytes)
     return read_frames(read, offset, table, start, stop)
 

@@ -60,25 +60,7 @@ _END = bytes.fromhex("6f1c93d25ae84b07b6390dfe728145ac")
 
 
 def decompress(stored: Stored, nbytes: int) -> memoryview:
-    """Decode a whole stream.
-
-    Parameters
-    ----------
-    stored : memoryview, bytes or Blocks
-        All of the stream.
-    nbytes : int
-        How many bytes it must decode to.
-
-    Returns
-    -------
-    memoryview
-        The decoded bytes, in memory of their own.
-
-    Raises
-    ------
-    FormatError
-        If it is corrupt, cut short, or decodes to fewer or more bytes.
-    """
+    """Decode a whole stream."""
     decoded = allocate(stored, nbytes)
     decompress_into(stored, decoded)
     return decoded.data
@@ -120,15 +102,7 @@ def decompressed_nbytes(stored: Stored, limit: int) -> int:
 
 
 def stated_nbytes(head: memoryview | bytes, nbytes: int) -> int | None:
-    """Return the size that the headers of a stream's frames state for it; None if they do not.
-
-    Parameters
-    ----------
-    head : memoryview or bytes
-        The beginning of the stream. A frame that goes on behind it is taken for the last one.
-    nbytes : int
-        Size of the whole stream.
-    """
+    """Return the size that the headers of a stream's frames state for it; None if they do not."""
     total = at = 0
     while at < nbytes:
         if len(head) < min(nbytes, at + _LONGEST_HEADER):
@@ -171,30 +145,7 @@ def _end_of_blocks(head: memoryview | bytes, at: int) -> int | None:
 def decompressed_blocks(
     stored: Stored, nbytes: int, block_nbytes: int, skip: int = 0
 ) -> Iterator[memoryview]:
-    """Decode a whole stream block by block, in memory of constant size.
-
-    Parameters
-    ----------
-    stored : memoryview, bytes or Blocks
-        All of the stream.
-    nbytes : int
-        How many bytes it must decode to.
-    block_nbytes : int
-        Size of the blocks; the last may be smaller.
-    skip : int
-        How many decoded bytes come before these. Then the stream may go on after them.
-
-    Yields
-    ------
-    memoryview
-        The next decoded bytes; valid until the next ones are asked for.
-
-    Raises
-    ------
-    FormatError
-        If it is corrupt, cut short, or decodes to fewer or more bytes; the blocks before it have
-        been given by then.
-    """
+    """Decode a whole stream block by block, in memory of constant size."""
     _check_ratio(stored, nbytes)
     stream = _closed(stored)
     for start in range(0, skip, block_nbytes):
@@ -213,20 +164,7 @@ def decompressed_blocks(
 
 
 def decompress_into(stored: Stored, decoded: NDArray[np.uint8]) -> None:
-    """Decode a whole stream that must fill an array exactly.
-
-    Parameters
-    ----------
-    stored : memoryview, bytes or Blocks
-        All of the stream.
-    decoded : numpy.ndarray of uint8
-        Where the decoded bytes go.
-
-    Raises
-    ------
-    FormatError
-        If it is corrupt, cut short, or decodes to fewer or more bytes.
-    """
+    """Decode a whole stream that must fill an array exactly."""
     nbytes = len(decoded)
     with _decoding():
         stream = _closed(stored)
@@ -294,11 +232,7 @@ def _end_frame() -> bytes:
 
 
 def _closed(stored: Stored) -> Any:
-    """Read a stream with a known frame after it.
-
-    zstandard does not tell whether a stream ends between frames or inside one. If and only if it
-    ends between them, what follows it is a frame of its own, and the output ends with `_END`.
-    """
+    """Read a stream with a known frame after it."""
     # In two halves: where a header is cut in two by the end of a buffer, libzstd looks for the
     # frame at the start of the next buffer, and would find a whole one there.
     frame = _end_frame()
