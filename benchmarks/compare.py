@@ -13,8 +13,8 @@ import xarray as xr
 from benchmarks.checkpoints import WRITERS, write_ztensor
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
 from xckpt.opening import read_index
-from xckpt.stats import compare, stats
-from xckpt.stats import table as frame
+from xckpt.statistics import compare, stats
+from xckpt.statistics import table as frame
 
 GIB = 1 << 30
 ROW = 4096
@@ -129,9 +129,9 @@ def first_use(folder: Path) -> list[Result]:
     found = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / "compiled")!r}
-import xarray, dask.array, xckpt.stats, xckpt.variables
+import xarray, dask.array, xckpt.statistics, xckpt.variables
 start = time.perf_counter()
-xckpt.stats.compare(*{[str(path) for path in paths]!r}, cache=False)
+xckpt.compare(*{[str(path) for path in paths]!r}, cache=False)
 print(json.dumps({{"seconds": time.perf_counter() - start}}))
 """)
     return [Result("first use", found["seconds"] * 1000, "ms", "compiled, then kept", 3000)]
@@ -145,7 +145,7 @@ def memory(folder: Path) -> list[Result]:
     _write(paths[1], shapes, "bfloat16")
     found = in_fresh_process(f"""
 import threading
-import xarray, dask.array, tqdm.auto, xckpt.stats, xckpt.stats.pair_blocks, xckpt.variables
+import xarray, dask.array, tqdm.auto, xckpt.statistics.pair_blocks, xckpt.variables
 before, highest, done = peak()["anonymous"], 0, threading.Event()
 def watch():
     global highest
@@ -153,7 +153,7 @@ def watch():
         highest = max(highest, peak()["anonymous"])
 watcher = threading.Thread(target=watch)
 watcher.start()
-xckpt.stats.compare(*{[str(path) for path in paths]!r}, cache=False, progress=False)
+xckpt.compare(*{[str(path) for path in paths]!r}, cache=False, progress=False)
 done.set()
 watcher.join()
 print(json.dumps({{"peak": highest - before}}))

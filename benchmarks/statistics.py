@@ -12,7 +12,7 @@ import xarray as xr
 
 from benchmarks.checkpoints import write_ztensor
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
-from xckpt.stats import stats
+from xckpt.statistics import stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,9 +101,9 @@ def first_use(folder: Path) -> list[Result]:
         found = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / dtype)!r}
-import xarray, dask.array, xckpt.stats, xckpt.variables
+import xarray, dask.array, xckpt.statistics, xckpt.variables
 start = time.process_time()
-xckpt.stats.stats({str(path)!r}, cache=False)
+xckpt.stats({str(path)!r}, cache=False)
 print(json.dumps({{"seconds": time.process_time() - start}}))
 """)
         compiled = Result(
@@ -119,7 +119,7 @@ def memory(folder: Path) -> list[Result]:
     write_ztensor(path, {f"w{i}": [GIB // ROW, ROW] for i in range(16)}, "float32")
     found = in_fresh_process(f"""
 import threading, time
-import xarray, dask.array, tqdm.auto, xckpt.stats, xckpt.stats.blocks, xckpt.variables
+import xarray, dask.array, tqdm.auto, xckpt.statistics, xckpt.statistics.blocks, xckpt.variables
 before, highest, told, done = peak()["anonymous"], 0, [], threading.Event()
 def watch():
     global highest
@@ -128,7 +128,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 start = time.perf_counter()
-xckpt.stats.stats({str(path)!r}, cache=False, progress=lambda *_: told.append(time.perf_counter()))
+xckpt.stats({str(path)!r}, cache=False, progress=lambda *_: told.append(time.perf_counter()))
 seconds = time.perf_counter() - start
 done.set()
 watcher.join()

@@ -15,7 +15,7 @@ from xckpt.errors import CheckpointWarning
 from xckpt.exploring import OpenTensors, explore
 from xckpt.notebook.summary import index_summary
 from xckpt.sample import write_checkpoint
-from xckpt.stats import stats, table
+from xckpt.statistics import stats, table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -159,7 +159,7 @@ def test_every_public_name_is_there_and_listed() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"module 'xckpt' has no attribute 'raed_index'"):
+    with pytest.raises(AttributeError, match=r"xckpt.*raed_index"):
         _ = xckpt.raed_index
 
 

@@ -4,10 +4,9 @@ Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztens
 here is loaded on first use, so that ``import xckpt`` costs next to nothing.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from xckpt.errors import (
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.opening import read_index
     from xckpt.optimizers import join_optimizer
     from xckpt.references import references
-    from xckpt.stats import compare, findings, histogram, stats, table
+    from xckpt.statistics import compare, findings, histogram, stats, table
     from xckpt.steps import open_steps
     from xckpt.writing import append, convert, save, verify
 
@@ -60,47 +59,34 @@ __all__ = [
     "verify",
 ]
 
-_HOME = {
-    "CheckpointError": "xckpt.errors",
-    "CheckpointWarning": "xckpt.errors",
-    "FileChangedError": "xckpt.errors",
-    "FormatError": "xckpt.errors",
-    "Index": "xckpt.index",
-    "IntegrityError": "xckpt.errors",
-    "MissingShardError": "xckpt.errors",
-    "Part": "xckpt.index",
-    "PayloadMissingError": "xckpt.errors",
-    "Tensor": "xckpt.index",
-    "TooLargeError": "xckpt.errors",
-    "UnsupportedError": "xckpt.errors",
-    "append": "xckpt.writing",
-    "compare": "xckpt.stats",
-    "convert": "xckpt.writing",
-    "findings": "xckpt.stats",
-    "histogram": "xckpt.stats",
-    "join_optimizer": "xckpt.optimizers",
-    # %load_ext xckpt
-    "load_ipython_extension": "xckpt.notebook.extension",
-    "open_steps": "xckpt.steps",
-    "read_index": "xckpt.opening",
-    "references": "xckpt.references",
-    "save": "xckpt.writing",
-    "table": "xckpt.stats",
-    "unload_ipython_extension": "xckpt.notebook.extension",
-    "verify": "xckpt.writing",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name == "stats":
-        # The module of that name can be called, and is the function for all purposes.
-        return import_module("xckpt.stats")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, _, _ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "errors": [
+            "CheckpointError",
+            "CheckpointWarning",
+            "FileChangedError",
+            "FormatError",
+            "IntegrityError",
+            "MissingShardError",
+            "PayloadMissingError",
+            "TooLargeError",
+            "UnsupportedError",
+        ],
+        "index": ["Index", "Part", "Tensor"],
+        "notebook.extension": [
+            "load_ipython_extension",
+            "unload_ipython_extension",
+        ],  # %load_ext xckpt
+        "opening": ["read_index"],
+        "optimizers": ["join_optimizer"],
+        "references": ["references"],
+        "statistics": ["compare", "findings", "histogram", "stats", "table"],
+        "steps": ["open_steps"],
+        "writing": ["append", "convert", "save", "verify"],
+    },
+)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -275,7 +275,7 @@ class CheckpointAccessor:
         >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt.stats()["layers.mlp.w"].sel(statistic="std")  # doctest: +SKIP
         """
-        from xckpt.stats import QUANTILES, stats
+        from xckpt.statistics import QUANTILES, stats
 
         result = stats(
             self._obj,
@@ -310,7 +310,7 @@ class CheckpointAccessor:
         xarray.Dataset
             Every variable along ``bin`` and its stacked dimensions.
         """
-        from xckpt.stats import histogram
+        from xckpt.statistics import histogram
 
         return histogram(self._obj, bins, scale, **options)
 
@@ -327,7 +327,7 @@ class CheckpointAccessor:
         pandas.DataFrame
             With the columns ``tensor, rule, value, severity``; see `xckpt.findings`.
         """
-        from xckpt.stats import findings
+        from xckpt.statistics import findings
 
         return findings(self.stats() if stats is None else stats)
 
@@ -350,7 +350,7 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.compare("tuned.safetensors").ckpt.table()  # doctest: +SKIP
         """
-        from xckpt.stats import compare
+        from xckpt.statistics import compare
 
         return compare(self._obj, other, **options)
 
@@ -367,7 +367,7 @@ class CheckpointAccessor:
         TypeError, ValueError
             If these are no statistics.
         """
-        from xckpt.stats import table
+        from xckpt.statistics import table
 
         if not isinstance(self._obj, xr.Dataset):
             raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")

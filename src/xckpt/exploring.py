@@ -60,8 +60,8 @@ def explore(tensors: OpenTensors, summary: Summary) -> Any:
         text = "explore() needs anywidget: pip install 'xckpt[widgets]'; here is the summary"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
         return StaticSummary(summary)
-    from xckpt.stats.describe import statistic_names
-    from xckpt.stats.result import QUANTILES
+    from xckpt.statistics.describe import statistic_names
+    from xckpt.statistics.result import QUANTILES
 
     return Explorer(
         tensors.rows,
@@ -141,7 +141,7 @@ class OpenTensors:
         self, names: Sequence[str], report: Callable[[int, int], object]
     ) -> dict[str, dict[str, float]]:
         """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
-        from xckpt.stats.result import stats
+        from xckpt.statistics.result import stats
 
         numeric = [name for name in names if _has_numbers(self.variable(name))]
         result = stats(self._dataset(numeric), progress=report)
@@ -155,7 +155,7 @@ class OpenTensors:
         self, name: str, report: Callable[[int, int], object]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Count the elements of a tensor in bins, as `xckpt.notebook.explorer.Histogram`."""
-        from xckpt.stats import histogram
+        from xckpt.statistics import histogram
 
         bins: int | np.ndarray[Any, Any] = _BINS
         if self.variable(name).dtype.kind in "iu":
@@ -246,7 +246,7 @@ def _whole_edges(statistics: Mapping[str, float]) -> np.ndarray[Any, Any]:
 
 
 def _has_numbers(variable: xr.Variable) -> bool:
-    from xckpt.stats.kinds import require_numbers
+    from xckpt.statistics.kinds import require_numbers
 
     try:
         require_numbers(variable.dtype)

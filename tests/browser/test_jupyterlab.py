@@ -23,7 +23,7 @@ from tests.notebook.checkpoints import mixture_of_experts
 from xckpt.notebook.html import render
 from xckpt.notebook.summary import new_summary
 from xckpt.sample import write_checkpoint
-from xckpt.stats import stats
+from xckpt.statistics import stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import xckpt.stats
+import xckpt.statistics
 from xckpt.cli import main
 from xckpt.writing import save
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import xckpt.stats
+import xckpt.statistics
 from tests.hostile_names import HOSTILE
 from xckpt.plots import Plots
 
@@ -57,8 +57,8 @@ def test_a_comparison_is_not_made_again(
     base: xr.Dataset, tuned: xr.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = xckpt.compare(base, tuned)
-    monkeypatch.delattr("xckpt.stats.compare")
-    monkeypatch.setattr("xckpt.stats.compare", None, raising=False)
+    monkeypatch.delattr("xckpt.compare")
+    monkeypatch.setattr("xckpt.compare", None, raising=False)
     assert len(Plots(base).compare(found, names="l.*").patches) == 2
     ax = Plots(base).layers("rel_l2", stats=found)
     (line,) = ax.get_lines()

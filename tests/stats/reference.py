@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.blocks import Sketcher
-from xckpt.stats.describe import describe, statistic_names
-from xckpt.stats.kinds import kind_of
-from xckpt.stats.result import QUANTILES
-from xckpt.stats.sketch import Sketch, SketchSum
-from xckpt.stats.workspace import Workspace
+from xckpt.statistics.blocks import Sketcher
+from xckpt.statistics.describe import describe, statistic_names
+from xckpt.statistics.kinds import kind_of
+from xckpt.statistics.result import QUANTILES
+from xckpt.statistics.sketch import Sketch, SketchSum
+from xckpt.statistics.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,8 +10,8 @@ import pytest
 import xarray as xr
 
 from tests.stats.reference import exact_stats
-from xckpt.stats import stats
-from xckpt.stats.result import QUANTILES
+from xckpt.statistics import stats
+from xckpt.statistics.result import QUANTILES
 
 
 def dataset() -> xr.Dataset:
@@ -37,8 +37,8 @@ def test_each_row_is_described_alone(
     dim: Any, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small:  # rows are long then, and sketched like tensors; or a few at a time
-        monkeypatch.setattr("xckpt.stats.along.LONGEST_ROW", 64)
-        monkeypatch.setattr("xckpt.stats.entries.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.statistics.along.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.statistics.entries.LONGEST_ROW", 64)
     ds = dataset()
     st = stats(ds, dim=dim)
     reduced = (dim,) if isinstance(dim, str) else dim

@@ -10,7 +10,7 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import dtype_of
-from xckpt.stats import histogram
+from xckpt.statistics import histogram
 
 if TYPE_CHECKING:
     from pathlib import Path

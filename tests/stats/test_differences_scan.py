@@ -14,8 +14,8 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import model, write
-from xckpt.stats import compare, scan, stats
-from xckpt.stats.comparison import STATUSES
+from xckpt.statistics import compare, scan, stats
+from xckpt.statistics.comparison import STATUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -205,7 +205,7 @@ import threading
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.stats, xckpt.stats.pair_blocks, xckpt.backend
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.pair_blocks, xckpt.backend
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak
@@ -213,7 +213,7 @@ def watch():
         peak = max(peak, anonymous())
 watcher = threading.Thread(target=watch)
 watcher.start()
-xckpt.stats.compare(*{paths!r}, cache=False, progress=False)
+xckpt.compare(*{paths!r}, cache=False, progress=False)
 done.set()
 watcher.join()
 print(peak - before)

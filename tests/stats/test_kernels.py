@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.stats.reference import sketch_of
-from xckpt.stats.compiled import compiled
+from xckpt.statistics.compiled import compiled
 
 
 def test_without_a_folder_for_the_cache_they_are_compiled_each_time(
@@ -32,9 +32,9 @@ def test_without_a_folder_for_the_cache_they_are_compiled_each_time(
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_no_error() -> None:
     code = (
-        "import numpy, xarray, xckpt.stats\n"
+        "import numpy, xarray, xckpt.statistics\n"
         "ds = xarray.Dataset({'x': ('a', numpy.arange(5, dtype='uint8'))})\n"
-        "print(xckpt.stats.stats(ds)['x'].sel(statistic='mean').item())"
+        "print(xckpt.stats(ds)['x'].sel(statistic='mean').item())"
     )
     nowhere = {"NUMBA_CACHE_DIR": "/dev/null/a", "HOME": "/dev/null/b", "XCKPT_CACHE_DIR": ""}
     run = subprocess.run(  # noqa: S603  our own code

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stats.reference import sketch_of
-from xckpt.stats.compiled import merge as compiled_merge
-from xckpt.stats.moments import EMPTY, LEAF, MomentTree, merge, runs
+from xckpt.statistics.compiled import merge as compiled_merge
+from xckpt.statistics.moments import EMPTY, LEAF, MomentTree, merge, runs
 
 VALUES = np.random.default_rng(0).standard_normal(7 * LEAF + 1234).astype(np.float32) * 3 + 1
 

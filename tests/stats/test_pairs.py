@@ -27,24 +27,24 @@ from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError
 from xckpt.index import Part, Tensor
-from xckpt.stats import compare
-from xckpt.stats.comparison import MEASURES, ComparisonSum, measures
-from xckpt.stats.comparison import packed as pack
-from xckpt.stats.comparison import unpacked as unpack
-from xckpt.stats.differences import _compare_members, _Options
-from xckpt.stats.moments import LEAF
-from xckpt.stats.pairs import PairReader, SparsePairReader, array_of, pair_of
-from xckpt.stats.passes import Member
-from xckpt.stats.readers import ArrayReader, DenseReader, SparseReader, reader_of
-from xckpt.stats.stored import stored_pair
-from xckpt.stats.workspace import Workspace
+from xckpt.statistics import compare
+from xckpt.statistics.comparison import MEASURES, ComparisonSum, measures
+from xckpt.statistics.comparison import packed as pack
+from xckpt.statistics.comparison import unpacked as unpack
+from xckpt.statistics.differences import _compare_members, _Options
+from xckpt.statistics.moments import LEAF
+from xckpt.statistics.pairs import PairReader, SparsePairReader, array_of, pair_of
+from xckpt.statistics.passes import Member
+from xckpt.statistics.readers import ArrayReader, DenseReader, SparseReader, reader_of
+from xckpt.statistics.stored import stored_pair
+from xckpt.statistics.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from xckpt.stats.comparison import Comparison
-    from xckpt.stats.reader import Reader
+    from xckpt.statistics.comparison import Comparison
+    from xckpt.statistics.reader import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -55,7 +55,7 @@ def compare_readers(
     first: Reader, second: Reader, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
 ) -> Comparison:
     """Compare in this thread, in spans between cuts, the last one first."""
-    from xckpt.stats.pair_blocks import Comparer
+    from xckpt.statistics.pair_blocks import Comparer
 
     pair: Any = pickle.loads(pickle.dumps(pair_of(first, second)))
     total = ComparisonSum(pair.sides, pair.size)
@@ -297,7 +297,7 @@ def test_blocks_and_spans_do_not_matter() -> None:
 
 @given(st.lists(st.integers(0, 3 * LEAF + 7), max_size=6))
 def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
-    from xckpt.stats.pair_blocks import Comparer
+    from xckpt.statistics.pair_blocks import Comparer
 
     rng = np.random.default_rng(0)
     a = rng.standard_normal(3 * LEAF + 7)
@@ -376,8 +376,8 @@ def sparse_tensor(layout: Any, values: Array) -> CSRArray | COOArray:
 def test_layouts_and_memory_orders(
     piece: int, sliceable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", piece)
-    monkeypatch.setattr("xckpt.stats.pairs.is_mapped", lambda _: sliceable)
+    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.statistics.pairs.is_mapped", lambda _: sliceable)
     a = VALUES.copy()
     a[np.random.default_rng(1).random(a.shape) < 0.7] = 0
     b = a * np.float32(1.25)
@@ -431,8 +431,8 @@ def test_stored_bytes_that_mean_something_else() -> None:
 
 
 def test_three_axes_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", 400)
-    monkeypatch.setattr("xckpt.stats.pairs.is_mapped", lambda _: True)
+    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", 400)
+    monkeypatch.setattr("xckpt.statistics.pairs.is_mapped", lambda _: True)
     values = np.arange(11 * 13 * 17, dtype=np.float32).reshape(11, 13, 17)
     c = reader_of(dense(values, "float32", values.tobytes()))
     f = reader_of(dense(values, "float32", values.tobytes("F"), "F"))

@@ -20,16 +20,16 @@ from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError, IntegrityError
 from xckpt.index import Part, Tensor
-from xckpt.stats import stats
-from xckpt.stats.describe import describe
-from xckpt.stats.passes import Member, sketches
-from xckpt.stats.readers import ArrayReader, DenseReader, RawReader, reader_of
-from xckpt.stats.result import QUANTILES
-from xckpt.stats.workspace import Workspace
+from xckpt.statistics import stats
+from xckpt.statistics.describe import describe
+from xckpt.statistics.passes import Member, sketches
+from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader, reader_of
+from xckpt.statistics.result import QUANTILES
+from xckpt.statistics.workspace import Workspace
 from xckpt.storage import digests
 
 if TYPE_CHECKING:
-    from xckpt.stats.reader import Reader
+    from xckpt.statistics.reader import Reader
 
 NAMES = ("count", "nan", "inf", "zero", "min", "max", "absmax")
 
@@ -159,7 +159,7 @@ def test_sparse_tensors_count_implied_zeros(
     values[10:20] = 0
     lazy = sparse_tensor(layout, values)
     (whole,) = sketches([Member("t", reader_of(lazy))], cache=False)
-    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", piece)
+    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", piece)
     sketch = check(reader_of(lazy), values)
     assert sketch.dead == (values == 0).all(axis=1).sum() >= 10
     assert sketch.implied == prod(values.shape) - np.count_nonzero(values)
@@ -188,7 +188,7 @@ def test_sparse_tensors_are_never_made_dense() -> None:
 def test_anything_that_is_indexed_like_an_array(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.stats.readers._PIECE_NBYTES", 100)
+    monkeypatch.setattr("xckpt.statistics.readers._PIECE_NBYTES", 100)
     values = np.random.default_rng(0).standard_normal(shape)
     reader = ArrayReader(values)
     for start in range(0, max(1, values.size), 17):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.stats.checkpoints import write
-from xckpt.stats import stats
+from xckpt.statistics import stats
 
 if TYPE_CHECKING:
     from pathlib import Path

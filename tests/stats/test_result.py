@@ -15,7 +15,7 @@ import xarray as xr
 import xckpt
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import NAMES, exact_stats, stats_of
-from xckpt.stats import stats, table
+from xckpt.statistics import stats, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +55,11 @@ def test_all_ways_to_name_a_checkpoint_give_the_same(path: Path) -> None:
     xr.testing.assert_equal(one["embed"], first["embed"])
 
 
-def test_the_package_is_called_like_its_function(path: Path) -> None:
-    import xckpt.stats as package
+def test_the_function_is_not_hidden_by_a_room_of_its_name(path: Path) -> None:
+    import xckpt.statistics
 
-    assert callable(package)
-    xr.testing.assert_identical(package(path), stats(path))
+    assert xckpt.stats is xckpt.statistics.stats
+    xr.testing.assert_identical(xckpt.stats(path), stats(path))
 
 
 def test_element_types_are_those_that_are_stored(path: Path) -> None:

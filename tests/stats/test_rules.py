@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import model
-from xckpt.stats import findings, stats
+from xckpt.statistics import findings, stats
 
 
 def found(**tensors: Any) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import write
-from xckpt.stats import scan, stats
+from xckpt.statistics import scan, stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,9 +128,9 @@ def test_a_worker_that_is_killed_costs_time_only(
 
 
 def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:
-    from xckpt.stats.blocks import Sketcher
-    from xckpt.stats.kinds import kind_named
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.blocks import Sketcher
+    from xckpt.statistics.kinds import kind_named
+    from xckpt.statistics.workspace import Workspace
 
     workspace, kind = Workspace(), kind_named("float32")
     Sketcher(kind, 1000, 0, workspace).update(0, np.ones(1000, np.float32))
@@ -161,9 +161,9 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 38))
     code = (
-        "import sys, xckpt.stats\n"
+        "import sys, xckpt.statistics\n"
         "started = lambda *n: (print('on', flush=True), sys.stdout.flush())\n"
-        f"xckpt.stats.stats({str(path)!r}, cache=False, progress=started)\n"
+        f"xckpt.stats({str(path)!r}, cache=False, progress=started)\n"
     )
     with subprocess.Popen(  # noqa: S603  our own code
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -188,7 +188,7 @@ import threading, time
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.stats, xckpt.stats.blocks, xckpt.backend
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.blocks, xckpt.backend
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak
@@ -196,7 +196,7 @@ def watch():
         peak = max(peak, anonymous())
 watcher = threading.Thread(target=watch)
 watcher.start()
-xckpt.stats.stats({str(path)!r}, cache=False, progress=False)
+xckpt.stats({str(path)!r}, cache=False, progress=False)
 done.set()
 watcher.join()
 print(peak - before)

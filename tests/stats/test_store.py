@@ -12,8 +12,8 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import sketch_of
-from xckpt.stats import histogram, scan, stats
-from xckpt.stats.store import FOLDER, Store
+from xckpt.statistics import histogram, scan, stats
+from xckpt.statistics.store import FOLDER, Store
 from xckpt.storage import cache
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_an_interrupted_scan_goes_on(
 def test_a_large_tensor_goes_on_where_it_was(
     tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.stats.passes._STRETCH", 1 << 14)
+    monkeypatch.setattr("xckpt.statistics.passes._STRETCH", 1 << 14)
     monkeypatch.setattr(scan, "_TASK_NBYTES", 1 << 14)
     values = np.random.default_rng(0).standard_normal((1000, 200)).astype(np.float32)
     path = settled(write(tmp_path / "m.safetensors", {"w": values}))
@@ -182,7 +182,7 @@ def test_the_least_recently_used_files_go_first(
     stats(path)
     (old,) = _kept()
     settled(old)
-    monkeypatch.setattr("xckpt.stats.store._LARGEST_FOLDER", old.stat().st_size * 3 // 2)
+    monkeypatch.setattr("xckpt.statistics.store._LARGEST_FOLDER", old.stat().st_size * 3 // 2)
     stats(settled(write(tmp_path / "other.safetensors", model())))
     (left,) = _kept()
     assert left != old

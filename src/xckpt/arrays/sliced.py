@@ -91,7 +91,7 @@ def _within(outer: Any, inner: AxisKey) -> AxisKey:
 
 
 def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
-    """Return the chunks of a selection as dask does: those of the whole, without what is left out."""
+    """Return the chunks of a selection as dask does: those of the whole without the rest."""
     kept = zip(chunks, key, strict=True)
     return tuple([_cut(sizes, entry) for sizes, entry in kept if isinstance(entry, slice)])
 

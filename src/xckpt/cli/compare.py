@@ -68,9 +68,9 @@ def compare(
     Numbers are compared: a tensor and a copy of it in a larger type are the same. The exit status
     is 1 if there is any difference. With --json all tensors are listed.
     """
-    from xckpt.stats import compare as compute
-    from xckpt.stats import table
-    from xckpt.stats.comparison import MEASURES
+    from xckpt.statistics import compare as compute
+    from xckpt.statistics import table
+    from xckpt.statistics.comparison import MEASURES
 
     if rename is not None:
         _require_pattern(rename[0])

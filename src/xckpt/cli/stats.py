@@ -76,9 +76,9 @@ def stats(
     zeros, or with outliers; the exit status is 1 then if there are any but harmless ones. With
     --json both, with all columns.
     """
-    from xckpt.stats import QUANTILES, findings, table
-    from xckpt.stats import stats as compute
-    from xckpt.stats.describe import statistic_names
+    from xckpt.statistics import QUANTILES, findings, table
+    from xckpt.statistics import stats as compute
+    from xckpt.statistics.describe import statistic_names
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]

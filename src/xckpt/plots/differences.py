@@ -59,7 +59,7 @@ def draw_differences(
 def _table(obj: Any, other: Any, names: TensorFilter | None) -> pd.DataFrame:
     """Return what changed, most changed first."""
     from xckpt.labels import select
-    from xckpt.stats import compare, table
+    from xckpt.statistics import compare, table
 
     if isinstance(other, xr.Dataset) and "statistic" in other.dims:
         frame = table(other)

@@ -46,7 +46,7 @@ def draw_histogram(
 ) -> Axes:
     """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
     from xckpt.finding import find
-    from xckpt.stats import histogram
+    from xckpt.statistics import histogram
 
     require_matplotlib()
     result = histogram(obj if names is None else find(obj, names), bins, scale)
@@ -74,7 +74,7 @@ def draw_histogram(
 
 def _counts(result: xr.Dataset) -> dict[str, Counts]:
     """Return the counts of every tensor by its name in the file."""
-    from xckpt.stats.result import tensor_names
+    from xckpt.statistics.result import tensor_names
 
     coords = set(result.coords)
     rows = [

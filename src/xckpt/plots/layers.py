@@ -96,9 +96,9 @@ def _column(
 ) -> pd.Series[Any]:
     """Return the statistic of every tensor by its name in the file."""
     from xckpt.finding import find
-    from xckpt.stats import stats as compute
-    from xckpt.stats import table
-    from xckpt.stats.result import tensor_names
+    from xckpt.statistics import stats as compute
+    from xckpt.statistics import table
+    from xckpt.statistics.result import tensor_names
 
     if stats is None:
         stats = compute(obj if names is None else find(obj, names))

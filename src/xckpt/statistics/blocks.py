@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.compiled import fold, mark_rows
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.moments import LEAF, Moments, MomentTree, runs
-from xckpt.stats.rows import RowCount
-from xckpt.stats.sketch import Sketch
-from xckpt.stats.workspace import Tables
+from xckpt.statistics.compiled import fold, mark_rows
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.moments import LEAF, Moments, MomentTree, runs
+from xckpt.statistics.rows import RowCount
+from xckpt.statistics.sketch import Sketch
+from xckpt.statistics.workspace import Tables
 
 if TYPE_CHECKING:
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["SHORTEST_ROW", "Sketcher", "codes_of", "keys_of", "leaf_moments", "prepared"]
 

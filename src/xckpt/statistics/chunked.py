@@ -18,14 +18,14 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.stats import cluster
-from xckpt.stats.kinds import Kind, require_numbers
-from xckpt.stats.reader import share
+from xckpt.statistics import cluster
+from xckpt.statistics.kinds import Kind, require_numbers
+from xckpt.statistics.reader import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from xckpt.stats.scan import Operation
+    from xckpt.statistics.scan import Operation
 
 __all__ = ["ChunkedTensor", "run"]
 
@@ -79,7 +79,7 @@ class _ChunkTask:
     start: int
 
     def __call__(self, block: Any) -> Any:
-        from xckpt.stats.workspace import Workspace
+        from xckpt.statistics.workspace import Workspace
 
         if not hasattr(_thread, "workspace"):
             _thread.workspace = Workspace()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.moments import LEAF, MergeTree, runs
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.moments import LEAF, MergeTree, runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -220,7 +220,7 @@ class ComparisonSum:
         pieces.append(piece)
         if sum(len(a) for _, a, _ in pieces) < min(LEAF, self.size - leaf * LEAF):
             return
-        from xckpt.stats.pair_blocks import Comparer
+        from xckpt.statistics.pair_blocks import Comparer
 
         ordered = sorted(self._pieces.pop(leaf), key=_position)
         comparer = Comparer(self.sides, self.size)

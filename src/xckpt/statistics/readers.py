@@ -13,15 +13,15 @@ from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
-from xckpt.stats.kinds import kind_named, require_numbers
-from xckpt.stats.reader import Reader
+from xckpt.statistics.kinds import kind_named, require_numbers
+from xckpt.statistics.reader import Reader
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["ArrayReader", "DenseReader", "RawReader", "SparseReader", "reader_of"]
 

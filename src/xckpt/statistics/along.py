@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.kinds import kind_of
+from xckpt.statistics.kinds import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

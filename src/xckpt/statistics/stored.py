@@ -10,18 +10,18 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import SparseArray
-from xckpt.stats.comparison import Comparison
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.pairs import PairReader, array_of
-from xckpt.stats.reader import Reader
-from xckpt.stats.readers import RawReader
+from xckpt.statistics.comparison import Comparison
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.pairs import PairReader, array_of
+from xckpt.statistics.reader import Reader
+from xckpt.statistics.readers import RawReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["BytesPass", "StoredReader", "stored_pair"]
 

@@ -4,7 +4,7 @@ There is a file for each checkpoint, named by a digest of its path and identity,
 ``stats-1`` of the cache of this user (see `xckpt.storage.cache`). It is a sequence of records, each
 with a length and a checksum; what is not as it should be, such as a record that was being written
 when the machine stopped, ends the file. Records that cannot be true of their tensor are not
-believed (see `xckpt.stats.plausible`). Nothing here is needed: any of it may be deleted at any
+believed (see `xckpt.statistics.plausible`). Nothing here is needed: any of it may be deleted at any
 time, and where it cannot be written nothing is kept.
 """
 
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.plausible import require_sketch
-from xckpt.stats.sketch import Sketch
+from xckpt.statistics.plausible import require_sketch
+from xckpt.statistics.sketch import Sketch
 from xckpt.storage import cache
 
 if TYPE_CHECKING:

@@ -17,18 +17,18 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import Index
 from xckpt.labels.stacking import flat_names
-from xckpt.stats.along import LONGEST_ROW
-from xckpt.stats.chunked import ChunkedTensor
-from xckpt.stats.kinds import require_numbers
-from xckpt.stats.passes import Member
-from xckpt.stats.readers import ArrayReader, reader_of
+from xckpt.statistics.along import LONGEST_ROW
+from xckpt.statistics.chunked import ChunkedTensor
+from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.passes import Member
+from xckpt.statistics.readers import ArrayReader, reader_of
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.stats.reader import Reader
+    from xckpt.statistics.reader import Reader
 
 __all__ = ["Contents", "Entry", "contents_of", "member_names"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.exact import power_sums
-from xckpt.stats.kinds import kind_named
+from xckpt.statistics.exact import power_sums
+from xckpt.statistics.kinds import kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.sketch import Sketch
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.sketch import Sketch
 
 __all__ = ["Spectrum", "describe", "rank", "spectrum", "statistic_names"]
 

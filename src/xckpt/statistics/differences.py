@@ -12,7 +12,7 @@ import xarray as xr
 from xckpt.errors import CheckpointWarning
 from xckpt.opening import paused_collector
 from xckpt.progress import Progress
-from xckpt.stats.comparison import (
+from xckpt.statistics.comparison import (
     MEASURES,
     STATUSES,
     Comparison,
@@ -21,9 +21,9 @@ from xckpt.stats.comparison import (
     packed,
     unpacked,
 )
-from xckpt.stats.entries import contents_of
-from xckpt.stats.layout import deferred, laid_out
-from xckpt.stats.matching import (
+from xckpt.statistics.entries import contents_of
+from xckpt.statistics.layout import deferred, laid_out
+from xckpt.statistics.matching import (
     Renaming,
     Row,
     by_position,
@@ -32,20 +32,20 @@ from xckpt.stats.matching import (
     matched,
     renaming,
 )
-from xckpt.stats.passes import Member, one_pass
-from xckpt.stats.plausible import require_comparison
-from xckpt.stats.store import Store, open_stores
-from xckpt.stats.stored import BytesPass, stored_pair
+from xckpt.statistics.passes import Member, one_pass
+from xckpt.statistics.plausible import require_comparison
+from xckpt.statistics.store import Store, open_stores
+from xckpt.statistics.stored import BytesPass, stored_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.stats.comparison import Sides
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.pair_blocks import Comparer
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.comparison import Sides
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.pair_blocks import Comparer
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["compare"]
 
@@ -89,7 +89,7 @@ def compare(
     -------
     xarray.Dataset
         Each variable of `a` with the dimension ``statistic`` first, then those along which tensors
-        are stacked; then a variable for each tensor that only `b` has. `xckpt.stats.table` lays it
+        are stacked; then a variable for each tensor that only `b` has. `xckpt.table` lays it
         out with one row for each tensor, most changed first.
 
         ==================  ====================================================================
@@ -172,7 +172,7 @@ class ComparePass:
         self, kind: Kind, size: int, row: int, argument: Sides, workspace: Workspace
     ) -> Comparer:
         """Begin with some pairs of elements."""
-        from xckpt.stats.pair_blocks import Comparer
+        from xckpt.statistics.pair_blocks import Comparer
 
         return Comparer(argument, size)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.kinds import kind_named
+from xckpt.statistics.kinds import kind_named
 
 if TYPE_CHECKING:
-    from xckpt.stats.kinds import Kind
+    from xckpt.statistics.kinds import Kind
 
 __all__ = ["PowerSums", "power_sums"]
 

@@ -11,19 +11,19 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.sparse import flat_positions
 from xckpt.errors import locating
-from xckpt.stats.chunked import ChunkedTensor
-from xckpt.stats.comparison import Sides
-from xckpt.stats.kinds import require_numbers
-from xckpt.stats.moments import LEAF
-from xckpt.stats.reader import Reader
-from xckpt.stats.readers import ArrayReader, SparseReader
+from xckpt.statistics.chunked import ChunkedTensor
+from xckpt.statistics.comparison import Sides
+from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.moments import LEAF
+from xckpt.statistics.reader import Reader
+from xckpt.statistics.readers import ArrayReader, SparseReader
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.arrays.sparse import SparseArray
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["ChunkedPair", "PairReader", "array_of", "pair_of", "shape_of"]
 
@@ -95,7 +95,7 @@ class PairReader(Reader):
 
     def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
         """Read some of the pairs; see `Reader.blocks`."""
-        from xckpt.stats.workspace import Workspace
+        from xckpt.statistics.workspace import Workspace
 
         itemsizes = self.first.kind.itemsize, self.second.kind.itemsize
         leaves = max(1, workspace.buffer.nbytes // (sum(itemsizes) * LEAF))

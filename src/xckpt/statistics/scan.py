@@ -14,19 +14,19 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xckpt.errors import locating
-from xckpt.stats import cluster
-from xckpt.stats.moments import LEAF
-from xckpt.stats.reader import share
-from xckpt.stats.readers import SparseReader
+from xckpt.statistics import cluster
+from xckpt.statistics.moments import LEAF
+from xckpt.statistics.reader import share
+from xckpt.statistics.readers import SparseReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
 
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.reader import Reader
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.reader import Reader
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["Accumulator", "Job", "Operation", "Span", "Task", "cpu_count", "run", "scan_spans"]
 
@@ -198,7 +198,7 @@ def _spans(number: int, job: Job, target: int) -> Iterator[Span]:
 def _run_on_threads(
     tasks: Iterator[Task], operation: Operation, deliver: Callable[[Task, list[Any]], None]
 ) -> None:
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.workspace import Workspace
 
     local = threading.local()
     stop = threading.Event()

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.blocks import SHORTEST_ROW
-from xckpt.stats.moments import LEAF, runs
-from xckpt.stats.readers import SparseReader
-from xckpt.stats.rows import RowCount
+from xckpt.statistics.blocks import SHORTEST_ROW
+from xckpt.statistics.moments import LEAF, runs
+from xckpt.statistics.readers import SparseReader
+from xckpt.statistics.rows import RowCount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.stats.comparison import Comparison
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.reader import Reader
-    from xckpt.stats.sketch import Sketch
+    from xckpt.statistics.comparison import Comparison
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.reader import Reader
+    from xckpt.statistics.sketch import Sketch
 
 __all__ = ["require_comparison", "require_sketch"]
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.describe import rank, spectrum
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.passes import one_pass
+from xckpt.statistics.describe import rank, spectrum
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.passes import one_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.progress import Progress
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.passes import Member
-    from xckpt.stats.sketch import Sketch
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.passes import Member
+    from xckpt.statistics.sketch import Sketch
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["Search", "refine"]
 
@@ -82,8 +82,8 @@ class _Counter:
 
     def update(self, start: int, values: Array) -> None:
         """Add elements."""
-        from xckpt.stats.blocks import codes_of, keys_of, prepared
-        from xckpt.stats.compiled import narrow
+        from xckpt.statistics.blocks import codes_of, keys_of, prepared
+        from xckpt.statistics.compiled import narrow
 
         self.seen += len(values)
         values = prepared(values, self.kind)

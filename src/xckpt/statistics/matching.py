@@ -13,15 +13,15 @@ import xarray as xr
 
 from xckpt.errors import shown
 from xckpt.labels.selection import select
-from xckpt.stats.comparison import MEASURES, STATUSES
-from xckpt.stats.entries import Entry
-from xckpt.stats.pairs import ChunkedPair, PairReader, pair_of, shape_of
+from xckpt.statistics.comparison import MEASURES, STATUSES
+from xckpt.statistics.entries import Entry
+from xckpt.statistics.pairs import ChunkedPair, PairReader, pair_of, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from xckpt.labels import TensorFilter
-    from xckpt.stats.passes import Member
+    from xckpt.statistics.passes import Member
 
 __all__ = [
     "Renaming",

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.stats.compiled import compiled, inlined
-from xckpt.stats.moments import LEAF
+from xckpt.statistics.compiled import compiled, inlined
+from xckpt.statistics.moments import LEAF
 
 __all__ = ["LANES", "count_floats", "count_integers", "count_patterns"]
 

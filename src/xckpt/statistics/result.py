@@ -11,13 +11,13 @@ import numpy as np
 from xckpt.errors import shown
 from xckpt.opening import paused_collector
 from xckpt.progress import Progress
-from xckpt.stats.along import describe_rows
-from xckpt.stats.comparison import ranked
-from xckpt.stats.describe import describe, statistic_names
-from xckpt.stats.entries import contents_of, member_names
-from xckpt.stats.layout import deferred, laid_out
-from xckpt.stats.passes import sketches
-from xckpt.stats.refine import Search, refine
+from xckpt.statistics.along import describe_rows
+from xckpt.statistics.comparison import ranked
+from xckpt.statistics.describe import describe, statistic_names
+from xckpt.statistics.entries import contents_of, member_names
+from xckpt.statistics.layout import deferred, laid_out
+from xckpt.statistics.passes import sketches
+from xckpt.statistics.refine import Search, refine
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.progress import ProgressOption
-    from xckpt.stats.entries import Contents, Entry
-    from xckpt.stats.passes import Member
-    from xckpt.stats.sketch import Sketch
+    from xckpt.statistics.entries import Contents, Entry
+    from xckpt.statistics.passes import Member
+    from xckpt.statistics.sketch import Sketch
 
 __all__ = ["QUANTILES", "stats", "table", "tensor_names"]
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats import kernels
-from xckpt.stats.moments import LEAF
+from xckpt.statistics import kernels
+from xckpt.statistics.moments import LEAF
 
 if TYPE_CHECKING:
-    from xckpt.stats.kinds import Kind
+    from xckpt.statistics.kinds import Kind
 
 __all__ = ["Tables", "Workspace"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.stats.compiled import compiled
-from xckpt.stats.kernels import LANES
-from xckpt.stats.moments import LEAF
+from xckpt.statistics.compiled import compiled
+from xckpt.statistics.kernels import LANES
+from xckpt.statistics.moments import LEAF
 
 __all__ = ["SUMS", "TINY", "add_up", "compare_floats"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from xckpt.stats import moments
+from xckpt.statistics import moments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.opening import paused_collector
 from xckpt.progress import Progress
-from xckpt.stats import chunked, scan
-from xckpt.stats.chunked import ChunkedTensor
-from xckpt.stats.reader import share
-from xckpt.stats.sketch import Sketch, SketchSum
-from xckpt.stats.store import open_stores
+from xckpt.statistics import chunked, scan
+from xckpt.statistics.chunked import ChunkedTensor
+from xckpt.statistics.reader import share
+from xckpt.statistics.sketch import Sketch, SketchSum
+from xckpt.statistics.store import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.stats.blocks import Sketcher
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.reader import Reader
-    from xckpt.stats.scan import Operation
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.blocks import Sketcher
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.reader import Reader
+    from xckpt.statistics.scan import Operation
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["Member", "one_pass", "sketches"]
 
@@ -51,7 +51,7 @@ class SketchPass:
         self, kind: Kind, size: int, row: int, argument: Any, workspace: Workspace
     ) -> Sketcher:
         """Begin with some elements of a tensor."""
-        from xckpt.stats.blocks import Sketcher
+        from xckpt.statistics.blocks import Sketcher
 
         return Sketcher(kind, size, row, workspace)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xckpt.stats.result import table, tensor_names
+from xckpt.statistics.result import table, tensor_names
 
 if TYPE_CHECKING:
     import pandas as pd

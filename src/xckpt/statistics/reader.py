@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from xckpt.stats.chunked import ChunkedTensor
-    from xckpt.stats.kinds import Kind
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.chunked import ChunkedTensor
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.workspace import Workspace
 
 __all__ = ["Reader", "share"]
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from xckpt.stats.scan import Operation, Task
+    from xckpt.statistics.scan import Operation, Task
 
 __all__ = ["active_client", "run"]
 
@@ -69,8 +69,8 @@ def run(
 
 def _work(task: Task, operation: Operation) -> list[Any]:
     """Do one task in a worker."""
-    from xckpt.stats.scan import scan_spans
-    from xckpt.stats.workspace import Workspace
+    from xckpt.statistics.scan import scan_spans
+    from xckpt.statistics.workspace import Workspace
 
     if not hasattr(_thread, "workspace"):
         _thread.workspace = Workspace()

@@ -8,10 +8,10 @@ import numpy as np
 import xarray as xr
 
 from xckpt.progress import Progress
-from xckpt.stats.describe import spectrum
-from xckpt.stats.entries import contents_of
-from xckpt.stats.passes import sketches
-from xckpt.stats.store import packed, unpacked
+from xckpt.statistics.describe import spectrum
+from xckpt.statistics.entries import contents_of
+from xckpt.statistics.passes import sketches
+from xckpt.statistics.store import packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from xckpt.progress import ProgressOption
-    from xckpt.stats.describe import Spectrum
-    from xckpt.stats.sketch import Sketch
+    from xckpt.statistics.describe import Spectrum
+    from xckpt.statistics.sketch import Sketch
 
 __all__ = ["histogram"]
 

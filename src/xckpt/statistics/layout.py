@@ -11,7 +11,7 @@ import xarray as xr
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from xckpt.stats.entries import Contents, Entry
+    from xckpt.statistics.entries import Contents, Entry
 
 __all__ = ["deferred", "laid_out"]
 

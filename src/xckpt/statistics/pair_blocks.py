@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats import pair_kernels
-from xckpt.stats.blocks import prepared
-from xckpt.stats.comparison import Comparison, SumTree, folded
-from xckpt.stats.kernels import LANES
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.moments import LEAF
-from xckpt.stats.pair_kernels import SUMS, TINY
+from xckpt.statistics import pair_kernels
+from xckpt.statistics.blocks import prepared
+from xckpt.statistics.comparison import Comparison, SumTree, folded
+from xckpt.statistics.kernels import LANES
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.moments import LEAF
+from xckpt.statistics.pair_kernels import SUMS, TINY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.stats.comparison import Sides
+    from xckpt.statistics.comparison import Sides
 
 __all__ = ["Comparer"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.stats.kinds import kind_named
-from xckpt.stats.moments import EMPTY, LEAF, Moments, MomentTree, merge
-from xckpt.stats.rows import RowCount
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.moments import EMPTY, LEAF, Moments, MomentTree, merge
+from xckpt.statistics.rows import RowCount
 
 if TYPE_CHECKING:
-    from xckpt.stats.kinds import Kind
+    from xckpt.statistics.kinds import Kind
 
 __all__ = ["Sketch", "SketchSum"]
 
@@ -155,7 +155,7 @@ class SketchSum:
         pieces.append((start, values))
         missing = min(LEAF, self.size - leaf * LEAF) - sum(len(v) for _, v in pieces)
         if missing == 0:
-            from xckpt.stats.blocks import leaf_moments
+            from xckpt.statistics.blocks import leaf_moments
 
             del self._pieces[leaf]
             whole = np.concatenate([v for _, v in sorted(pieces, key=_first)])
