@@ -17,7 +17,7 @@ import dask.array as da
 
 from benchmarks.checkpoints import mixture_of_experts
 from benchmarks.measuring import Result, table
-from xckpt.datasets import make_dataset
+from xckpt.dataset import make_dataset
 from xckpt.index import Index, Part, Shard, Tensor
 from xckpt.opening import paused_collector
 from xckpt.options import OpenOptions

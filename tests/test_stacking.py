@@ -23,7 +23,7 @@ from tests.formats.burnpack_files import dense as burnpack_dense
 from tests.formats.ztensor_files import dense_v1, v1_file
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.datasets import make_dataset
+from xckpt.dataset import make_dataset
 from xckpt.options import OpenOptions
 from xckpt.stacking import member_names
 

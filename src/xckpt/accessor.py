@@ -229,7 +229,7 @@ class CheckpointAccessor:
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")  # doctest: +SKIP
         """
-        from xckpt.finding import find
+        from xckpt.tensors import find
 
         return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
 
@@ -590,7 +590,7 @@ class CheckpointAccessor:
 
     def _variables(self) -> Iterator[tuple[str, xr.Variable, Mapping[Any, xr.Variable]]]:
         """Walk all data variables, with their flat names and the indexes they are stacked along."""
-        from xckpt.flat import flatten
+        from xckpt.tensors import flatten
 
         flat = flatten(self._obj)
         indexes = {path: flat.indexes(path) for path in flat.coords}

@@ -126,7 +126,7 @@ class CheckpointBackend(BackendEntrypoint):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
         """
-        from xckpt.datasets import make_dataset
+        from xckpt.dataset import make_dataset
         from xckpt.opening import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
@@ -151,7 +151,7 @@ class CheckpointBackend(BackendEntrypoint):
             By path, modules with tensors only; ``"/"`` is always there and has the attributes of
             the file.
         """
-        from xckpt.datasets import make_groups
+        from xckpt.dataset import make_groups
         from xckpt.opening import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)

@@ -10,11 +10,11 @@ import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning
-from xckpt.flat import flatten, tensor_name
 from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import storage_words
 from xckpt.opening import paused_collector
 from xckpt.stacking import member_names, member_variables
+from xckpt.tensors import flatten, tensor_name
 from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:

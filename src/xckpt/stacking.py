@@ -19,13 +19,17 @@ from xarray.core.indexing import ExplicitlyIndexed
 from xckpt.arrays.chunks import target_nbytes
 from xckpt.arrays.graph import TensorGraph, tensor_array
 from xckpt.arrays.stacked import StackedArray
-from xckpt.datasets import StackMarks, add_coords, stack_mark
+from xckpt.dataset import (
+    StackMarks,
+    add_coords,
+    stack_mark,
+    stacked_modules,
+    warn_of_unknown_modules,
+)
 from xckpt.errors import shown
-from xckpt.flat import Flat, flatten, rebuild
 from xckpt.labels import tree_paths
-from xckpt.labels.attributes import stacked_attrs
-from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree, words
-from xckpt.listing import stacked_modules, warn_of_unknown_modules
+from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree, stacked_attrs, words
+from xckpt.tensors import Flat, flatten, rebuild
 from xckpt.variables import LazyVariable, Member, Members, preferred_chunks
 
 if TYPE_CHECKING:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xckpt import formats
 from xckpt.backend import described
-from xckpt.datasets import make_dataset
+from xckpt.dataset import kind_of, make_dataset
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, select
-from xckpt.labels.attributes import stacked_attrs
-from xckpt.labels.numbered import is_index
-from xckpt.listing import kind_of
+from xckpt.labels.stacking import is_index, stacked_attrs
 from xckpt.opening import format_of, open_index, paused_collector
 from xckpt.options import OpenOptions
 from xckpt.sharding import FileList, Opened, list_files, merge

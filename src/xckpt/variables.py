@@ -20,8 +20,8 @@ from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
 if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
     from xckpt.arrays.stacked import TensorArrays
+    from xckpt.dataset import Listed
     from xckpt.index import Part, Tensor
-    from xckpt.listing import Listed
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 

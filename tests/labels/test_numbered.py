@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xckpt.labels.numbered import is_index, numbered
-from xckpt.labels.stacking import flat_names, numbered_modules, stack
+from xckpt.labels.stacking import flat_names, is_index, numbered, numbered_modules, stack
 from xckpt.notebook.folding import Row, _indexed
 from xckpt.notebook.modules import ModuleTree, sizes_table
 from xckpt.plots.treemap import _tree

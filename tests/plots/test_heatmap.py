@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.plots.pictures import legend_texts
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.datasets import make_dataset
+from xckpt.dataset import make_dataset
 from xckpt.options import OpenOptions
 from xckpt.plots import Plots, heatmap
 from xckpt.plots.heatmap import sampled

@@ -12,15 +12,28 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.labels.numbered import numbered
+import numpy as np
+
 from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Stack", "flat_names", "numbered_modules", "stack", "stack_in_tree", "words"]
+__all__ = [
+    "Numbered",
+    "Stack",
+    "StackedAttrs",
+    "flat_names",
+    "is_index",
+    "numbered",
+    "numbered_modules",
+    "stack",
+    "stack_in_tree",
+    "stacked_attrs",
+    "words",
+]
 
 _Path = tuple[str, ...]
 _Position = tuple[int, ...]
@@ -299,3 +312,102 @@ class _FreeNames:
             name = f"{wanted}_{self._numbers[wanted]}"
         self._taken.add(name)
         return name
+
+
+# What an index stands after where it stands first, as the layers of a bare sequence do.
+_FIRST = "index"
+# Digits of an index: coordinates have 64-bit integers, and int refuses more than 4300 digits.
+_LONGEST_INDEX = 18
+
+
+class Numbered(NamedTuple):
+    """A name taken apart: its components with None for indices, what these number, and they."""
+
+    template: tuple[str | None, ...]
+    bases: tuple[str, ...]
+    indices: tuple[str, ...]
+
+
+def is_index(component: str) -> bool:
+    """Return whether a component of a name is a whole number; zeros may stand in front."""
+    # isdigit alone takes "³" and other scripts.
+    return component.isdigit() and component.isascii() and len(component) <= _LONGEST_INDEX
+
+
+def numbered(components: Sequence[str], only: Collection[str] | None = None) -> Numbered:
+    """Find the indices in a name: all, or those that stand after certain components."""
+    template: list[str | None] = []
+    bases: list[str] = []
+    indices: list[str] = []
+    base = _FIRST
+    for component in components:
+        # Asked first, because of a hundred thousand names most components are words.
+        if component.isdigit() and is_index(component) and (only is None or base in only):
+            template.append(None)
+            bases.append(base or _FIRST)
+            indices.append(component)
+        else:
+            template.append(component)
+            base = component
+    return Numbered(tuple(template), tuple(bases), tuple(indices))
+
+
+_MISSING = object()
+# Longer texts as a fixed-width array would take the longest one's memory for every tensor.
+_LONGEST_TEXT = 64
+
+
+class StackedAttrs(NamedTuple):
+    """Attributes of the members of a stack.
+
+    Parameters
+    ----------
+    shared : dict
+        Those that all members have, with one value.
+    along : dict of str to array
+        Those that all members have, with different values that fit an array: one for each
+        member, flat.
+    dropped : list of str
+        Names of the others.
+    """
+
+    shared: dict[str, Any]
+    along: dict[str, np.ndarray[Any, Any]]
+    dropped: list[str]
+
+
+def stacked_attrs(members: Sequence[Mapping[str, Any]]) -> StackedAttrs:
+    """Split the attributes of the members of a stack."""
+    found = StackedAttrs({}, {}, [])
+    if not any(members):
+        return found
+    names = dict.fromkeys(name for attrs in members for name in attrs)
+    for name in names:
+        values = [attrs.get(name, _MISSING) for attrs in members]
+        if all(_equal(value, values[0]) for value in values[1:]):
+            found.shared[name] = values[0]
+            continue
+        array = _as_array(values)
+        if array is None:
+            found.dropped.append(name)
+        else:
+            found.along[name] = array
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    # 1, 1.0 and True are equal, but not the same value in a file.
+    if a is b:
+        return True
+    return type(a) is type(b) and not isinstance(a, np.ndarray) and bool(a == b)
+
+
+def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
+    """Make an array of scalars of one type; None if they are none."""
+    kinds = {type(value) for value in values}
+    if len(kinds) != 1 or not kinds <= {bool, int, float, str}:
+        return None
+    if kinds == {str}:
+        return np.array(values, None if max(map(len, values)) <= _LONGEST_TEXT else object)
+    array = np.array(values)
+    return None if array.dtype == object else array

@@ -26,7 +26,7 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.labels.numbered import is_index
+from xckpt.labels.stacking import is_index
 from xckpt.notebook.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:

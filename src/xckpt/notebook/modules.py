@@ -7,7 +7,7 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from xckpt.labels.numbered import numbered
+from xckpt.labels.stacking import numbered
 from xckpt.notebook.folding import fold, indices_text
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, shortened
 from xckpt.notebook.words import shapes_text

@@ -45,8 +45,8 @@ def draw_histogram(
     **style: Any,
 ) -> Axes:
     """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
-    from xckpt.finding import find
     from xckpt.statistics import histogram
+    from xckpt.tensors import find
 
     require_matplotlib()
     result = histogram(obj if names is None else find(obj, names), bins, scale)

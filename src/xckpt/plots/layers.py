@@ -95,10 +95,10 @@ def _column(
     obj: Any, statistic: str, names: TensorFilter | None, stats: xr.Dataset | None
 ) -> pd.Series[Any]:
     """Return the statistic of every tensor by its name in the file."""
-    from xckpt.finding import find
     from xckpt.statistics import stats as compute
     from xckpt.statistics import table
     from xckpt.statistics.result import tensor_names
+    from xckpt.tensors import find
 
     if stats is None:
         stats = compute(obj if names is None else find(obj, names))

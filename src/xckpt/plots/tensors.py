@@ -6,11 +6,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
-from xckpt.flat import flatten
 from xckpt.labels import select
 from xckpt.labels.selection import closest
 from xckpt.notebook.folding import Row
 from xckpt.stacking import member_names, member_variables
+from xckpt.tensors import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

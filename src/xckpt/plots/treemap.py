@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.labels.numbered import numbered
+from xckpt.labels.stacking import numbered
 from xckpt.notebook.formatting import binary_size, columns, printable, share, shortened
 from xckpt.plots.axes import add_legend, line_styles, luminance, new_axes, require_matplotlib, write
 from xckpt.plots.tensors import tensor_rows

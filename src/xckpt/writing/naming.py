@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
-from xckpt.flat import flatten
 from xckpt.stacking import member_variables
+from xckpt.tensors import flatten
 from xckpt.writing.casting import element_type
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from xckpt.flat import Flat
+    from xckpt.tensors import Flat
     from xckpt.writing.fitting import Notes
 
 __all__ = ["named_variables"]

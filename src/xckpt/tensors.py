@@ -1,17 +1,23 @@
-"""Datasets and trees seen alike: variables by the flat names of their tensors, and back."""
+"""An open Dataset or tree as its tensors: variables by flat names, chosen, and put back."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import xarray as xr
+from dask.utils import parse_bytes
 
-from xckpt.labels import flat_name, tree_paths
+from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.labels import TensorFilter, flat_name, select, tree_paths
+from xckpt.labels.selection import closest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Flat", "flatten", "rebuild", "tensor_name"]
+__all__ = ["Flat", "find", "flatten", "rebuild", "tensor_name"]
 
 
 class Flat(NamedTuple):
@@ -88,6 +94,29 @@ def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
     return xr.DataTree.from_dict(datasets, name=obj.name)
 
 
+def find(
+    obj: xr.Dataset | xr.DataTree,
+    names: TensorFilter | None = None,
+    *,
+    dtype: Any = None,
+    min_bytes: int | str = 0,
+) -> Any:
+    """Choose variables by name, element type and size, in time proportional to their number."""
+    flat = flatten(obj)
+    dtypes = None if dtype is None else _dtypes(dtype)
+    least = parse_bytes(min_bytes)
+    known = {str(name): name for name in flat.variables}
+    matching = select(known, names)
+    if not matching and known and names is not None:
+        _warn(known, names)
+    chosen = {}
+    for text in matching:
+        variable = flat.variables[known[text]]
+        if _stored_nbytes(variable) >= least and (dtypes is None or _stored(variable) in dtypes):
+            chosen[known[text]] = variable
+    return rebuild(obj, Flat(chosen, {}, flat.coords))
+
+
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
     if isinstance(obj, xr.Dataset):
         yield "/", obj
@@ -104,3 +133,26 @@ def _dataset(
     new = xr.Dataset(variables, kept, old.attrs)
     new.encoding = dict(old.encoding)
     return new
+
+
+def _dtypes(wanted: Any) -> set[np.dtype[Any]]:
+    return {
+        stored_dtype(each) if each in ELEMENT_TYPES else np.dtype(each)
+        for each in (wanted if isinstance(wanted, list | tuple | set) else [wanted])
+    }
+
+
+def _stored(variable: xr.Variable) -> Any:
+    return variable.encoding.get("stored_dtype", variable.dtype)
+
+
+def _stored_nbytes(variable: xr.Variable) -> int:
+    nbytes: int = variable.encoding.get("nbytes", variable.nbytes)
+    return nbytes
+
+
+def _warn(known: dict[str, Any], names: TensorFilter) -> None:
+    alike = ", ".join(shown(name) for name in closest(known, names))
+    hint = f"; similar names: {alike}" if alike else ""
+    text = f"{names!r} matches none of the {len(known)} variables{hint}"
+    warnings.warn(text, CheckpointWarning, stacklevel=4)
