@@ -18,8 +18,7 @@ import dask.array as da
 from benchmarks.checkpoints import mixture_of_experts
 from benchmarks.measuring import Result, table
 from xckpt.dataset import make_dataset
-from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.opening import paused_collector
+from xckpt.index import Index, Part, Shard, Tensor, paused_collector
 from xckpt.options import OpenOptions
 from xckpt.storage.shard import ShardedSource
 from xckpt.storage.source import Source

@@ -12,10 +12,11 @@ import xarray as xr
 import xckpt
 from tests.formats import mlcp_files, primitiv_files
 from xckpt.errors import CheckpointWarning
-from xckpt.exploring import OpenTensors, explore
+from xckpt.exploring import compute, explore, histogram
 from xckpt.notebook.summary import index_summary
 from xckpt.sample import write_checkpoint
 from xckpt.statistics import stats, table
+from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +80,7 @@ def test_code_gives_the_tensor(obj: Any, path: Path) -> None:
 def test_statistics_are_those_of_the_file(obj: Any) -> None:
     tensors = OpenTensors(obj)
     names = [row.name for row in tensors.rows]
-    found = tensors.compute(names, ignore)
+    found = compute(tensors, names, ignore)
     expected = table(stats(obj)).T.to_dict()
     assert found.keys() == expected.keys()
     for name, values in found.items():
@@ -89,8 +90,8 @@ def test_statistics_are_those_of_the_file(obj: Any) -> None:
 def test_a_histogram_counts_all_finite_elements(obj: Any) -> None:
     tensors = OpenTensors(obj)
     for row in tensors.rows[::5]:
-        edges, counts = tensors.histogram(row.name, ignore)
-        values = tensors.compute([row.name], ignore)[row.name]
+        edges, counts = histogram(tensors, row.name, ignore)
+        values = compute(tensors, [row.name], ignore)[row.name]
         assert counts.sum() == values["count"] - values["nan"] - values["inf"]
         assert len(edges) == len(counts) + 1
         # One value alone is in the middle of all bins.
@@ -104,7 +105,7 @@ def test_a_histogram_counts_all_finite_elements(obj: Any) -> None:
 def test_bins_have_as_many_whole_numbers(low: int, high: int) -> None:
     values = np.unique(np.linspace(low, high, 3000).astype(np.int64))
     tensors = OpenTensors(xr.Dataset({"n": ("x", values)}))
-    edges, counts = tensors.histogram("n", ignore)
+    edges, counts = histogram(tensors, "n", ignore)
     assert counts.sum() == len(values)
     assert len(set(np.diff(edges))) == 1
     assert (edges % 1 == 0.5).all()
@@ -121,8 +122,8 @@ def test_computing_reports_and_can_be_stopped(path: Path) -> None:
 
     reports: list[tuple[int, int]] = []
     with pytest.raises(InterruptedError):
-        tensors.compute(["lm_head.weight"], stop)
-    tensors.compute(["model.norm.weight"], lambda *nbytes: reports.append(nbytes))
+        compute(tensors, ["lm_head.weight"], stop)
+    compute(tensors, ["model.norm.weight"], lambda *nbytes: reports.append(nbytes))
     nbytes = xckpt.read_index(path).tensors["model.norm.weight"].nbytes
     assert reports[-1] == (nbytes, nbytes)
 
@@ -145,7 +146,7 @@ def test_where_it_cannot_be_told_which_are_left_the_variable_is_shown(path: Path
 
 def test_text_has_no_statistics() -> None:
     ds = xr.Dataset({"text": ("x", np.array(["a", "b"])), "n": ("x", np.arange(2.0))})
-    assert list(OpenTensors(ds).compute(["text", "n"], ignore)) == ["n"]
+    assert list(compute(OpenTensors(ds), ["text", "n"], ignore)) == ["n"]
 
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\u202eb\n", "\udc80", "a.b"])

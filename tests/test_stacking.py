@@ -25,7 +25,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.dataset import make_dataset
 from xckpt.options import OpenOptions
-from xckpt.stacking import member_names
+from xckpt.tensors import member_names
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import re
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import xarray as xr
 
 from xckpt import formats
 from xckpt.errors import shown
-from xckpt.identity import stable_id
+from xckpt.identity import base_id_text, stable_id
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import pandas as pd
 
-    from xckpt.exploring import OpenTensors
     from xckpt.labels import TensorFilter
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Finding, Summary
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
+    from xckpt.tensors import OpenTensors
 
 __all__ = ["CheckpointAccessor"]
 
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
-_ID_NBYTES = 16
 _NEXT_CALLS = ("ds.ckpt.explore()", "ds.ckpt.stats()")
-_HEX_ID = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 
 
 @xr.register_dataset_accessor("ckpt")
@@ -106,8 +103,8 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
         """
-        from xckpt.exploring import OpenTensors
         from xckpt.notebook.modules import sizes_table
+        from xckpt.tensors import OpenTensors
 
         return sizes_table(OpenTensors(self._obj).rows, by)
 
@@ -128,8 +125,8 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.tree(4)  # doctest: +SKIP
         """
-        from xckpt.exploring import OpenTensors
         from xckpt.notebook.modules import ModuleTree
+        from xckpt.tensors import OpenTensors
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 
@@ -394,7 +391,8 @@ class CheckpointAccessor:
         CheckpointWarning
             If widgets are not installed.
         """
-        from xckpt.exploring import OpenTensors, explore
+        from xckpt.exploring import explore
+        from xckpt.tensors import OpenTensors
 
         if self.format is None:
             raise ValueError(_not_ours(self._obj))
@@ -494,16 +492,19 @@ class CheckpointAccessor:
         >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name  # doctest: +SKIP
         'lm_head'
         """
-        wanted = _base_id_text(base_id)
+        from xckpt.tensors import OpenTensors
+
+        wanted = base_id_text(base_id)
         for node in self._nodes():
             for name, variable in node.variables.items():
                 if variable.attrs.get("base_id") == wanted:
                     found: xr.DataArray = node[name]
                     return found
-        for name, variable, indexes in self._variables():
-            for tensor, member in _members(name, variable, indexes).items():
-                if member.attrs.get("base_id") == wanted:
-                    return xr.DataArray(member, name=tensor)
+        tensors = OpenTensors(self._obj)
+        for name in tensors.stacked:
+            member = tensors.variable(name)
+            if member.attrs.get("base_id") == wanted:
+                return xr.DataArray(member, name=name)
         raise KeyError(f"no tensor here has the base id {wanted}")
 
     def param_key(self, name: str) -> int:
@@ -542,19 +543,12 @@ class CheckpointAccessor:
             raise ValueError(_not_ours(self._obj))
         # Collected once, as callers ask for many; anew where a name is missing.
         if name not in self._names:
-            self._names = self._tensor_names()
+            from xckpt.tensors import OpenTensors
+
+            self._names = OpenTensors(self._obj).names
         if name not in self._names:
             raise KeyError(_no_tensor(name, self._names))
         return stable_id(namespace, name)
-
-    def _tensor_names(self) -> frozenset[str]:
-        """Collect the names of tensors, and of parts that are shown as variables."""
-        names: set[str] = set()
-        for name, variable, indexes in self._variables():
-            members = _member_names(name, variable, indexes)
-            suffix = f":{variable.encoding['part']}" if "part" in variable.encoding else ""
-            names.update(members, (member.removesuffix(suffix) for member in members))
-        return frozenset(names)
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -565,8 +559,8 @@ class CheckpointAccessor:
         return root.encoding
 
     def _summary(self, tensors: OpenTensors | None = None) -> Summary:
-        from xckpt.exploring import OpenTensors
         from xckpt.notebook.summary import new_summary
+        from xckpt.tensors import OpenTensors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         return new_summary(
@@ -587,56 +581,6 @@ class CheckpointAccessor:
             rows = self.findings(self._stats).itertuples(index=False)
             self._findings = tuple([Finding(*row) for row in rows])
         return self._findings
-
-    def _variables(self) -> Iterator[tuple[str, xr.Variable, Mapping[Any, xr.Variable]]]:
-        """Walk all data variables, with their flat names and the indexes they are stacked along."""
-        from xckpt.tensors import flatten
-
-        flat = flatten(self._obj)
-        indexes = {path: flat.indexes(path) for path in flat.coords}
-        for name, variable in flat.variables.items():
-            yield str(name), variable, indexes[flat.nodes[name]]
-
-
-def _members(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-) -> dict[str, xr.Variable]:
-    """Return the tensors that are stacked in a variable."""
-    if "stack" not in variable.encoding:
-        return {}
-    from xckpt.stacking import member_variables
-
-    return member_variables(name, variable, indexes)
-
-
-def _member_names(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-) -> list[str]:
-    """Name the tensors that a variable has; itself where nothing tells which are left."""
-    if "stack" not in variable.encoding:
-        return [name]
-    from xckpt.stacking import member_names
-
-    try:
-        return member_names(name, variable, indexes)
-    except ValueError:
-        return [name]
-
-
-def _base_id_text(base_id: int | bytes | str) -> str:
-    """Return the 32 digits of an id."""
-    if isinstance(base_id, str):
-        if _HEX_ID.fullmatch(base_id) is None:
-            raise ValueError(f"a base id has 32 hexadecimal digits, unlike {base_id!r}")
-        return base_id.lower()
-    if isinstance(base_id, bytes):
-        if len(base_id) != _ID_NBYTES:
-            raise ValueError(f"a base id has {_ID_NBYTES} bytes, unlike {base_id!r}")
-        return f"{int.from_bytes(base_id, 'little'):032x}"
-    number = index(base_id)
-    if not 0 <= number < 1 << 8 * _ID_NBYTES:
-        raise ValueError(f"a base id is a number of {8 * _ID_NBYTES} bits, unlike {number}")
-    return f"{number:032x}"
 
 
 def _no_tensor(name: str, known: frozenset[str]) -> str:

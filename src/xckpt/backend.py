@@ -127,7 +127,7 @@ class CheckpointBackend(BackendEntrypoint):
         >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
         """
         from xckpt.dataset import make_dataset
-        from xckpt.opening import paused_collector
+        from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
@@ -152,7 +152,7 @@ class CheckpointBackend(BackendEntrypoint):
             the file.
         """
         from xckpt.dataset import make_groups
-        from xckpt.opening import paused_collector
+        from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         axis_names = formats.get(index.format).module_axes

@@ -23,7 +23,7 @@ from xckpt.labels.stacking import (
     words,
 )
 from xckpt.storage.shard import sources_of
-from xckpt.variables import VariableMaker
+from xckpt.variables import StackRecord, VariableMaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -48,12 +48,11 @@ __all__ = [
     "list_arrays",
     "make_dataset",
     "make_groups",
-    "stack_mark",
     "stacked_modules",
 ]
 
 
-class StackMarks(dict[str, dict[str, Any]]):
+class StackMarks(dict[str, StackRecord]):
     """What is stacked in an object, by name of the variable; see `add_coords`."""
 
     __slots__ = ()
@@ -170,7 +169,8 @@ def _group(
             continue
         attrs = stacked_attrs([tensor.attrs for tensor in each.stacked.members.tensors])
         group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
-        marks[each.name] = stack_mark(each.stacked.stack, each.suffix)
+        stack = each.stacked.stack
+        marks[each.name] = StackRecord(stack.template, stack.dims, each.suffix)
         add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[each.name] = attrs.dropped
@@ -220,11 +220,6 @@ def add_coords(
     for attr, along in attrs.along.items():
         coord = free_name(f"{name}:{attr}", {*taken, *coords})
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
-
-
-def stack_mark(stack: Stack, suffix: str = "") -> dict[str, Any]:
-    """Say what it takes to name the members of a stack, as ``encoding["stack"]`` does."""
-    return {"template": stack.template, "dims": stack.dims, "suffix": suffix}
 
 
 def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> dict[str, Any]:

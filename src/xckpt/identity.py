@@ -16,12 +16,15 @@ github.com/Lallapallooza/gpt.rs.
 
 from __future__ import annotations
 
+import re
 from itertools import count
+from operator import index
 from threading import Lock
 
-__all__ = ["base_id", "next_namespace", "param_key", "stable_id"]
+__all__ = ["base_id", "base_id_text", "next_namespace", "param_key", "stable_id"]
 
 _NBYTES = 16
+_HEX_ID = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 _PARAM_KEY = b"gpt-rs:param-key:v1"
 
 _namespaces = count(1)
@@ -33,6 +36,22 @@ def base_id(name: str) -> int:
     if not name.isascii():
         raise ValueError(f"only names in ASCII have a base id, not {name!r}")
     return _digest(name.encode("ascii"))
+
+
+def base_id_text(base_id: int | bytes | str) -> str:
+    """Return the 32 digits of an id."""
+    if isinstance(base_id, str):
+        if _HEX_ID.fullmatch(base_id) is None:
+            raise ValueError(f"a base id has 32 hexadecimal digits, unlike {base_id!r}")
+        return base_id.lower()
+    if isinstance(base_id, bytes):
+        if len(base_id) != _NBYTES:
+            raise ValueError(f"a base id has {_NBYTES} bytes, unlike {base_id!r}")
+        return f"{int.from_bytes(base_id, 'little'):032x}"
+    number = index(base_id)
+    if not 0 <= number < 1 << 8 * _NBYTES:
+        raise ValueError(f"a base id is a number of {8 * _NBYTES} bits, unlike {number}")
+    return f"{number:032x}"
 
 
 def param_key(namespace: int, base_id: int) -> int:

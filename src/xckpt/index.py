@@ -6,16 +6,18 @@ no format. All three are immutable and pickle to about the size of their names.
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from xckpt.errors import CheckpointError
 
-__all__ = ["Index", "Part", "Quantization", "Shard", "Tensor"]
+__all__ = ["Index", "Part", "Quantization", "Shard", "Tensor", "paused_collector"]
 
 Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "structural"]
 
@@ -244,3 +246,15 @@ class Index:
         from xckpt.notebook.summary import index_html
 
         return index_html(self)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Keep the cyclic garbage collector out while many objects are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

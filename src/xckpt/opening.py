@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointWarning, MissingShardError, locating
+from xckpt.index import paused_collector
 from xckpt.sharding import FileList, Opened, list_files, merge
 from xckpt.storage import Source, is_remote, open_source
 from xckpt.storage.header import FIRST_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from xckpt.index import Index
 
@@ -24,7 +23,6 @@ __all__ = [
     "is_format",
     "open_each",
     "open_index",
-    "paused_collector",
     "read_index",
     "warn_of",
 ]
@@ -32,18 +30,6 @@ __all__ = [
 _SHOWN_WARNINGS = 3
 # Files whose headers are read at a time.
 _CONCURRENCY = 16
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Keep the cyclic garbage collector out while many objects are made."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def open_index(

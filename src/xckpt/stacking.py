@@ -8,7 +8,6 @@ after a selection, the coordinates tell.
 from __future__ import annotations
 
 from hashlib import blake2b
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import dask.array as da
@@ -22,20 +21,19 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.dataset import (
     StackMarks,
     add_coords,
-    stack_mark,
     stacked_modules,
     warn_of_unknown_modules,
 )
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
-from xckpt.labels.stacking import Stack, flat_names, stack, stack_in_tree, stacked_attrs, words
-from xckpt.tensors import Flat, flatten, rebuild
-from xckpt.variables import LazyVariable, Member, Members, preferred_chunks
+from xckpt.labels.stacking import Stack, stack, stack_in_tree, stacked_attrs, words
+from xckpt.tensors import Flat, flatten, member_variables, rebuild
+from xckpt.variables import LazyVariable, Member, StackRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-__all__ = ["member_names", "member_variables", "stack_modules", "unstack_modules"]
+__all__ = ["stack_modules", "unstack_modules"]
 
 
 def stack_modules(
@@ -68,7 +66,7 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
             members = {name: variable}
         else:
             members = member_variables(name, variable, flat.indexes(flat.nodes[name]))
-            stacked_dims.update(info["dims"])
+            stacked_dims.update(info.dims)
         for member, unstacked in members.items():
             if member in new.variables:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
@@ -83,41 +81,6 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
     for key in ("flat_order", "dropped_attrs"):
         result.encoding.pop(key, None)
     return result
-
-
-def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
-    """Return the names of the tensors that are stacked in a variable."""
-    info = variable.encoding.get("stack")
-    if info is None:
-        return [name]
-    indices = tuple([_indices(name, variable, dim, indexes) for dim in info["dims"]])
-    return _flat_names(info, indices)
-
-
-def member_variables(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-) -> dict[str, xr.Variable]:
-    """Return the variables of the tensors that a stacked variable still has."""
-    info = variable.encoding["stack"]
-    indices = tuple([_indices(name, variable, dim, indexes) for dim in info["dims"]])
-    places = product(*(range(len(along)) for along in indices))
-    known = [{index: at for at, index in enumerate(along)} for along in info["indices"]]
-    dims = tuple([dim for dim in variable.dims if dim not in info["dims"]])
-    is_whole = _is_whole(variable, info)
-    found: dict[str, xr.Variable] = {}
-    for member, place in zip(_flat_names(info, indices), places, strict=True):
-        was = _was(info, known, [along[at] for along, at in zip(indices, place, strict=True)])
-        if is_whole and was.data is not None:
-            data = was.data
-        else:
-            # Not of the array: what is selected of a stored one stays one this way.
-            data = variable[_key(variable, info["dims"], place)].data
-        attrs = _attrs(variable.attrs, was.attrs, info["shared_attrs"])
-        encoding = dict(was.encoding)
-        if isinstance(data, da.Array):
-            encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
-        found[member] = LazyVariable.of(dims, data, attrs, encoding)
-    return found
 
 
 # --- stacking ------------------------------------------------------------------------------------
@@ -168,7 +131,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
         attrs = stacked_attrs([flat.variables[member].attrs for member in each.members])
         variables[each.name] = _stack_variable(each, flat, attrs.shared)
         path, leaf = places[each.name]
-        marks[each.name] = stack_mark(each)
+        marks[each.name] = StackRecord(each.template, each.dims)
         add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables, marks=marks)
         if attrs.dropped:
             dropped[each.name] = attrs.dropped
@@ -192,21 +155,20 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
     variables = [flat.variables[name] for name in each.members]
     first = variables[0]
     data = _stack_arrays(each, [_array(variable) for variable in variables])
-    members = Members(_as_member(variable) for variable in variables)
     keys = ("layout", "source", "stored_dtype", "stored_order", "part")
     encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
     encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
     if "path" in first.encoding:
         encoding["path"] = words(each.template)
-    encoding["stack"] = {
-        "template": each.template,
-        "dims": each.dims,
-        "indices": each.indices,
-        "suffix": "",
-        "shared_attrs": tuple(shared),
-        "array": getattr(data, "name", None),
-        "members": members,
-    }
+    encoding["stack"] = StackRecord(
+        each.template,
+        each.dims,
+        "",
+        each.indices,
+        tuple(shared),
+        getattr(data, "name", None),
+        tuple([_as_member(variable) for variable in variables]),
+    )
     return LazyVariable.of((*each.dims, *first.dims), data, shared or None, encoding)
 
 
@@ -238,63 +200,3 @@ def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:
         rows = range(0, len(arrays), count)
         arrays = [da.stack(arrays[row : row + count]) for row in rows]
     return arrays[0]
-
-
-# --- unstacking ----------------------------------------------------------------------------------
-
-
-def _indices(
-    name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
-) -> tuple[int, ...]:
-    """Read from a coordinate which indices are left along a stacked dimension."""
-    coord = indexes.get(dim)
-    if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
-        raise ValueError(
-            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
-            "its tensors are left: unstack before that dimension or coordinate is renamed or "
-            "dropped"
-        )
-    values = np.atleast_1d(coord.values)
-    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
-        raise ValueError(
-            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
-            "has something else than whole numbers, or one of them twice"
-        )
-    return tuple(values.tolist())
-
-
-def _is_whole(variable: xr.Variable, info: Mapping[str, Any]) -> bool:
-    """Return whether a variable has the very array that was stacked."""
-    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
-    made = isinstance(data, da.Array) and data.name == info["array"]
-    return made and variable.dims[: len(info["dims"])] == info["dims"]
-
-
-def _was(info: Mapping[str, Any], known: list[dict[int, int]], place: list[int]) -> Member:
-    """Return what a member was; one that was not there before has nothing to remember."""
-    position = 0
-    for along, index in zip(known, place, strict=True):
-        if index not in along:
-            return Member({}, {}, None)
-        position = position * len(along) + along[index]
-    member: Member = info["members"][position]
-    return member
-
-
-def _key(variable: xr.Variable, dims: Collection[Any], place: tuple[int, ...]) -> tuple[Any, ...]:
-    at = iter(place)
-    positions = dict(zip(dims, at, strict=True))
-    return tuple([positions.get(dim, slice(None)) for dim in variable.dims])
-
-
-def _attrs(
-    now: Mapping[Any, Any], was: Mapping[Any, Any], shared: Collection[Any]
-) -> dict[Any, Any] | None:
-    """Join a member's own attributes with what the stack's have become."""
-    kept = {key: value for key, value in was.items() if key not in shared or key in now}
-    return kept | dict(now) or None
-
-
-def _flat_names(info: Mapping[str, Any], indices: tuple[tuple[int, ...], ...]) -> list[str]:
-    suffix: str = info["suffix"]
-    return [name + suffix for name in flat_names(info["template"], indices)]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
+from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.selection import closest
+from xckpt.notebook.folding import Row
+from xckpt.notebook.summary import storage_words
+from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
-__all__ = ["Flat", "find", "flatten", "rebuild", "tensor_name"]
+__all__ = ["Flat", "OpenTensors", "find", "flatten", "member_variables", "rebuild", "tensor_name"]
 
 
 class Flat(NamedTuple):
@@ -94,6 +101,148 @@ def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
     return xr.DataTree.from_dict(datasets, name=obj.name)
 
 
+class _Home(NamedTuple):
+    """The variable that has a tensor, and where in it."""
+
+    variable: str
+    place: Mapping[str, int]  # along stacked dimensions; none where it is the variable
+
+
+class OpenTensors:
+    """The tensors of an open Dataset or tree one by one, also those that are stacked.
+
+    Parameters
+    ----------
+    obj : xarray.Dataset or xarray.DataTree
+        Whose variables have the names of tensors.
+    """
+
+    def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
+        self._obj = obj
+        self._flat = flatten(obj)
+        self._indexes = {path: self._flat.indexes(path) for path in self._flat.coords}
+        self._homes: dict[str, _Home] = {}
+        self._shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by dimensions
+        # The tensors of the stacked variable that was asked for last.
+        self._members: tuple[str, dict[str, xr.Variable]] = ("", {})
+        #: What the summary and the explorer know of each tensor, in file order where it is known.
+        with paused_collector():
+            self.rows = list(self._rows())
+        order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
+        if order:
+            self.rows.sort(key=lambda row: order.get(row.name, len(order)))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions of all variables and their sizes; where these differ, one of them."""
+        return {
+            str(dim): size
+            for dims, shape in self._shapes.items()
+            for dim, size in zip(dims, shape, strict=True)
+        }
+
+    @property
+    def stacked(self) -> Collection[str]:
+        """Names of the tensors that are stacked."""
+        return self._homes
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors, and of parts that are shown as variables."""
+        found = {row.name for row in self.rows}
+        variables = self._flat.variables
+        parts = {n: f":{v.encoding['part']}" for n, v in variables.items() if "part" in v.encoding}
+        found.update(str(name).removesuffix(suffix) for name, suffix in parts.items())
+        for name, home in self._homes.items():
+            found.add(name.removesuffix(parts.get(home.variable, "")))
+        return frozenset(found)
+
+    def variable(self, name: str) -> xr.Variable:
+        """Return a tensor as a variable of its own."""
+        if name not in self._homes:
+            return self._flat.variables[name]
+        home = self._homes[name]
+        stacked, members = self._members
+        if stacked != home.variable:
+            members = self._members_of(home.variable)
+            self._members = (home.variable, members)
+        return members[name]
+
+    def code(self, name: str) -> str:
+        """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
+        home = self._homes.get(name, _Home(name, {}))
+        variable, obj = home.variable, "ds"
+        if isinstance(self._obj, xr.DataTree):
+            variable, obj = self._path(variable), "dt"
+        index = [
+            f"{dim}={at}" if dim.isidentifier() else f"**{{{_literal(dim)}: {at}}}"
+            for dim, at in home.place.items()
+        ]
+        selection = f".sel({', '.join(index)})" if index else ""
+        return f"{obj}[{_literal(variable)}]{selection}"
+
+    def _rows(self) -> Iterator[Row]:
+        """List the tensors of all variables; this runs 100,000 times where nothing is stacked."""
+        known: dict[Any, str] = {}
+        for name, variable in self._flat.variables.items():
+            encoding = variable.encoding
+            shape = self._shapes[variable.dims] = variable.shape
+            # Asking the variable takes ten times as long.
+            told = "stored_dtype" in encoding
+            dtype: Any = encoding["stored_dtype"] if told else variable.dtype
+            nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
+            if dtype not in known:
+                known[dtype] = str(dtype)
+            storage = "" if _is_plain(encoding) else _storage(encoding)
+            row = Row(str(name), known[dtype], shape, nbytes, prod(shape), storage)
+            if "stack" in encoding:
+                yield from self._unstacked(row, variable)
+            else:
+                yield row
+
+    def _unstacked(self, row: Row, variable: xr.Variable) -> Iterator[Row]:
+        """Note and list the tensors that are stacked in a variable."""
+        homes = dict(self._stacked(row.name, variable))
+        if not homes:
+            yield row
+            return
+        record: StackRecord = variable.encoding["stack"]
+        sizes = zip(variable.dims, variable.shape, strict=True)
+        shape = tuple([size for dim, size in sizes if dim not in record.dims])
+        nbytes, size = row.nbytes // len(record.members), prod(shape)
+        for member, home in homes.items():
+            if member not in self._homes and member not in self._flat.variables:
+                self._homes[member] = home
+                yield Row(member, row.dtype, shape, nbytes, size, row.storage)
+
+    def _stacked(self, name: str, variable: xr.Variable) -> Iterator[tuple[str, _Home]]:
+        """Find the tensors of a stacked variable; none where it cannot be told which are left."""
+        indexes = self._indexes_of(name)
+        try:
+            members = member_names(name, variable, indexes)
+        except ValueError:
+            return
+        dims = [dim for dim in variable.encoding["stack"].dims if dim in variable.dims]
+        places = np.ndindex(*(variable.sizes[dim] for dim in dims))
+        along = [indexes[dim].values.tolist() for dim in dims]
+        for member, place in zip(members, places, strict=True):
+            index = {d: each[at] for d, each, at in zip(dims, along, place, strict=True)}
+            yield member, _Home(name, index)
+
+    def _members_of(self, name: str) -> dict[str, xr.Variable]:
+        return member_variables(name, self._flat.variables[name], self._indexes_of(name))
+
+    def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
+        return self._indexes[self._flat.nodes[name]]
+
+    def _path(self, name: str) -> str:
+        """Return the path of a variable in the tree."""
+        node = self._flat.nodes[name]
+        leaves = self._obj.root[node].variables if node != "/" else self._obj.root.variables
+        leaf = next(leaf for leaf, v in leaves.items() if tensor_name(node, str(leaf), v) == name)
+        return f"{node.rstrip('/')}/{leaf}"
+
+
 def find(
     obj: xr.Dataset | xr.DataTree,
     names: TensorFilter | None = None,
@@ -115,6 +264,43 @@ def find(
         if _stored_nbytes(variable) >= least and (dtypes is None or _stored(variable) in dtypes):
             chosen[known[text]] = variable
     return rebuild(obj, Flat(chosen, {}, flat.coords))
+
+
+def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
+    """Return the names of the tensors that are stacked in a variable."""
+    record = variable.encoding.get("stack")
+    if record is None:
+        return [name]
+    names: list[str] = record.names(
+        tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
+    )
+    return names
+
+
+def member_variables(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> dict[str, xr.Variable]:
+    """Return the variables of the tensors that a stacked variable still has."""
+    record: StackRecord = variable.encoding["stack"]
+    indices = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
+    places = product(*(range(len(along)) for along in indices))
+    known = [{index: at for at, index in enumerate(along)} for along in record.indices]
+    dims = tuple([dim for dim in variable.dims if dim not in record.dims])
+    is_whole = _is_whole(variable, record)
+    found: dict[str, xr.Variable] = {}
+    for member, place in zip(record.names(indices), places, strict=True):
+        was = _was(record, known, [along[at] for along, at in zip(indices, place, strict=True)])
+        if is_whole and was.data is not None:
+            data = was.data
+        else:
+            # Not of the array: what is selected of a stored one stays one this way.
+            data = variable[_key(variable, record.dims, place)].data
+        attrs = _attrs(variable.attrs, was.attrs, record.shared_attrs)
+        encoding = dict(was.encoding)
+        if isinstance(data, da.Array):
+            encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
+        found[member] = LazyVariable.of(dims, data, attrs, encoding)
+    return found
 
 
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
@@ -156,3 +342,75 @@ def _warn(known: dict[str, Any], names: TensorFilter) -> None:
     hint = f"; similar names: {alike}" if alike else ""
     text = f"{names!r} matches none of the {len(known)} variables{hint}"
     warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+
+def _indices(
+    name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
+) -> tuple[int, ...]:
+    """Read from a coordinate which indices are left along a stacked dimension."""
+    coord = indexes.get(dim)
+    if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
+        raise ValueError(
+            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
+            "its tensors are left: unstack before that dimension or coordinate is renamed or "
+            "dropped"
+        )
+    values = np.atleast_1d(coord.values)
+    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
+        raise ValueError(
+            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
+            "has something else than whole numbers, or one of them twice"
+        )
+    return tuple(values.tolist())
+
+
+def _is_whole(variable: xr.Variable, record: StackRecord) -> bool:
+    """Return whether a variable has the very array that was stacked."""
+    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    made = isinstance(data, da.Array) and data.name == record.array
+    return made and variable.dims[: len(record.dims)] == record.dims
+
+
+def _was(record: StackRecord, known: list[dict[int, int]], place: list[int]) -> Member:
+    """Return what a member was; one that was not there before has nothing to remember."""
+    if not record.members:
+        return Member({}, {}, None)
+    position = 0
+    for along, index in zip(known, place, strict=True):
+        if index not in along:
+            return Member({}, {}, None)
+        position = position * len(along) + along[index]
+    return record.members[position]
+
+
+def _key(variable: xr.Variable, dims: Collection[Any], place: tuple[int, ...]) -> tuple[Any, ...]:
+    at = iter(place)
+    positions = dict(zip(dims, at, strict=True))
+    return tuple([positions.get(dim, slice(None)) for dim in variable.dims])
+
+
+def _attrs(
+    now: Mapping[Any, Any], was: Mapping[Any, Any], shared: Collection[Any]
+) -> dict[Any, Any] | None:
+    """Join a member's own attributes with what the stack's have become."""
+    kept = {key: value for key, value in was.items() if key not in shared or key in now}
+    return kept | dict(now) or None
+
+
+def _is_plain(encoding: Mapping[Any, Any]) -> bool:
+    dense = encoding.get("layout") in {None, "dense"} and encoding.get("stored_compression") is None
+    return dense and "parts" not in encoding
+
+
+def _storage(encoding: Mapping[Any, Any]) -> str:
+    if "part" in encoding:
+        return storage_words("dense", [encoding.get("stored_compression")])
+    parts = encoding.get("parts", {"data": encoding}).values()
+    return storage_words(
+        encoding.get("layout", "dense"), [p.get("stored_compression") for p in parts]
+    )
+
+
+def _literal(text: str) -> str:
+    plain = text.isprintable() and not set(text) & {'"', "\\"}
+    return f'"{text}"' if plain else repr(text)

@@ -16,6 +16,7 @@ from xckpt.arrays.chunks import Chunks, target_nbytes
 from xckpt.arrays.graph import is_stored, slice_stored, tensor_array
 from xckpt.arrays.selection import normalize
 from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.labels.stacking import flat_names
 
 if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
-__all__ = ["LazyVariable", "Member", "Members", "VariableMaker", "preferred_chunks"]
+__all__ = ["LazyVariable", "Member", "StackRecord", "VariableMaker", "preferred_chunks"]
 
 
 # What all members of a stack have in common.
@@ -136,6 +137,45 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StackRecord:
+    """How a variable was stacked, and what its members were: ``encoding["stack"]``.
+
+    Parameters
+    ----------
+    template : tuple of (str, int or None)
+        The names of the members; see `xckpt.labels.stacking.Stack`.
+    dims : tuple of str
+        The dimensions that stacking made.
+    suffix : str
+        What names of members have after the template: the part that is shown.
+    indices : tuple of tuple of int
+        The indices along each dimension when it was stacked.
+    shared_attrs : tuple of str
+        Names of the attributes that all members had in common.
+    array : str or None
+        Name of the dask array that was made; another array is a selection or a result.
+    members : sequence of Member
+        What each was, the last dimension fastest; none of something computed.
+    """
+
+    template: tuple[str | int | None, ...]
+    dims: tuple[str, ...]
+    suffix: str = ""
+    indices: tuple[tuple[int, ...], ...] = ()
+    shared_attrs: tuple[str, ...] = ()
+    array: str | None = None
+    members: Sequence[Member] = ()
+
+    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str]:
+        """Return the names of the members with some indices."""
+        return [name + self.suffix for name in flat_names(self.template, indices)]
+
+    # xarray copies encodings deeply with their Dataset; this never changes.
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class VariableMaker:
     """Makes the variables of one opened file.
 
@@ -189,31 +229,21 @@ class VariableMaker:
         array = self.array(listed.name, listed.lazy, _digest((stack.template, stack.indices)))
         encoding = _stacked_encoding(members.tensors, listed.role, self.source)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["stack"] = {
-            "template": stack.template,
-            "dims": stack.dims,
-            "indices": stack.indices,
-            "suffix": listed.suffix,
-            "shared_attrs": tuple(attrs),
-            "array": array.name,
-            "members": OpenedMembers(self, members, listed.suffix, axes),
-        }
+        encoding["stack"] = StackRecord(
+            stack.template,
+            stack.dims,
+            listed.suffix,
+            stack.indices,
+            tuple(attrs),
+            array.name,
+            OpenedMembers(self, members, listed.suffix, axes),
+        )
         return LazyVariable.of(dims, array, attrs or None, encoding)
 
     def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
         """Make a dask array over a lazy array."""
         meta = lazy.empty((0,) * lazy.ndim)
         return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
-
-
-class Members(tuple[Member, ...]):
-    """The members of a stack."""
-
-    __slots__ = ()
-
-    # xarray copies encodings deeply with their Dataset; these never change.
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
 
 class OpenedMembers(Sequence[Member]):
@@ -250,16 +280,13 @@ class OpenedMembers(Sequence[Member]):
 
     def __getitem__(self, position: Any) -> Any:
         if isinstance(position, slice):
-            return Members(self[at] for at in range(len(self))[position])
+            return tuple([self[at] for at in range(len(self))[position]])
         tensor, role = self.arrays.tensors[position], self.arrays.role
         array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
         encoding = _encoding(tensor, role, self.maker.source, self.suffix)
         if self.axes:
             encoding["axes"] = self.axes
         return Member(dict(tensor.attrs), encoding, array)
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
 
 def _digest(told: Any) -> str:

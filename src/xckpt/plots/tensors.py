@@ -9,8 +9,7 @@ from xckpt.errors import shown
 from xckpt.labels import select
 from xckpt.labels.selection import closest
 from xckpt.notebook.folding import Row
-from xckpt.stacking import member_names, member_variables
-from xckpt.tensors import flatten
+from xckpt.tensors import flatten, member_names, member_variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,12 +43,14 @@ def tensor_rows(obj: xr.Dataset | xr.DataTree, names: TensorFilter | None = None
     """
     rows = {}
     for name, variable, indexes in _variables(obj):
-        stack = variable.encoding.get("stack", {"dims": (), "members": (name,)})
+        record = variable.encoding.get("stack")
         members = _members(name, variable, indexes)
-        along = stack["dims"] if members != [name] else ()
+        along = record.dims if record is not None and members != [name] else ()
         shape = tuple(n for dim, n in variable.sizes.items() if dim not in along)
         dtype = str(variable.encoding.get("stored_dtype", variable.dtype))
-        nbytes = variable.encoding.get("nbytes", variable.nbytes) // len(stack["members"])
+        nbytes = variable.encoding.get("nbytes", variable.nbytes) // (
+            len(record.members) if record else 1
+        )
         for member in members:
             rows[member] = Row(member, dtype, tuple(map(int, shape)), nbytes, prod(shape))
     chosen = select(rows, names)

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning
-from xckpt.opening import paused_collector
+from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.comparison import (
     MEASURES,

@@ -100,7 +100,8 @@ class Contents:
         self, name: Hashable, variable: xr.Variable, reduced: Collection[Hashable] | None
     ) -> Entry:
         if reduced is None:
-            stacked = variable.encoding.get("stack", {}).get("dims", ())
+            record = variable.encoding.get("stack")
+            stacked = () if record is None else record.dims
             dims = tuple(dim for dim in variable.dims if dim in stacked)
         else:
             dims = tuple(dim for dim in variable.dims if dim not in reduced)
@@ -133,18 +134,18 @@ def member_names(
     coords: Mapping[Hashable, xr.Variable],
 ) -> list[str]:
     """Name the tensors along stacked dimensions, some of which may have been cut."""
-    stack = variable.encoding.get("stack", {})
-    if not stack and not dims:
-        return [_flat_name(name, variable)]
+    record = variable.encoding.get("stack")
+    if record is None:
+        return _numbered(name, variable, dims) if dims else [_flat_name(name, variable)]
     indices = []
-    for dim, along in zip(stack.get("dims", ()), stack.get("indices", ()), strict=True):
+    for dim, along in zip(record.dims, record.indices, strict=True):
         coord = coords.get(dim)
         left = along if coord is None else np.atleast_1d(coord.values).tolist()
         indices.append(tuple(int(i) for i in left))
-    fits = set(dims) <= set(stack.get("dims", ()))
+    fits = set(dims) <= set(record.dims)
     if not fits or prod(map(len, indices)) != prod(variable.sizes[dim] for dim in dims):
         return _numbered(name, variable, dims)
-    names = flat_names(stack["template"], tuple(indices))
+    names = flat_names(record.template, tuple(indices))
     return [each + _part_suffix(variable) for each in names]
 
 

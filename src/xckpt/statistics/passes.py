@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xckpt.opening import paused_collector
+from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics import chunked, scan
 from xckpt.statistics.chunked import ChunkedTensor

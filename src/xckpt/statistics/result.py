@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import shown
-from xckpt.opening import paused_collector
+from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.along import describe_rows
 from xckpt.statistics.comparison import ranked

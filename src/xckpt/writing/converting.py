@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import locating
+from xckpt.index import paused_collector
 from xckpt.labels import select
-from xckpt.opening import open_index, paused_collector
+from xckpt.opening import open_index
 from xckpt.storage.shard import files_of, sources_of
 from xckpt.writing.destination import Destination
 from xckpt.writing.entries import Contents, Entry, lazy_dask_array

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
-from xckpt.stacking import member_variables
-from xckpt.tensors import flatten
+from xckpt.tensors import flatten, member_variables
 from xckpt.writing.casting import element_type
 
 if TYPE_CHECKING:
@@ -59,8 +58,10 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
         indexes = flat.indexes(flat.nodes[name]) if marks or "stack" in variable.encoding else {}
         if "stack" in variable.encoding:
             members = member_variables(name, variable, indexes)
-        elif name in marks and _has_indices(variable, marks[name]["dims"], indexes):
-            members = member_variables(name, _marked(variable, marks[name]), indexes)
+        elif name in marks and _has_indices(variable, marks[name].dims, indexes):
+            marked = variable.copy(deep=False)
+            marked.encoding["stack"] = marks[name]
+            members = member_variables(name, marked, indexes)
         for member, unstacked in members.items():
             if member in found:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
@@ -79,19 +80,6 @@ def _has_indices(
         if (coord.dims == (dim,)) != (dim in variable.dims):
             return False
     return True
-
-
-def _marked(variable: xr.Variable, mark: Mapping[str, Any]) -> xr.Variable:
-    """Make a computed variable a stack whose members have nothing to remember."""
-    marked = variable.copy(deep=False)
-    nothing: dict[str, Any] = {
-        "indices": ((),) * len(mark["dims"]),
-        "shared_attrs": (),
-        "array": None,
-        "members": (),
-    }
-    marked.encoding["stack"] = {**mark, **nothing}
-    return marked
 
 
 def _add_coords(found: dict[str, xr.Variable], flat: Flat, notes: Notes) -> None:
