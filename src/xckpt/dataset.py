@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays import LazyArray, lazy_arrays
-from xckpt.arrays.stacked import StackedArray, TensorArrays
-from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels import AxisNames, TensorFilter, child_nodes, select, stated_name, tree_paths
-from xckpt.labels.selection import closest
-from xckpt.labels.stacking import (
-    Stack,
-    StackedAttrs,
-    numbered_modules,
-    stack,
-    stack_in_tree,
-    stacked_attrs,
-    words,
-)
-from xckpt.storage.shard import sources_of
-from xckpt.variables import StackRecord, VariableMaker
+from xckpt.arrays.chunks import target_nbytes
+from xckpt.arrays.graph import tensor_array
+from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
+from xckpt.labels.stacking import StackedAttrs, stacked_attrs
+from xckpt.listing import Listed, Listing, free_name, list_arrays
+from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable
 
-    from xckpt.index import Index
+    from xckpt.arrays import LazyArray
+    from xckpt.arrays.stacked import TensorArrays
+    from xckpt.index import Index, Part, Tensor
     from xckpt.labels.stacking import Stack
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
-    from collections.abc import Iterator, Mapping
 
-    from xckpt.index import Tensor
+__all__ = ["StackMarks", "add_coords", "make_dataset", "make_groups"]
 
-__all__ = [
-    "Listed",
-    "Listing",
-    "StackMarks",
-    "add_coords",
-    "kind_of",
-    "list_arrays",
-    "make_dataset",
-    "make_groups",
-    "stacked_modules",
-]
+# What all members of a stack have in common.
+_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
 
 
 class StackMarks(dict[str, StackRecord]):
@@ -228,266 +214,177 @@ def _stack_encoding(listing: Listing, dropped_attrs: dict[str, list[str]]) -> di
     return {"flat_order": listing.flat_order, "dropped_attrs": dropped_attrs}
 
 
-# Shown in a message.
-_MOST_MODULES = 8
-# Colons that are tried one by one behind the name of a part. More are needed in files that were
-# made to take long.
-_FEW = 8
-
-
-class Stacked(NamedTuple):
-    """How tensors were stacked, and the array of each of them."""
-
-    stack: Stack
-    members: TensorArrays
-
-
-class Listed(NamedTuple):
-    """An array that becomes a variable.
+@dataclass(frozen=True, slots=True)
+class VariableMaker:
+    """Makes the variables of one opened file.
 
     Parameters
     ----------
-    name : str
-        Of the variable.
-    lazy : LazyArray
-        Its values.
-    tensor : Tensor
-        That it shows, the first where it shows several.
-    role : str or None
-        The part of it that is shown, None where it is the whole.
-    stacked : Stacked or None
-        Where it shows several.
+    source : str
+        Name of the file.
+    token : str
+        Differs wherever the values or chunks of equally named tensors may.
+    target : int
+        Wanted size of a chunk, in bytes.
     """
 
-    name: str
-    lazy: LazyArray
-    tensor: Tensor
-    role: str | None
-    stacked: Stacked | None = None
+    source: str
+    token: str
+    target: int
 
-    @property
-    def stacked_dims(self) -> tuple[str, ...]:
-        """Names of the axes that stacking made."""
-        return () if self.stacked is None else self.stacked.stack.dims
+    @classmethod
+    def of(cls, source: Source, sources: Mapping[str | None, Source], options: OpenOptions) -> Self:
+        """Make one for a file, and all that have parts of it, read with some options."""
+        target = target_nbytes()
+        own = sorted(options.format_options.items())
+        files = [(file.name, file.identity) for file in sources.values()]
+        told = (files, options.reading, own, target)
+        return cls(source.name, _digest(told), target)
 
-    @property
-    def suffix(self) -> str:
-        """What the name of a part has behind that of its tensor, or of the stack."""
-        base = self.tensor.name if self.stacked is None else self.stacked.stack.name
-        return self.name.removeprefix(base)
+    def variable(
+        self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
+    ) -> LazyVariable:
+        """Make the variable of a listed array that is not stacked."""
+        array = self.array(listed.name, listed.lazy)
+        encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
+        if axes:
+            encoding["axes"] = axes
+        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
+        return LazyVariable.of(dims, array, attrs, encoding)
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the variables that it would be if it were not stacked."""
-        if self.stacked is None:
-            return (self.name,)
-        return tuple([f"{name}{self.suffix}" for name in self.stacked.stack.members])
-
-    @property
-    def suggested(self) -> tuple[str | None, ...] | None:
-        """Names of a tensor's axes that the file gives."""
-        return self.tensor.dims if self.role is None else None
-
-    @property
-    def path(self) -> tuple[str, ...] | None:
-        """Where it is in the tree of modules, where the dots of its name do not say so."""
-        if self.tensor.path is None:
-            return None
-        path = self.tensor.path
-        if self.stacked is not None:
-            path = words(self.stacked.stack.template)
-        return path if self.role is None else (*path[:-1], f"{path[-1]}{self.suffix}")
-
-
-class Listing(NamedTuple):
-    """What becomes of an Index.
-
-    Parameters
-    ----------
-    arrays : list of Listed
-        In the order of the variables.
-    flat_order : tuple of str
-        Names of the variables in the order that they have when nothing is stacked.
-    file_order : tuple of str
-        The same names with the parts of a tensor where it is in the file.
-    sources : mapping of (str or None) to Source
-        The file under None, its shards under their names.
-    """
-
-    arrays: list[Listed]
-    flat_order: tuple[str, ...]
-    file_order: tuple[str, ...]
-    sources: Mapping[str | None, Source]
-
-
-def list_arrays(
-    source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
-) -> Listing:
-    """List what becomes a variable; nothing is built for what is left out."""
-    dropped = options.drop_variables
-    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
-    tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
-    stacks = _stacks(tensors, options, for_tree=for_tree)
-    members = {name for each in stacks.values() for name in each.members}
-    sources = sources_of(source, index.shards)
-    arrays: list[Listed] = []
-    for tensor in tensors:
-        stacked = stacks.get(tensor.name)
-        if stacked is None and tensor.name in members:
-            continue
-        arrays += _arrays(tensor, stacked, index, sources, options)
-    arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
-    return Listing(arrays, *_orders(arrays, tensors), sources)
-
-
-def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
-    """Put parts last, and name them so that no tensor and no other part has the name."""
-    whole = [each for each in arrays if each.role is None]
-    if len(whole) == len(arrays):
-        return whole
-    taken = {*(tensor.name for tensor in tensors), *(each.name for each in whole)}
-    parts = []
-    for each in arrays:
-        if each.role is not None:
-            part = each._replace(name=f"{each.name}:{each.role}")
-            tries = 0
-            while not taken.isdisjoint({part.name, *part.members}):
-                tries += 1
-                more = 1 if tries < _FEW else 1 + max(map(_colons_behind, taken))
-                part = part._replace(name=f"{part.name}{':' * more}")
-            taken.update({part.name, *part.members})
-            parts.append(part)
-    return whole + parts
-
-
-def _colons_behind(name: str) -> int:
-    return len(name) - len(name.rstrip(":"))
-
-
-def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
-    """Return the modules that the option `stack` names, None for all."""
-    if stack is True:
-        return None
-    modules = {stack} if isinstance(stack, str) else stack
-    # A mapping or a number is a mistake, not a collection of names.
-    if not isinstance(modules, set | frozenset | list | tuple) or not all(
-        isinstance(module, str) for module in modules
-    ):
-        raise TypeError(
-            "stack takes True, the name of a numbered module ('layers') or a list of them, "
-            f"not {stack!r}"
+    def stack(
+        self,
+        listed: Listed,
+        dims: tuple[str, ...],
+        attrs: dict[str, Any],
+        axes: dict[str, str | None],
+    ) -> LazyVariable:
+        """Make the variable of a stack; `attrs` are what its members have in common."""
+        if listed.stacked is None:
+            raise ValueError(f"{listed.name} is not stacked")
+        stack, members = listed.stacked
+        # Other tensors of the same file may be stacked under the same name.
+        array = self.array(listed.name, listed.lazy, _digest((stack.template, stack.indices)))
+        encoding = _stacked_encoding(members.tensors, listed.role, self.source)
+        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        encoding["stack"] = StackRecord(
+            stack.template,
+            stack.dims,
+            listed.suffix,
+            stack.indices,
+            tuple(attrs),
+            array.name,
+            OpenedMembers(self, members, listed.suffix, axes),
         )
-    return modules
+        return LazyVariable.of(dims, array, attrs or None, encoding)
+
+    def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
+        """Make a dask array over a lazy array."""
+        meta = lazy.empty((0,) * lazy.ndim)
+        return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
 
 
-def free_name(name: str, taken: Collection[str]) -> str:
-    """Name a variable that is no tensor; tensors have their exact names, so it gives way."""
-    while name in taken:
-        name = f"{name}:"
-    return name
+class OpenedMembers(Sequence[Member]):
+    """The members of a stack of an opened file, each made when it is asked for.
+
+    Parameters
+    ----------
+    maker : VariableMaker
+        Of the file.
+    arrays : TensorArrays
+        The tensors.
+    suffix : str
+        What names of variables have behind those of the tensors.
+    axes : dict of str to (str or None)
+        What the file calls dimensions that have another name in the stack.
+    """
+
+    __slots__ = ("arrays", "axes", "maker", "suffix")
+
+    def __init__(
+        self,
+        maker: VariableMaker,
+        arrays: TensorArrays,
+        suffix: str,
+        axes: dict[str, str | None],
+    ) -> None:
+        self.maker = maker
+        self.arrays = arrays
+        self.suffix = suffix
+        self.axes = axes
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return tuple([self[at] for at in range(len(self))[position]])
+        tensor, role = self.arrays.tensors[position], self.arrays.role
+        array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
+        encoding = _encoding(tensor, role, self.maker.source, self.suffix)
+        if self.axes:
+            encoding["axes"] = self.axes
+        return Member(dict(tensor.attrs), encoding, array)
 
 
-def _arrays(
-    tensor: Tensor,
-    stacked: Stack | None,
-    index: Index,
-    sources: Mapping[str | None, Source],
-    options: OpenOptions,
-) -> Iterator[Listed]:
-    """Return what a tensor, or the stack that it is the first of, is shown as."""
-    arrays = lazy_arrays(tensor, sources, options.reading)
-    if stacked is None:
-        for role, lazy in arrays.items():
-            yield Listed(tensor.name, lazy, tensor, role)
-        return
-    tensors = tuple([index.tensors[name] for name in stacked.members])
-    for role in arrays:
-        members = TensorArrays(tensors, role, sources, options.reading)
-        lazy = StackedArray(stacked.name, members, stacked.shape)
-        yield Listed(stacked.name, lazy, tensor, role, Stacked(stacked, members))
+def _digest(told: Any) -> str:
+    return blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
-def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> dict[str, Stack]:
-    """Find what is to be stacked, by the first tensor of each stack in file order."""
-    if options.stack is False:
-        return {}
-    only = stacked_modules(options.stack)
-    names = AxisNames(options.dims)
-    kinds = {tensor.name: kind_of(tensor, names, options) for tensor in tensors}
-    paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
-    warn_of_unknown_modules(kinds, only, stacklevel=7)
-    parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
-    reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
-    stacks = (stack_in_tree if for_tree else stack)(kinds, only, paths, reserved)
-    order = {name: number for number, name in enumerate(kinds)}
-    return {min(each.members, key=order.__getitem__): each for each in stacks}
+def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) -> dict[str, Any]:
+    """Say how a stack is stored: what all its members have in common, and their size in sum."""
+    first = _encoding(tensors[0], role, source)
+    encoding = {key: first[key] for key in _COMMON if key in first}
+    roles = [role] if role is not None else list(tensors[0].parts)
+    parts = [tensor.parts[each] for tensor in tensors for each in roles if each in tensor.parts]
+    encoding["nbytes"] = sum([part.nbytes for part in parts])
+    compressions = {part.encoding for part in parts}
+    if len(compressions) == 1:
+        (compression,) = compressions
+        if compression is not None:
+            encoding["stored_compression"] = compression
+    return encoding
 
 
-def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
-    """Return whether a tensor is shown as its parts."""
-    return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
+def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -> dict[str, Any]:
+    """Say how a variable is stored."""
+    encoding: dict[str, Any] = {
+        "tensor": tensor.name,
+        "layout": tensor.layout,
+        "source": source,
+    }
+    readable = tensor.problem is None
+    part = tensor.parts.get(role or "data") if tensor.layout == "dense" or role else None
+    if part is not None and readable:
+        encoding |= _part_encoding(part)
+        if tensor.order != "C":
+            encoding["stored_order"] = tensor.order
+    else:
+        known = tensor.dtype in ELEMENT_TYPES
+        encoding["stored_dtype"] = stored_dtype(tensor.dtype) if known else tensor.dtype
+        encoding["nbytes"] = tensor.nbytes
+        if readable:
+            encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
+    if role is not None:
+        encoding["part"] = role
+    if tensor.path is not None:
+        encoding["path"] = (*tensor.path[:-1], f"{tensor.path[-1]}{suffix}")
+    return encoding
 
 
-def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
-    """Return all that the members of a stack have in common."""
-    parts: tuple[Any, ...] | None = None
-    if _in_parts(tensor, options):
-        parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])
-        if any(part.shape is None for part in tensor.parts.values()):
-            parts = (*parts, tensor.name)  # parts that state no size need not be of one
-    return (
-        tensor.shape,
-        tensor.dtype,
-        tensor.layout,
-        tensor.order,
-        tensor.dims,
-        tensor.quantization,
-        tensor.problem is None,
-        parts,
-        names.callers(tensor.name) if options.dims else None,
-    )
-
-
-def warn_of_unknown_modules(
-    names: Collection[str], modules: Collection[str] | None, stacklevel: int = 4
-) -> None:
-    """Warn of modules to stack that no name has, with those that there are."""
-    there = numbered_modules(names) if modules is not None else []
-    unknown = [module for module in modules or () if module not in there]
-    if not unknown:
-        return
-    listed = ", ".join(shown(module) for module in there[:_MOST_MODULES]) or "none"
-    asked = ", ".join(map(shown, unknown))
-    text = f"stack: no numbered module is called {asked}; there are: {listed}"
-    warnings.warn(text, CheckpointWarning, stacklevel=stacklevel)
-
-
-def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return `Listing.flat_order` and `Listing.file_order`."""
-    if all(each.stacked is None and each.role is None for each in arrays):
-        names = tuple([each.name for each in arrays])
-        return names, names
-    variables: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
-    parted: set[str] = set()
-    for each in arrays:
-        of = (each.tensor.name,) if each.stacked is None else each.stacked.stack.members
-        if each.role is not None:
-            parted.update(of)
-        for name, member in zip(of, each.members, strict=True):
-            variables[name].append(member)
-    in_file = tuple([member for members in variables.values() for member in members])
-    if not parted:
-        return in_file, in_file
-    whole = [name for name in variables if name not in parted]
-    parts = [part for name, members in variables.items() if name in parted for part in members]
-    return (*whole, *parts), in_file
-
-
-def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
-    chosen = select(index.tensors, wanted)
-    if wanted is not None and not chosen and index.tensors:
-        alike = ", ".join(shown(name) for name in closest(index.tensors, wanted))
-        hint = f"; similar names: {alike}" if alike else ""
-        text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
-        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=7)
-    return chosen
+def _part_encoding(part: Part) -> dict[str, Any]:
+    encoding: dict[str, Any] = {
+        "stored_dtype": stored_dtype(part.dtype),
+        "offset": part.offset,
+        "nbytes": part.nbytes,
+    }
+    if part.encoding is not None:
+        encoding["stored_compression"] = part.encoding
+    if part.digest is not None:
+        encoding["digest"] = part.digest
+    if part.byteorder != "little":
+        encoding["stored_byteorder"] = part.byteorder
+    if part.shard is not None:
+        encoding["shard"] = part.shard
+    return encoding

@@ -18,15 +18,11 @@ from xarray.core.indexing import ExplicitlyIndexed
 from xckpt.arrays.chunks import target_nbytes
 from xckpt.arrays.graph import TensorGraph, tensor_array
 from xckpt.arrays.stacked import StackedArray
-from xckpt.dataset import (
-    StackMarks,
-    add_coords,
-    stacked_modules,
-    warn_of_unknown_modules,
-)
+from xckpt.dataset import StackMarks, add_coords
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.stacking import Stack, stack, stack_in_tree, stacked_attrs, words
+from xckpt.listing import stacked_modules, warn_of_unknown_modules
 from xckpt.tensors import Flat, flatten, member_variables, rebuild
 from xckpt.variables import LazyVariable, Member, StackRecord
 

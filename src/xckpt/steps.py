@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xckpt import formats
 from xckpt.backend import described
-from xckpt.dataset import kind_of, make_dataset
+from xckpt.dataset import make_dataset
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNames, select
 from xckpt.labels.stacking import is_index, stacked_attrs
+from xckpt.listing import kind_of
 from xckpt.opening import format_of, open_index
 from xckpt.options import OpenOptions
 from xckpt.sharding import FileList, Opened, list_files, merge

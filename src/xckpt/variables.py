@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.chunks import Chunks, target_nbytes
-from xckpt.arrays.graph import is_stored, slice_stored, tensor_array
+from xckpt.arrays.chunks import Chunks
+from xckpt.arrays.graph import is_stored, slice_stored
 from xckpt.arrays.selection import normalize
-from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
 from xckpt.labels.stacking import flat_names
 
-if TYPE_CHECKING:
-    from xckpt.arrays import LazyArray
-    from xckpt.arrays.stacked import TensorArrays
-    from xckpt.dataset import Listed
-    from xckpt.index import Part, Tensor
-    from xckpt.options import OpenOptions
-    from xckpt.storage import Source
-
-__all__ = ["LazyVariable", "Member", "StackRecord", "VariableMaker", "preferred_chunks"]
+__all__ = ["LazyVariable", "Member", "StackRecord", "preferred_chunks"]
 
 
-# What all members of a stack have in common.
-_COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
 _DATA: Any = xr.Variable.__dict__["data"]
 
 
@@ -175,182 +163,6 @@ class StackRecord:
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class VariableMaker:
-    """Makes the variables of one opened file.
-
-    Parameters
-    ----------
-    source : str
-        Name of the file.
-    token : str
-        Differs wherever the values or chunks of equally named tensors may.
-    target : int
-        Wanted size of a chunk, in bytes.
-    """
-
-    source: str
-    token: str
-    target: int
-
-    @classmethod
-    def of(cls, source: Source, sources: Mapping[str | None, Source], options: OpenOptions) -> Self:
-        """Make one for a file, and all that have parts of it, read with some options."""
-        target = target_nbytes()
-        own = sorted(options.format_options.items())
-        files = [(file.name, file.identity) for file in sources.values()]
-        told = (files, options.reading, own, target)
-        return cls(source.name, _digest(told), target)
-
-    def variable(
-        self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
-    ) -> LazyVariable:
-        """Make the variable of a listed array that is not stacked."""
-        array = self.array(listed.name, listed.lazy)
-        encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
-        if axes:
-            encoding["axes"] = axes
-        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
-        return LazyVariable.of(dims, array, attrs, encoding)
-
-    def stack(
-        self,
-        listed: Listed,
-        dims: tuple[str, ...],
-        attrs: dict[str, Any],
-        axes: dict[str, str | None],
-    ) -> LazyVariable:
-        """Make the variable of a stack; `attrs` are what its members have in common."""
-        if listed.stacked is None:
-            raise ValueError(f"{listed.name} is not stacked")
-        stack, members = listed.stacked
-        # Other tensors of the same file may be stacked under the same name.
-        array = self.array(listed.name, listed.lazy, _digest((stack.template, stack.indices)))
-        encoding = _stacked_encoding(members.tensors, listed.role, self.source)
-        encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
-        encoding["stack"] = StackRecord(
-            stack.template,
-            stack.dims,
-            listed.suffix,
-            stack.indices,
-            tuple(attrs),
-            array.name,
-            OpenedMembers(self, members, listed.suffix, axes),
-        )
-        return LazyVariable.of(dims, array, attrs or None, encoding)
-
-    def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:
-        """Make a dask array over a lazy array."""
-        meta = lazy.empty((0,) * lazy.ndim)
-        return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
-
-
-class OpenedMembers(Sequence[Member]):
-    """The members of a stack of an opened file, each made when it is asked for.
-
-    Parameters
-    ----------
-    maker : VariableMaker
-        Of the file.
-    arrays : TensorArrays
-        The tensors.
-    suffix : str
-        What names of variables have behind those of the tensors.
-    axes : dict of str to (str or None)
-        What the file calls dimensions that have another name in the stack.
-    """
-
-    __slots__ = ("arrays", "axes", "maker", "suffix")
-
-    def __init__(
-        self,
-        maker: VariableMaker,
-        arrays: TensorArrays,
-        suffix: str,
-        axes: dict[str, str | None],
-    ) -> None:
-        self.maker = maker
-        self.arrays = arrays
-        self.suffix = suffix
-        self.axes = axes
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def __getitem__(self, position: Any) -> Any:
-        if isinstance(position, slice):
-            return tuple([self[at] for at in range(len(self))[position]])
-        tensor, role = self.arrays.tensors[position], self.arrays.role
-        array = self.maker.array(f"{tensor.name}{self.suffix}", self.arrays[position])
-        encoding = _encoding(tensor, role, self.maker.source, self.suffix)
-        if self.axes:
-            encoding["axes"] = self.axes
-        return Member(dict(tensor.attrs), encoding, array)
-
-
-def _digest(told: Any) -> str:
-    return blake2b(repr(told).encode(), digest_size=8).hexdigest()
-
-
 def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:
     """Return the encoding of the same name: the size of a chunk along each dimension."""
     return {dim: sizes[0] or 1 for dim, sizes in zip(dims, chunks, strict=True)}
-
-
-def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) -> dict[str, Any]:
-    """Say how a stack is stored: what all its members have in common, and their size in sum."""
-    first = _encoding(tensors[0], role, source)
-    encoding = {key: first[key] for key in _COMMON if key in first}
-    roles = [role] if role is not None else list(tensors[0].parts)
-    parts = [tensor.parts[each] for tensor in tensors for each in roles if each in tensor.parts]
-    encoding["nbytes"] = sum([part.nbytes for part in parts])
-    compressions = {part.encoding for part in parts}
-    if len(compressions) == 1:
-        (compression,) = compressions
-        if compression is not None:
-            encoding["stored_compression"] = compression
-    return encoding
-
-
-def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -> dict[str, Any]:
-    """Say how a variable is stored."""
-    encoding: dict[str, Any] = {
-        "tensor": tensor.name,
-        "layout": tensor.layout,
-        "source": source,
-    }
-    readable = tensor.problem is None
-    part = tensor.parts.get(role or "data") if tensor.layout == "dense" or role else None
-    if part is not None and readable:
-        encoding |= _part_encoding(part)
-        if tensor.order != "C":
-            encoding["stored_order"] = tensor.order
-    else:
-        known = tensor.dtype in ELEMENT_TYPES
-        encoding["stored_dtype"] = stored_dtype(tensor.dtype) if known else tensor.dtype
-        encoding["nbytes"] = tensor.nbytes
-        if readable:
-            encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
-    if role is not None:
-        encoding["part"] = role
-    if tensor.path is not None:
-        encoding["path"] = (*tensor.path[:-1], f"{tensor.path[-1]}{suffix}")
-    return encoding
-
-
-def _part_encoding(part: Part) -> dict[str, Any]:
-    encoding: dict[str, Any] = {
-        "stored_dtype": stored_dtype(part.dtype),
-        "offset": part.offset,
-        "nbytes": part.nbytes,
-    }
-    if part.encoding is not None:
-        encoding["stored_compression"] = part.encoding
-    if part.digest is not None:
-        encoding["digest"] = part.digest
-    if part.byteorder != "little":
-        encoding["stored_byteorder"] = part.byteorder
-    if part.shard is not None:
-        encoding["shard"] = part.shard
-    return encoding

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dataset import free_name
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
+from xckpt.listing import free_name
 from xckpt.writing.casting import choose_type
 from xckpt.writing.entries import ArrayPart, Contents, Entry
 from xckpt.writing.inline import put_inline

@@ -1,0 +1,287 @@
+"""Which arrays of an Index become variables: whole tensors, parts of them, and stacks of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from xckpt.arrays import LazyArray, lazy_arrays
+from xckpt.arrays.stacked import StackedArray, TensorArrays
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.labels.selection import closest
+from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree, words
+from xckpt.storage.shard import sources_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from xckpt.index import Index, Tensor
+    from xckpt.options import OpenOptions
+    from xckpt.storage import Source
+
+__all__ = ["Listed", "Listing", "kind_of", "list_arrays", "stacked_modules"]
+
+# Shown in a message.
+_MOST_MODULES = 8
+# Colons that are tried one by one behind the name of a part. More are needed in files that were
+# made to take long.
+_FEW = 8
+
+
+class Stacked(NamedTuple):
+    """How tensors were stacked, and the array of each of them."""
+
+    stack: Stack
+    members: TensorArrays
+
+
+class Listed(NamedTuple):
+    """An array that becomes a variable.
+
+    Parameters
+    ----------
+    name : str
+        Of the variable.
+    lazy : LazyArray
+        Its values.
+    tensor : Tensor
+        That it shows, the first where it shows several.
+    role : str or None
+        The part of it that is shown, None where it is the whole.
+    stacked : Stacked or None
+        Where it shows several.
+    """
+
+    name: str
+    lazy: LazyArray
+    tensor: Tensor
+    role: str | None
+    stacked: Stacked | None = None
+
+    @property
+    def stacked_dims(self) -> tuple[str, ...]:
+        """Names of the axes that stacking made."""
+        return () if self.stacked is None else self.stacked.stack.dims
+
+    @property
+    def suffix(self) -> str:
+        """What the name of a part has behind that of its tensor, or of the stack."""
+        base = self.tensor.name if self.stacked is None else self.stacked.stack.name
+        return self.name.removeprefix(base)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the variables that it would be if it were not stacked."""
+        if self.stacked is None:
+            return (self.name,)
+        return tuple([f"{name}{self.suffix}" for name in self.stacked.stack.members])
+
+    @property
+    def suggested(self) -> tuple[str | None, ...] | None:
+        """Names of a tensor's axes that the file gives."""
+        return self.tensor.dims if self.role is None else None
+
+    @property
+    def path(self) -> tuple[str, ...] | None:
+        """Where it is in the tree of modules, where the dots of its name do not say so."""
+        if self.tensor.path is None:
+            return None
+        path = self.tensor.path
+        if self.stacked is not None:
+            path = words(self.stacked.stack.template)
+        return path if self.role is None else (*path[:-1], f"{path[-1]}{self.suffix}")
+
+
+class Listing(NamedTuple):
+    """What becomes of an Index.
+
+    Parameters
+    ----------
+    arrays : list of Listed
+        In the order of the variables.
+    flat_order : tuple of str
+        Names of the variables in the order that they have when nothing is stacked.
+    file_order : tuple of str
+        The same names with the parts of a tensor where it is in the file.
+    sources : mapping of (str or None) to Source
+        The file under None, its shards under their names.
+    """
+
+    arrays: list[Listed]
+    flat_order: tuple[str, ...]
+    file_order: tuple[str, ...]
+    sources: Mapping[str | None, Source]
+
+
+def list_arrays(
+    source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
+) -> Listing:
+    """List what becomes a variable; nothing is built for what is left out."""
+    dropped = options.drop_variables
+    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
+    tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
+    stacks = _stacks(tensors, options, for_tree=for_tree)
+    members = {name for each in stacks.values() for name in each.members}
+    sources = sources_of(source, index.shards)
+    arrays: list[Listed] = []
+    for tensor in tensors:
+        stacked = stacks.get(tensor.name)
+        if stacked is None and tensor.name in members:
+            continue
+        arrays += _arrays(tensor, stacked, index, sources, options)
+    arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
+    return Listing(arrays, *_orders(arrays, tensors), sources)
+
+
+def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
+    """Put parts last, and name them so that no tensor and no other part has the name."""
+    whole = [each for each in arrays if each.role is None]
+    if len(whole) == len(arrays):
+        return whole
+    taken = {*(tensor.name for tensor in tensors), *(each.name for each in whole)}
+    parts = []
+    for each in arrays:
+        if each.role is not None:
+            part = each._replace(name=f"{each.name}:{each.role}")
+            tries = 0
+            while not taken.isdisjoint({part.name, *part.members}):
+                tries += 1
+                more = 1 if tries < _FEW else 1 + max(map(_colons_behind, taken))
+                part = part._replace(name=f"{part.name}{':' * more}")
+            taken.update({part.name, *part.members})
+            parts.append(part)
+    return whole + parts
+
+
+def _colons_behind(name: str) -> int:
+    return len(name) - len(name.rstrip(":"))
+
+
+def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
+    """Return the modules that the option `stack` names, None for all."""
+    if stack is True:
+        return None
+    modules = {stack} if isinstance(stack, str) else stack
+    # A mapping or a number is a mistake, not a collection of names.
+    if not isinstance(modules, set | frozenset | list | tuple) or not all(
+        isinstance(module, str) for module in modules
+    ):
+        raise TypeError(
+            "stack takes True, the name of a numbered module ('layers') or a list of them, "
+            f"not {stack!r}"
+        )
+    return modules
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Name a variable that is no tensor; tensors have their exact names, so it gives way."""
+    while name in taken:
+        name = f"{name}:"
+    return name
+
+
+def _arrays(
+    tensor: Tensor,
+    stacked: Stack | None,
+    index: Index,
+    sources: Mapping[str | None, Source],
+    options: OpenOptions,
+) -> Iterator[Listed]:
+    """Return what a tensor, or the stack that it is the first of, is shown as."""
+    arrays = lazy_arrays(tensor, sources, options.reading)
+    if stacked is None:
+        for role, lazy in arrays.items():
+            yield Listed(tensor.name, lazy, tensor, role)
+        return
+    tensors = tuple([index.tensors[name] for name in stacked.members])
+    for role in arrays:
+        members = TensorArrays(tensors, role, sources, options.reading)
+        lazy = StackedArray(stacked.name, members, stacked.shape)
+        yield Listed(stacked.name, lazy, tensor, role, Stacked(stacked, members))
+
+
+def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> dict[str, Stack]:
+    """Find what is to be stacked, by the first tensor of each stack in file order."""
+    if options.stack is False:
+        return {}
+    only = stacked_modules(options.stack)
+    names = AxisNames(options.dims)
+    kinds = {tensor.name: kind_of(tensor, names, options) for tensor in tensors}
+    paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
+    warn_of_unknown_modules(kinds, only, stacklevel=7)
+    parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
+    reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
+    stacks = (stack_in_tree if for_tree else stack)(kinds, only, paths, reserved)
+    order = {name: number for number, name in enumerate(kinds)}
+    return {min(each.members, key=order.__getitem__): each for each in stacks}
+
+
+def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
+    """Return whether a tensor is shown as its parts."""
+    return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
+
+
+def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
+    """Return all that the members of a stack have in common."""
+    parts: tuple[Any, ...] | None = None
+    if _in_parts(tensor, options):
+        parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])
+        if any(part.shape is None for part in tensor.parts.values()):
+            parts = (*parts, tensor.name)  # parts that state no size need not be of one
+    return (
+        tensor.shape,
+        tensor.dtype,
+        tensor.layout,
+        tensor.order,
+        tensor.dims,
+        tensor.quantization,
+        tensor.problem is None,
+        parts,
+        names.callers(tensor.name) if options.dims else None,
+    )
+
+
+def warn_of_unknown_modules(
+    names: Collection[str], modules: Collection[str] | None, stacklevel: int = 4
+) -> None:
+    """Warn of modules to stack that no name has, with those that there are."""
+    there = numbered_modules(names) if modules is not None else []
+    unknown = [module for module in modules or () if module not in there]
+    if not unknown:
+        return
+    listed = ", ".join(shown(module) for module in there[:_MOST_MODULES]) or "none"
+    asked = ", ".join(map(shown, unknown))
+    text = f"stack: no numbered module is called {asked}; there are: {listed}"
+    warnings.warn(text, CheckpointWarning, stacklevel=stacklevel)
+
+
+def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return `Listing.flat_order` and `Listing.file_order`."""
+    if all(each.stacked is None and each.role is None for each in arrays):
+        names = tuple([each.name for each in arrays])
+        return names, names
+    variables: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
+    parted: set[str] = set()
+    for each in arrays:
+        of = (each.tensor.name,) if each.stacked is None else each.stacked.stack.members
+        if each.role is not None:
+            parted.update(of)
+        for name, member in zip(of, each.members, strict=True):
+            variables[name].append(member)
+    in_file = tuple([member for members in variables.values() for member in members])
+    if not parted:
+        return in_file, in_file
+    whole = [name for name in variables if name not in parted]
+    parts = [part for name, members in variables.items() if name in parted for part in members]
+    return (*whole, *parts), in_file
+
+
+def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
+    chosen = select(index.tensors, wanted)
+    if wanted is not None and not chosen and index.tensors:
+        alike = ", ".join(shown(name) for name in closest(index.tensors, wanted))
+        hint = f"; similar names: {alike}" if alike else ""
+        text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
+        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=7)
+    return chosen
