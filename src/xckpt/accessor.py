@@ -55,6 +55,7 @@ class CheckpointAccessor:
     def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
         self._obj = obj
         self._names: frozenset[str] = frozenset()
+        self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
         self._findings: tuple[Finding, ...] | None = None
 
@@ -184,6 +185,102 @@ class CheckpointAccessor:
         from xckpt.stacking import unstack_modules
 
         return unstack_modules(self._obj)
+
+    def __getitem__(self, name: str) -> xr.DataArray:
+        """Return a tensor by the name that the file has for it, stacked or in a tree too.
+
+        Parameters
+        ----------
+        name : str
+            ``"layers.17.mlp.w"``, or the name of a variable.
+
+        Returns
+        -------
+        xarray.DataArray
+            Lazy if the object is.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor; the message has similar names.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt["layers.17.mlp.w"].std().compute()  # doctest: +SKIP
+        """
+        if self._tensors is None:
+            from xckpt.tensors import OpenTensors
+
+            self._tensors = OpenTensors(self._obj)
+        return self._tensors[name]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        from xckpt.tensors import OpenTensors
+
+        return [row.name for row in OpenTensors(self._obj).rows]
+
+    def sel(self, **modules: Any) -> Any:
+        """Choose the tensors that are in certain modules, by their numbers, stacked or not.
+
+        Unlike xarray's own ``sel`` it goes by the name of the module, across all dimensions that
+        stacking made of it (``layers``, ``layers_2``), and leaves out what is in none of these
+        modules.
+
+        Parameters
+        ----------
+        **modules : int, list of int, or slice
+            ``layers=17``, ``layers=[0, 23]`` or ``layers=slice(4, 8)``, whose end is included.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is. A single number of a stacked module drops its dimension.
+
+        Raises
+        ------
+        KeyError
+            If there is no such module, or no such number of it.
+        TypeError
+            If an indexer is none of these.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt.sel(layers=17, experts=3)  # doctest: +SKIP
+        """
+        from xckpt.choosing import select_modules
+
+        return select_modules(self._obj, modules)
+
+    def isel(self, **modules: Any) -> Any:
+        """Choose tensors as `sel` does, by positions among the numbers that a module has.
+
+        Parameters
+        ----------
+        **modules : int, list of int, or slice
+            ``layers=-1`` is the last layer.
+
+        Returns
+        -------
+        xarray.Dataset or xarray.DataTree
+            As the object is.
+
+        Raises
+        ------
+        KeyError
+            If there is no such module.
+        IndexError
+            If it has no such position.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt.isel(layers=-1)  # doctest: +SKIP
+        """
+        from xckpt.choosing import select_modules
+
+        return select_modules(self._obj, modules, by_position=True)
 
     def find(
         self,

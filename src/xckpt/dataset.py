@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
@@ -21,6 +20,8 @@ from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+
+    import dask.array as da
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.stacked import TensorArrays

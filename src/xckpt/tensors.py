@@ -168,6 +168,18 @@ class OpenTensors:
             self._members = (home.variable, members)
         return members[name]
 
+    def __getitem__(self, name: str) -> xr.DataArray:
+        if name not in self._homes and name not in self._flat.variables:
+            known = [row.name for row in self.rows]
+            alike = ", ".join(map(shown, closest(known, [str(name)])))
+            hint = f"; similar names: {alike}" if alike else ""
+            raise KeyError(f"no tensor {name!r} among {len(known)}{hint}")
+        variable = self.variable(name)
+        node = self._flat.nodes[self._homes[name].variable if name in self._homes else name]
+        indexes = self._indexes[node]
+        coords = {dim: indexes[dim] for dim in variable.dims if dim in indexes}
+        return xr.DataArray(variable, coords, name=name)
+
     def code(self, name: str) -> str:
         """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
         home = self._homes.get(name, _Home(name, {}))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.chunks import Chunks
 from xckpt.arrays.graph import is_stored, slice_stored
 from xckpt.arrays.selection import normalize
 from xckpt.labels.stacking import flat_names
+
+if TYPE_CHECKING:
+    from xckpt.arrays.chunks import Chunks
 
 __all__ = ["LazyVariable", "Member", "StackRecord", "preferred_chunks"]
 

@@ -28,6 +28,7 @@ __all__ = [
     "flat_names",
     "is_index",
     "numbered",
+    "numbered_bases",
     "numbered_modules",
     "stack",
     "stack_in_tree",
@@ -146,6 +147,18 @@ def flat_names(
     """Return the names of the members of a stack, the inverse of `stack`."""
     form = ".".join(map(_form, template))
     return [form % place for place in _product(indices)]
+
+
+def numbered_bases(template: Iterable[str | int | None]) -> list[str]:
+    """Return what the indices of a template number: the component before each."""
+    bases: list[str] = []
+    base = _FIRST
+    for part in template:
+        if isinstance(part, str):
+            base = part or _FIRST
+        else:
+            bases.append(base)
+    return bases
 
 
 def words(template: Iterable[str | int | None]) -> tuple[str, ...]:

@@ -1,0 +1,108 @@
+"""``ds.ckpt[name]``, ``ds.ckpt.sel()`` and ``ds.ckpt.isel()``: by the names that the file has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.test_stacking import DENSE, EXPERTS, LAYERS, moe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARRAYS = moe()
+OPENERS: dict[str, Any] = {
+    "flat": xr.open_dataset,
+    "stacked": lambda path: xr.open_dataset(path, stack=True),
+    "layers only": lambda path: xr.open_dataset(path, stack="layers"),
+    "tree": xr.open_datatree,
+    "stacked tree": lambda path: xr.open_datatree(path, stack=True),
+}
+every_kind = pytest.mark.parametrize("opened", OPENERS.values(), ids=OPENERS)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("moe") / "moe.zt"
+    tensors = {k: ([f"{k}_{axis}" for axis in range(v.ndim)], v) for k, v in ARRAYS.items()}
+    xckpt.save(xr.Dataset(tensors), path)
+    return path
+
+
+def members(obj: Any) -> set[str]:
+    """Return the names of the tensors that an object has."""
+    flat = obj.ckpt.unstack()
+    return set(flat.ckpt._ipython_key_completions_())
+
+
+def named(*parts: str) -> set[str]:
+    return {name for name in ARRAYS if all(part in name for part in parts)}
+
+
+@every_kind
+def test_any_tensor_of_the_file_by_its_name(path: Path, opened: Any) -> None:
+    obj = opened(path)
+    for name, array in ARRAYS.items():
+        found = obj.ckpt[name]
+        np.testing.assert_array_equal(found.values, array)
+        assert found.name == name
+    with pytest.raises(KeyError, match=r"layers\.3\.norm"):
+        obj.ckpt["layers.3.nrom"]
+
+
+@every_kind
+def test_one_number_of_a_module_wherever_it_is(path: Path, opened: Any) -> None:
+    obj = opened(path)
+    for layer in range(LAYERS):
+        found = obj.ckpt.sel(layers=layer)
+        assert members(found) == named(f"layers.{layer}.")
+        for name in members(found):
+            np.testing.assert_array_equal(found.ckpt[name].values, ARRAYS[name])
+    found = obj.ckpt.sel(layers=3, experts=1)
+    assert members(found) == {"layers.3.experts.1.w"}
+    np.testing.assert_array_equal(
+        found.ckpt["layers.3.experts.1.w"].values, ARRAYS["layers.3.experts.1.w"]
+    )
+
+
+@every_kind
+def test_several_numbers_and_slices(path: Path, opened: Any) -> None:
+    obj = opened(path)
+    of_two = named("layers.1.") | named("layers.3.")
+    assert members(obj.ckpt.sel(layers=[1, 3])) == of_two
+    assert members(obj.ckpt.isel(layers=[1, -1])) == of_two
+    assert members(obj.ckpt.sel(layers=slice(DENSE, None))) == named("layers.2.") | named(
+        "layers.3."
+    )
+    assert members(obj.ckpt.isel(layers=slice(None, 1))) == named("layers.0.")
+    assert members(obj.ckpt.sel(experts=[0], layers=slice(None))) == named("experts.0.")
+    assert members(obj.ckpt.sel(layers=[0, 3]).ckpt.isel(layers=-1)) == named("layers.3.")
+
+
+@every_kind
+def test_what_is_not_there_is_an_error(path: Path, opened: Any) -> None:
+    obj = opened(path)
+    with pytest.raises(KeyError, match="layers=4; there are 0 to 3"):
+        obj.ckpt.sel(layers=4)
+    with pytest.raises(KeyError, match="'blocks'; there are 'experts', 'layers'"):
+        obj.ckpt.sel(blocks=0)
+    with pytest.raises(KeyError, match="no tensor has layers=0, experts=1"):
+        obj.ckpt.sel(layers=0, experts=1)
+    with pytest.raises(IndexError):
+        obj.ckpt.isel(experts=EXPERTS)
+    for wrong in ("a", 1.5, True, [[1]]):
+        with pytest.raises(TypeError, match="layers takes a number"):
+            obj.ckpt.sel(layers=wrong)
+
+
+def test_nothing_is_read(path: Path) -> None:
+    ds = xr.open_dataset(path, stack=True).ckpt.sel(layers=slice(1, 3))
+    assert all(
+        variable.chunks is not None for variable in ds.variables.values() if variable.ndim > 1
+    )
+    assert ds.attrs == xr.open_dataset(path).attrs
+    assert ds.encoding["format"] == "ztensor"
