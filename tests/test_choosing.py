@@ -10,6 +10,7 @@ import xarray as xr
 
 import xckpt
 from tests.test_stacking import DENSE, EXPERTS, LAYERS, moe
+from xckpt.tensors import flatten
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,3 +107,13 @@ def test_nothing_is_read(path: Path) -> None:
     )
     assert ds.attrs == xr.open_dataset(path).attrs
     assert ds.encoding["format"] == "ztensor"
+
+
+@pytest.mark.parametrize("kind", ["stacked", "stacked tree"])
+@pytest.mark.parametrize("wanted", ["*.experts.*", "*.mlp.w", "layers.[23].*", "*.w"])
+def test_dimensions_are_called_as_in_the_whole_file(path: Path, kind: str, wanted: str) -> None:
+    opener = xr.open_dataset if kind == "stacked" else xr.open_datatree
+    whole = flatten(opener(path, stack=True)).variables
+    some = flatten(opener(path, stack=True, tensors=wanted)).variables
+    assert some
+    assert {name: some[name].dims for name in some} == {name: whole[name].dims for name in some}

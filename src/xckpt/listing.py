@@ -121,7 +121,7 @@ def list_arrays(
     dropped = options.drop_variables
     drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
     tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
-    stacks = _stacks(tensors, options, for_tree=for_tree)
+    stacks = _stacks(tensors, index, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}
     sources = sources_of(source, index.shards)
     arrays: list[Listed] = []
@@ -201,20 +201,35 @@ def _arrays(
         yield Listed(stacked.name, lazy, tensor, role, Stacked(stacked, members))
 
 
-def _stacks(tensors: list[Tensor], options: OpenOptions, *, for_tree: bool) -> dict[str, Stack]:
+def _stacks(
+    tensors: list[Tensor], index: Index, options: OpenOptions, *, for_tree: bool
+) -> dict[str, Stack]:
     """Find what is to be stacked, by the first tensor of each stack in file order."""
     if options.stack is False:
         return {}
     only = stacked_modules(options.stack)
-    names = AxisNames(options.dims)
-    kinds = {tensor.name: kind_of(tensor, names, options) for tensor in tensors}
-    paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
-    warn_of_unknown_modules(kinds, only, stacklevel=7)
-    parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
-    reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
-    stacks = (stack_in_tree if for_tree else stack)(kinds, only, paths, reserved)
-    order = {name: number for number, name in enumerate(kinds)}
-    return {min(each.members, key=order.__getitem__): each for each in stacks}
+    axes = AxisNames(options.dims)
+
+    def stacks(
+        tensors: Collection[Tensor], wanted: Mapping[str, tuple[str, ...]] | None = None
+    ) -> list[Stack]:
+        kinds = {tensor.name: kind_of(tensor, axes, options) for tensor in tensors}
+        paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
+        parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
+        reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
+        if for_tree:
+            return stack_in_tree(kinds, only, paths, reserved, wanted=wanted)
+        return stack(kinds, only, paths, reserved, wanted)
+
+    order = {tensor.name: number for number, tensor in enumerate(tensors)}
+    warn_of_unknown_modules(order, only, stacklevel=7)
+    wanted = None
+    if len(tensors) < len(index.tensors):
+        # A dimension has the name that it has where nothing is left out.
+        whole = stacks(index.tensors.values())
+        wanted = {member: each.dims for each in whole for member in each.members}
+    found = stacks(tensors, wanted)
+    return {min(each.members, key=order.__getitem__): each for each in found}
 
 
 def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:

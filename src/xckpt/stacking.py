@@ -95,7 +95,7 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
     reserved |= {str(name) for coords in flat.coords.values() for name in coords}
     reserved |= set(others)
     if isinstance(obj, xr.DataTree):
-        return stack_in_tree(kinds, only, paths, reserved, others)
+        return stack_in_tree(kinds, only, paths, reserved, others=others)
     return stack(kinds, only, paths, reserved)
 
 

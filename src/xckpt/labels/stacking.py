@@ -93,8 +93,9 @@ def stack(
     only: Collection[str] | None = None,
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
+    wanted: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Stack]:
-    """Group tensors that differ in the numbers of their modules alone."""
+    """Group tensors by all but their modules' numbers; `wanted` names the dimensions of members."""
     families: dict[tuple[_Pattern, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
@@ -112,7 +113,7 @@ def stack(
     ]
     order = {name: number for number, name in enumerate(kinds)}
     grids = [grid for grid in grids if len(grid.members) > 1]
-    return _named(grids, order, reserved)
+    return _named(grids, order, reserved, wanted or {})
 
 
 def stack_in_tree(
@@ -120,12 +121,14 @@ def stack_in_tree(
     only: Collection[str] | None = None,
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
+    *,
     others: Collection[str] = (),
+    wanted: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Stack]:
     """Group tensors as `stack` does, for a tree of modules."""
     refused = set(reserved)
     while True:
-        stacks = stack(kinds, only, paths, refused)
+        stacks = stack(kinds, only, paths, refused, wanted)
         clashes = _clashes(stacks, [*kinds, *others], paths or {})
         if not clashes:
             return stacks
@@ -265,47 +268,61 @@ def _product(indices: tuple[tuple[int, ...], ...]) -> list[_Position]:
     return places
 
 
-def _named(grids: list[_Grid], order: Mapping[str, int], reserved: Collection[str]) -> list[Stack]:
+# What makes a dimension: the name that it would like, how many of that name are before it in a
+# path, and its indices.
+_Dimension = tuple[str, int, tuple[int, ...]]
+
+
+def _named(
+    grids: list[_Grid],
+    order: Mapping[str, int],
+    reserved: Collection[str],
+    wanted: Mapping[str, tuple[str, ...]],
+) -> list[Stack]:
     """Name variables and dimensions; nothing is named like a tensor."""
     grids = sorted(grids, key=lambda grid: (-len(grid.members), order[grid.members[0]]))
     free = _FreeNames(order)
     named = [(free.take(".".join(words(grid.pattern.template))), grid) for grid in grids]
-    dims = _dimensions(grids, _FreeNames({*order, *reserved, *(name for name, _ in named)}))
+    keys = [_dimension_keys(grid, wanted) for grid in grids]
+    free = _FreeNames({*order, *reserved, *(name for name, _ in named)})
+    dims = _dimensions({key for each in keys for key in each}, free)
     stacks = [
         Stack(
             name,
             grid.pattern.template,
-            tuple([dims[key] for key in _dimension_keys(grid)]),
+            tuple([dims[key] for key in each]),
             grid.indices,
             grid.members,
         )
-        for name, grid in named
+        for (name, grid), each in zip(named, keys, strict=True)
     ]
     return sorted(stacks, key=lambda each: order[each.members[0]])
 
 
-def _dimension_keys(grid: _Grid) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Say what makes a dimension: its base, how many of that base are before it, its indices."""
-    seen: dict[str, int] = defaultdict(int)
+def _dimension_keys(grid: _Grid, wanted: Mapping[str, tuple[str, ...]]) -> list[_Dimension]:
+    asked = {wanted.get(member) for member in grid.members} if wanted else {None}
+    names = asked.pop() if len(asked) == 1 else None
+    bases = names if names and len(names) == len(grid.indices) else grid.pattern.bases
+    seen: Counter[str] = Counter()
     keys = []
-    for base, along in zip(grid.pattern.bases, grid.indices, strict=True):
+    for base, along in zip(bases, grid.indices, strict=True):
         keys.append((base, seen[base], along))
         seen[base] += 1
     return keys
 
 
-def _dimensions(
-    grids: list[_Grid], free: _FreeNames
-) -> dict[tuple[str, int, tuple[int, ...]], str]:
+def _dimensions(keys: Collection[_Dimension], free: _FreeNames) -> dict[_Dimension, str]:
     """Name the dimensions: the largest set of indices has the plain name of its base."""
-    by_base: dict[str, list[tuple[str, int, tuple[int, ...]]]] = defaultdict(list)
-    for key in sorted({key for grid in grids for key in _dimension_keys(grid)}):
+    by_base: dict[str, list[_Dimension]] = defaultdict(list)
+    for key in sorted(keys):
         by_base[key[0]].append(key)
-    names: dict[tuple[str, int, tuple[int, ...]], str] = {}
-    for base, keys in by_base.items():
-        largest = max(keys, key=lambda key: (len(key[2]), -key[1], key[2]))
-        for key in [largest, *(key for key in keys if key != largest)]:
-            names[key] = free.take(base)
+    # A dimension that is called layers_1 in the whole file comes before one that may be.
+    largest = [
+        max(each, key=lambda key: (len(key[2]), -key[1], key[2])) for each in by_base.values()
+    ]
+    names = {key: free.take(key[0]) for key in largest}
+    for each in by_base.values():
+        names |= {key: free.take(key[0]) for key in each if key not in names}
     return names
 
 
