@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
-from xckpt.errors import CheckpointWarning, MissingShardError, locating
+from xckpt.errors import CheckpointWarning, FormatError, MissingShardError, locating
 from xckpt.index import paused_collector
 from xckpt.sharding import FileList, Opened, list_files, merge
 from xckpt.storage import Source, is_remote, open_source
@@ -83,8 +83,13 @@ def open_each(
 
 def _read(source: Source, format: str | None, format_options: Mapping[str, Any]) -> Index:
     with locating(path=source.name), source.reading_header() as header:
-        found = formats.detect(header) if format is None else formats.get(format)
-        return found.read(header, **format_options)
+        if format is None:
+            return formats.detect(header).read(header, **format_options)
+        try:
+            return formats.get(format).read(header, **format_options)
+        except FormatError as error:
+            formats.advise(error, format, header)
+            raise
 
 
 def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> Index:

@@ -14,6 +14,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from xckpt.errors import FormatError, UnsupportedError
+from xckpt.formats.foreign import foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ __all__ = [
     "Can",
     "Format",
     "Readable",
+    "advise",
     "class_name",
     "detect",
     "get",
@@ -351,9 +353,25 @@ def detect(source: Readable) -> Format:
         found = get(name)
         if found.detect(head, source.size, source.name):
             return found
+    known = foreign(head, source.size, source.name)
+    reason = f"the file begins {head[:16]!r}" if known is None else f"it is {known[0]}"
     raise FormatError(
-        f"not a checkpoint of a known format; the file begins {head[:16]!r}",
+        f"not a checkpoint of a known format; {reason}",
         path=source.name,
         offset=0,
-        hint=f"Formats that are read: {', '.join(names())}",
+        hint=f"Formats that are read: {', '.join(names())}" if known is None else known[1],
     )
+
+
+def advise(error: FormatError, format: str, source: Readable) -> None:
+    """Say in an error what a file is that is not of the format that was asked for."""
+    head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
+    if get(format).detect(head, source.size, source.name):
+        return
+    for name in names():
+        if get(name).detect(head, source.size, source.name):
+            error.hint = f"It is a {name} file: open it with engine={name!r}"
+            return
+    known = foreign(head, source.size, source.name)
+    if known is not None:
+        error.hint = f"It is {known[0]}. {known[1]}"

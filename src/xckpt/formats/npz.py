@@ -79,6 +79,8 @@ class Npz(Format):
         found = archive.whole(source, "arr_0.npy") if is_single else archive.contents(source)
         tensors, size = _arrays(found, notes), source.size
         texts = notes.warnings()
+        if texts and not tensors:
+            raise FormatError("no member of the archive is an array", rule="Members", offset=0)
         return Index(self.name, version, tensors, {}, source.name, size, warnings=texts)
 
     def plan(self, index: Index) -> Plan:

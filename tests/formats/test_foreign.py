@@ -1,0 +1,71 @@
+"""A file of another kind is called by its name, with what to do."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import re
+import zipfile
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt import FormatError, formats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def zipped(*names: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"x")
+    return file.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+FILES = {
+    "Git LFS": (LFS, "git lfs pull"),
+    "GGUF": (b"GGUF\x03\0\0\0" + bytes(32), "gguf"),
+    "PyTorch": (zipped("archive/data.pkl", "archive/data/0"), "save_file"),
+    "pickle": (pickle.dumps({"w": [1.0]}), "save_file"),
+    "zip": (zipped("readme.txt"), "Extract"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(64), "h5netcdf"),
+    "web page": (b"\n<!DOCTYPE html><html>404</html>", "Download"),
+    "index of shards": (b'{"metadata": {}, "weight_map": {"w": "a"}}', ".index.json"),
+    "JSON": (b'{"hidden_size": 64}', "configuration"),
+    "gzip": (gzip.compress(b"x" * 100), "Decompress"),
+    "empty": (b"", "copied"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_it_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
+    content, advice = FILES[kind]
+    path = tmp_path / "model"
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=kind) as caught:
+        xckpt.read_index(path)
+    assert advice in str(caught.value.hint)
+    assert str(path) in str(caught.value)
+    for engine in formats.names():
+        with pytest.raises(xckpt.CheckpointError, match=re.escape(str(path))):
+            xr.open_dataset(path, engine=engine)
+
+
+@pytest.mark.parametrize("format", formats.names())
+def test_another_of_our_engines(format: str, tmp_path: Path) -> None:
+    found = formats.get(format)
+    path = tmp_path / f"m{found.suffixes[0]}"
+    xckpt.save(xr.Dataset({"a.w": ("x", np.ones(3, np.float32))}), path, format)
+    for other in formats.names():
+        if other == format:
+            continue
+        with pytest.raises(xckpt.CheckpointError) as caught:
+            xr.open_dataset(path, engine=other)
+        assert f"engine={format!r}" in str(caught.value)
