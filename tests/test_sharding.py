@@ -214,3 +214,63 @@ def test_numbers_sort_by_value() -> None:
     assert sorted(names, key=natural_key) == [
         "1", "9", "10", "a", "a009", "a9b2", "a9b10", "a10", "b"
     ]  # fmt: skip
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def shards(folder: Path) -> None:
+    write(folder, {"model-00001-of-00002.zt": A, "model-00002-of-00002.zt": B})
+
+
+def test_a_folder_of_shards(tmp_path: Path) -> None:
+    shards(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 4}')
+    (tmp_path / "README.md").write_text("# A model")
+    for ds in (xr.open_dataset(tmp_path), opened(str(tmp_path))):
+        assert_all(ds, A, B)
+        assert ds.attrs["config"] == {"hidden_size": 4}
+        assert ds.encoding["source"] == str(tmp_path)
+    table = xckpt.table(xckpt.stats(tmp_path, progress=False))
+    assert set(table.index) == {*A, *B}
+    xckpt.convert(tmp_path, tmp_path.parent / "whole.zt", overwrite=True)
+    xr.testing.assert_equal(opened(tmp_path.parent / "whole.zt"), opened(tmp_path))
+
+
+def test_a_folder_with_an_index(tmp_path: Path) -> None:
+    write(tmp_path, {"a.zt": A, "b.zt": B, "unrelated.zt": A})
+    weight_map = {**dict.fromkeys(A, "a.zt"), **dict.fromkeys(B, "b.zt")}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    ds = opened(tmp_path)
+    assert_all(ds, A, B)
+    assert ds.attrs["total_size"] == 1
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"embed": "no.bin"}}')
+    assert_all(opened(tmp_path), A, B)
+
+
+def test_a_folder_with_one_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, {"model.zt": A})
+    (tmp_path / "config.json").write_text("not JSON")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "empty").touch()
+    ds = xr.open_dataset(tmp_path)
+    assert_all(ds, A)
+    assert "config" not in ds.attrs
+
+
+def test_a_folder_that_may_mean_several_things(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no checkpoint is in this folder; it has no files"):
+        xckpt.read_index(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(FormatError, match=r"no checkpoint is in this folder; it has 'notes.txt'"):
+        xckpt.read_index(tmp_path)
+    write(tmp_path, {"step_9.zt": A, "step_10.zt": A})
+    with pytest.raises(FormatError, match=r"2 checkpoints .* 'step_9.zt', 'step_10.zt'"):
+        xckpt.read_index(tmp_path)
+
+
+def test_a_folder_that_lacks_a_shard(tmp_path: Path) -> None:
+    write(tmp_path, {"model-00001-of-00003.zt": A, "model-00003-of-00003.zt": B})
+    with pytest.raises(MissingShardError, match="of 3 shards these are missing: 2"):
+        xckpt.read_index(tmp_path)

@@ -1,4 +1,4 @@
-"""Several files as one checkpoint: lists, globs, ``*.index.json``; their indexes as one."""
+"""Several files as one checkpoint: lists, globs, folders, ``*.index.json``; indexes as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from glob import glob
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Index, Shard, Tensor
 from xckpt.storage import is_remote, local_path, open_source
@@ -24,6 +26,11 @@ __all__ = ["FileList", "Opened", "list_files", "merge", "natural_key", "relabell
 
 _INDEX_SUFFIX = ".index.json"
 _LARGEST_INDEX = 256 << 20
+_LARGEST_CONFIG = 16 << 20
+# As Hugging Face's libraries name the files of a model.
+_SHARD = re.compile(
+    r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
+)
 # Shown in a message.
 _MOST_NAMES = 5
 
@@ -76,12 +83,72 @@ def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> Fi
         obj = os.fsdecode(obj)
     if not isinstance(obj, str):
         return None
+    if not is_remote(obj) and os.path.isdir(local_path(obj)):  # noqa: PTH112
+        return _folder(Path(local_path(obj)))
     if _is_glob(obj):
         found = _expanded(obj, storage_options)
         return FileList(_absolute(obj), {path: path for path in found})
     if obj.partition("?")[0].lower().endswith(_INDEX_SUFFIX):
         return _indexed(open_source(obj, storage_options=storage_options))
     return None
+
+
+def _folder(folder: Path) -> FileList:
+    """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
+    paths = sorted(folder.iterdir(), key=lambda path: natural_key(path.name))
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    indexes = [path for path in files if path.name.endswith(_INDEX_SUFFIX)]
+    found = [path for path in files if path not in indexes and _is_checkpoint(path)]
+    config = _config(folder / "config.json")
+    shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
+    families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
+    for path in indexes:
+        listed = _indexed(open_source(path))
+        if len(indexes) == 1 or any(each.name in listed.files for each in found):
+            attrs = {**listed.attrs, **config}
+            return listed._replace(name=str(folder), attrs=attrs)
+    if len(found) == len(shards) > 1 and len(families) == 1:
+        count = int(shards[0]["count"])
+        missing = set(range(1, count + 1)) - {int(match["number"]) for match in shards}
+        if missing:
+            numbers = ", ".join(map(str, sorted(missing)[:_MOST_NAMES]))
+            reason = f"of {count} shards these are missing: {numbers}"
+            raise MissingShardError(reason, path=str(folder), hint="Or open a list of some files")
+        found_files: dict[str, Any] = {str(path): path for path in found}
+        return FileList(str(folder), found_files, None, config)
+    if len(found) == 1:
+        return FileList(str(folder), {str(found[0]): found[0]}, None, config)
+    there = [path.name for path in found or files]
+    names = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
+    if len(there) > _MOST_NAMES:
+        names += f" and {len(there) - _MOST_NAMES} more"
+    if found:
+        reason = f"{len(found)} checkpoints are in this folder: {names}"
+        raise FormatError(reason, path=str(folder), hint="Open one of them, or a list of them")
+    reason = f"no checkpoint is in this folder; it has {names}"
+    raise FormatError(reason, path=str(folder))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    source = open_source(path)
+    try:
+        head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
+    except OSError:
+        return False
+    finally:
+        source.close()
+    return any(formats.get(each).detect(head, source.size, str(path)) for each in formats.names())
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Return what a model says of itself next to its weights, as an attribute."""
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            return {}
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {"config": config} if isinstance(config, dict) else {}
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
