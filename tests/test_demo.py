@@ -4,54 +4,12 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from xckpt import demo
-from xckpt.dtypes import stored_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-# --- moments -------------------------------------------------------------------------------------
-
-numbers = st.floats(-1e6, 1e6) | st.just(float("nan"))
-
-
-@given(st.lists(st.lists(numbers, max_size=6), max_size=5))
-def test_merged_blocks_have_the_moments_of_the_whole(blocks: list[list[float]]) -> None:
-    merged = demo.Moments()
-    for block in blocks:
-        merged.merge(demo.describe(np.array(block)))
-    whole = np.array([x for block in blocks for x in block if x == x])  # noqa: PLR0124  not NaN
-    assert merged.count == whole.size
-    assert merged.nans == sum(map(len, blocks)) - whole.size
-    if whole.size:
-        assert merged.mean == pytest.approx(whole.mean(), abs=1e-6)
-        assert merged.std == pytest.approx(whole.std(), abs=1e-6)
-        assert merged.absmax == np.abs(whole).max()
-    else:
-        assert np.isnan(merged.std)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float64"])
-def test_any_element_type_is_described_in_float64(dtype: str) -> None:
-    values = np.arange(2 * demo._PIECE // 1024).repeat(1536).astype(stored_dtype(dtype))
-    found = demo.describe(values.reshape(3, -1))
-    expected = values.astype(np.float64)
-    assert found.count == values.size > 2 * demo._PIECE
-    assert found.mean == pytest.approx(expected.mean(), rel=1e-12)
-    assert found.std == pytest.approx(expected.std(), rel=1e-12)
-
-
-def test_an_empty_block_and_a_scalar() -> None:
-    assert demo.describe(np.empty((0, 3))) == demo.Moments()
-    assert demo.describe(np.float32(-2)) == demo.Moments(1, 0, -2.0, 0.0, 2.0)
-
-
-# --- the demonstration ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
