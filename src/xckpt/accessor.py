@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.modules import ModuleTree
-    from xckpt.notebook.summary import Finding, Summary
+    from xckpt.notebook.summary import Finding, ModuleTree, Summary
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.tensors import OpenTensors
@@ -104,7 +103,7 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
         """
-        from xckpt.notebook.modules import sizes_table
+        from xckpt.notebook.summary import sizes_table
         from xckpt.tensors import OpenTensors
 
         return sizes_table(OpenTensors(self._obj).rows, by)
@@ -126,7 +125,7 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.tree(4)  # doctest: +SKIP
         """
-        from xckpt.notebook.modules import ModuleTree
+        from xckpt.notebook.summary import ModuleTree
         from xckpt.tensors import OpenTensors
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)

@@ -238,14 +238,16 @@ class Index:
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        from xckpt.notebook.summary import summarize_index
+        from xckpt.notebook.summary import index_summary
+        from xckpt.notebook.text import render
 
-        return summarize_index(self)
+        return render(index_summary(self))
 
     def _repr_html_(self) -> str:
-        from xckpt.notebook.summary import index_html
+        from xckpt.notebook.html import render
+        from xckpt.notebook.summary import index_summary
 
-        return index_html(self)
+        return render(index_summary(self))
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def test_info_of_some_tensors(checkpoint: Path, capsys: pytest.CaptureFixture[st
     assert main(["info", str(checkpoint), *globs]) == 0
     out = capsys.readouterr().out
     assert "5 tensors" in out
-    assert "belong to no tensor" not in out
+    assert "do not belong to any tensor" not in out
 
 
 def test_a_glob_that_matches_nothing(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

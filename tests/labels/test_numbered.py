@@ -6,7 +6,7 @@ import pytest
 
 from xckpt.labels.stacking import flat_names, is_index, numbered, numbered_modules, stack
 from xckpt.notebook.folding import Row, _indexed
-from xckpt.notebook.modules import ModuleTree, sizes_table
+from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.plots.treemap import _tree
 
 INDICES = ["0", "7", "10", "00", "007", "9" * 18]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Event
 from typing import TYPE_CHECKING
 
-from xckpt.notebook.background import Background
+from xckpt.notebook.explorer import Background
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ import traitlets
 from tests.notebook.checkpoints import mixture_of_experts, row
 from xckpt.errors import IntegrityError
 from xckpt.notebook import explorer as module
-from xckpt.notebook.colors import colors_of
 from xckpt.notebook.explorer import Explorer
+from xckpt.notebook.html import colors_of
 from xckpt.notebook.summary import new_summary
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def test_what_fails_does_not_stop_the_others(opened: Opened) -> None:
     assert failures == {
         1: "digest differs",
         4: "digest differs",
-        5: "It has no statistics, as its elements are no numbers.",
+        5: "It has no statistics: its elements are not numbers.",
     }
 
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.index import Index, Part, Tensor
-from xckpt.notebook.colors import PALETTE, colors_of
 from xckpt.notebook.folding import Row
-from xckpt.notebook.html import render
-from xckpt.notebook.summary import Finding, Summary, index_html, new_summary
+from xckpt.notebook.html import PALETTE, colors_of, render
+from xckpt.notebook.summary import Finding, Summary, new_summary
 from xckpt.notebook.text import render as render_text
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def test_an_index_is_shown_with_its_warnings() -> None:
     part = Part("float32", (4,), 64, 16)
     tensors = {"a": Tensor("a", "float32", (4,), {"data": part})}
     index = Index("ztensor", "1.0", tensors, source="/home/someone/m.zt", warnings=("odd offset",))
-    html = index_html(index)
+    html = index._repr_html_()
     assert "1 warning: odd offset" in Parsed(html).text
     assert "someone" not in html
 

@@ -17,13 +17,8 @@ from xckpt.errors import CheckpointError, UnsupportedError
 from xckpt.index import Index, Part, Shard, Tensor
 from xckpt.notebook.folding import Row
 from xckpt.notebook.formatting import columns
-from xckpt.notebook.summary import (
-    index_summary,
-    new_summary,
-    storage_words,
-    summarize,
-    summarize_index,
-)
+from xckpt.notebook.summary import index_summary, new_summary, storage_words
+from xckpt.notebook.text import render
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,9 +33,8 @@ VALUES = st.recursive(
 
 
 def text_of(rows: Iterable[Row], **more: Any) -> str:
-    return summarize(
-        rows, **{"title": "m.zt", "format": "ztensor", "version": "1.0", "attrs": {}} | more
-    )
+    facts = {"title": "m.zt", "format": "ztensor", "version": "1.0", "attrs": {}}
+    return render(new_summary(rows, **facts | more))
 
 
 def dense(
@@ -58,7 +52,7 @@ def index_of(*tensors: Tensor, **more: Any) -> Index:
 
 
 def test_a_mixture_of_experts_reads_well() -> None:
-    text = summarize(
+    text = text_of(
         mixture_of_experts(),
         title="https://user:key@host/qwen-moe.zt?signature=1",
         format="ztensor",
@@ -137,7 +131,7 @@ def test_an_incomplete_grid_shows() -> None:
 
 def test_the_repr_of_an_index_is_its_summary() -> None:
     index = index_of(dense("a"), attrs={"license": "MIT"})
-    assert repr(index) == summarize_index(index)
+    assert repr(index) == render(index_summary(index))
     assert repr(index).startswith("<Checkpoint m.zt>  ztensor 1.0 · 1 tensor · 4 params · 16 B")
     assert "license='MIT'" in repr(index)
 
@@ -159,7 +153,7 @@ def test_figures_of_an_index_add_up() -> None:
 def test_sparse_quantised_and_compressed_tensors_are_noted() -> None:
     packed = Part("float32", (4,), 64, 10, encoding="zstd-seekable")
     plain = Part("uint64", (4,), 64, 32)
-    text = summarize_index(
+    text = repr(
         index_of(
             Tensor("s", "float32", (4, 4), {"values": packed, "indices": packed}, "sparse_csr"),
             Tensor("c", "float32", (4, 4), {"values": plain, "coords": plain}, "sparse_coo"),
@@ -182,7 +176,7 @@ def test_an_unknown_layout_is_named_as_it_is() -> None:
 
 def test_warnings_and_problems_are_noted_without_the_path() -> None:
     problem = UnsupportedError("unknown type 'f6'", path="/home/someone/m.zt", tensor="b")
-    text = summarize_index(
+    text = repr(
         index_of(dense("a"), dense("b", problem=problem), warnings=("odd offset", "newer version"))
     )
     assert "  note: 1 tensor cannot be read: 'b': unknown type 'f6'\n" in text
@@ -192,18 +186,18 @@ def test_warnings_and_problems_are_noted_without_the_path() -> None:
 
 def test_a_file_of_another_size_than_its_tensors_is_noted() -> None:
     index = index_of(dense("a", nbytes=1 << 20))
-    assert "note" not in summarize_index(replace(index, nbytes=(1 << 20) + 4096))
-    assert "note: the file has 4.0 MiB: 3.0 MiB belong to no tensor" in summarize_index(
+    assert "note" not in repr(replace(index, nbytes=(1 << 20) + 4096))
+    assert "note: the file has 4.0 MiB: 3.0 MiB do not belong to any tensor" in repr(
         replace(index, nbytes=4 << 20)
     )
     shared = index_of(dense("a"), dense("b"), nbytes=20)
-    assert "note: the file has 20 B only: some tensors share their bytes" in summarize_index(shared)
-    assert "note" not in summarize_index(replace(shared, shards={"s": Shard(9, None, ())}))
+    assert "note: the file has only 20 B: some tensors share their bytes" in repr(shared)
+    assert "note" not in repr(replace(shared, shards={"s": Shard(9, None, ())}))
 
 
 def test_shards_are_counted() -> None:
     index = index_of(dense("a"), shards={"s": Shard(9, None, ()), "t": Shard(9, None, ())})
-    assert "ztensor 1.0 · 2 shards · 1 tensor ·" in summarize_index(index)
+    assert "ztensor 1.0 · 2 shards · 1 tensor ·" in repr(index)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +242,7 @@ def test_any_text_is_safe_to_print_and_fits(
     attrs: dict[str, Any],
     notes: list[str],
 ) -> None:
-    text = summarize(
+    text = text_of(
         [Row(name, dtype, shape, len(name), len(name)) for name, shape in tensors.items()],
         title=title,
         format="ztensor",

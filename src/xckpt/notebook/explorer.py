@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anywidget
@@ -27,10 +28,7 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.notebook import html, text
-from xckpt.notebook.background import Background, CancelledError
-from xckpt.notebook.colors import colors_of
-from xckpt.notebook.formatting import binary_size, printable, shortened
-from xckpt.notebook.words import shape_text, word
+from xckpt.notebook.formatting import binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Row
     from xckpt.notebook.summary import Summary
 
-__all__ = ["Compute", "Explorer", "Histogram"]
+__all__ = ["Background", "Compute", "Explorer", "Histogram"]
 
 _HERE = Path(__file__).parent
 # Statistics show up, and can be cancelled, after so many tensors or bytes.
@@ -69,15 +67,7 @@ class Histogram(Protocol):
 
 
 class _Table(anywidget.AnyWidget):
-    """What ``explorer.js`` shows.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        The tensors.
-    statistics : sequence of str
-        Names of what can be computed.
-    """
+    """What ``explorer.js`` shows."""
 
     _esm = _HERE / "explorer.js"
     _css = _HERE / "explorer.css"
@@ -97,16 +87,22 @@ class _Table(anywidget.AnyWidget):
 
     def __init__(self, rows: Sequence[Row], statistics: Sequence[str]) -> None:
         names = [row.name for row in rows]
+        # In units of UTF-16, in which JavaScript cuts.
+        units = [
+            len(n) if n.isascii() else len(n.encode("utf-16-le", "surrogatepass")) // 2
+            for n in names
+        ]
+        lengths = np.array(units, "<u4")
         kinds, kind = _numbered([(row.dtype, row.storage) for row in rows])
         shapes, shape = _numbered([row.shape for row in rows])
         nbytes = np.array([float(row.nbytes) for row in rows], "<f8")
         # The same colours as in the summary: by element type, those of most bytes first.
         dtypes, dtype = _numbered([row.dtype for row in rows])
         sums = np.bincount(dtype, nbytes, len(dtypes))
-        colors = colors_of(dtypes[at] for at in np.argsort(-sums, kind="stable"))
+        colors = html.colors_of(dtypes[at] for at in np.argsort(-sums, kind="stable"))
         super().__init__(
             _names="".join(names).encode("utf-8", "replace"),
-            _lengths=_utf16_lengths(names).tobytes(),
+            _lengths=lengths.tobytes(),
             _kind=kind.tobytes(),
             _kinds=[word(" ".join(kind).strip()) for kind in kinds],
             _colors=[colors[dtype] for dtype, _ in kinds],
@@ -124,13 +120,53 @@ def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
     return list(numbers), np.array(at, "<u4")
 
 
-def _utf16_lengths(names: Sequence[str]) -> NDArray[np.uint32]:
-    """Count the units of names where JavaScript cuts them."""
-    lengths = np.array([len(name) for name in names], "<u4")
-    for at, name in enumerate(names):
-        if not name.isascii():
-            lengths[at] = len(name.encode("utf-16-le", "surrogatepass")) // 2
-    return lengths
+class CancelledError(Exception):
+    """Nobody wants the result of a job any more."""
+
+
+class Background:
+    """Runs the newest of its jobs, in a thread that ends with the process.
+
+    A job is called with a function that raises once another job has taken its place. `failed` is
+    called in that thread with the error of a job that was not cancelled.
+    """
+
+    def __init__(self, failed: Callable[[Exception], object]) -> None:
+        self._failed = failed
+        self._lock = Lock()
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    def start(self, job: Callable[[Callable[..., None]], object]) -> None:
+        """Run a job in place of the one that is running."""
+        with self._lock:
+            self._stop.set()
+            self._stop = Event()
+            self._thread = Thread(target=self._run, args=(job, self._stop), daemon=True)
+            self._thread.start()
+
+    def cancel(self) -> None:
+        """Stop the job that is running, if any, when it next checks."""
+        self._stop.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the newest job to end."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self, job: Callable[[Callable[..., None]], object], stop: Event) -> None:
+        def check(*_: object) -> None:
+            if stop.is_set():
+                raise CancelledError
+
+        try:
+            job(check)
+        except CancelledError:
+            return
+        except Exception as error:  # noqa: BLE001  shown to the user, as there is no caller
+            if not stop.is_set():
+                self._failed(error)
 
 
 class Explorer(ipywidgets.VBox):
@@ -145,19 +181,19 @@ class Explorer(ipywidgets.VBox):
     summary : Summary
         What to show where widgets do not run.
     statistics : sequence of str
-        Names of what `compute` gives.
+        Names of what `compute` returns.
     compute : Compute
         Computes statistics; called in a thread.
     histogram : Histogram
         Computes a histogram; called in a thread.
     code : callable
-        Gives the Python expression for a tensor by its name.
+        Returns the Python expression for the tensor of a name.
 
     Attributes
     ----------
     selected : str or None
-        Name of the tensor that is selected; setting it selects another one, and `observe` tells
-        of changes.
+        Name of the tensor that is selected. Setting it selects another one; `observe` reports
+        changes.
 
     Examples
     --------
@@ -291,7 +327,7 @@ class Explorer(ipywidgets.VBox):
             found = self._compute([self._names[row] for row in rows], report)
         except CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001  shown beside the tensor
+        except Exception as error:  # noqa: BLE001  shown next to the tensor
             if len(rows) == 1:
                 self._fail(rows[0], _reason(error))
                 return
@@ -302,7 +338,7 @@ class Explorer(ipywidgets.VBox):
         for row in rows:
             statistics = found.get(self._names[row])
             if statistics is None:
-                self._fail(row, "It has no statistics, as its elements are no numbers.")
+                self._fail(row, "It has no statistics: its elements are not numbers.")
             else:
                 self._known[row] = self._values(statistics)
         self._tell_statistics([row for row in rows if row in self._known])
@@ -337,13 +373,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Progress(ipywidgets.HBox):
-    """A bar, figures and a button while all statistics are being computed; else nothing.
-
-    Parameters
-    ----------
-    cancel : callable
-        Called when the button is clicked.
-    """
+    """A bar, figures and a button while all statistics are being computed; else nothing."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self._bar = ipywidgets.FloatProgress(max=1.0, layout={"width": "240px"})

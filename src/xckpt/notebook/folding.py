@@ -7,7 +7,7 @@ A deep model repeats its modules, so the names of 25,000 tensors say little more
 Two steps make a pattern:
 
 1. Path components that are whole numbers become sets of indices, ``{0..63}`` or ``{0..2,5}``.
-   Rows that are equal but for these numbers are one family.
+   Rows that differ in these numbers only are one family.
 2. Families that differ in one word and have the same index sets and number of tensors are united:
    ``{q,k,v,o}_proj``.
 
@@ -20,7 +20,7 @@ real name, and ``…`` in braces for members left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
 from os.path import commonprefix
@@ -48,60 +48,24 @@ _Component = str | tuple[str, ...] | frozenset[str]
 
 
 class Row(NamedTuple):
-    """What the summary needs to know of one tensor.
+    """What summaries need to know of one tensor."""
 
-    Parameters
-    ----------
-    name : str
-        Exactly as in the file; no two rows have the same.
-    dtype : str
-        Stored element type.
-    shape : tuple of int
-        Logical shape.
-    nbytes : int
-        Stored bytes.
-    size : int
-        Number of elements.
-    storage : str
-        How it is stored where that is not plainly dense, e.g. ``"csr"`` or ``"zstd"``.
-    """
-
-    name: str
-    dtype: str
+    name: str  # exactly as in the file; no two rows have the same
+    dtype: str  # stored element type
     shape: tuple[int, ...]
-    nbytes: int
+    nbytes: int  # as stored
     size: int
-    storage: str = ""
+    storage: str = ""  # "csr", "zstd", ...: how it is stored where that is not plainly dense
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Tensors with alike names, and what they have in sum.
+    """Tensors with similar names, and what they have in total."""
 
-    Parameters
-    ----------
-    text : str
-        The names in short, printable, at most 120 columns.
-    count : int
-        Number of tensors.
-    grid : int
-        Number of names that the braces stand for; more than `count` where some are missing.
-    shapes : tuple of tuple of int
-        The different shapes, in file order.
-    dtype : str
-        Stored element type of all of them.
-    storage : str
-        As in `Row`.
-    nbytes : int
-        Stored bytes.
-    size : int
-        Number of elements.
-    """
-
-    text: str
+    text: str  # the names in short, printable, at most 120 columns
     count: int
-    grid: int
-    shapes: tuple[tuple[int, ...], ...]
+    grid: int  # how many names the braces stand for: more than `count` where some are missing
+    shapes: tuple[tuple[int, ...], ...]  # the different ones, in file order
     dtype: str
     storage: str
     nbytes: int
@@ -116,33 +80,38 @@ class _Family:
     dtype: str
     storage: str
     ndim: int
-    count: int
-    nbytes: int
-    size: int
-    shapes: dict[tuple[int, ...], None]  # in place of an ordered set
     indices: list[tuple[int, set[str]]]
+    count: int = 0
+    nbytes: int = 0
+    size: int = 0
+    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)  # an ordered set
+
+    def pattern(self) -> Pattern:
+        return Pattern(
+            text=_text(self.components),
+            count=self.count,
+            grid=prod([1 if isinstance(part, str) else len(part) for part in self.components]),
+            shapes=tuple(self.shapes),
+            dtype=self.dtype,
+            storage=self.storage,
+            nbytes=self.nbytes,
+            size=self.size,
+        )
 
 
 def fold(rows: Iterable[Row]) -> list[Pattern]:
     """Fold tensors into patterns."""
-    return [_pattern(family) for family in _merged(_indexed(rows))]
+    families = _indexed(rows)
+    # Families that differ in one word are united, from the last component to the first.
+    depth = max([len(family.components) for family in families], default=0)
+    for position in reversed(range(min(depth, _DEEPEST_MERGE))):
+        families = _merged_at(position, families)
+    return [family.pattern() for family in families]
 
 
 def one_by_one(rows: Iterable[Row]) -> list[Pattern]:
-    """Return every tensor a pattern of its own."""
-    return [
-        Pattern(
-            text=_text(row.name.split(".")),
-            count=1,
-            grid=1,
-            shapes=(row.shape,),
-            dtype=row.dtype,
-            storage=row.storage,
-            nbytes=row.nbytes,
-            size=row.size,
-        )
-        for row in rows
-    ]
+    """Return a pattern for each tensor."""
+    return [family.pattern() for row in rows for family in _indexed([row])]
 
 
 class _Words(dict[str, str]):
@@ -151,11 +120,6 @@ class _Words(dict[str, str]):
     def __missing__(self, component: str) -> str:
         self[component] = word = _INDEX if is_index(component) else component
         return word
-
-
-def indices_text(indices: Iterable[str]) -> str:
-    """Write whole numbers in short, as in a pattern."""
-    return _component_text(frozenset(indices))
 
 
 def _indexed(rows: Iterable[Row]) -> list[_Family]:
@@ -167,7 +131,9 @@ def _indexed(rows: Iterable[Row]) -> list[_Family]:
         key = (itemgetter(*parts)(words), dtype, storage, len(shape))
         family = families.get(key)
         if family is None:
-            family = families[key] = _new_family(parts, dtype, storage, len(shape))
+            indices = [(at, set[str]()) for at, part in enumerate(parts) if is_index(part)]
+            family = _Family(tuple(parts), dtype, storage, len(shape), indices)
+            families[key] = family
         family.count += 1
         family.nbytes += nbytes
         family.size += size
@@ -176,40 +142,29 @@ def _indexed(rows: Iterable[Row]) -> list[_Family]:
             values.add(parts[position])
     for family in families.values():
         if family.indices:
-            family.components = _with_indices(family)
+            components = list(family.components)
+            for position, values in family.indices:
+                components[position] = frozenset(values)
+            family.components = tuple(components)
     return list(families.values())
 
 
-def _new_family(parts: Sequence[str], dtype: str, storage: str, ndim: int) -> _Family:
-    indices = [(position, set[str]()) for position, part in enumerate(parts) if is_index(part)]
-    return _Family(tuple(parts), dtype, storage, ndim, 0, 0, 0, {}, indices)
-
-
-def _with_indices(family: _Family) -> tuple[_Component, ...]:
-    components = list(family.components)
-    for position, values in family.indices:
-        components[position] = frozenset(values)
-    return tuple(components)
-
-
-def _merged(families: list[_Family]) -> list[_Family]:
-    """Unite families that differ in one word, from the last component to the first."""
-    depth = max([len(family.components) for family in families], default=0)
-    for position in reversed(range(min(depth, _DEEPEST_MERGE))):
-        families = _merged_at(position, families)
-    return families
-
-
 def _merged_at(position: int, families: list[_Family]) -> list[_Family]:
-    first: dict[Hashable, _Family] = {}
-    groups: dict[Hashable, list[_Family]] = {}  # of two and more: most families stay alone
+    """Unite families that differ in the component at a position only."""
+    groups: dict[Hashable, list[_Family]] = {}
     for family in families:
-        key = _all_but(position, family)
-        if (other := first.setdefault(key, family)) is not family:
-            groups.setdefault(key, [other]).append(family)
-    return [
-        _united(groups[key], position) if key in groups else family for key, family in first.items()
-    ]
+        groups.setdefault(_all_but(position, family), []).append(family)
+    for first, *others in groups.values():
+        if others:
+            words = [str(family.components[position]) for family in (first, *others)]
+            before, after = first.components[:position], first.components[position + 1 :]
+            first.components = (*before, tuple(words), *after)
+        for other in others:
+            first.count += other.count
+            first.nbytes += other.nbytes
+            first.size += other.size
+            first.shapes |= other.shapes
+    return [group[0] for group in groups.values()]
 
 
 def _all_but(position: int, family: _Family) -> Hashable:
@@ -226,33 +181,9 @@ def _all_but(position: int, family: _Family) -> Hashable:
     )
 
 
-def _united(group: list[_Family], position: int) -> _Family:
-    first = group[0]
-    words = tuple([str(family.components[position]) for family in group])
-    return _Family(
-        (*first.components[:position], words, *first.components[position + 1 :]),
-        first.dtype,
-        first.storage,
-        first.ndim,
-        sum([family.count for family in group]),
-        sum([family.nbytes for family in group]),
-        sum([family.size for family in group]),
-        {shape: None for family in group for shape in family.shapes},
-        first.indices,
-    )
-
-
-def _pattern(family: _Family) -> Pattern:
-    return Pattern(
-        text=_text(family.components),
-        count=family.count,
-        grid=prod([1 if isinstance(part, str) else len(part) for part in family.components]),
-        shapes=tuple(family.shapes),
-        dtype=family.dtype,
-        storage=family.storage,
-        nbytes=family.nbytes,
-        size=family.size,
-    )
+def indices_text(indices: Iterable[str]) -> str:
+    """Write whole numbers in short, as in a pattern."""
+    return _component_text(frozenset(indices))
 
 
 def _text(components: Sequence[_Component]) -> str:
@@ -290,7 +221,8 @@ def _literal(word: str, also: str = "") -> str:
 def _stripped(words: Sequence[str]) -> tuple[str, Sequence[str], str]:
     """Split words into the head and tail that all share and what differs between them."""
     ends = _shared_start([word[::-1] for word in words])[::-1]
-    tail = ends[_first_joint(ends) :]
+    joints = [at for joint in _JOINTS if (at := ends.find(joint)) >= 0]
+    tail = ends[min(joints) :] if joints else ""
     members = [word.removesuffix(tail) for word in words]
     if not all(members):
         tail, members = "", list(words)
@@ -300,10 +232,6 @@ def _stripped(words: Sequence[str]) -> tuple[str, Sequence[str], str]:
 
 def _shared_start(words: Sequence[str]) -> str:
     return commonprefix(list(words))  # noqa: RUF071 (character by character is what is meant)
-
-
-def _first_joint(text: str) -> int:
-    return min([at for joint in _JOINTS if (at := text.find(joint)) >= 0], default=len(text))
 
 
 def _common_head(words: Sequence[str]) -> str:
@@ -319,7 +247,10 @@ def _ranges(numbers: Iterable[str]) -> list[str]:
     """List whole numbers as they are written, with runs of three or more as ``first..last``."""
     runs: list[list[str]] = []
     for text in sorted(numbers, key=lambda text: (int(text), len(text))):
-        if runs and int(text) == int(runs[-1][-1]) + 1 and _alike(runs[-1][0], text):
+        first = runs[-1][0] if runs else ""
+        # A range must be clear about leading zeros: 08..11 and 8..11 are, 08..100 is not.
+        is_clear = len(first) == len(text) or first[:1] != "0" or first == "0"
+        if runs and int(text) == int(runs[-1][-1]) + 1 and is_clear:
             runs[-1].append(text)
         else:
             runs.append([text])
@@ -329,18 +260,11 @@ def _ranges(numbers: Iterable[str]) -> list[str]:
     return listed
 
 
-def _alike(first: str, last: str) -> bool:
-    """Return whether a range is clear about leading zeros, as 08..11 and 8..11, but not 08..100."""
-    return len(first) == len(last) or first[0] != "0" or first == "0"
-
-
 def _braced(members: Sequence[str]) -> str:
-    return "{" + ",".join([_literal(member, ",") for member in _abbreviated(members)]) + "}"
-
-
-def _abbreviated(members: Sequence[str]) -> Sequence[str]:
-    """Leave out all but the first few and the last of many or long members."""
+    """List members, of many or long ones only the first few and the last."""
     kept = len(members) if len(members) <= _MOST_MEMBERS else 3
     while kept > 1 and sum(map(len, members[:kept])) > _LONGEST_MEMBERS:
         kept -= 1
-    return members if kept >= len(members) - 1 else [*members[:kept], "…", members[-1]]
+    if kept < len(members) - 1:
+        members = [*members[:kept], "…", members[-1]]
+    return "{" + ",".join([_literal(member, ",") for member in members]) + "}"

@@ -1,55 +1,50 @@
-"""Figures and file-borne text for the eye: sizes, counts, shares, and names made safe to print."""
+"""Numbers, shapes, values and names from a file as short text that is safe to print."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "TIMES",
     "base_name",
     "binary_size",
     "columns",
     "counted",
     "printable",
+    "shape_text",
+    "shapes_text",
     "share",
     "short_count",
     "shortened",
+    "value_text",
+    "word",
 ]
+
+TIMES = "×"
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
 _LONGEST_FILE_NAME = 80
+_WIDEST_WORD = 32
+_WIDEST_SHAPE = 24
+_LONGEST_STRING = 40
+_LONGEST_LIST = 40
+_LONGEST_INTEGER_BITS = 256
 
 
 def printable(text: str) -> str:
-    r"""Escape what would not show as itself: control, bidirectional and other invisible characters.
-
-    Parameters
-    ----------
-    text : str
-        Any text, also with lone surrogates.
-
-    Returns
-    -------
-    str
-        The same text, or one with backslash escapes.
-
-    Examples
-    --------
-    >>> print(printable("a\x1b[31mb\u202ec"))
-    a\x1b[31mb\u202ec
-    """
+    """Escape what would not show as itself, such as control and bidirectional characters."""
     if text.isprintable():
         return text
-    return "".join([c if c.isprintable() else _escape(c) for c in text])
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        [c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text]
+    )
 
 
 def columns(text: str) -> int:
@@ -80,19 +75,12 @@ def _fitting(text: str, width: int) -> str:
 def base_name(source: str) -> str:
     """Return the last component of a path or URL: no folders, hosts, credentials or signatures."""
     if "://" in source:
-        source = _url_path(source)
+        url = next(link for link in source.split("::") if "://" in link)
+        location = url.partition("://")[2].partition("?")[0].partition("#")[0]
+        host, slash, path = location.partition("/")
+        source = host.rpartition("@")[2] + slash + path
     name = source.replace("\\", "/").rstrip("/").rpartition("/")[2]
     return shortened(printable(name), _LONGEST_FILE_NAME)
-
-
-def _url_path(source: str) -> str:
-    """Return host and path of the first URL in a chain, without what may be secret."""
-    url = next(link for link in source.split("::") if "://" in link)
-    location = url.partition("://")[2]
-    for mark in "?#":
-        location = location.partition(mark)[0]
-    host, slash, path = location.partition("/")
-    return host.rpartition("@")[2] + slash + path
 
 
 def binary_size(nbytes: int) -> str:
@@ -133,3 +121,41 @@ def share(part: int, whole: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Write a number of things with the noun in its right form."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def word(text: str, width: int = _WIDEST_WORD) -> str:
+    """Make a word from a file printable and short."""
+    return shortened(printable(text), width)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Write a shape."""
+    return shortened(TIMES.join(map(str, shape)) or "scalar", _WIDEST_SHAPE)
+
+
+def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Write the shape that several tensors share, or how many different ones they have."""
+    return shape_text(shapes[0]) if len(shapes) == 1 else counted(len(shapes), "shape")
+
+
+def value_text(value: Any) -> str:
+    """Write the value of an attribute, or what kind of value it is where it is long."""
+    if isinstance(value, str):
+        quoted = repr(value[:_LONGEST_STRING])
+        return quoted if len(value) <= _LONGEST_STRING else f"{quoted}…"
+    if isinstance(value, bytes):
+        return counted(len(value), "byte")
+    if isinstance(value, Mapping):
+        return f"{{{counted(len(value), 'key')}}}"
+    if isinstance(value, list | tuple):
+        simple = str | int | float | None
+        if len(value) <= _LONGEST_LIST // 3 and all(isinstance(item, simple) for item in value):
+            text = f"[{', '.join(map(value_text, value))}]"
+            if columns(text) <= _LONGEST_LIST:
+                return text
+        return f"[{counted(len(value), 'item')}]"
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER_BITS:
+        return f"integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return str(value)
+    return type(value).__name__

@@ -12,25 +12,18 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from xckpt.notebook.colors import WARNING, colors_of
 from xckpt.notebook.formatting import (
     binary_size,
     counted,
     printable,
+    shapes_text,
     share,
     short_count,
     shortened,
-)
-from xckpt.notebook.words import (
-    count_text,
-    findings_text,
-    format_text,
-    kind_text,
-    rest_text,
-    shapes_text,
     value_text,
     word,
 )
+from xckpt.notebook.text import BREAK, count_text, findings_text, format_text, kind_text, rest_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +31,12 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Pattern
     from xckpt.notebook.summary import Summary
 
-__all__ = ["render"]
+__all__ = ["PALETTE", "colors_of", "render"]
+
+#: Colours of element types: each has a contrast of 3:1 and more with white and with ``#111``. The
+#: last is for all the rest.
+PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")
+_WARNING = "#d9731a"
 
 _MOST_ROWS = 12
 _MOST_FOLDED_ROWS = 12
@@ -60,28 +58,39 @@ _WRAPPED = "overflow-wrap:break-word"
 _NO_BREAK = "\xa0"
 _LONGEST_UNBROKEN = 20
 _WIDTH_OF_SHARE = 40  # pixels
-# After a dot that separates components, not after one of "0..63".
-_BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
 _LONGEST_PIECE = 40
 _REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}\.")
+
+
+def colors_of(kinds: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each element type, the same wherever these types are shown."""
+    last = len(PALETTE) - 1
+    return {kind: PALETTE[min(number, last)] for number, kind in enumerate(kinds)}
 
 
 def render(summary: Summary, calls: Sequence[str] = ()) -> str:
     """Write a summary as HTML."""
     colors = colors_of(total.kind for total in summary.dtypes)
     label = f"Checkpoint {summary.title}: {counted(summary.count, 'tensor')}"
+    storage = [
+        (word(total.kind), f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}")
+        for total in summary.storage
+    ]
+    # Lazily: there may be a million of these.
+    dims = ((word(name), f"{size:,}") for name, size in summary.dims.items())
+    attrs = ((word(str(name)), value_text(value)) for name, value in summary.attrs.items())
+    code = " · ".join([f'<span style="{_CODE}">{_text(call)}</span>' for call in calls])
     return "".join(
         [
             f'<div role="group" aria-label="{_text(label)}" style="{_ROOT}">',
             _header(summary),
-            *_findings(summary),
-            *map(_note, summary.notes[:_MOST_NOTES]),
+            *_remarks(summary),
             *_bar(summary, colors),
             *_table(summary, colors),
-            *_list("Stored as", _storage(summary), len(summary.storage)),
-            *_list("Named dimensions", _dims(summary), len(summary.dims)),
-            *_list("File attributes", _attrs(summary), len(summary.attrs)),
-            *_calls(calls),
+            *_list("Stored as", storage, len(storage)),
+            *_list("Named dimensions", dims, len(summary.dims)),
+            *_list("File attributes", attrs, len(summary.attrs)),
+            f'<div style="margin-top:4px;{_MUTED}">Next: {code}</div>' if code else "",
             "</div>",
         ]
     )
@@ -96,45 +105,36 @@ def _muted(html: str) -> str:
 
 
 def _header(summary: Summary) -> str:
+    figures = [
+        counted(summary.count, "tensor"),
+        f"{short_count(summary.size)} {'parameter' if summary.size == 1 else 'parameters'}",
+        binary_size(summary.nbytes),
+    ]
     facts = [
         f'<b style="font-size:14px">{_text(summary.title)}</b>' if summary.title else "",
         _muted(_text(format_text(summary))),
         _muted(counted(summary.shards, "shard")) if summary.shards else "",
-        _figure(counted(summary.count, "tensor")),
-        _figure(
-            f"{short_count(summary.size)} {'parameter' if summary.size == 1 else 'parameters'}"
-        ),
-        _figure(binary_size(summary.nbytes)),
+        *["<b>{}</b> {}".format(*figure.split(" ", 1)) for figure in figures],
         _muted("lazy"),
     ]
     line = _DOT.join([fact for fact in facts if fact])
     return f'<div style="{_WRAPPED};border-bottom:{_LINE};padding-bottom:5px">{line}</div>'
 
 
-def _figure(text: str) -> str:
-    number, _, noun = text.partition(" ")
-    return f"<b>{number}</b> {noun}"
-
-
-def _findings(summary: Summary) -> Iterator[str]:
-    if summary.findings is None:
-        return
-    number, which = findings_text(summary.findings)
-    if not which:
-        yield f'<div style="padding-top:4px;{_MUTED}">{number}</div>'
-        return
-    yield _marked(f"<b>{number}</b>: {_text(which)}")
-
-
-def _note(note: str) -> str:
-    return _marked(f"<b>note:</b> {_text(shortened(printable(note), _LONGEST_NOTE))}")
-
-
-def _marked(html: str) -> str:
-    return (
-        f'<div style="border-left:3px solid {WARNING};padding-left:8px;margin-top:6px;'
-        f'overflow-wrap:break-word">{html}</div>'
-    )
+def _remarks(summary: Summary) -> Iterator[str]:
+    marked = []
+    if summary.findings is not None:
+        number, which = findings_text(summary.findings)
+        if which:
+            marked.append(f"<b>{number}</b>: {_text(which)}")
+        else:
+            yield f'<div style="padding-top:4px;{_MUTED}">{number}</div>'
+    marked += [
+        f"<b>note:</b> {_text(shortened(printable(note), _LONGEST_NOTE))}"
+        for note in summary.notes[:_MOST_NOTES]
+    ]
+    style = f"border-left:3px solid {_WARNING};padding-left:8px;margin-top:6px;{_WRAPPED}"
+    yield from [f'<div style="{style}">{html}</div>' for html in marked]
 
 
 # --- element types -------------------------------------------------------------------------------
@@ -202,6 +202,8 @@ def _head(text: str, style: str) -> str:
 
 
 def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
+    width = _thousandths(pattern.nbytes, whole) * _WIDTH_OF_SHARE // 1000
+    bar = f'<div style="width:{width}px;height:7px;background:{color}"></div>' if width else ""
     return (
         f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
         + (_cell(_RIGHT, count_text(pattern)) if folded else "")
@@ -209,8 +211,7 @@ def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
         + _cell(_LEFT, kind_text(pattern), _key(color))
         + _cell(_RIGHT, binary_size(pattern.nbytes))
         + _cell(_RIGHT, share(pattern.nbytes, whole))
-        + _share_bar(pattern.nbytes, whole, color)
-        + "</tr>"
+        + f'<td style="padding:0">{bar}</td></tr>'
     )
 
 
@@ -222,19 +223,13 @@ def _cell(style: str, text: str, key: str = "") -> str:
     return f'<td style="{style}">{key}{html}</td>'
 
 
-def _share_bar(part: int, whole: int, color: str) -> str:
-    width = _thousandths(part, whole) * _WIDTH_OF_SHARE // 1000
-    bar = f'<div style="width:{width}px;height:7px;background:{color}"></div>' if width else ""
-    return f'<td style="padding:0">{bar}</td>'
-
-
 def _name(text: str) -> str:
     """Write the names of a pattern: lines break at dots, what repeats from row to row is muted."""
     repeated = _REPEATED.match(text)
     cut = repeated.end() if repeated is not None else 0
     pieces = [
         piece[start : start + _LONGEST_PIECE]
-        for piece in _BREAK.split(text[cut:])
+        for piece in BREAK.split(text[cut:])
         for start in range(0, len(piece), _LONGEST_PIECE)
     ]
     html = "<wbr>".join(map(escape, pieces))
@@ -260,28 +255,8 @@ def _list(
     number = "" if title[0].isdigit() else f" ({count:,})"
     yield '<details style="margin-top:2px"><summary style="cursor:pointer">'
     yield f"{_muted(title + number)}</summary>"
-    yield f'<div style="{_CODE};margin:2px 0 4px 16px;overflow-wrap:break-word">'
+    yield f'<div style="{_CODE};margin:2px 0 4px 16px;{_WRAPPED}">'
     for name, value in islice(items, most):
         yield f"{_text(name)} {_muted(_text(value))}<br>"
     yield _muted(f"… {count - most:,} more") if count > most else ""
     yield "</div></details>"
-
-
-def _storage(summary: Summary) -> Iterator[tuple[str, str]]:
-    for total in summary.storage:
-        figures = f"{binary_size(total.nbytes)}, {counted(total.count, 'tensor')}"
-        yield word(total.kind), figures
-
-
-def _dims(summary: Summary) -> Iterator[tuple[str, str]]:
-    return ((word(name), f"{size:,}") for name, size in summary.dims.items())
-
-
-def _attrs(summary: Summary) -> Iterator[tuple[str, str]]:
-    return ((word(str(name)), value_text(value)) for name, value in summary.attrs.items())
-
-
-def _calls(calls: Sequence[str]) -> Iterator[str]:
-    if calls:
-        code = " · ".join([f'<span style="{_CODE}">{_text(call)}</span>' for call in calls])
-        yield f'<div style="margin-top:4px;{_MUTED}">Next: {code}</div>'

@@ -1,35 +1,43 @@
-"""What a checkpoint holds at a glance, from metadata alone: `Summary`, made once, shown two ways.
+"""What a checkpoint holds, from metadata alone: a `Summary`, a tree of modules, a table of sizes.
 
-`xckpt.notebook.text` and `xckpt.notebook.html` render it.
+`xckpt.notebook.text` and `xckpt.notebook.html` show a `Summary`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from html import escape
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
-from xckpt.notebook.folding import Pattern, Row, fold, one_by_one
-from xckpt.notebook.formatting import base_name, binary_size, counted
-from xckpt.notebook.text import render
+from xckpt.labels.stacking import numbered
+from xckpt.notebook.folding import Pattern, Row, fold, indices_text, one_by_one
+from xckpt.notebook.formatting import (
+    base_name,
+    binary_size,
+    columns,
+    counted,
+    printable,
+    shapes_text,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.index import Index, Tensor
+    import pandas as pd
 
 __all__ = [
     "Finding",
+    "ModuleTree",
     "Summary",
     "Total",
-    "index_html",
     "index_summary",
     "new_summary",
+    "sizes_table",
     "storage_words",
-    "summarize",
-    "summarize_index",
 ]
 
 # So few tensors are listed one by one: folding would hide names and save nothing.
@@ -44,21 +52,13 @@ _STORAGE = {
     "quantized": "quantized",
     "structural": "structural",
 }
+_MOST_LINES = 300
+_WIDEST_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """How many tensors are of one kind, and how many bytes they take.
-
-    Parameters
-    ----------
-    kind : str
-        Element type or way of storing.
-    count : int
-        Number of tensors.
-    nbytes : int
-        Stored bytes.
-    """
+    """How many tensors are of one element type, or stored in one way, and their stored bytes."""
 
     kind: str
     count: int
@@ -66,24 +66,12 @@ class Total:
 
 
 class Finding(NamedTuple):
-    """Something in the statistics of a tensor that calls for attention.
-
-    Parameters
-    ----------
-    tensor : str
-        Name of the tensor.
-    rule : str
-        What is wrong: ``"nan"``, ``"all_zero"``, ...
-    value : float
-        How much.
-    severity : str
-        ``"error"``, ``"warning"`` or ``"info"``.
-    """
+    """Something in the statistics of a tensor that calls for attention."""
 
     tensor: str
-    rule: str
-    value: float
-    severity: str
+    rule: str  # "nan", "all_zero", ...
+    value: float  # how much
+    severity: str  # "error", "warning" or "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,51 +80,22 @@ class Summary:
 
     Text in it is as the file has it, except for `title` and the text of patterns: a renderer
     must escape the rest.
-
-    Parameters
-    ----------
-    title : str
-        Name of the file without its folder.
-    format, version : str
-        Of the file; empty where not known.
-    shards : int
-        Number of other files that hold parts.
-    count : int
-        Number of tensors.
-    nbytes : int
-        Stored bytes of all tensors.
-    size : int
-        Number of elements of all tensors, implied zeros included.
-    dtypes : tuple of Total
-        By stored element type, largest first.
-    storage : tuple of Total
-        By way of storing, where that is not plainly dense, largest first.
-    patterns : tuple of Pattern
-        Largest first.
-    dims : mapping of str to int
-        Named dimensions and their sizes.
-    attrs : mapping
-        What the file says of itself.
-    notes : tuple of str
-        What a user should know before relying on the file.
-    findings : tuple of Finding or None
-        The worst first; None where statistics are not known.
     """
 
-    title: str
-    format: str
+    title: str  # the name of the file without its folder
+    format: str  # empty where not known, like `version`
     version: str
-    shards: int
-    count: int
-    nbytes: int
-    size: int
-    dtypes: tuple[Total, ...]
-    storage: tuple[Total, ...]
-    patterns: tuple[Pattern, ...]
-    dims: Mapping[str, int]
+    shards: int  # number of other files that hold parts
+    count: int  # of tensors
+    nbytes: int  # stored bytes of all tensors
+    size: int  # elements of all tensors, implied zeros included
+    dtypes: tuple[Total, ...]  # by stored element type, largest first
+    storage: tuple[Total, ...]  # by way of storing, where that is not plainly dense
+    patterns: tuple[Pattern, ...]  # largest first
+    dims: Mapping[str, int]  # named dimensions and their sizes
     attrs: Mapping[Any, Any]
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...] | None = None
+    notes: tuple[str, ...]  # what a user should know before relying on the file
+    findings: tuple[Finding, ...] | None = None  # worst first; None where statistics are not known
 
 
 def new_summary(
@@ -152,7 +111,10 @@ def new_summary(
     findings: Iterable[Finding] | None = None,
 ) -> Summary:
     """Sum up tensors in one pass."""
-    patterns = _patterns(rows)
+    rows = iter(rows)
+    first = list(islice(rows, _FEW + 1))
+    patterns = one_by_one(first) if len(first) <= _FEW else fold(chain(first, rows))
+    patterns.sort(key=lambda pattern: -pattern.nbytes)
     return Summary(
         title=base_name(title),
         format=format,
@@ -171,13 +133,6 @@ def new_summary(
     )
 
 
-def _patterns(rows: Iterable[Row]) -> list[Pattern]:
-    rows = iter(rows)
-    first = list(islice(rows, _FEW + 1))
-    patterns = one_by_one(first) if len(first) <= _FEW else fold(chain(first, rows))
-    return sorted(patterns, key=lambda pattern: -pattern.nbytes)
-
-
 def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
@@ -187,57 +142,30 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     return tuple([Total(kind, count[kind], size) for kind, size in nbytes.most_common()])
 
 
-def summarize(
-    rows: Iterable[Row],
-    *,
-    title: str,
-    format: str,
-    version: str,
-    attrs: Mapping[Any, Any],
-    dims: Mapping[str, int] | None = None,
-    notes: Sequence[str] = (),
-) -> str:
-    """Write what tensors there are, folded, in at most 120 columns."""
-    return render(
-        new_summary(
-            rows,
-            title=title,
-            format=format,
-            version=version,
-            attrs=attrs,
-            dims=dims,
-            notes=notes,
-        )
-    )
-
-
-def summarize_index(index: Index) -> str:
-    """Write what a file holds, folded, in at most 120 columns."""
-    return render(index_summary(index))
-
-
-def index_html(index: Index) -> str:
-    """Write what a file holds as HTML for a notebook."""
-    from xckpt.notebook import html
-
-    return html.render(index_summary(index))
-
-
-def index_summary(index: Index) -> Summary:
-    """Sum up what a file holds."""
+def index_summary(index: Any) -> Summary:
+    """Sum up an `xckpt.Index`, whose module imports this one for its repr."""
+    # The reason only: the whole message would show the path.
+    problems = [
+        f"{shown(tensor.name)}: {tensor.problem.reason}"
+        for tensor in index.tensors.values()
+        if tensor.problem is not None
+    ]
     summary = new_summary(
         _rows(index.tensors.values()),
         title=index.source,
         format=index.format,
         version=index.version,
         attrs=index.attrs,
-        notes=[*_problems(index), *_warnings(index)],
+        notes=[
+            *_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
+            *_first_of(index.warnings, counted(len(index.warnings), "warning")),
+        ],
         shards=len(index.shards),
     )
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
 
 
-def _rows(tensors: Iterable[Tensor]) -> Iterator[Row]:
+def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
     """Return the row of each tensor, in one loop over its parts: there can be 100,000 of them."""
     for tensor in tensors:
         nbytes = 0
@@ -245,12 +173,9 @@ def _rows(tensors: Iterable[Tensor]) -> Iterator[Row]:
         for part in tensor.parts.values():
             nbytes += part.nbytes
             plain = plain and part.encoding is None
-        storage = "" if plain else _storage(tensor)
+        encodings = () if plain else [part.encoding for part in tensor.parts.values()]
+        storage = "" if plain else storage_words(tensor.layout, encodings)
         yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, tensor.size, storage)
-
-
-def _storage(tensor: Tensor) -> str:
-    return storage_words(tensor.layout, [part.encoding for part in tensor.parts.values()])
 
 
 def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
@@ -260,35 +185,124 @@ def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
     return " ".join(dict.fromkeys([_STORAGE.get(layout, layout), *compressions])).strip()
 
 
-def _problems(index: Index) -> list[str]:
-    # The reason only: the whole message would show the path.
-    problems = [
-        f"{shown(tensor.name)}: {tensor.problem.reason}"
-        for tensor in index.tensors.values()
-        if tensor.problem is not None
-    ]
-    return _counted_first(problems, counted(len(problems), "tensor") + " cannot be read")
-
-
-def _warnings(index: Index) -> list[str]:
-    return _counted_first(index.warnings, counted(len(index.warnings), "warning"))
-
-
-def _counted_first(messages: Sequence[str], fact: str) -> list[str]:
+def _first_of(messages: Sequence[str], fact: str) -> list[str]:
     """Say how many messages there are, and the first of them."""
-    if not messages:
-        return []
-    return [f"{fact}: {messages[0]}" if len(messages) == 1 else f"{fact}, first: {messages[0]}"]
+    first = ", first" if len(messages) > 1 else ""
+    return [f"{fact}{first}: {messages[0]}"] if messages else []
 
 
-def _unexplained(index: Index, stored: int) -> list[str]:
-    """Point at a file much larger or smaller than its tensors in sum."""
+def _unexplained(index: Any, stored: int) -> list[str]:
+    """Point at a file much larger or smaller than its tensors in total."""
     if index.shards or not index.nbytes:
         return []
     size = binary_size(index.nbytes)
     if stored > index.nbytes:
-        return [f"the file has {size} only: some tensors share their bytes"]
+        return [f"the file has only {size}: some tensors share their bytes"]
     unused = index.nbytes - stored
     if unused > _UNUSED_SHARE * index.nbytes and unused > _UNUSED_BYTES:
-        return [f"the file has {size}: {binary_size(unused)} belong to no tensor"]
+        return [f"the file has {size}: {binary_size(unused)} do not belong to any tensor"]
     return []
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Node:
+    """A module, or several that only differ in their number."""
+
+    count: int = 0
+    nbytes: int = 0
+    indices: set[str] = field(default_factory=set)
+    children: dict[str | None, _Node] = field(default_factory=dict)
+
+
+class ModuleTree:
+    """The modules of a checkpoint, numbered ones folded, with what is in them.
+
+    Examples
+    --------
+    >>> ds.ckpt.tree(depth=3)  # doctest: +SKIP
+    model                   134 tensors   14.0 MiB
+      embed_tokens            2 tensors    2.2 MiB
+      layers                120 tensors   11.8 MiB
+        {0..11}             120 tensors   11.8 MiB
+    """
+
+    def __init__(self, rows: Iterable[Row], depth: int) -> None:
+        self._root = _Node()
+        for row in rows:
+            node = self._root
+            parts = row.name.split(".")[:depth]
+            for part, word in zip(parts, numbered(parts).template, strict=True):
+                node = node.children.setdefault(word, _Node())
+                node.count += 1
+                node.nbytes += row.nbytes
+                if word is None:
+                    node.indices.add(part)
+
+    def __repr__(self) -> str:
+        lines = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
+        width = max((columns(name) for name, _, _ in lines), default=0)
+        text = [
+            f"{name}{' ' * (width - columns(name))}  {count:>16}  {size:>10}"
+            for name, count, size in lines[:_MOST_LINES]
+        ]
+        if len(lines) > _MOST_LINES:
+            text.append("… and more: choose a smaller depth, or a part with find()")
+        return "\n".join(text) or "no tensors"
+
+    def _repr_html_(self) -> str:
+        return f"<pre style='line-height:1.4'>{escape(repr(self))}</pre>"
+
+
+def _lines(node: _Node, level: int) -> Iterator[tuple[str, str, str]]:
+    for key, child in node.children.items():
+        name = indices_text(child.indices) if key is None else printable(key)
+        short = shortened(name, _WIDEST_NAME)
+        yield "  " * level + short, counted(child.count, "tensor"), binary_size(child.nbytes)
+        yield from _lines(child, level + 1)
+
+
+def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -> pd.DataFrame:
+    """Return a table of how much the tensors take, largest first."""
+    import pandas as pd
+
+    if by == "pattern":
+        found = fold(rows)
+        frame = pd.DataFrame(
+            {
+                "tensors": [pattern.count for pattern in found],
+                "shape": [shapes_text(pattern.shapes) for pattern in found],
+                "dtype": [pattern.dtype for pattern in found],
+                "storage": [pattern.storage for pattern in found],
+                "parameters": [pattern.size for pattern in found],
+                "nbytes": [pattern.nbytes for pattern in found],
+            },
+            index=pd.Index([pattern.text for pattern in found], name=by, dtype=object),
+        )
+    elif by in {"dtype", "layer"}:
+        totals: dict[str, list[int]] = {}
+        for row in rows:
+            key = row.dtype if by == "dtype" else _layer(row.name)
+            total = totals.setdefault(key, [0, 0, 0])
+            total[0] += 1
+            total[1] += row.size
+            total[2] += row.nbytes
+        frame = pd.DataFrame(
+            list(totals.values()),
+            index=pd.Index(list(totals), name=by, dtype=object),
+            columns=["tensors", "parameters", "nbytes"],
+        )
+    else:
+        raise ValueError(f"by must be 'pattern', 'dtype' or 'layer', not {by!r}")
+    whole: Any = max(1, frame["nbytes"].sum())
+    frame["share"] = frame["nbytes"] / whole
+    return frame.sort_values("nbytes", ascending=False, kind="stable")
+
+
+def _layer(name: str) -> str:
+    """Return a name up to its first number; empty where there is none."""
+    parts = name.split(".")
+    template = numbered(parts).template
+    return ".".join(parts[: template.index(None) + 1]) if None in template else ""

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from xckpt.notebook.formatting import (
+    TIMES,
     binary_size,
     columns,
     counted,
     printable,
+    shapes_text,
     share,
     short_count,
     shortened,
-)
-from xckpt.notebook.words import (
-    TIMES,
-    count_text,
-    findings_text,
-    format_text,
-    kind_text,
-    rest_text,
-    shapes_text,
     value_text,
     word,
 )
@@ -30,9 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.summary import Summary
+    from xckpt.notebook.summary import Finding, Summary
 
-__all__ = ["render"]
+__all__ = [
+    "BREAK",
+    "count_text",
+    "findings_text",
+    "format_text",
+    "kind_text",
+    "render",
+    "rest_text",
+]
 
 _WIDTH = 120
 _INDENT = "  "
@@ -42,22 +44,40 @@ _MOST_ROWS = 12
 _MOST_NOTES = 5
 _ALIGNMENT = "<<<<>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
-# After a dot that separates components, not after one of "0..63".
-_BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
+#: Where a name may be broken: after a dot that separates components, not after one of "0..63".
+BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
+_WIDEST_KIND = 28
+_WIDEST_VERSION = 16
+_WIDEST_TENSOR = 72
+_MOST_RULES = 4
 
 
 def render(summary: Summary) -> str:
     """Write a summary as text."""
+    dtypes = []
+    for total in summary.dtypes:
+        part = share(total.nbytes, summary.nbytes)
+        size = f" {binary_size(total.nbytes)} ({part})" if part else ""
+        dtypes.append(f"{word(total.kind)}{size}")
+    storage = [
+        f"{word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
+        for total in summary.storage
+    ]
+    # Lazily: there may be a million of these.
+    dims = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
+    attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
+    remarks = [f"note: {printable(note)}" for note in summary.notes[:_MOST_NOTES]]
+    if summary.findings is not None:
+        remarks.insert(0, ": ".join(filter(None, findings_text(summary.findings))))
     return "\n".join(
         [
             _header(summary),
-            *_dtypes(summary),
-            *_findings(summary),
-            *[_note(note) for note in summary.notes[:_MOST_NOTES]],
+            *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
+            *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in remarks],
             *_table(summary),
-            *_storage(summary),
-            *_dims(summary),
-            *_attrs(summary),
+            *_listed("stored as: ", storage, len(storage), most_lines=1),
+            *_listed("dims: ", dims, len(summary.dims), most_lines=2),
+            *_listed("attrs: ", attrs, len(summary.attrs), most_lines=3),
         ]
     )
 
@@ -75,44 +95,6 @@ def _header(summary: Summary) -> str:
     after = ">" + _GAP + _DOT.join([fact for fact in facts if fact])
     title = shortened(summary.title, _WIDTH - len(before) - columns(after))
     return shortened((before + title).rstrip() + after, _WIDTH)
-
-
-def _findings(summary: Summary) -> Iterator[str]:
-    if summary.findings is not None:
-        number, which = findings_text(summary.findings)
-        text = f"{number}: {which}" if which else number
-        yield _INDENT + shortened(text, _WIDTH - len(_INDENT))
-
-
-def _note(text: str) -> str:
-    return _INDENT + shortened(f"note: {printable(text)}", _WIDTH - len(_INDENT))
-
-
-def _dtypes(summary: Summary) -> Iterator[str]:
-    items = []
-    for total in summary.dtypes:
-        part = share(total.nbytes, summary.nbytes)
-        size = binary_size(total.nbytes)
-        items.append(f"{word(total.kind)} {size} ({part})" if part else word(total.kind))
-    return _listed("", items, len(items), most_lines=2, separator="   ")
-
-
-def _storage(summary: Summary) -> Iterator[str]:
-    items = [
-        f"{word(total.kind)} {binary_size(total.nbytes)} ({counted(total.count, 'tensor')})"
-        for total in summary.storage
-    ]
-    return _listed("stored as: ", items, len(items), most_lines=1)
-
-
-def _dims(summary: Summary) -> Iterator[str]:
-    items = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
-    return _listed("dims: ", items, len(summary.dims), most_lines=2)
-
-
-def _attrs(summary: Summary) -> Iterator[str]:
-    items = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
-    return _listed("attrs: ", items, len(summary.attrs), most_lines=3)
 
 
 def _listed(
@@ -143,24 +125,20 @@ def _table(summary: Summary) -> Iterator[str]:
     patterns = summary.patterns
     # A line that says "1 more" takes the room of the one.
     kept = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
-    yield from _aligned([_cells(pattern, summary) for pattern in patterns[:kept]])
+    rows = [
+        [
+            pattern.text,
+            f"{TIMES}{count_text(pattern)}" if pattern.grid > 1 else "",
+            shapes_text(pattern.shapes),
+            kind_text(pattern),
+            binary_size(pattern.nbytes),
+            share(pattern.nbytes, summary.nbytes),
+        ]
+        for pattern in patterns[:kept]
+    ]
+    yield from _aligned(rows)
     if rest := patterns[kept:]:
         yield f"{_INDENT}… {rest_text(rest)}"
-
-
-def _cells(pattern: Pattern, summary: Summary) -> list[str]:
-    return [
-        pattern.text,
-        _count(pattern),
-        shapes_text(pattern.shapes),
-        kind_text(pattern),
-        binary_size(pattern.nbytes),
-        share(pattern.nbytes, summary.nbytes),
-    ]
-
-
-def _count(pattern: Pattern) -> str:
-    return f"{TIMES}{count_text(pattern)}" if pattern.grid > 1 else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -171,8 +149,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         widths[0] -= max(0, _table_width(widths) - _WIDTH)
     for name, *figures in rows:
         first, *others = _wrapped(name, widths[0])
-        cells = zip([first, *figures], widths, _ALIGNMENT, strict=True)
-        yield (_INDENT + _GAP.join([_padded(*cell) for cell in cells if cell[1]])).rstrip()
+        line = []
+        for text, width, alignment in zip([first, *figures], widths, _ALIGNMENT, strict=True):
+            padding = " " * (width - columns(text))
+            if width:
+                line.append(text + padding if alignment == "<" else padding + text)
+        yield (_INDENT + _GAP.join(line)).rstrip()
         yield from [_INDENT + other for other in others]
 
 
@@ -180,18 +162,56 @@ def _table_width(widths: Sequence[int]) -> int:
     return len(_INDENT) + sum([width + len(_GAP) for width in widths if width]) - len(_GAP)
 
 
-def _padded(text: str, width: int, alignment: str) -> str:
-    padding = " " * (width - columns(text))
-    return text + padding if alignment == "<" else padding + text
-
-
 def _wrapped(name: str, width: int) -> list[str]:
     """Break a name after dots and indent what follows."""
     if columns(name) <= width:
         return [name]
     lines = [""]
-    for piece in _BREAK.split(name):
+    for piece in BREAK.split(name):
         if lines[-1].strip() and columns(lines[-1] + piece) > width:
             lines.append(_INDENT)
         lines[-1] = shortened(lines[-1] + piece, width)
     return lines
+
+
+# --- words that all renderings share --------------------------------------------------------------
+
+
+def format_text(summary: Summary) -> str:
+    """Name the format and its version."""
+    return f"{word(summary.format)} {word(summary.version, _WIDEST_VERSION)}".strip()
+
+
+def count_text(pattern: Pattern) -> str:
+    """Say how many tensors a pattern has, and of how many places if some are empty."""
+    if pattern.grid > pattern.count:
+        places = f"{pattern.grid:,}" if pattern.grid < 10**6 else short_count(pattern.grid)
+        return f"{pattern.count:,} of {places}"
+    return f"{pattern.count:,}"
+
+
+def kind_text(pattern: Pattern) -> str:
+    """Name the element type and the way of storing."""
+    return word(f"{pattern.dtype} {pattern.storage}".rstrip(), _WIDEST_KIND)
+
+
+def rest_text(patterns: Sequence[Pattern]) -> str:
+    """Say what the patterns that are not shown have in total."""
+    count = sum([pattern.count for pattern in patterns])
+    size = binary_size(sum([pattern.nbytes for pattern in patterns]))
+    if count == len(patterns):
+        return f"{counted(count, 'more tensor')}, {size}"
+    return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
+
+
+def findings_text(findings: Sequence[Finding]) -> tuple[str, str]:
+    """Write how many findings there are, and then what they are and where the first is."""
+    if not findings:
+        return "no findings", ""
+    rules = Counter(finding.rule for finding in findings).most_common()
+    listed = [f"{count:,} {word(rule).replace('_', ' ')}" for rule, count in rules[:_MOST_RULES]]
+    listed += ["…"] if len(rules) > _MOST_RULES else []
+    first = findings[0]
+    where = word(first.tensor, _WIDEST_TENSOR)
+    what = f"{word(first.rule).replace('_', ' ')} {first.value:.6g}"
+    return counted(len(findings), "finding"), f"{', '.join(listed)}; first {where} ({what})"
