@@ -92,7 +92,7 @@ def test_hostile_names_are_texts() -> None:
 
 
 def test_wrong_arguments(base: xr.Dataset, tuned: xr.Dataset) -> None:
-    with pytest.raises(ValueError, match="no statistic 'rel'; there are status, count"):
+    with pytest.raises(ValueError, match="no statistic 'rel', only count"):
         Plots(base).compare(tuned, "rel")
     with pytest.raises(ValueError, match="at least one bar"):
         Plots(base).compare(tuned, most=0)

@@ -108,7 +108,7 @@ def test_the_scale_follows_the_values(factors: tuple[float, ...], scale: str) ->
 
 
 def test_what_cannot_be_drawn_is_said(flat: xr.Dataset) -> None:
-    with pytest.raises(ValueError, match="no statistic 'sdt'; there are count, nan"):
+    with pytest.raises(ValueError, match="no statistic 'sdt', only count, nan"):
         Plots(flat).layers("sdt")
     with pytest.raises(ValueError, match="none of 1 tensors is numbered"):
         Plots(flat).layers("std", "embed")

@@ -18,13 +18,13 @@ __all__ = ["Plots"]
 class Plots:
     """Pictures of the tensors of a Dataset or DataTree.
 
-    Every method draws with matplotlib (``pip install 'xckpt[plot]'``) into the axes that it is
-    given, or into those of a new figure, and gives the axes back.
+    Every method draws with matplotlib (``pip install 'xckpt[plot]'``) into the given axes, or into
+    those of a new figure, and returns the axes.
 
     Parameters
     ----------
     obj : xarray.Dataset or xarray.DataTree
-        Opened by one of our engines, flat or stacked; for most pictures any other will do.
+        Opened by one of our engines, flat or stacked; most pictures also work for any other object.
 
     Examples
     --------
@@ -53,46 +53,46 @@ class Plots:
         """Draw a statistic along the numbered modules of a model: one line for each role.
 
         The tensors ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... make one line. Where they are
-        numbered twice, as experts in layers are, the line is the median over the other numbers, in
-        a band from the least to the largest. Tensors without a number are not shown.
+        numbered twice, like experts in layers, the line is the median over the other numbers, and
+        a band spans the smallest to the largest. Tensors without a number are not shown.
 
         Parameters
         ----------
         statistic : str, default "std"
-            One that `xckpt.stats` gives.
+            A statistic of `xckpt.stats`.
         names : str, iterable of str, re.Pattern or callable, optional
-            Which tensors, as ``ds.ckpt.find`` takes it; by default all.
+            Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         x : str, optional
-            The module whose numbers are on the axis; by default the outermost, mostly the layers.
+            The module whose numbers are on the axis; by default the outermost, usually the layers.
         hue : str or callable, optional
-            What lines of one colour have in common: another numbered module, for one line for
-            each of its numbers; or what a function makes of the name without numbers. By default
-            every line has its own colour.
+            How lines are coloured: by another numbered module, with one line for each of its
+            numbers; or by the result of a function of the name without numbers. By default every
+            line has its own colour.
         stats : xarray.Dataset, optional
-            A result of `xckpt.stats` of this object; by default it is computed, or taken from the
-            cache.
+            The result of `xckpt.stats` for this object; by default it is computed, or taken from
+            the cache.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
-            For `matplotlib.axes.Axes.plot`.
+            Passed on to `matplotlib.axes.Axes.plot`.
 
         Returns
         -------
         matplotlib.axes.Axes
-            With a logarithmic axis where the values span more than two powers of ten.
+            The axes, logarithmic where the values span more than two powers of ten.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         ValueError
-            If no tensor has a number, or there is no such statistic.
+            If no tensor has a number, or the statistic does not exist.
 
         Examples
         --------
         >>> ds.ckpt.plot.layers("absmax", "*.mlp.*", hue="experts")  # doctest: +SKIP
         """
-        from xckpt.plots.layers import draw_layers
+        from xckpt.plots.lines import draw_layers
 
         return draw_layers(self._obj, statistic, names, x=x, hue=hue, stats=stats, ax=ax, **kwargs)
 
@@ -108,67 +108,67 @@ class Plots:
     ) -> Axes:
         """Draw how the elements of tensors are distributed, one line for each tensor.
 
-        Lines of numbered modules have the colour of their number.
+        The lines of numbered modules are coloured by their number.
 
         Parameters
         ----------
         names : str, iterable of str, re.Pattern or callable, optional
-            Which tensors, as ``ds.ckpt.find`` takes it; by default all.
+            Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         bins : int or sequence of float, default 200
             Number of bins, or their edges.
         scale : {"linear", "symlog"}
-            Scale of the values: the latter is logarithmic on both sides of zero.
+            Scale of the values; ``"symlog"`` is logarithmic on both sides of zero.
         log : bool, default True
-            Whether the axis of shares is logarithmic, so that outliers are to be seen.
+            Whether the axis of shares is logarithmic, which makes outliers visible.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
-            For `matplotlib.axes.Axes.stairs`.
+            Passed on to `matplotlib.axes.Axes.stairs`.
 
         Returns
         -------
         matplotlib.axes.Axes
-            Shares are of the finite elements of each tensor.
+            The axes. Shares are relative to the finite elements of each tensor.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         ValueError
-            If there is no such tensor, or an argument is none of these.
+            If no tensor matches, or an argument has an unknown value.
 
         Examples
         --------
         >>> ds.ckpt.plot.histogram("*.q_proj.weight")  # doctest: +SKIP
         """
-        from xckpt.plots.distribution import draw_histogram
+        from xckpt.plots.lines import draw_histogram
 
         return draw_histogram(self._obj, names, bins=bins, scale=scale, log=log, ax=ax, **kwargs)
 
     def treemap(self, names: TensorFilter | None = None, *, ax: Axes | None = None) -> Axes:
-        """Draw where the bytes of a checkpoint are: rectangles in rectangles, as modules are.
+        """Draw where the bytes of a checkpoint are: nested rectangles, like its modules.
 
-        Areas are stored bytes, colours element types. Modules that differ in their numbers are
-        one rectangle, with ``*`` for the number. Nothing is read.
+        Areas show stored bytes, colours show element types. Modules that only differ in their
+        number are one rectangle, with ``*`` for the number. No data are read.
 
         Parameters
         ----------
         names : str, iterable of str, re.Pattern or callable, optional
-            Which tensors, as ``ds.ckpt.find`` takes it; by default all.
+            Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
 
         Returns
         -------
         matplotlib.axes.Axes
-            Without ticks.
+            The axes, without ticks.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         ValueError
-            If there is no such tensor, or all are empty.
+            If no tensor matches, or all of them are empty.
 
         Examples
         --------
@@ -188,39 +188,39 @@ class Plots:
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw the elements of a tensor, of a large one as many as there are pixels.
+        """Draw the elements of a tensor, a large one with as many blocks as there are pixels.
 
-        A large tensor is cut into `rows` x `columns` blocks. Of each block its middle row is read,
-        and the element of largest magnitude in that is shown, so that outliers along a column are
-        not missed; a NaN makes it NaN. No other rows are read, and at most 2**24 elements: where
-        rows are that long, a part of each block's. What is compressed, or sparse with coordinates,
-        is decoded whole, once.
+        A large tensor is cut into `rows` x `columns` blocks. The middle row of each block is read,
+        and its element of largest magnitude is shown, so that outliers along a column are not
+        missed; one NaN in that row makes the block NaN. No other rows are read, and at most 2**24
+        elements: of longer rows only a part. Tensors that are compressed, or sparse with
+        coordinates, are decoded whole, once.
 
         Parameters
         ----------
         name : str
-            Of a tensor in the file, also of one that is stacked; or of a variable.
+            Name of a tensor in the file, also one that is stacked, or of a variable.
         rows, columns : int, default 256
-            Most blocks along the axes.
+            The largest number of blocks along the axes.
         robust : bool, default False
-            Whether colours span the 98 % of elements in the middle, in place of all.
+            Whether colours span the middle 98 % of the elements instead of all of them.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
-            For `matplotlib.axes.Axes.imshow`.
+            Passed on to `matplotlib.axes.Axes.imshow`.
 
         Returns
         -------
         matplotlib.axes.Axes
-            Ticks have the indices of the tensor. One of more than two axes has its first along
-            the rows and all others along the columns.
+            The axes, with the indices of the tensor as ticks. A tensor of more than two axes has
+            its first axis along the rows and all others along the columns.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         KeyError
-            If there is no such tensor.
+            If the tensor does not exist.
         ValueError
             If it has no elements, or `rows` or `columns` is not positive.
 
@@ -247,35 +247,35 @@ class Plots:
         Parameters
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-            What to compare with, as `xckpt.compare` takes it; or what that gave.
+            What to compare with, as for `xckpt.compare`; or the result of that.
         statistic : str, default "rel_l2"
-            One that `xckpt.compare` gives.
+            A statistic of `xckpt.compare`.
         names : str, iterable of str, re.Pattern or callable, optional
-            Which tensors, as ``ds.ckpt.find`` takes it; by default all.
+            Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         most : int, default 20
-            So many bars at most: of the tensors that changed most.
+            The largest number of bars, for the tensors that changed most.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
-            For `matplotlib.axes.Axes.barh`.
+            Passed on to `matplotlib.axes.Axes.barh`.
 
         Returns
         -------
         matplotlib.axes.Axes
-            Most changed first, with a logarithmic axis where the values span more than two powers
-            of ten. The title says how many tensors are the same, or on one side only.
+            The axes, most changed first, logarithmic where the values span more than two powers of
+            ten. The title says how many tensors are the same, or on one side only.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         ValueError
-            If there is no such statistic, or `most` is not positive.
+            If the statistic does not exist, or `most` is not positive.
 
         Examples
         --------
         >>> base.ckpt.plot.compare(tuned)  # doctest: +SKIP
         """
-        from xckpt.plots.differences import draw_differences
+        from xckpt.plots.lines import draw_differences
 
         return draw_differences(self._obj, other, statistic, names, most=most, ax=ax, **kwargs)

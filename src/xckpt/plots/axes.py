@@ -25,6 +25,7 @@ __all__ = [
     "number_colours",
     "require_matplotlib",
     "safe",
+    "whole_numbers",
     "write",
 ]
 
@@ -36,13 +37,7 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def require_matplotlib() -> None:
-    """Say what is missing before anything is computed for a picture.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed, with what to do about it.
-    """
+    """Say what is missing before anything is computed for a picture."""
     try:
         import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
     except ImportError as error:
@@ -50,56 +45,20 @@ def require_matplotlib() -> None:
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5) -> Axes:
-    """Return the axes to draw into.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes or None
-        Those that the caller has; None makes a figure.
-    width, height : float
-        Size of a new figure, in inches.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        To draw into.
-    """
+    """Return the axes to draw into: those of the caller, or those of a new figure (in inches)."""
     from matplotlib import pyplot as plt
 
-    # Legends beside the axes get their room from the constrained layout.
+    # Legends next to the axes get their room from the constrained layout.
     return plt.subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
 
 
 def safe(text: str, width: int = _WIDTH) -> str:
-    """Make a text from a file fit for a label: printable, short, and no formula.
-
-    Parameters
-    ----------
-    text : str
-        As the file has it.
-    width : int
-        Most characters; the middle is left out.
-
-    Returns
-    -------
-    str
-        With an escaped dollar for each dollar, as matplotlib writes it.
-    """
+    """Make a text from a file fit for a label: printable, short, and not a formula."""
     return shortened(printable(text), width).replace("$", r"\$")
 
 
 def write(text: Text, content: str, width: int = _WIDTH) -> None:
-    """Set a text of a picture to one from a file, whatever is in it.
-
-    Parameters
-    ----------
-    text : matplotlib.text.Text
-        To be set.
-    content : str
-        As the file has it.
-    width : int
-        Most characters; the middle is left out.
-    """
+    """Set a text of a picture to one from a file, whatever is in it."""
     text.set_text(shortened(printable(content), width))
     text.set_parse_math(False)
 
@@ -107,19 +66,7 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
 def add_legend(
     ax: Axes, handles: Sequence[Artist], labels: Sequence[str], *, below: bool = False
 ) -> None:
-    """Add a legend: inside where it is small, else beside the axes.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        Where to.
-    handles : sequence of Artist
-        What is explained; of many only the first.
-    labels : sequence of str
-        As the file has them.
-    below : bool
-        Whether it is below the axes, in one or several rows, in place of both.
-    """
+    """Add a legend: inside where it is small, else next to the axes, or below them."""
     if not handles:
         return
     kept = len(handles) if len(handles) <= _MOST_LABELS else _MOST_LABELS - 1
@@ -143,18 +90,7 @@ def add_legend(
 
 
 def line_styles(count: int) -> list[dict[str, Any]]:
-    """Return so many lines colours and, when these are used up, dashes.
-
-    Parameters
-    ----------
-    count : int
-        Number of lines.
-
-    Returns
-    -------
-    list of dict
-        Keywords for `matplotlib.axes.Axes.plot`.
-    """
+    """Return the colours of lines and, when these are used up, dashes."""
     from matplotlib import rcParams
 
     colours = rcParams["axes.prop_cycle"].by_key().get("color", ["C0"])
@@ -165,26 +101,10 @@ def line_styles(count: int) -> list[dict[str, Any]]:
 
 
 def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, Any]:
-    """Return numbers colours in their order, and explain them by a bar beside the axes.
-
-    Parameters
-    ----------
-    ax : matplotlib.axes.Axes
-        Where the bar goes.
-    numbers : iterable of int
-        Of modules.
-    label : str
-        What is numbered, as the file has it.
-
-    Returns
-    -------
-    dict of int to colour
-        For each of the numbers.
-    """
+    """Return a colour for each number, in their order, and explain them by a bar."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
-    from matplotlib.ticker import MaxNLocator
 
     known = sorted(set(numbers))
     scale = Normalize(known[0], known[-1])
@@ -194,23 +114,19 @@ def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, An
     listed = LinearSegmentedColormap.from_list("numbers", colours)
     bar = ax.figure.colorbar(ScalarMappable(scale, listed), ax=ax)
     bar.set_label(safe(label))
-    bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    whole_numbers(bar.ax.yaxis)
     return {number: listed(scale(number)) for number in known}
 
 
+def whole_numbers(axis: Any) -> None:
+    """Put the ticks of an axis at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
 def luminance(colour: Any) -> float:
-    """Say how light a colour is to the eye.
-
-    Parameters
-    ----------
-    colour : colour
-        As matplotlib takes it.
-
-    Returns
-    -------
-    float
-        From 0, black, to 1, white.
-    """
+    """Return how light a colour is to the eye, from 0 (black) to 1 (white)."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
@@ -218,25 +134,7 @@ def luminance(colour: Any) -> float:
 
 
 def common_path(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Split names into the modules that all of them are in, and the rest of each.
-
-    Parameters
-    ----------
-    names : sequence of str
-        With dots between modules.
-
-    Returns
-    -------
-    common : str
-        With a dot at its end; empty if there is nothing in common.
-    rests : list of str
-        Never empty.
-
-    Examples
-    --------
-    >>> common_path(["model.layers.mlp.up", "model.layers.mlp.down", "model.layers.norm"])
-    ('model.layers.', ['mlp.up', 'mlp.down', 'norm'])
-    """
+    """Return the modules that all names are in, with a dot at the end, and the rests."""
     if len(names) < 2:
         return "", list(names)
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from xckpt.errors import shown
-from xckpt.plots.axes import add_legend, new_axes, require_matplotlib, safe, write
-from xckpt.plots.tensors import tensor_variable
+from xckpt.labels.selection import closest
+from xckpt.plots.axes import add_legend, new_axes, require_matplotlib, safe, whole_numbers, write
+from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -29,17 +29,8 @@ _ROBUST = (1.0, 99.0)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A few elements of a tensor, as a matrix.
-
-    Parameters
-    ----------
-    values : array
-        One for each block; NaN where it has one.
-    shape : tuple of (int, int)
-        Rows and columns of the whole tensor.
-    """
+class Sample(NamedTuple):
+    """A few elements of a tensor, as a matrix, and the rows and columns of the whole tensor."""
 
     values: Array
     shape: tuple[int, int]
@@ -56,7 +47,7 @@ def draw_heatmap(
 ) -> Axes:
     """Draw the elements of a tensor; see `xckpt.plots.Plots.heatmap`."""
     require_matplotlib()
-    variable = tensor_variable(obj, name)
+    variable = _variable(obj, name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
     if min(size) < 1:
@@ -71,9 +62,32 @@ def draw_heatmap(
         **{"aspect": "auto", "interpolation": "nearest", **options},
     )
     ax.figure.colorbar(image, ax=ax, extend="both" if robust else "neither")
-    _mark_missing(ax, image, sample.values)
-    _label(ax, variable, name, sample)
+    image.set_cmap(image.get_cmap().with_extremes(bad=_NAN_COLOUR))
+    if not np.isfinite(sample.values).all():
+        from matplotlib.patches import Patch
+
+        add_legend(ax, [Patch(facecolor=_NAN_COLOUR)], ["NaN or infinite"], below=True)
+    split = _split(variable.shape)
+    ax.set_ylabel(safe(" × ".join(map(str, variable.dims[:split]))))
+    ax.set_xlabel(safe(" × ".join(map(str, variable.dims[split:]))))
+    for axis, length in ((ax.yaxis, rows), (ax.xaxis, columns)):
+        whole_numbers(axis)
+        if length == 1:
+            axis.set_ticks([])
+    write(ax.title, name, 70)
     return ax
+
+
+def _variable(obj: Any, name: str) -> xr.Variable:
+    """Find a tensor, also one that is stacked, or else a variable."""
+    tensors = OpenTensors(obj)
+    try:
+        return tensors.variable(name)
+    except KeyError:
+        known = [row.name for row in tensors.rows]
+        alike = ", ".join(map(shown, closest(known, [str(name)])))
+        hint = f"; similar names: {alike}" if alike else ""
+        raise KeyError(f"no tensor {name!r} among {len(known)}{hint}") from None
 
 
 def _colours(values: Array, *, robust: bool) -> dict[str, Any]:
@@ -88,34 +102,11 @@ def _colours(values: Array, *, robust: bool) -> dict[str, Any]:
     return {"vmin": -limit, "vmax": limit, "cmap": "RdBu_r"}
 
 
-def _mark_missing(ax: Axes, image: Any, values: Array) -> None:
-    """Show what is not finite in a colour of its own."""
-    from matplotlib.patches import Patch
-
-    image.set_cmap(image.get_cmap().with_extremes(bad=_NAN_COLOUR))
-    if not np.isfinite(values).all():
-        add_legend(ax, [Patch(facecolor=_NAN_COLOUR)], ["NaN or infinite"], below=True)
-
-
-def _label(ax: Axes, variable: xr.Variable, name: str, sample: Sample) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    split = _split(variable.shape)
-    folded = [" × ".join(map(str, dims)) for dims in (variable.dims[:split], variable.dims[split:])]
-    ax.set_ylabel(safe(folded[0]))
-    ax.set_xlabel(safe(folded[1]))
-    for axis, length in ((ax.yaxis, sample.shape[0]), (ax.xaxis, sample.shape[1])):
-        axis.set_major_locator(MaxNLocator("auto", integer=True))
-        if length == 1:
-            axis.set_ticks([])
-    write(ax.title, name, 70)
-
-
 # --- what is read --------------------------------------------------------------------------------
 
 
 def _has_cheap_rows(variable: xr.Variable) -> bool:
-    """Return whether to read a row takes less than to read a chunk, as far as is known."""
+    """Return whether reading a row takes less than reading a chunk, as far as is known."""
     encoding = variable.encoding
     parts = encoding.get("parts", {"data": encoding}).values()
     compressions = {part.get("stored_compression") for part in parts} - {None}
@@ -126,31 +117,19 @@ def _has_cheap_rows(variable: xr.Variable) -> bool:
 
 
 def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Sample:
-    """Read few elements of an array that show what is in it.
+    """Read from each block of an array the element of largest magnitude in its middle row.
 
-    Parameters
-    ----------
-    array : array
-        Of any number of axes; where rows are long, parts of them are read.
-    rows, columns : int
-        Most values along the axes of the result.
-    by_row : bool
-        Whether a row of a dask array is read by itself, rather than from its chunk, which is read
-        once for all of its rows.
-
-    Returns
-    -------
-    Sample
-        Of each block the element of largest magnitude in its middle row.
+    Rows of a dask array are read one by one, or else from chunks that are read once for all of
+    their rows. Where rows are long, only parts of them are read.
     """
     split = _split(array.shape)
     shape = prod(array.shape[:split]), prod(array.shape[split:])
     height, width = min(rows, shape[0]), min(columns, shape[1])
     if height * shape[1] > _MOST_ELEMENTS:
         height = min(height, max(_FEWEST_LONG_ROWS, _MOST_ELEMENTS // shape[1]))
-    edges = _edges(shape[0], height)
+    edges = np.arange(height + 1) * shape[0] // height
     chosen = [np.unravel_index(row, array.shape[:split]) for row in (edges[:-1] + edges[1:]) // 2]
-    starts = _edges(shape[1], width)[:-1]
+    starts = np.arange(width) * shape[1] // width
     part = _MOST_ELEMENTS // (height * width)
     if height * shape[1] <= _MOST_ELEMENTS or len(array.shape) - split > 1:
         lines = _read([array[tuple(row)] for row in chosen], by_row)
@@ -162,16 +141,11 @@ def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Samp
 
 
 def _split(shape: tuple[int, ...]) -> int:
-    """Say how many axes lie along the rows."""
+    """Return how many axes lie along the rows."""
     split = min(1, len(shape) - 1) if shape else 0
     while 0 < split < len(shape) - 1 and prod(shape[split:]) > _WIDEST_FOLD:
         split += 1
     return split
-
-
-def _edges(length: int, count: int) -> Array:
-    """Cut a length into blocks that differ by one at most."""
-    return np.arange(count + 1) * length // count
 
 
 def _read(parts: list[Any], alone: bool) -> list[Array]:  # noqa: FBT001  the only other one

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.labels import select
 from xckpt.labels.stacking import numbered
 from xckpt.notebook.formatting import binary_size, columns, printable, share, shortened
 from xckpt.plots.axes import add_legend, line_styles, luminance, new_axes, require_matplotlib, write
-from xckpt.plots.tensors import tensor_rows
+from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from matplotlib.axes import Axes
 
@@ -64,7 +65,13 @@ class _Module:
 def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     """Draw where the bytes are; see `xckpt.plots.Plots.treemap`."""
     require_matplotlib()
-    root = _tree(tensor_rows(obj, names))
+    from matplotlib.patches import Patch
+
+    rows = {row.name: row for row in OpenTensors(obj).rows}
+    chosen = select(rows, names)
+    if not chosen:
+        raise ValueError(f"no tensor is called {names!r}" if rows else "there are no tensors")
+    root = _tree(rows[name] for name in chosen)
     if not root.nbytes:
         raise ValueError("all tensors are empty")
     ax = new_axes(ax, 9.0, 5.0)
@@ -74,21 +81,14 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     styles = line_styles(len(kinds))
     canvas = _Canvas(ax, {k: each["color"] for k, each in zip(kinds, styles, strict=True)})
     canvas.draw(root, Box(0, 0, 1, 1), ())
-    _add_key(ax, root, canvas.colours)
-    write(ax.title, f"{binary_size(root.nbytes)} in {root.count:,} tensors")
-    return ax
-
-
-def _add_key(ax: Axes, root: _Module, colours: Mapping[str, Any]) -> None:
-    """Explain the colours, below the picture."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour) for colour in colours.values()]
     labels = [
         f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
-        for kind in colours
+        for kind in kinds
     ]
+    handles = [Patch(facecolor=colour) for colour in canvas.colours.values()]
     add_legend(ax, handles, labels, below=True)
+    write(ax.title, f"{binary_size(root.nbytes)} in {root.count:,} tensors")
+    return ax
 
 
 # --- modules -------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class _Canvas:
         self.inches = place.width * width, place.height * height
 
     def draw(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
-        """Draw a module with everything in it, below modules whose names are not to be seen."""
+        """Draw a module with everything in it, below modules whose names there was no room for."""
         inside = sorted(module.children.values(), key=lambda child: -child.nbytes)
         drawn = [child for child in inside if child.nbytes]
         if not drawn or module.nbytes > sum(child.nbytes for child in drawn):
@@ -144,7 +144,7 @@ class _Canvas:
                 self.draw(child, part, path)
 
     def _headed(self, module: _Module, box: Box) -> Box:
-        """Write the name of a module at its top, and give what is left of its box."""
+        """Write the name of a module at its top, and return what is left of its box."""
         name = printable(module.name)
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
         height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
@@ -158,7 +158,7 @@ class _Canvas:
         return Box(box.x, box.y, box.width, box.height - height)
 
     def _room(self, box: Box, size: float) -> int:
-        """Say how many characters have room beside each other."""
+        """Return how many characters there is room for in a line."""
         return int((box.width * self.inches[0] - 0.08) * 72 / (size * _CHARACTER_WIDTH))
 
     def _fill(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
@@ -181,9 +181,9 @@ class _Canvas:
 
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
-    """Return the name, and the number and size of what it stands for, as far as there is room."""
+    """Return the name, and the number and size of what it stands for, if there is room."""
     parts = [printable(part) for name in (*path, module.name) for part in name.split(".")]
-    # The last two say which tensor it is; what is before them is to be seen around the box.
+    # The last two say which tensor it is; what is before them is written around the box.
     wanted = [[".".join(parts)], [".".join(parts[-2:])], parts[-2:]]
     names = next((each for each in wanted if max(map(columns, each)) <= room), None)
     if names is None:
@@ -197,27 +197,10 @@ def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
 
 
 def squarify(sizes: Sequence[float], box: Box, scale: tuple[float, float] = (1, 1)) -> list[Box]:
-    """Cut a rectangle into rectangles of given areas that are as square as may be.
+    """Cut a box into boxes whose areas are in proportion to sizes, as square as may be.
 
-    Parameters
-    ----------
-    sizes : sequence of float
-        Positive, the largest first; the areas are in proportion to them.
-    box : Box
-        What is cut.
-    scale : tuple of float
-        Size of the units along both axes, for what looks square.
-
-    Returns
-    -------
-    list of Box
-        One for each size. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
-
-    Examples
-    --------
-    >>> squarify([2, 1, 1], Box(0, 0, 2, 1))
-    [Box(x=0, y=0, width=1.0, height=1), Box(x=1.0, y=0.0, width=1.0, height=0.5), \
-Box(x=1.0, y=0.5, width=1.0, height=0.5)]
+    The largest size is first; `scale` is the size of the units along both axes, for what looks
+    square. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
     """
     boxes: list[Box] = []
     rest = list(sizes)
@@ -226,20 +209,28 @@ Box(x=1.0, y=0.5, width=1.0, height=0.5)]
         side = (box.height * scale[1]) if wide else (box.width * scale[0])
         area = box.width * scale[0] * box.height * scale[1] / sum(rest)
         count = _row_length(rest, side, area)
-        fraction = sum(rest[:count]) / sum(rest)
-        boxes += _row(rest[:count], box, fraction, wide=wide)
+        total = sum(rest[:count])
+        fraction = total / sum(rest)
+        # Side by side: at the left of a wide box, at the top of a high one.
+        at, used = 0.0, fraction * (box.width if wide else box.height)
+        for size in rest[:count]:
+            part = size / total
+            if wide:
+                boxes.append(Box(box.x, box.y + at * box.height, used, box.height * part))
+            else:
+                top = box.y + box.height - used
+                boxes.append(Box(box.x + at * box.width, top, box.width * part, used))
+            at += part
         rest = rest[count:]
         if wide:
-            used = box.width * fraction
             box = Box(box.x + used, box.y, box.width - used, box.height)
         else:
-            used = box.height * fraction
             box = Box(box.x, box.y, box.width, box.height - used)
     return boxes
 
 
 def _row_length(sizes: Sequence[float], side: float, area: float) -> int:
-    """Say how many of the next rectangles stand along a side, before they get less square."""
+    """Return how many of the next boxes stand along a side before they get less square."""
     best, count = float("inf"), 0
     for stop in range(1, len(sizes) + 1):
         total = sum(sizes[:stop]) * area
@@ -249,16 +240,3 @@ def _row_length(sizes: Sequence[float], side: float, area: float) -> int:
             break
         best, count = worst, stop
     return count
-
-
-def _row(sizes: Sequence[float], box: Box, fraction: float, *, wide: bool) -> Iterator[Box]:
-    """Put rectangles side by side: at the left of a wide box, at the top of a high one."""
-    total, at = sum(sizes), 0.0
-    for size in sizes:
-        part = size / total
-        if wide:
-            yield Box(box.x, box.y + at * box.height, box.width * fraction, box.height * part)
-        else:
-            top = box.y + box.height * (1 - fraction)
-            yield Box(box.x + at * box.width, top, box.width * part, box.height * fraction)
-        at += part
