@@ -36,6 +36,10 @@ HOSTILE = (
 )
 
 
+# After these the list is drawn anew.
+_TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """Show the tensors of a small decoder; nothing may go wrong."""
@@ -44,11 +48,9 @@ def page(browser: Browser) -> Iterator[Page]:
         assert complaints == []
 
 
-def settled_row(page: Page) -> int:
-    """Give the row that Python is told is selected, once the choice has settled."""
-    page.wait_for_timeout(250)
-    number: int = page.evaluate("model.get('_row')")
-    return number
+def wait_for_row(page: Page, row: int) -> None:
+    """Wait until Python is told that a row is selected."""
+    page.wait_for_function("(row) => model.get('_row') === row", arg=row)
 
 
 def select(page: Page, label: str, option: str) -> None:
@@ -56,12 +58,14 @@ def select(page: Page, label: str, option: str) -> None:
 
 
 def all_names(page: Page) -> list[str]:
-    """Scroll through the list, and give the names in it."""
+    """Scroll through the list, and return the names in it."""
     box = page.locator(".xckpt-list")
     found = dict.fromkeys(shown_rows(page))
     while box.evaluate("(b) => b.scrollTop + b.clientHeight < b.scrollHeight"):
         box.evaluate("(b) => (b.scrollTop += 200)")
-        page.wait_for_timeout(30)
+        page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         found |= dict.fromkeys(shown_rows(page))
     return list(found)
 
@@ -224,7 +228,7 @@ def test_the_tree_opens_and_closes(page: Page) -> None:
     page.keyboard.press("ArrowRight")
     assert len(shown_rows(page)) == 7
     page.keyboard.press("ArrowRight")
-    assert settled_row(page) == NAMES.index("h.11.attn.c_attn.weight")
+    wait_for_row(page, NAMES.index("h.11.attn.c_attn.weight"))
 
 
 # --- selecting -----------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ def test_the_tree_opens_and_closes(page: Page) -> None:
 
 def test_a_click_selects(page: Page) -> None:
     page.locator(".xckpt-list .xckpt-row:visible").nth(3).click()
-    assert settled_row(page) == 3
+    wait_for_row(page, 3)
     assert page.locator(".xckpt-title").inner_text() == NAMES[3]
     assert page.locator(".xckpt-facts").inner_text() == "float32 · 768 · 3.0 KiB"
     assert page.get_by_text("Computing statistics…").is_visible()
@@ -241,9 +245,14 @@ def test_a_click_selects(page: Page) -> None:
 def test_keys_move_and_only_where_they_stop_is_selected(page: Page) -> None:
     page.locator(".xckpt-list").focus()
     page.evaluate("window.rows = []; model.on('change:_row', () => rows.push(model.get('_row')))")
+    # However long the keys take to arrive, no time passes between them.
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)
     for key in ("ArrowDown", "End", "ArrowUp", "PageUp"):
         page.keyboard.press(key)
-    assert settled_row(page) == len(ROWS) - 2 - 12
+    assert page.evaluate("rows") == []
+    page.clock.run_for(1000)
+    wait_for_row(page, len(ROWS) - 2 - 12)
     assert page.evaluate("rows") == [len(ROWS) - 2 - 12]
     active = page.locator(".xckpt-list").get_attribute("aria-activedescendant")
     assert page.locator(f"#{active}").get_attribute("aria-selected") == "true"
