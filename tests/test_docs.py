@@ -48,7 +48,7 @@ def test_netcdf_and_zarr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_command_line() -> None:
-    from xckpt.cli.application import commands
+    from xckpt.cli import commands
 
     text = (DOCS / "how-to" / "command-line.md").read_text(encoding="utf-8")
     described = set(re.findall(r"`(--[a-z-]+)", text))

@@ -9,7 +9,7 @@ import xarray as xr
 
 import xckpt
 from tests.storage.web_server import WebServer
-from xckpt.cli.application import main
+from xckpt.cli import main
 from xckpt.sample import write_checkpoint
 
 if TYPE_CHECKING:

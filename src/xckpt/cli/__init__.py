@@ -1,7 +1,110 @@
-"""The command ``xckpt``: what is in checkpoints, from the shell."""
+"""The command ``xckpt``: its subcommands, what is printed on errors, and exit statuses."""
 
 from __future__ import annotations
 
-from xckpt.cli.application import main
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["main"]
+import click
+
+from xckpt import __version__
+from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
+from xckpt.cli.files import convert, info, verify
+from xckpt.cli.values import compare, stats
+from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["commands", "main"]
+
+_INTERRUPTED = 130
+
+_STATUSES = """\b
+Exit status:
+  0    success
+  1    findings, differences or damage, including malformed files
+  2    no result: wrong usage, or a file that cannot be opened or written
+  130  interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit status.
+    """
+    # What the terminal's encoding lacks is printed as escapes, surrogates included.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with _warnings_as_lines():
+            status: int = commands.main(argv, "xckpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return FAILED
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            click.echo(context.get_usage(), err=True)
+        complain(error.format_message())
+        return FAILED
+    except click.Abort:
+        return _INTERRUPTED
+    except (FormatError, IntegrityError, PayloadMissingError) as error:
+        complain(str(error))
+        return DAMAGED
+    except (NotImplementedError, OSError) as error:
+        complain(one_line(error))
+        return FAILED
+    except MemoryError:
+        complain("out of memory")
+        return FAILED
+    return status
+
+
+@click.group("xckpt", epilog=_STATUSES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="xckpt %(version)s")
+def commands() -> None:
+    """Inspect, compare, convert and verify tensor files of machine-learning frameworks.
+
+    A FILE is a path or a URL. The format is detected from the content.
+    """
+
+
+for _command in (info, stats, compare, convert, verify):
+    commands.add_command(_command)
+
+
+@commands.result_callback()
+def _flushed(status: int | None, /, **_: Any) -> int:
+    # Here click still notices that nobody reads any more.
+    sys.stdout.flush()
+    return status or 0
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print our warnings as lines, without the place in our source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CheckpointWarning)
+        show = warnings.showwarning
+
+        def print_line(message: Any, category: type[Warning], *more: Any, **others: Any) -> None:
+            if issubclass(category, CheckpointWarning):
+                complain(f"warning: {message}")
+            else:
+                show(message, category, *more, **others)
+
+        warnings.showwarning = print_line
+        yield

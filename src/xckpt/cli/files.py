@@ -1,140 +1,333 @@
-"""Options that say what is read and how, and the files that are opened so."""
+"""``xckpt info``, ``convert`` and ``verify``: what files hold, as what, and whether it is sound."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from xckpt.errors import CheckpointWarning, shown
-from xckpt.formats import names
+from xckpt.cli.common import (
+    DAMAGED,
+    FAILED,
+    Reading,
+    complain,
+    engine_type,
+    is_terminal,
+    json_option,
+    one_line,
+    pairs,
+    print_document,
+    print_text,
+    reading_options,
+    storage_options_option,
+)
+from xckpt.errors import CheckpointError, CheckpointWarning, shown
+from xckpt.notebook.formatting import binary_size, counted, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    import xarray as xr
+    from xckpt.formats import Format
+    from xckpt.index import Index, Part, Tensor
+    from xckpt.writing.verifying import Report
 
-    from xckpt.index import Index
+__all__ = ["convert", "info", "verify"]
 
-__all__ = [
-    "Reading",
-    "engine_type",
-    "json_option",
-    "pairs",
-    "reading_options",
-    "storage_options_option",
-]
+_COLOURS = {"error": "red", "warning": "yellow"}
 
-engine_type = click.Choice(names())
+# --- info ----------------------------------------------------------------------------------------
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document, for programs."
+
+@click.command
+@click.argument("file")
+@reading_options
+@json_option
+def info(file: str, reading: Reading, *, as_json: bool) -> int:
+    """Show what FILE holds."""
+    with warnings.catch_warnings():
+        # Both outputs state them.
+        warnings.simplefilter("ignore", CheckpointWarning)
+        index = reading.index(file)
+    if as_json:
+        print_document(_index_document(index))
+        return 0
+    # That some tensors do not fill the file is not worth a note.
+    print_text(repr(replace(index, nbytes=0) if reading.tensors else index))
+    return 0
+
+
+def _index_document(index: Index) -> dict[str, Any]:
+    return {
+        "format": index.format,
+        "version": index.version,
+        "source": index.source,
+        "nbytes": index.nbytes,
+        "attrs": index.attrs,
+        "warnings": list(index.warnings),
+        "shards": {
+            name: {"size": shard.size, "digest": shard.digest}
+            for name, shard in index.shards.items()
+        },
+        "tensors": [_tensor(tensor) for tensor in index.tensors.values()],
+    }
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    # What is nearly always the same is left out where it is.
+    unusual = {
+        "dims": None if tensor.dims is None else list(tensor.dims),
+        "problem": None if tensor.problem is None else tensor.problem.reason,
+        "attrs": tensor.attrs or None,
+    }
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "layout": tensor.layout,
+        "order": tensor.order,
+        "nbytes": tensor.nbytes,
+        "offset": min([p.offset for p in tensor.parts.values() if p.shard is None], default=None),
+        "parts": {role: _part(part) for role, part in tensor.parts.items()},
+        **{key: value for key, value in unusual.items() if value is not None},
+    }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    unusual = {
+        "encoding": part.encoding,
+        "decoded_nbytes": part.decoded_nbytes,
+        "digest": part.digest,
+        "shard": part.shard,
+    }
+    return {
+        "dtype": part.dtype,
+        "shape": None if part.shape is None else list(part.shape),
+        "offset": part.offset,
+        "nbytes": part.nbytes,
+        **{key: value for key, value in unusual.items() if value is not None},
+    }
+
+
+# --- convert -------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.argument("new")
+@click.option("--to", type=engine_type, help="Format of NEW; by default taken from its suffix.")
+@click.option("--compression", metavar="NAME", help="zstd, zstd-seekable, deflate, ... or none.")
+@click.option("--level", metavar="N", help="Level of the compression, 1 to 22.")
+@click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")
+@click.option("--dtype", metavar="TYPE", help="Element type of all tensors.")
+@click.option(
+    "--encode",
+    "encodings",
+    nargs=2,
+    multiple=True,
+    metavar="GLOB KEY=VALUE,...",
+    help="The same for some tensors: '*.bias' dtype=float32,compression=none. May be repeated.",
 )
-
-
-storage_options_option = click.option(
-    "--storage-option",
-    "storage_options",
+@click.option(
+    "--cast",
+    type=click.Choice(["exact", "allow", "never"]),
+    default="exact",
+    show_default=True,
+    help="How much a change of element type may lose: nothing (exact), precision (allow), or no "
+    "change at all (never).",
+)
+@click.option(
+    "--option",
+    "texts",
     multiple=True,
     metavar="KEY=VALUE",
-    callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-    help="For fsspec, as anon=true; a VALUE that is JSON is taken as such; may be repeated.",
+    help="Option of the new format, such as version=2. May be repeated.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
+@reading_options
+@json_option
+def convert(
+    file: str,
+    new: str,
+    reading: Reading,
+    *,
+    to: str | None,
+    encodings: tuple[tuple[str, str], ...],
+    cast: Any,
+    texts: tuple[str, ...],
+    overwrite: bool,
+    as_json: bool,
+    **requests: str | None,
+) -> int:
+    """Write FILE in another format, or again in its own.
 
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What of a file is read, and how.
-
-    Parameters
-    ----------
-    engine : str or None
-        Format of the file; by default its content tells.
-    tensors : tuple of str
-        Globs of names; by default all.
-    storage_options : dict
-        For fsspec.
+    Values, names, attributes, compression and digests are kept as far as the new format can hold
+    them; one warning lists what it cannot. NEW appears once it is complete. FILE may be larger
+    than memory.
     """
+    from xckpt.opening import read_index
+    from xckpt.writing import convert as write
 
-    engine: str | None
-    tensors: tuple[str, ...]
-    storage_options: dict[str, Any]
-
-    @property
-    def wanted(self) -> list[str] | None:
-        """The globs, None for all tensors."""
-        return list(self.tensors) or None
-
-    def index(self, file: str) -> Index:
-        """Read what a file holds, of the chosen tensors."""
-        from xckpt.labels.selection import closest, select
-        from xckpt.opening import open_index
-
-        source, index = open_index(file, self.engine, storage_options=self.storage_options or None)
-        source.close()
-        if not self.tensors:
-            return index
-        chosen = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
-        if not chosen:
-            alike = ", ".join(map(shown, closest(index.tensors, list(self.tensors))))
-            hint = f"; similar names: {alike}" if alike else ""
-            globs = " ".join(map(shown, self.tensors))
-            raise click.UsageError(f"--tensors {globs} matches no tensor of {file}{hint}")
-        return replace(index, tensors=chosen)
-
-    def dataset(self, file: str) -> xr.Dataset:
-        """Open the chosen tensors of a file."""
-        import xarray as xr
-
-        index = self.index(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # they were shown just now
-            return xr.open_dataset(
-                file,
-                engine=index.format,
-                tensors=self.wanted,
-                storage_options=self.storage_options or None,
-            )
-
-
-def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command the options that make a `Reading`, which it gets as ``reading``."""
-
-    @click.option(
-        "--engine", type=engine_type, help="Format of what is read; by default its content tells."
+    index = reading.index(file)
+    wanted = {"encoding": _encoding(requests, encodings), "cast": cast, "overwrite": overwrite}
+    storage_options = reading.storage_options or None
+    try:
+        wanted |= _format_options(pairs(texts), _writer(new, to))
+        write(
+            file,
+            new,
+            to,
+            tensors=reading.wanted,
+            storage_options=storage_options,
+            progress=is_terminal(),
+            **wanted,
+        )
+    except FileExistsError as error:
+        raise click.UsageError(f"{new} already exists; --overwrite replaces it") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:  # an option has a value that is not allowed
+        raise click.UsageError(str(error)) from error
+    written = read_index(new, storage_options=storage_options)
+    if not as_json:
+        count, size = counted(len(written.tensors), "tensor"), binary_size(written.nbytes)
+        complain(f"{written.source}: {written.format}, {count}, {size}")
+        return 0
+    print_document(
+        {
+            "source": index.source,
+            "destination": written.source,
+            "format": written.format,
+            "version": written.version,
+            "nbytes": written.nbytes,
+            "tensors": len(written.tensors),
+        }
     )
-    @click.option("--tensors", multiple=True, metavar="GLOB", help="Only these; may be repeated.")
-    @storage_options_option
-    @wraps(command)
-    def with_reading(
-        engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
-    ) -> Any:
-        return command(reading=Reading(engine, tensors, storage_options), **others)
-
-    return with_reading
+    return 0
 
 
-def pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Split texts at their first equals sign."""
-    found = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise click.BadParameter(f"{text!r} is not KEY=VALUE")
-        found[key.strip()] = value
-    return found
+def _encoding(
+    requests: Mapping[str, str | None], encodings: tuple[tuple[str, str], ...]
+) -> dict[str, dict[str, Any]]:
+    """Join what is asked for all tensors, and for some."""
+    for_all = {key: text for key, text in requests.items() if text is not None}
+    asked = [("*", for_all)] if for_all else []
+    asked += [(glob, pairs(text.split(","))) for glob, text in encodings]
+    encoding: dict[str, dict[str, Any]] = {}
+    for glob, texts in asked:
+        for key, text in texts.items():
+            value = _whole_number(key, text) if key == "level" else text
+            encoding.setdefault(glob, {})[key] = None if value == "none" else value
+    return encoding
 
 
-def _json_values(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Read values that are JSON; others stay as they are."""
-    values: dict[str, Any] = {}
+def _writer(new: str, engine: str | None) -> Format:
+    from xckpt.writing.destination import Destination
+
+    try:
+        destination = Destination.of(
+            new,
+            engine,
+            encoding=None,
+            cast="exact",
+            overwrite=False,
+            storage_options=None,
+            format_options={},
+        )
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise click.UsageError(f"{reason}; name the format with --to") from error
+    return destination.writer
+
+
+def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
+    """Parse values as the format takes them: whole numbers, JSON, or else text."""
+    options: dict[str, Any] = {}
     for key, text in texts.items():
+        if key not in writer.write_options:
+            known = ", ".join(writer.write_options) or "none"
+            raise click.UsageError(f"{writer.name} has no option {key!r} for writing, only {known}")
+        kind = str(writer.write_options[key].annotation)
+        if "int" in kind:
+            options[key] = _whole_number(key, text)
+        elif "str" in kind:
+            options[key] = text
+        else:
+            try:
+                options[key] = json.loads(text)
+            except ValueError:
+                message = f"{key} must be JSON, such as true, 1 or {{...}}, not {text!r}"
+                raise click.UsageError(message) from None
+    return options
+
+
+def _whole_number(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise click.UsageError(f"{key} must be a whole number, not {text!r}") from None
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@storage_options_option
+@json_option
+def verify(files: tuple[str, ...], storage_options: dict[str, Any], *, as_json: bool) -> int:
+    """Check every FILE: structure, extents, digests, compressed streams, sparse indices, shards.
+
+    The exit status is 1 if one is damaged. Warnings do not count as damage: they are about what is
+    questionable but allowed by the specification, or unknown to this version.
+    """
+    from xckpt.writing import verify as check
+
+    reports, status = [], 0
+    for file in files:
         try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
-    return values
+            report = check(file, storage_options=storage_options or None, progress=is_terminal())
+        except OSError as error:
+            # The others are still checked.
+            complain(one_line(error))
+            status = FAILED
+            continue
+        reports.append(report)
+        if not report.ok:
+            status = max(status, DAMAGED)
+        if not as_json:
+            _print_report(file, report)
+    if as_json:
+        print_document({"files": [_report_document(report) for report in reports]})
+    return status
+
+
+def _print_report(file: str, report: Report) -> None:
+    facts = [
+        "ok" if report.ok else "DAMAGED",
+        f"{report.format} {report.version}".strip(),
+        counted(report.tensors, "tensor"),
+        counted(report.digests, "digest"),
+    ]
+    print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
+    for finding in report.findings:
+        severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
+        where = [] if finding.tensor is None else [f"tensor {shown(finding.tensor)}"]
+        where += [] if finding.offset is None else [f"byte {finding.offset}"]
+        rule = "" if finding.rule is None else f" [{finding.rule}]"
+        text = ": ".join([*where, finding.message]) + rule
+        print_text(f"  {severity}: {printable(text)}")
+
+
+def _report_document(report: Report) -> dict[str, Any]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "format": report.format,
+        "version": report.version,
+        "tensors": report.tensors,
+        "digests": report.digests,
+        "findings": [finding._asdict() for finding in report.findings],
+    }

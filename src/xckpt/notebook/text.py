@@ -174,7 +174,7 @@ def _wrapped(name: str, width: int) -> list[str]:
     return lines
 
 
-# --- words that all renderings share --------------------------------------------------------------
+# --- words that all renderings share -------------------------------------------------------------
 
 
 def format_text(summary: Summary) -> str:

@@ -1,0 +1,297 @@
+"""What the commands share: options, the files that they open, and how they print."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from xckpt.errors import CheckpointWarning, shown
+from xckpt.formats import names
+from xckpt.notebook.formatting import columns, printable, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import pandas as pd
+    import xarray as xr
+
+    from xckpt.index import Index
+
+__all__ = [
+    "DAMAGED",
+    "FAILED",
+    "Column",
+    "Reading",
+    "complain",
+    "engine_type",
+    "figure",
+    "is_terminal",
+    "json_option",
+    "json_rows",
+    "one_line",
+    "pairs",
+    "print_document",
+    "print_table",
+    "print_text",
+    "reading_options",
+    "require_columns",
+    "storage_options_option",
+]
+
+#: Exit statuses.
+DAMAGED, FAILED = 1, 2
+
+_DEEPEST_VALUE = 100
+_LONGEST_INTEGER_BITS = 4096
+_LARGEST_EXACT = 10.0**15
+_NARROWEST_NAME = 24
+# One long name would make every row as wide.
+_WIDEST_CELL = 120
+_GAP = "  "
+
+engine_type = click.Choice(names())
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+storage_options_option = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
+    help="Option for fsspec, such as anon=true. A VALUE that is JSON is parsed. May be repeated.",
+)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What of a file is read, and how."""
+
+    engine: str | None  # the format; None detects it from the content
+    tensors: tuple[str, ...]  # globs of names; none for all
+    storage_options: dict[str, Any]  # for fsspec
+
+    @property
+    def wanted(self) -> list[str] | None:
+        """The globs, None for all tensors."""
+        return list(self.tensors) or None
+
+    def index(self, file: str) -> Index:
+        """Return the index of a file, with the chosen tensors only."""
+        from xckpt.labels.selection import closest, select
+        from xckpt.opening import open_index
+
+        source, index = open_index(file, self.engine, storage_options=self.storage_options or None)
+        source.close()
+        if not self.tensors:
+            return index
+        chosen = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
+        if not chosen:
+            alike = ", ".join(map(shown, closest(index.tensors, list(self.tensors))))
+            hint = f"; similar names: {alike}" if alike else ""
+            globs = " ".join(map(shown, self.tensors))
+            raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
+        return replace(index, tensors=chosen)
+
+    def dataset(self, file: str) -> xr.Dataset:
+        """Open the chosen tensors of a file."""
+        import xarray as xr
+
+        index = self.index(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # they were shown just now
+            return xr.open_dataset(
+                file,
+                engine=index.format,
+                tensors=self.wanted,
+                storage_options=self.storage_options or None,
+            )
+
+
+def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that make a `Reading`, which the command gets as ``reading``."""
+
+    @click.option(
+        "--engine",
+        type=engine_type,
+        help="Format of the file; by default it is detected from the content.",
+    )
+    @click.option(
+        "--tensors",
+        multiple=True,
+        metavar="GLOB",
+        help="Only tensors whose names match. May be repeated.",
+    )
+    @storage_options_option
+    @wraps(command)
+    def with_reading(
+        engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
+    ) -> Any:
+        return command(reading=Reading(engine, tensors, storage_options), **others)
+
+    return with_reading
+
+
+def pairs(texts: Sequence[str]) -> dict[str, str]:
+    """Split texts at their first equals sign."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise click.BadParameter(f"{text!r} is not KEY=VALUE")
+        found[key.strip()] = value
+    return found
+
+
+def _json_values(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Read values that are JSON; others stay as they are."""
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    return values
+
+
+# --- tables and messages -------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    right: bool = False  # for numbers, which are aligned at their ends
+    styles: Mapping[str, str] = {}  # colours of some values, in a terminal
+
+
+def complain(message: str) -> None:
+    """Print a message on standard error, with unprintable characters escaped."""
+    click.echo(f"xckpt: {printable(message)}", err=True)
+
+
+def is_terminal() -> bool:
+    """Return whether somebody sees standard error, where progress bars are."""
+    return bool(sys.stderr and sys.stderr.isatty())
+
+
+def one_line(error: BaseException) -> str:
+    """Say what went wrong, as shells do."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def print_text(text: str) -> None:
+    """Print lines on standard output, in the encoding that it has."""
+    # click would take ASCII for a mistake, and print UTF-8 all the same.
+    click.echo(text, file=sys.stdout)
+
+
+def figure(value: float) -> str:
+    """Write a number with four significant digits."""
+    if math.isnan(value):
+        return "-"
+    if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse columns that do not exist."""
+    for column in wanted:
+        if column not in known:
+            raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}")
+
+
+def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn for a terminal, else as plain text with all rows and columns."""
+    cells = [[shortened(printable(text), _WIDEST_CELL) for text in row] for row in rows]
+    titles = [column.title for column in head]
+    widths = [max(map(columns, each)) for each in zip(titles, *cells, strict=True)]
+    if sys.stdout.isatty():
+        _draw(head, cells, widths)
+        return
+    for row in [titles, *cells]:
+        line = []
+        for column, text, width in zip(head, row, widths, strict=True):
+            padding = " " * (width - columns(text))
+            line.append(padding + text if column.right else text + padding)
+        print_text(_GAP.join(line).rstrip())
+
+
+def _draw(head: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    # Columns that do not fit are left out; names get what is left.
+    least = min(widths[0], _NARROWEST_NAME)
+    count = len(widths)
+    while count > 1 and least + sum(widths[1:count]) + len(_GAP) * (count - 1) > console.width:
+        count -= 1
+    room = max(least, console.width - sum(widths[1:count]) - len(_GAP) * (count - 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for column in head[:count]:
+        justify: Any = "right" if column.right else "left"
+        table.add_column(Text(column.title), justify=justify, no_wrap=True)
+    for row in cells:
+        styled = [
+            Text(text, column.styles.get(text, ""))
+            for column, text in zip(head[1:count], row[1:count], strict=True)
+        ]
+        # Rich would cut the end of a name, which tells most.
+        table.add_row(Text(shortened(row[0], room)), *styled)
+    console.print(table)
+    if count < len(head):
+        hidden = ", ".join(column.title for column in head[count:])
+        complain(f"the terminal is too narrow for {hidden}")
+
+
+# --- documents -----------------------------------------------------------------------------------
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print one JSON document that any parser accepts, in ASCII."""
+    print_text(json.dumps(_plain(document), allow_nan=False))
+
+
+def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table as objects of JSON, which has null for what is not a number."""
+    rows = zip(frame.index, frame.to_dict("records"), strict=True)
+    # A number is not itself if it is NaN.
+    return [
+        {"name": name, **{k: v if v == v else None for k, v in row.items()}}  # noqa: PLR0124
+        for name, row in rows
+    ]
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if depth > _DEEPEST_VALUE:
+        return "…"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER_BITS:
+        return hex(value)  # Python refuses to write more than 4300 digits
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -1,0 +1,275 @@
+"""``xckpt stats`` and ``compare``: what the values of tensors are, and how they differ."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xckpt.cli.common import (
+    Column,
+    Reading,
+    complain,
+    figure,
+    is_terminal,
+    json_option,
+    json_rows,
+    print_document,
+    print_table,
+    reading_options,
+    require_columns,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from xckpt.index import Index
+
+__all__ = ["compare", "stats"]
+
+_NAMES = ("name", "tensor")
+_FACTS = ("dtype", "shape", "nbytes")
+_TEXTS = ("dtype", "shape")
+_STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
+_CALLS_FOR_ACTION = ("error", "warning")
+_SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
+_MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
+_STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
+_WORDS = {
+    "changed": "changed",
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "shape": "of another shape",
+}
+
+# --- stats ---------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.option("--findings", "only_findings", is_flag=True, help="Print only what looks wrong.")
+@click.option(
+    "--columns",
+    default=_STATISTICS,
+    show_default=True,
+    metavar="A,B,...",
+    help="Columns to print, or all.",
+)
+@click.option(
+    "--sort", metavar="COLUMN", help="Largest first, names from A to Z; by default in file order."
+)
+@click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")
+@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
+@click.option(
+    "--quantile",
+    "quantiles",
+    type=click.FloatRange(0, 1),
+    multiple=True,
+    help="Compute this quantile instead of the default ones. May be repeated.",
+)
+@click.option(
+    "--exact-quantiles",
+    is_flag=True,
+    help="Compute exact quantiles for 32- and 64-bit types (needs extra passes).",
+)
+@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@reading_options
+@json_option
+def stats(
+    file: str,
+    reading: Reading,
+    *,
+    only_findings: bool,
+    columns: str,
+    sort: str | None,
+    ascending: bool,
+    limit: int | None,
+    quantiles: tuple[float, ...],
+    exact_quantiles: bool,
+    no_cache: bool,
+    as_json: bool,
+) -> int:
+    """Print statistics of every tensor in FILE, computed in one pass.
+
+    With --findings, print the tensors that have NaN or infinities, only zeros, only one value, rows
+    of zeros, or outliers instead; the exit status is 1 if any of that is more than information.
+    With --json, print both, with all columns.
+    """
+    from xckpt.statistics import QUANTILES, findings, table
+    from xckpt.statistics import stats as compute
+    from xckpt.statistics.describe import statistic_names
+
+    known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
+    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
+    # Before the pass, which may take an hour.
+    require_columns([*chosen, *([sort] if sort and sort not in _NAMES else [])], known)
+    index = reading.index(file)
+    result = compute(
+        reading.dataset(file),
+        exact_quantiles=exact_quantiles,
+        progress=is_terminal(),
+        cache=not no_cache,
+        quantiles=quantiles or QUANTILES,
+    )
+    found = findings(result)
+    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
+    if as_json:
+        print_document(_stats_document(index, frame, found))
+    elif only_findings:
+        _print_findings(found.head(limit))
+    else:
+        _print_statistics(frame, chosen)
+    if only_findings:
+        return int(found["severity"].isin(_CALLS_FOR_ACTION).any())
+    return 0
+
+
+def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
+    """Put what the file says of tensors before their statistics."""
+    import pandas as pd
+
+    # Parts of tensors that have no values of their own are called name:part.
+    tensors = [
+        index.tensors.get(name) or index.tensors.get(name.rpartition(":")[0])
+        for name in frame.index
+    ]
+    facts = pd.DataFrame(
+        {
+            "dtype": [tensor.dtype if tensor else "" for tensor in tensors],
+            "shape": [tensor.shape if tensor else () for tensor in tensors],
+            "nbytes": [tensor.nbytes if tensor else 0 for tensor in tensors],
+        },
+        frame.index,
+    )
+    return pd.concat([facts, frame], axis="columns")
+
+
+def _arranged(frame: pd.DataFrame, sort: str | None, *, ascending: bool) -> pd.DataFrame:
+    if sort is None:
+        return frame
+    if sort in _NAMES:
+        return frame.sort_index(ascending=not ascending)
+    key = (lambda shapes: shapes.map(prod)) if sort == "shape" else None
+    return frame.sort_values(sort, ascending=ascending, kind="stable", key=key)
+
+
+def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
+    head = [Column("tensor")]
+    texts = [frame.index.tolist()]
+    for column in chosen:
+        values = frame[column].tolist()
+        if column == "dtype":
+            texts.append(values)
+        elif column == "shape":
+            texts.append(["×".join(map(str, shape)) for shape in values])
+        else:
+            texts.append([figure(value) for value in values])
+        head.append(Column(column, right=column not in _TEXTS))
+    print_table(head, list(zip(*texts, strict=True)))
+
+
+def _print_findings(found: pd.DataFrame) -> None:
+    if found.empty:
+        complain("no findings")
+        return
+    head = [Column("tensor"), Column("severity", styles=_SEVERITY), Column("rule")]
+    rows = [
+        (row.tensor, row.severity, row.rule, figure(row.value))
+        for row in found.itertuples(index=False)
+    ]
+    print_table([*head, Column("value", right=True)], rows)
+
+
+def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> dict[str, Any]:
+    return {
+        "source": index.source,
+        "format": index.format,
+        "tensors": json_rows(frame),
+        "findings": found.to_dict("records"),
+    }
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("a")
+@click.argument("b")
+@click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
+@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
+@click.option(
+    "--rename",
+    nargs=2,
+    metavar="REGEX NEW",
+    help="How names in A become names in B, such as '^model\\.' ''.",
+)
+@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@reading_options
+@json_option
+def compare(
+    a: str,
+    b: str,
+    reading: Reading,
+    *,
+    everything: bool,
+    sort: str | None,
+    limit: int | None,
+    rename: tuple[str, str] | None,
+    no_cache: bool,
+    as_json: bool,
+) -> int:
+    """Print how much the tensors of A and B differ, whatever their formats and element types.
+
+    Values are compared: a tensor equals a copy of it in a larger type. The exit status is 1 if
+    there is any difference. With --json, all tensors are listed.
+    """
+    from xckpt.statistics import compare as compute
+    from xckpt.statistics import table
+    from xckpt.statistics.comparison import MEASURES
+
+    if rename is not None:
+        try:
+            re.compile(rename[0])
+        except re.error as error:
+            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
+            raise click.UsageError(message) from error
+    require_columns([sort] if sort else [], MEASURES)
+    both = replace(reading, tensors=())
+    result = compute(
+        both.dataset(a),
+        both.dataset(b),
+        names=rename,
+        tensors=reading.wanted,
+        progress=is_terminal(),
+        cache=not no_cache,
+    )
+    frame = table(result)
+    if frame.empty and reading.tensors:
+        raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
+    if sort is not None:
+        frame = frame.sort_values(sort, ascending=False, kind="stable")
+    different = frame[frame["status"] != "same"]
+    if as_json:
+        same = bool(different.empty)
+        print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
+    else:
+        _print_comparison((frame if everything else different).head(limit))
+        counts = Counter(frame["status"])
+        facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
+        complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
+    return int(not different.empty)
+
+
+def _print_comparison(frame: pd.DataFrame) -> None:
+    if frame.empty:
+        return
+    columns = [frame[name].tolist() for name in _MEASURES]
+    texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
+    head = [Column("tensor"), Column("status", styles=_STATUS)]
+    head += [Column(name, right=True) for name in _MEASURES[1:]]
+    print_table(head, list(zip(frame.index, *texts, strict=True)))
