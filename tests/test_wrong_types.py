@@ -33,6 +33,7 @@ from tests.formats.ztensor_files import (
     v12_file,
 )
 from xckpt.cli.common import print_document
+from xckpt.cli.files import _index_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable

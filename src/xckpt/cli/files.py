@@ -46,7 +46,7 @@ _COLOURS = {"error": "red", "warning": "yellow"}
 @reading_options
 @json_option
 def info(file: str, reading: Reading, *, as_json: bool) -> int:
-    """Show what FILE holds."""
+    """Print what FILE holds."""
     with warnings.catch_warnings():
         # Both outputs state them.
         warnings.simplefilter("ignore", CheckpointWarning)
@@ -278,9 +278,10 @@ def _whole_number(key: str, text: str) -> int:
 @storage_options_option
 @json_option
 def verify(files: tuple[str, ...], storage_options: dict[str, Any], *, as_json: bool) -> int:
-    """Check every FILE: structure, extents, digests, compressed streams, sparse indices, shards.
+    """Check whether every FILE is intact.
 
-    The exit status is 1 if one is damaged. Warnings do not count as damage: they are about what is
+    Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
+    status is 1 if one is damaged. Warnings do not count as damage: they are about what is
     questionable but allowed by the specification, or unknown to this version.
     """
     from xckpt.writing import verify as check

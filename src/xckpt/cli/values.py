@@ -223,10 +223,11 @@ def compare(
     no_cache: bool,
     as_json: bool,
 ) -> int:
-    """Print how much the tensors of A and B differ, whatever their formats and element types.
+    """Print how much the tensors of A and B differ.
 
-    Values are compared: a tensor equals a copy of it in a larger type. The exit status is 1 if
-    there is any difference. With --json, all tensors are listed.
+    Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
+    a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
+    listed.
     """
     from xckpt.statistics import compare as compute
     from xckpt.statistics import table
