@@ -107,3 +107,22 @@ def test_an_array_that_is_not_the_same_twice_is_an_error(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match="computed twice"):
         save(xr.Dataset({"w": (("r", "c"), array)}), tmp_path / "m.zt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sparse_arrays_in_memory_are_not_chunked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks would be computed one by one, each with code that numba compiles first."""
+
+    def chunk(*_: object, **__: object) -> None:
+        pytest.fail("an array in memory was chunked")
+
+    values = np.array([[0, 1.5], [-2, 0]], "float32")
+    ds = xr.Dataset({"w": (("r", "c"), sparse.COO.from_numpy(values))})
+    monkeypatch.setattr(xr.Variable, "chunk", chunk)
+    save(ds, tmp_path / "m.zt")
+    with pytest.warns(CheckpointWarning, match="sparse chunks become dense"):
+        plain = ds.ckpt.plain()
+    np.testing.assert_array_equal(plain["w"].data, values)
+    with xr.open_dataset(tmp_path / "m.zt") as again:
+        np.testing.assert_array_equal(again["w"].values, values)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 from dask.highlevelgraph import HighLevelGraph
+from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
@@ -244,8 +245,10 @@ def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
 
 
 def array_of(variable: xr.Variable) -> Any:
-    """Return the array of a variable without loading what is lazy."""
-    if variable.chunks is None and not variable._in_memory:  # noqa: SLF001  .data would load it
+    """Return the array of a variable without loading what another engine left lazy."""
+    # `_in_memory` is false of sparse arrays too, and adapters may have what is in memory.
+    is_adapter = isinstance(variable._data, ExplicitlyIndexed)  # noqa: SLF001  .data would load it
+    if is_adapter and not variable._in_memory:  # noqa: SLF001
         variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))
     return variable.data
 
