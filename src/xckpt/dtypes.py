@@ -1,4 +1,4 @@
-"""The one table of element types: name, bits in a file, numpy dtype, and what it decodes to.
+"""The one table of element types: a row for each says all that the package knows of it.
 
 Names are those of numpy and ml_dtypes, where these have one. A format module maps its own
 spelling to these names by a closed table; text from a file is never handed to ``numpy.dtype``.
@@ -8,12 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["ELEMENT_TYPES", "ElementType", "decoded_dtype", "nbytes_of", "stored_dtype"]
+
+
+class Precision(NamedTuple):
+    """Which numbers a type of floats has.
+
+    Parameters
+    ----------
+    bits : int
+        Of the significand, with the hidden one.
+    least, largest : int
+        Exponents of the least and of the largest value.
+    exponent_bits : int or None
+        Bits of the exponent, if NaN and infinities are those of IEEE 754.
+    """
+
+    bits: int
+    least: int
+    largest: int
+    exponent_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +45,12 @@ class ElementType:
         Name in numpy or ml_dtypes, or of our own where neither has such a type.
     bits : int
         Size of one element in a file, in bits; below 8 several share a byte.
+    kind : {"float", "complex", "integer", "bool"}
+        What its values are.
     decoded : str
         Name of the numpy type that ``decode=True`` gives.
+    precision : Precision or None
+        Which numbers a float can be, for complex types each of the two.
     carrier : str or None
         Name of the numpy type that ``decode=False`` gives, where neither numpy nor ml_dtypes has
         a type of this name.
@@ -35,43 +58,51 @@ class ElementType:
 
     name: str
     bits: int
+    kind: Literal["float", "complex", "integer", "bool"]
     decoded: str
+    precision: Precision | None = None
     carrier: str | None = None
 
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """The least integer, and the one after the largest."""
+        if self.kind != "integer":
+            return None
+        return (
+            (0, 2**self.bits) if self.name[0] == "u" else (-(2**self.bits) // 2, 2**self.bits // 2)
+        )
 
-def _same(name: str, bits: int) -> ElementType:
-    return ElementType(name, bits, name)
 
+_ROWS = (
+    ElementType("float64", 64, "float", "float64", Precision(53, -1074, 1023, 11)),
+    ElementType("float32", 32, "float", "float32", Precision(24, -149, 127, 8)),
+    ElementType("float16", 16, "float", "float16", Precision(11, -24, 15, 5)),
+    ElementType("complex128", 128, "complex", "complex128", Precision(53, -1074, 1023, 11)),
+    ElementType("complex64", 64, "complex", "complex64", Precision(24, -149, 127, 8)),
+    ElementType("int64", 64, "integer", "int64"),
+    ElementType("int32", 32, "integer", "int32"),
+    ElementType("int16", 16, "integer", "int16"),
+    ElementType("int8", 8, "integer", "int8"),
+    ElementType("uint64", 64, "integer", "uint64"),
+    ElementType("uint32", 32, "integer", "uint32"),
+    ElementType("uint16", 16, "integer", "uint16"),
+    ElementType("uint8", 8, "integer", "uint8"),
+    ElementType("bool", 8, "bool", "bool"),
+    # How GPUs that address no single bytes store booleans: any bit set is true.
+    ElementType("bool32", 32, "bool", "bool", carrier="uint32"),
+    # numpy and xarray cannot reduce these (numpy.isdtype refuses them, pydata/xarray#9568).
+    ElementType("bfloat16", 16, "float", "float32", Precision(8, -133, 127, 8)),
+    ElementType("float8_e4m3fn", 8, "float", "float32", Precision(4, -9, 8)),
+    ElementType("float8_e4m3fnuz", 8, "float", "float32", Precision(4, -10, 7)),
+    ElementType("float8_e5m2", 8, "float", "float32", Precision(3, -16, 15, 5)),
+    ElementType("float8_e5m2fnuz", 8, "float", "float32", Precision(3, -17, 15)),
+    ElementType("float8_e8m0fnu", 8, "float", "float32", Precision(1, -127, 127)),
+    ElementType("float4_e2m1fn", 4, "float", "float32", Precision(2, -1, 2)),
+)
 
-ELEMENT_TYPES: dict[str, ElementType] = {
-    e.name: e
-    for e in (
-        _same("float64", 64),
-        _same("float32", 32),
-        _same("float16", 16),
-        _same("complex128", 128),
-        _same("complex64", 64),
-        _same("int64", 64),
-        _same("int32", 32),
-        _same("int16", 16),
-        _same("int8", 8),
-        _same("uint64", 64),
-        _same("uint32", 32),
-        _same("uint16", 16),
-        _same("uint8", 8),
-        _same("bool", 8),
-        # How GPUs that address no single bytes store booleans: any bit set is true.
-        ElementType("bool32", 32, "bool", carrier="uint32"),
-        # numpy and xarray cannot reduce these (numpy.isdtype refuses them, pydata/xarray#9568).
-        ElementType("bfloat16", 16, "float32"),
-        ElementType("float8_e4m3fn", 8, "float32"),
-        ElementType("float8_e4m3fnuz", 8, "float32"),
-        ElementType("float8_e5m2", 8, "float32"),
-        ElementType("float8_e5m2fnuz", 8, "float32"),
-        ElementType("float8_e8m0fnu", 8, "float32"),
-        ElementType("float4_e2m1fn", 4, "float32"),
-    )
-}
+ELEMENT_TYPES: dict[str, ElementType] = {row.name: row for row in _ROWS}
+
+_NUMPY_NAMES = frozenset(row.decoded for row in _ROWS)
 
 
 @cache
@@ -84,9 +115,6 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
-
-
-_NUMPY_NAMES = frozenset(e.decoded for e in ELEMENT_TYPES.values())
 
 
 def stored_dtype(name: str) -> np.dtype[Any]:

@@ -102,7 +102,7 @@ def test_an_existing_file_is_replaced_only_when_asked(
         ("new.checkpoint", ["--option", "multi_shard=yes"], "multi_shard is JSON"),
         ("new.zt", ["--level", "high"], "level is a whole number, not 'high'"),
         ("new.zt", ["--level", "99"], "level 99 is not in 1 to 22"),
-        ("new.zt", ["--dtype", "float99"], "'float99' is no element type"),
+        ("new.zt", ["--dtype", "float99"], "'float99' is not an element type"),
         ("new.zt", ["--encode", "*.nothing", "dtype=float32"], "matches no tensor"),
         ("new.zt", ["--encode", "*", "size=3"], "'size' is not known"),
     ],

@@ -196,7 +196,7 @@ def test_a_type_can_be_asked_for(tmp_path: Path) -> None:
     ("encoding", "message"),
     [
         ({"w": {"compresion": "zstd"}}, "did you mean 'compression'"),
-        ({"w": {"dtype": "float31"}}, "'float31' is no element type"),
+        ({"w": {"dtype": "float31"}}, "'float31' is not an element type"),
         ({"w": {"level": 0}}, "level 0 is not in 1 to 22"),
         ({"W": {"dtype": "float32"}}, "'W' matches no tensor"),
         ({"w": {"layout": "sparse"}}, "'dense'"),

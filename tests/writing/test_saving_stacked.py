@@ -17,9 +17,9 @@ from xckpt import CheckpointError, CheckpointWarning, read_index
 from xckpt.arrays import elements
 from xckpt.errors import UnsupportedError
 from xckpt.writing import save
-from xckpt.writing.contents import read_contents
-from xckpt.writing.entries import StoredPart
-from xckpt.writing.fitting import Notes
+from xckpt.writing.data import StoredData
+from xckpt.writing.fitting import Changes
+from xckpt.writing.gathering import gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,11 +192,11 @@ def test_what_nobody_touched_is_copied_as_it_is_stored(
     if select is not None:
         stacked = SELECTIONS[select](stacked)
     monkeypatch.setattr(elements, "_decoded", _never)
-    entries = read_contents(stacked, Notes()).entries
-    assert all(isinstance(entry.parts["data"], StoredPart) for entry in entries)
+    payloads, _ = gather(stacked, Changes())
+    assert all(isinstance(payload.parts["data"], StoredData) for payload in payloads)
     save(stacked, tmp_path / "again.zt", version="2")
     before, after = read_index(tmp_path / "m.zt"), read_index(tmp_path / "again.zt")
-    assert len(after.tensors) == len(entries)
+    assert len(after.tensors) == len(payloads)
     for name, tensor in after.tensors.items():
         old, new = before.tensors[name].parts["data"], tensor.parts["data"]
         assert (new.dtype, new.encoding, new.digest) == (old.dtype, old.encoding, old.digest)

@@ -227,19 +227,10 @@ def _writer(new: str, engine: str | None) -> Format:
     from xckpt.writing.destination import Destination
 
     try:
-        destination = Destination.of(
-            new,
-            engine,
-            encoding=None,
-            cast="exact",
-            overwrite=False,
-            storage_options=None,
-            format_options={},
-        )
+        return Destination(new, engine).writer
     except ValueError as error:
         reason = str(error).partition(";")[0]
         raise click.UsageError(f"{reason}; name the format with --to") from error
-    return destination.writer
 
 
 def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:

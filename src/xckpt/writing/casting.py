@@ -7,7 +7,7 @@ not have by another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -23,42 +23,16 @@ Cast = Literal["exact", "allow", "never"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
-class _Float(NamedTuple):
-    """Bits of the significand with the hidden one, exponents of the least and the largest value."""
-
-    precision: int
-    least: int
-    largest: int
-
-
-_FLOATS = {
-    "float64": _Float(53, -1074, 1023),
-    "float32": _Float(24, -149, 127),
-    "float16": _Float(11, -24, 15),
-    "bfloat16": _Float(8, -133, 127),
-    "float8_e4m3fn": _Float(4, -9, 8),
-    "float8_e4m3fnuz": _Float(4, -10, 7),
-    "float8_e5m2": _Float(3, -16, 15),
-    "float8_e5m2fnuz": _Float(3, -17, 15),
-    "float8_e8m0fnu": _Float(1, -127, 127),
-    "float4_e2m1fn": _Float(2, -1, 2),
-}
 # Exponent bits of the types whose NaN are those of IEEE 754: all payloads, and infinities.
-_EXPONENT_BITS = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8, "float8_e5m2": 5}
-# The others hold no values but their own: they have no infinities, no zero, or two bits.
-_WIDE = ("float64", "float32", "float16", "bfloat16")
-_COMPLEX = {"complex128": "float64", "complex64": "float32"}
-_BOOLEANS = ("bool", "bool32")
-_INTEGERS = {
-    f"{sign}int{bits}": (0, 2**bits) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1))
-    for bits in (8, 16, 32, 64)
-    for sign in ("", "u")
+_EXPONENT_BITS = {
+    row.name: row.precision.exponent_bits
+    for row in ELEMENT_TYPES.values()
+    if row.kind == "float" and row.precision and row.precision.exponent_bits
 }
 
 
 def check_cast(cast: str) -> None:
-    """Refuse what is no way to convert."""
+    """Refuse what is not a way to convert."""
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
 
@@ -73,97 +47,61 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
     """Choose what element type a tensor is written as."""
     if name in writes:
         return name
+    kind = ELEMENT_TYPES[name].kind
+    types = [ELEMENT_TYPES[each] for each in writes]
     if cast != "never":
-        holding = [other for other in writes if _holds(other, name)]
+        holding = [each for each in types if _holds(each.name, name)]
         if holding:
-            return min(holding, key=lambda other: (_kind(other) != _kind(name), _bits(other)))
+            return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
     if cast == "allow":
-        alike = [other for other in writes if _kind(other) == _kind(name)]
-        alike = alike or [other for other in writes if _kind(other) == "float"]
-        if alike and _kind(name) != "complex":
-            return max(alike, key=_bits)
+        alike = [each for each in types if each.kind == kind]
+        alike = alike or [each for each in types if each.kind == "float"]
+        if alike and kind != "complex":
+            return max(alike, key=lambda each: each.bits).name
+    hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
     raise UnsupportedError(
         f"{name} elements have no place in this format, which has {', '.join(writes)}",
         tensor=tensor,
         rule="Dtype",
-        hint=_hint(cast),
+        hint="Convert it with .astype(...), or leave it out" if cast == "allow" else hint,
     )
-
-
-def _hint(cast: Cast) -> str:
-    if cast == "allow":
-        return "Convert it with .astype(...), or leave it out"
-    return "Convert it with .astype(...), or pass cast='allow' to lose some precision"
-
-
-def _bits(name: str) -> int:
-    return ELEMENT_TYPES[name].bits
-
-
-def _kind(name: str) -> str:
-    if name in _FLOATS:
-        return "float"
-    if name in _INTEGERS:
-        return "integer"
-    return "complex" if name in _COMPLEX else "bool"
 
 
 def _holds(wide: str, narrow: str) -> bool:
     """Return whether every value of a type is one of another type."""
+    w, n = ELEMENT_TYPES[wide], ELEMENT_TYPES[narrow]
     if wide == narrow:
         return True
-    if wide in _FLOATS and wide not in _WIDE:
+    # The small ones hold no values but their own: they have no infinities, no zero, or two bits.
+    if w.kind == "float" and (w.bits < 16 or wide not in _EXPONENT_BITS):
         return False
-    if wide in _COMPLEX:
-        return _holds(_COMPLEX[wide], _COMPLEX.get(narrow, narrow))
-    if narrow in _COMPLEX:
+    if n.kind == "complex" and w.kind != "complex":
         return False
-    if narrow in _BOOLEANS:
+    if n.kind == "bool":
         return True
-    if narrow in _INTEGERS:
-        return _holds_integers(wide, *_INTEGERS[narrow])
-    if wide not in _FLOATS:
+    if n.range is not None and w.range is not None:
+        return w.range[0] <= n.range[0] and n.range[1] <= w.range[1]
+    if w.precision is None:
         return False
-    w, n = _FLOATS[wide], _FLOATS[narrow]
-    return w.precision >= n.precision and w.least <= n.least and w.largest >= n.largest
-
-
-def _holds_integers(wide: str, low: int, end: int) -> bool:
-    if wide in _INTEGERS:
-        return _INTEGERS[wide][0] <= low and end <= _INTEGERS[wide][1]
-    return wide in _FLOATS and end <= 2 ** min(_FLOATS[wide].precision, _FLOATS[wide].largest)
+    if n.range is not None:
+        return n.range[1] <= 1 << min(w.precision.bits, w.precision.largest)
+    return n.precision is not None and (
+        w.precision.bits >= n.precision.bits
+        and w.precision.least <= n.precision.least
+        and w.precision.largest >= n.precision.largest
+    )
 
 
 def convert(
     values: Array, name: str, cast: Cast, *, tensor: str = "", origin: Sequence[int] = ()
 ) -> Array:
-    """Convert a block of elements to another type.
+    """Convert a block of elements to another type; `values` itself where nothing is to be done.
 
-    Parameters
-    ----------
-    values : numpy.ndarray
-        Of any dtype that has an element type.
-    name : str
-        The wanted element type.
-    cast : {"exact", "allow", "never"}
-        What may be lost.
-    tensor : str
-        Which tensor it is a block of, for messages.
-    origin : sequence of int
-        Where the block begins in the tensor, for messages; by default at its start.
-
-    Returns
-    -------
-    numpy.ndarray
-        Of the type as it is stored, in little-endian order; `values` itself where nothing is to
-        be done.
-
-    Raises
-    ------
-    UnsupportedError
-        If an element would not survive. Integers that are out of range never do.
+    The result is of the type as it is stored, in little-endian order. An element that would not
+    survive is an `UnsupportedError`, integers that are out of range always. `origin` is where the
+    block begins in the `tensor`, for messages; by default at its start.
     """
-    values = np.asarray(values)  # what is selected of an array without axes is none
+    values = np.asarray(values)  # what is selected of an array without axes is a scalar
     native = values.dtype.newbyteorder("=")
     stored = stored_dtype(name)
     if native == stored:
@@ -181,7 +119,11 @@ def convert(
         if lost.any():
             where = np.unravel_index(int(np.argmax(lost)), lost.shape)
             position = [int(i) + o for i, o in zip(where, origin or lost.ndim * [0], strict=True)]
-            raise _lossy(f"element {position} is {values[where]}", name, cast, tensor)
+            hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
+            if cast == "allow":
+                hint = "Convert it with .astype(...) first"
+            reason = f"element {position} is {values[where]}, which {name} cannot hold"
+            raise UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)
     return _little(converted)
 
 
@@ -232,26 +174,20 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
 
 def _lost(values: Array, converted: Array, name: str, cast: Cast) -> Array:
     """Return which elements are not what they must still be."""
-    # Wrapped integers come back as they were.
-    lost = _outside(values, name)
+    lost = np.zeros(values.shape, bool)
+    limits = ELEMENT_TYPES[name].range
+    if limits is not None:  # wrapped integers come back as they were
+        rounded = values
+        if values.dtype.kind not in "iub":
+            rounded = np.rint(values.real.astype(np.float64))
+        lost = ~((rounded >= limits[0]) & (rounded < limits[1]))
     if cast == "allow":
         return lost
     lost |= _differ(_converted(converted, values.dtype), values)
-    if values.dtype.kind in "iu" and name in _FLOATS:
+    if values.dtype.kind in "iu" and ELEMENT_TYPES[name].kind == "float":
         # What is rounded up to the end of the range comes back clipped, or as anything else.
-        lost |= converted.astype(np.float64) >= float(_INTEGERS[values.dtype.name][1])
+        lost |= converted.astype(np.float64) >= float(np.iinfo(values.dtype).max + 1)
     return lost
-
-
-def _outside(values: Array, name: str) -> Array:
-    """Return which elements are out of the range of an integer type."""
-    if name not in _INTEGERS:
-        return np.zeros(values.shape, bool)
-    low, end = _INTEGERS[name]
-    if values.dtype.kind not in "iub":
-        values = np.rint(values.real.astype(np.float64))
-    outside: Array = ~((values >= low) & (values < end))
-    return outside
 
 
 def _differ(a: Array, b: Array) -> Array:
@@ -261,11 +197,3 @@ def _differ(a: Array, b: Array) -> Array:
     code = f"u{a.dtype.itemsize}"
     differ: Array = np.asarray(a.view(code) != b.view(code))
     return differ
-
-
-def _lossy(what: str, name: str, cast: Cast, tensor: str) -> UnsupportedError:
-    hint = "cast='allow' rounds; ds.drop_encoding() writes the values as they are"
-    if cast == "allow":
-        hint = "Convert it with .astype(...) first"
-    reason = f"{what}, which {name} cannot hold"
-    return UnsupportedError(reason, tensor=tensor, rule="Cast", hint=hint)

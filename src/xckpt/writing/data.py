@@ -1,72 +1,91 @@
-"""Where the bytes of parts come from: arrays in memory, dask arrays, temporary files.
+"""What is to be written: tensors, and where the bytes of their parts come from.
 
-All but dask arrays give them in order, and mostly in any order (`Data`); so do parts of files, see
-`xckpt.writing.stored_data`. Dask arrays are computed into their places, see
-`xckpt.writing.regions`.
+All but dask arrays give their bytes in order, and mostly in any order (`PartData`); dask arrays
+are computed into their places, see `xckpt.writing.job`. Digests that a file states are compared
+while its bytes pass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.chunks import chunks_along_slowest
+from xckpt.arrays.chunks import chunks_along_slowest, target_nbytes
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.elements import elements, unpack_codes
 from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import IntegrityError
+from xckpt.storage import digests
+from xckpt.storage.encodings import STREAMS
+from xckpt.storage.source import Blocks
 from xckpt.writing.casting import convert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from xckpt.arrays import LazyArray
+    from xckpt.arrays.parts import PartReader
+    from xckpt.index import Part, Tensor
     from xckpt.writing.casting import Cast
+
+    # Where a range of the raw bytes begins, and what reads it, from any thread.
+    Piece = tuple[int, Callable[[], memoryview]]
 
 __all__ = [
     "PIECE_NBYTES",
     "ArrayData",
     "DaskData",
-    "Data",
     "LiteralData",
-    "Piece",
+    "PartData",
+    "Payload",
     "SpooledData",
+    "StoredData",
+    "VerbatimData",
     "as_bytes",
-    "block_keys",
+    "lazy_dask_array",
 ]
 
 # Read, converted and written at a time: large enough for disks, small enough for caches and
 # for several threads to have a few each.
 PIECE_NBYTES = 8 << 20
+# Up to here a part whose axes have to be turned is read in pieces of it; larger ones by chunks.
+_TURNED_NBYTES = 64 << 20
 
 
-class Piece(NamedTuple):
-    """A range of the raw bytes of a part that can be had by itself.
+@dataclass(slots=True)
+class Payload:
+    """A tensor that is to be written, with the data of its parts.
 
-    Parameters
-    ----------
-    start, stop : int
-        Half-open range.
-    read : callable
-        Gives exactly these bytes, from any thread.
+    The parts of `tensor` have raw sizes, the wanted compression and the wanted digest algorithm.
+    `parts` has `StoredData` of a file, numpy arrays or dask arrays. `values` makes a dense array
+    of all values, where the tensor is not dense but can be shown so. `level` is of compression.
     """
 
-    start: int
-    stop: int
-    read: Callable[[], memoryview]
+    tensor: Tensor
+    parts: dict[str, Any]
+    values: Callable[[], Any] | None = None
+    level: int | None = None
+
+    def data(self, role: str, part: Part, cast: Cast) -> PartData | DaskData:
+        """Return the bytes of a part in the form in which they are to be written."""
+        source = self.parts[role]
+        order = self.tensor.order if self.tensor.layout == "dense" else "C"
+        if isinstance(source, StoredData):
+            return source.written_as(part, order, cast, recompress=self.level is not None)
+        kind = DaskData if hasattr(source, "dask") else ArrayData
+        return kind(source, part.dtype, cast, self.tensor.name, order)
 
 
-class Data(ABC):
-    """The bytes of one part, raw, little-endian, in the order in which the file has them.
-
-    Attributes
-    ----------
-    nbytes : int
-        How many there are.
-    """
+class PartData(ABC):
+    """The bytes of one part, raw, little-endian, in the order in which the file has them."""
 
     nbytes: int
 
@@ -80,20 +99,14 @@ class Data(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LiteralData(Data):
-    """Bytes that are known.
-
-    Parameters
-    ----------
-    data : bytes
-        All of them.
-    """
+class LiteralData(PartData):
+    """Bytes that are known."""
 
     data: bytes
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the data
-        """How many bytes there are."""
+        """How many bytes are written."""
         return len(self.data)
 
     def blocks(self) -> Iterator[memoryview]:
@@ -102,22 +115,8 @@ class LiteralData(Data):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayData(Data):
-    """An array in memory, or a lazy one.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or LazyArray
-        Values of any dtype that has an element type, with any strides.
-    dtype : str
-        Element type to write.
-    cast : {"exact", "allow", "never"}
-        What the conversion may lose.
-    tensor : str
-        For messages.
-    order : {"C", "F"}
-        Memory order to write.
-    """
+class DaskData:
+    """A dask array, whose chunks are computed in whatever order is cheapest; see `ArrayData`."""
 
     array: Any
     dtype: str
@@ -125,18 +124,40 @@ class ArrayData(Data):
     tensor: str
     order: str = "C"
 
+
+@dataclass(frozen=True, slots=True)
+class ArrayData(PartData):
+    """An array in memory, or a lazy one, that is written as an element type in a memory order.
+
+    It may be a block that begins at `origin` of the `tensor`, which is of interest for messages.
+    """
+
+    array: Any
+    dtype: str
+    cast: Cast
+    tensor: str
+    order: str = "C"
+    origin: Sequence[int] = ()
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the array
         """How many bytes are written."""
         return nbytes_of(self.dtype, prod(self.array.shape))
 
     def blocks(self) -> Iterator[memoryview]:
-        """Return all bytes in order; see `Data.blocks`."""
-        if ELEMENT_TYPES[self.dtype].bits < 8:
-            yield from self._packed()
+        """Return all bytes in order; see `PartData.blocks`."""
+        if ELEMENT_TYPES[self.dtype].bits >= 8:
+            for _, read in self._pieces():
+                yield read()
             return
-        for piece in self._pieces():
-            yield piece.read()
+        rest = np.empty(0, np.uint8)
+        for key, _ in self.runs():
+            codes = np.concatenate([rest, self.converted(key).reshape(-1).view(np.uint8)])
+            whole = len(codes) // 2 * 2
+            rest = codes[whole:]
+            yield _joined(codes[:whole])
+        if len(rest):
+            yield _joined(rest)
 
     def pieces(self) -> Iterable[Piece] | None:
         """Return ranges, except of elements that share bytes."""
@@ -144,68 +165,55 @@ class ArrayData(Data):
 
     def _pieces(self) -> Iterator[Piece]:
         start = 0
-        size = ELEMENT_TYPES[self.dtype].bits // 8
-        for key, count in block_keys(self._shape, size):
-            yield Piece(start, start + count * size, partial(self._bytes, key))
-            start += count * size
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.array.shape
-        return shape[::-1] if self.order == "F" else shape
-
-    def _converted(self, key: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Convert a block; it is asked for and given with its axes in the order of the file."""
-        turned = self.order == "F"
-        key = key[::-1] if turned else key
-        origin = [run.start for run in key]
-        converted = convert(
-            self.array[key], self.dtype, self.cast, tensor=self.tensor, origin=origin
-        )
-        return converted.T if turned else converted
+        for key, count in self.runs():
+            yield start, partial(self._bytes, key)
+            start += nbytes_of(self.dtype, count)
 
     def _bytes(self, key: tuple[slice, ...]) -> memoryview:
-        return as_bytes(self._converted(key))
+        return as_bytes(self.converted(key))
 
-    def _packed(self) -> Iterator[memoryview]:
-        """Return 4-bit elements, two in a byte, the first in its low half."""
-        rest = np.empty(0, np.uint8)
-        for key, _ in block_keys(self._shape, 1):
-            codes = np.concatenate([rest, self._converted(key).reshape(-1).view(np.uint8)])
-            whole = len(codes) // 2 * 2
-            rest = codes[whole:]
-            yield _joined(codes[:whole])
-        if len(rest):
-            yield _joined(rest)
+    def runs(self) -> Iterator[tuple[tuple[slice, ...], int]]:
+        """Cut the array into runs of the file, in order; their axes have the file's order."""
+        shape = self.array.shape[::-1] if self.order == "F" else self.array.shape
+        if 0 in shape:
+            return
+        along = []
+        itemsize = max(ELEMENT_TYPES[self.dtype].bits // 8, 1)
+        for lengths in chunks_along_slowest(shape, itemsize, PIECE_NBYTES):
+            stops = np.cumsum(lengths, dtype=np.int64).tolist()
+            along.append([slice(b - n, b) for n, b in zip(lengths, stops, strict=True)])
+        for key in product(*along):
+            yield key, prod([run.stop - run.start for run in key])
+
+    def converted(self, key: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """Convert a run; its axes have the order of the file."""
+        key = key[::-1] if self.order == "F" else key
+        origin = self.origin or [0] * len(key)
+        first = [at + run.start for at, run in zip(origin, key, strict=True)]
+        block = convert(self.array[key], self.dtype, self.cast, tensor=self.tensor, origin=first)
+        return block.T if self.order == "F" else block
 
 
 def _joined(codes: np.ndarray[Any, Any]) -> memoryview:
-    """Put two codes into each byte; the last byte may have one."""
+    """Put two 4-bit codes into each byte, the first in its low half; the last byte may have one."""
     if len(codes) % 2:
         codes = np.append(codes, np.uint8(0))
     return (codes[::2] & 0xF | codes[1::2] << 4).astype(np.uint8).data
 
 
-@dataclass(frozen=True, slots=True)
-class SpooledData(Data):
-    """An array that was computed into a temporary file.
+def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the bytes of an array in C order, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
-    Parameters
-    ----------
-    offset : int
-        Where it is in that file.
-    count : int
-        How many elements there are.
-    dtype : str
-        Their type, one element in each byte where several are to share one.
-    path : str
-        Of the file, once it is known.
-    """
+
+@dataclass(frozen=True, slots=True)
+class SpooledData(PartData):
+    """An array that was computed into a temporary file, with each element in bytes of its own."""
 
     offset: int
     count: int
     dtype: str
-    path: str = ""
+    path: str = ""  # of the file, once it is known
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the count
@@ -213,7 +221,7 @@ class SpooledData(Data):
         return nbytes_of(self.dtype, self.count)
 
     def blocks(self) -> Iterator[memoryview]:
-        """Return all bytes in order; see `Data.blocks`."""
+        """Return all bytes in order; see `PartData.blocks`."""
         bits = ELEMENT_TYPES[self.dtype].bits
         left = self.count * max(bits, 8) // 8
         with Path(self.path).open("rb") as file:
@@ -225,39 +233,179 @@ class SpooledData(Data):
                 yield codes.data if bits >= 8 else _joined(codes)
 
 
-def block_keys(
-    shape: tuple[int, ...], itemsize: int, target: int = PIECE_NBYTES
-) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Cut a C-ordered array into runs of its memory, in order."""
-    if 0 in shape:
-        return
-    along = []
-    for lengths in chunks_along_slowest(shape, itemsize, target):
-        stops = np.cumsum(lengths, dtype=np.int64).tolist()
-        along.append([slice(b - n, b) for n, b in zip(lengths, stops, strict=True)])
-    for key in product(*along):
-        yield key, prod([run.stop - run.start for run in key])
-
-
-def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """Return the bytes of an array in C order, without a copy where it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+# --- parts of files ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class DaskData:
-    """A dask array, whose chunks are computed in whatever order is cheapest.
+class StoredData(PartData):
+    """A part of a file that nobody has changed: its elements as they are stored.
 
-    Parameters are those of `ArrayData`; `array` is a dask array of numpy blocks.
+    `nbytes` is the decoded size, `name` the tensor's; where `strict`, what the format forbids in
+    values is an error.
     """
 
-    array: Any
-    dtype: str
-    cast: Cast
-    tensor: str
+    reader: PartReader
+    nbytes: int
+    shape: tuple[int, ...]
     order: str = "C"
+    strict: bool = False
+    name: str = ""
 
     @property
-    def nbytes(self) -> int:
+    def is_checked(self) -> bool:
+        """Whether the file states a digest, which is compared when all bytes have passed."""
+        digest = self.reader.part.digest
+        return digest is not None and self.reader.verify is not False and digests.is_known(digest)
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Return all bytes in order; see `PartData.blocks`."""
+        blocks = self.reader.blocks(self.nbytes, PIECE_NBYTES)
+        # The reader compares the digests of compressed parts, and all of them if it is told to.
+        is_due = self.reader.part.encoding is None and self.reader.verify is None
+        return _compared(self.reader, blocks) if is_due and self.is_checked else blocks
+
+    def pieces(self) -> Iterable[Piece] | None:
+        """Return ranges, except of a stream that can only be decoded from its start."""
+        if self.reader.part.encoding in STREAMS:
+            return None
+        starts = range(0, self.nbytes, PIECE_NBYTES)
+        stops = (min(start + PIECE_NBYTES, self.nbytes) for start in starts)
+        return ((at, partial(self._read, at, stop)) for at, stop in zip(starts, stops, strict=True))
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        if not self.reader.is_raw:
+            return self.reader.read(start, stop, self.nbytes)
+        # Not a view of a memory map: it is written at once.
+        self.reader.check(self.nbytes)
+        return self.reader.source.read(self.reader.part.offset + start, stop - start)
+
+    @property
+    def _checking(self) -> PartReader:
+        """A reader that checks the digest before anything of the part is used."""
+        return replace(self.reader, verify=self.reader.verify is not False)
+
+    def written_as(
+        self, part: Part, order: str, cast: Cast, *, recompress: bool
+    ) -> PartData | DaskData:
+        """Return the bytes in another form, where one is wanted."""
+        stored = self.reader.part
+        if order != self.order and sum(n > 1 for n in self.shape) > 1:
+            lazy = DenseArray(
+                self.name,
+                self._checking,
+                self.shape,
+                order=self.order,
+                decode=False,
+                strict=self.strict,
+            )
+            if self.nbytes <= _TURNED_NBYTES and stored.encoding is None:
+                return ArrayData(lazy, part.dtype, cast, self.name, order)
+            return DaskData(lazy_dask_array(lazy), part.dtype, cast, self.name, order)
+        # A file may have booleans other than 0 and 1, where the new one must not.
+        if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
+            return RecodedData(replace(self, reader=self._checking), part.dtype, cast)
+        is_same = part.encoding == stored.encoding and not stored.skip
+        if stored.encoding is not None and is_same and not recompress:
+            return VerbatimData(self)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class VerbatimData(PartData):
+    """The bytes of a compressed part as they are stored."""
+
+    stored: StoredData
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
+        """Stored size."""
+        return self.stored.reader.part.nbytes
+
+    @property
+    def is_checked(self) -> bool:
+        """See `StoredData.is_checked`."""
+        return self.stored.is_checked
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Return all bytes in order; see `PartData.blocks`."""
+        reader = self.stored.reader
+        stored = reader.stored_blocks()
+        blocks = stored if isinstance(stored, Blocks) else (stored,)
+        is_due = self.is_checked and reader.part.digest_of == "stored"
+        yield from _compared(reader, blocks) if is_due else blocks
+
+    def hash_decoded(self, hasher: digests.Hasher | None) -> None:
+        """Decode all bytes if a digest covers them: one that is wanted, or that the file states."""
+        stored, reader = self.stored, self.stored.reader
+        is_due = self.is_checked and reader.part.digest_of == "decoded"
+        if not is_due:
+            stored = replace(stored, reader=replace(reader, verify=False))
+        for block in stored.blocks() if is_due or hasher is not None else ():
+            if hasher is not None:
+                hasher.update(block)
+
+
+@dataclass(frozen=True, slots=True)
+class RecodedData(PartData):
+    """A part of a file, its elements as another type, in the same order."""
+
+    stored: StoredData
+    dtype: str
+    cast: Cast
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the part
         """How many bytes are written."""
-        return nbytes_of(self.dtype, prod(self.array.shape))
+        return nbytes_of(self.dtype, prod(self.stored.shape))
+
+    @property
+    def _bits(self) -> int:
+        return ELEMENT_TYPES[self.stored.reader.part.dtype].bits
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Return all bytes in order; see `PartData.blocks`."""
+        start = 0
+        for block in self.stored.blocks():
+            yield self._recoded(block, start)
+            start += len(block)
+
+    def pieces(self) -> Iterable[Piece] | None:
+        """Return ranges where those of the stored part can be had."""
+        pieces = self.stored.pieces()
+        if pieces is None:
+            return None
+        bits = ELEMENT_TYPES[self.dtype].bits
+        return (
+            (start * bits // self._bits, partial(self._read, read, start)) for start, read in pieces
+        )
+
+    def _read(self, read: Callable[[], memoryview], start: int) -> memoryview:
+        return self._recoded(read(), start)
+
+    def _recoded(self, block: memoryview, start: int) -> memoryview:
+        stored, part = self.stored, self.stored.reader.part
+        if self._bits < 8:
+            block = unpack_codes(block, self._bits).data
+        values = elements(
+            block, part.dtype, decode=False, byteorder=part.byteorder, strict=stored.strict
+        )
+        first = start * 8 // self._bits
+        values = values[: prod(stored.shape) - first]  # the last byte may have room for more
+        return as_bytes(convert(values, self.dtype, self.cast, tensor=stored.name, origin=(first,)))
+
+
+def _compared(reader: PartReader, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Hand on what a digest covers, and then compare."""
+    try:
+        yield from digests.checked(str(reader.part.digest), blocks)
+    except IntegrityError as error:
+        error.located(offset=reader.part.offset)
+        raise
+
+
+def lazy_dask_array(lazy: LazyArray) -> Any:
+    """Make a dask array of a lazy one."""
+    from xckpt.arrays.graph import tensor_array
+
+    chunks = lazy.chunks(target_nbytes())
+    return tensor_array(lazy, f"{lazy.name}-{uuid4().hex}", chunks, lazy.empty((0,) * lazy.ndim))

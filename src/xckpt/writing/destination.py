@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointError
@@ -15,112 +15,83 @@ from xckpt.storage.siblings import components
 from xckpt.storage.sink import Sink
 from xckpt.storage.upload import UploadSink
 from xckpt.writing.casting import check_cast
-from xckpt.writing.executor import Job
-from xckpt.writing.fitting import fit
-from xckpt.writing.requests import Requests
+from xckpt.writing.fitting import Requests, fit
+from xckpt.writing.job import WriteJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.formats import Format
     from xckpt.plan import Plan
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
-    from xckpt.writing.entries import Contents
-    from xckpt.writing.fitting import Notes
-    from xckpt.writing.items import Item
+    from xckpt.writing.data import Payload
+    from xckpt.writing.fitting import Changes
+    from xckpt.writing.streaming import Item
 
 __all__ = ["Destination"]
 
 
-@dataclass(frozen=True, slots=True)
 class Destination:
-    """A file that is to be written.
+    """A file that is to be written, and what a user asked for; parameters are those of `save`."""
 
-    Parameters
-    ----------
-    path : str
-        A path or URL.
-    writer : Format
-        Its format.
-    requests : Requests
-        How tensors are stored.
-    cast : {"exact", "allow", "never"}
-        What conversions may lose.
-    overwrite : bool
-        Whether a file may be replaced.
-    storage_options : dict or None
-        For fsspec.
-    format_options : mapping
-        Of the format's own.
-    """
-
-    path: str
-    writer: Format
-    requests: Requests
-    cast: Cast
-    overwrite: bool
-    storage_options: dict[str, Any] | None
-    format_options: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         path: str | os.PathLike[str],
-        engine: str | None,
+        engine: str | None = None,
         *,
-        encoding: Mapping[str, Mapping[str, Any]] | None,
-        cast: Cast,
-        overwrite: bool,
-        storage_options: dict[str, Any] | None,
-        format_options: Mapping[str, Any],
-    ) -> Self:
-        """Check what a user asked for."""
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        overwrite: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        format_options: Mapping[str, Any] | None = None,
+    ) -> None:
         check_cast(cast)
         target = os.fspath(path)
-        writer = formats.writable(engine or _format_of(target))
-        for option in format_options:
-            if option not in writer.write_options:
-                raise TypeError(_unknown(option, writer))
-        return cls(
-            target if is_remote(target) else local_path(target),
-            writer,
-            Requests(encoding),
-            cast,
-            overwrite,
-            storage_options,
-            format_options,
-        )
+        self.writer = formats.writable(engine or _format_of(target))
+        self._options = format_options or {}
+        for option in self._options:
+            if option not in self.writer.write_options:
+                raise TypeError(_unknown(option, self.writer))
+        self.path = target if is_remote(target) else local_path(target)
+        self._requests = Requests(encoding)
+        self._cast = cast
+        self._overwrite = overwrite
+        #: ``open_sink(name)`` begins the companion of that name, or the file itself for None.
+        self.open_sink = partial(_open_sink, self.path, overwrite, storage_options)
 
     def job(
         self,
-        contents: Contents,
-        notes: Notes,
-        plan: Callable[..., Plan] | None = None,
+        payloads: Sequence[Payload],
+        attrs: Mapping[str, Any],
+        changes: Changes,
         *,
+        sources: Iterable[Source],
+        plan: Callable[..., Plan] | None = None,
         before: Item | None = None,
-        sources: Iterable[Source] = (),
-    ) -> Job:
+    ) -> WriteJob:
         """Lay the file out; nothing is written yet."""
         try:
-            fitted = fit(contents, self.writer, self.requests, self.cast, notes)
-            index = replace(fitted.index, source=self.path)
-            planned = (plan or self.writer.plan)(index, **self.format_options)
-            sink = partial(_open_sink, self.path, self.overwrite, self.storage_options)
+            index, fitted = fit(
+                payloads,
+                attrs,
+                writer=self.writer,
+                requests=self._requests,
+                cast=self._cast,
+                changes=changes,
+            )
+            planned = (plan or self.writer.plan)(replace(index, source=self.path), **self._options)
+            replaced = []
+            if self._overwrite:
+                paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+                targets = {_resolved(path) for path in paths}
+                replaced = [each for each in sources if _resolved(each.name) in targets]
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            replaced = self._replaced(sources, planned) if self.overwrite else []
-            return Job(planned, fitted, self.cast, sink, label, before=before, replaced=replaced)
+            return WriteJob(
+                planned, fitted, self._cast, self.open_sink, label, before=before, replaced=replaced
+            )
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
-
-    def _replaced(self, sources: Iterable[Source], plan: Plan) -> list[Source]:
-        paths = [self.path, *(_companion(self.path, name) for name in plan.companions)]
-        targets = {_resolved(path) for path in paths}
-        return [source for source in sources if _resolved(source.name) in targets]
-
-    def open_sink(self) -> Sink:
-        """Begin the file."""
-        return _open_sink(self.path, self.overwrite, self.storage_options)
 
 
 def _open_sink(

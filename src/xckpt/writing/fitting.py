@@ -7,172 +7,218 @@ written; what changes its form or has no place is told in one warning.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dtypes import nbytes_of
-from xckpt.errors import CheckpointWarning, UnsupportedError, shown
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
 from xckpt.listing import free_name
 from xckpt.writing.casting import choose_type
-from xckpt.writing.entries import ArrayPart, Contents, Entry
-from xckpt.writing.inline import put_inline
+from xckpt.writing.data import ArrayData, DaskData, Payload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats import Format
     from xckpt.writing.casting import Cast
-    from xckpt.writing.requests import Requests
 
-__all__ = ["Fitted", "Notes", "fit"]
+__all__ = ["Changes", "Requests", "fit"]
 
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
 _OF_TENSORS = "attributes of tensors without a place"
+# The parts that have the element type of the tensor.
+_VALUES = {"dense": "data", "sparse_csr": "values", "sparse_coo": "values"}
+_KEYS = ("compression", "level", "digest", "dtype", "layout")
 
 
-class Notes:
-    """What a user should know of a file that was written, collected for one warning."""
+class Changes:
+    """What is not written, or in another form, collected for one warning."""
 
     def __init__(self) -> None:
-        self._names: dict[str, list[str]] = defaultdict(list)
+        self._names: dict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, what: str, name: str) -> None:
         """Note something."""
-        self._names[what].append(name)
+        self._names[what][name] = None
 
     def warn(self, path: str, stacklevel: int) -> None:
         """Warn of all that was noted, if anything was."""
-        if not self._names:
-            return
-        lines = [f"{what}: {_listed(names)}" for what, names in self._names.items()]
-        text = f"{path}: " + "; ".join(lines)
-        warnings.warn(text, CheckpointWarning, stacklevel=stacklevel + 1)
+        lines = []
+        for what, names in self._names.items():
+            line = f"{what}: {', '.join(map(shown, list(names)[:_SHOWN_NAMES]))}"
+            more = len(names) - _SHOWN_NAMES
+            lines.append(f"{line} and {more} more" if more > 0 else line)
+        if lines:
+            text = f"{path}: " + "; ".join(lines)
+            warnings.warn(text, CheckpointWarning, stacklevel=stacklevel + 1)
 
 
-def _listed(names: list[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    text = ", ".join(map(shown, unique[:_SHOWN_NAMES]))
-    more = len(unique) - _SHOWN_NAMES
-    return f"{text} and {more} more" if more > 0 else text
+# --- what is asked for ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """What a format's plan is made of.
+class Requests:
+    """``encoding=``: how a user wants tensors to be stored; see `xckpt.save`."""
 
-    Parameters
-    ----------
-    index : Index
-        What is to be written.
-    entries : dict of str to Entry
-        The same with data, by tensor.
-    """
+    def __init__(self, encoding: Mapping[str, Mapping[str, Any]] | None) -> None:
+        self._requests = [
+            (glob, re.compile(translate(glob)).match, _parsed(glob, wanted))
+            for glob, wanted in (encoding or {}).items()
+        ]
 
-    index: Index
-    entries: dict[str, Entry]
+    def of(self, name: str) -> dict[str, Any]:
+        """Return what is asked for a tensor; where several globs match, later ones win."""
+        wanted: dict[str, Any] = {}
+        for glob, matches, request in self._requests:
+            # A name with brackets in it means itself first of all.
+            if glob == name or matches(name):
+                wanted |= request
+        return wanted
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Refuse what asks for no tensor, which is a slip of the pen."""
+        names = list(names)
+        for glob, matches, _ in self._requests:
+            if glob != "*" and not any(glob == name or matches(name) for name in names):
+                alike = ", ".join(map(shown, get_close_matches(glob, names, n=3)))
+                hint = f"; similar names: {alike}" if alike else ""
+                raise ValueError(f"encoding: {shown(glob)} matches no tensor{hint}")
+
+
+def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    if not hasattr(wanted, "items"):
+        raise TypeError("encoding maps globs of tensor names to mappings")
+    for key in wanted:
+        if key not in _KEYS:
+            alike = get_close_matches(str(key), _KEYS, n=1)
+            hint = f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(_KEYS)}"
+            raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
+    request = dict(wanted)
+    if "dtype" in request:
+        dtype = request["dtype"]
+        name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
+        name = name or getattr(dtype, "__name__", str(dtype))
+        if name not in ELEMENT_TYPES:
+            hint = f"{dtype!r} is not an element type; known: {', '.join(ELEMENT_TYPES)}"
+            raise ValueError(f"encoding[{shown(glob)}]: {hint}")
+        request["dtype"] = str(name)
+    if request.get("layout", "dense") != "dense":
+        raise ValueError(f"encoding[{shown(glob)}]: the only layout to ask for is 'dense'")
+    level = request.get("level")
+    if level is not None and level not in range(1, 23):
+        raise ValueError(f"encoding[{shown(glob)}]: level {level!r} is not in 1 to 22")
+    return request
+
+
+# --- what a format has ---------------------------------------------------------------------------
 
 
 def fit(
-    contents: Contents,
+    payloads: Sequence[Payload],
+    attrs: Mapping[str, Any],
+    *,
     writer: Format,
     requests: Requests,
     cast: Cast,
-    notes: Notes,
-) -> Fitted:
-    """Bring tensors into a form that a format has."""
-    fitted: dict[str, Entry] = {}
-    names = {entry.tensor.name for entry in contents.entries}
-    for entry in contents.entries:
-        wanted = requests.of(entry.tensor.name)
-        for shaped in _in_layout(entry, writer, wanted, cast, notes, names=names):
+    changes: Changes,
+) -> tuple[Index, dict[str, Payload]]:
+    """Bring tensors into a form that a format has; the Index is what its plan is made of."""
+    fitted: dict[str, Payload] = {}
+    names = {payload.tensor.name for payload in payloads}
+    for payload in payloads:
+        wanted = requests.of(payload.tensor.name)
+        for shaped in _in_layout(payload, writer, wanted, cast, changes, names=names):
             name = shaped.tensor.name
             if name in fitted:
                 raise ValueError(f"two tensors are called {shown(name)}")
             shaped.level = wanted.get("level")
-            shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, notes)
+            shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, changes)
             fitted[name] = shaped
     requests.check_used(fitted)
-    put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept = _kept_attrs(contents.attrs, writer.can.file_attrs, _OF_FILE, notes)
-    tensors = {name: entry.tensor for name, entry in fitted.items()}
-    return Fitted(Index(writer.name, "", tensors, kept), fitted)
+    _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
+    kept = _kept_attrs(attrs, writer.can.file_attrs, _OF_FILE, changes)
+    return Index(writer.name, "", {name: p.tensor for name, p in fitted.items()}, kept), fitted
 
 
 def _in_layout(
-    entry: Entry,
+    payload: Payload,
     writer: Format,
     wanted: Mapping[str, Any],
     cast: Cast,
-    notes: Notes,
+    changes: Changes,
     *,
     names: set[str],
-) -> Iterator[Entry]:
+) -> Iterator[Payload]:
     """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
-    tensor = entry.tensor
-    if tensor.layout in writer.can.layouts and wanted.get("layout", tensor.layout) == tensor.layout:
-        yield entry
-    elif "layout" in wanted and entry.values is not None and tensor.layout != "structural":
-        yield dense_entry(tensor, entry.values())
-    elif cast != "never" and tensor.layout != "structural" and entry.values is not None:
-        notes.add(f"{tensor.layout} tensors written dense", tensor.name)
-        values = entry.values()
-        yield dense_entry(tensor, values)
-    elif tensor.layout == "structural" and cast != "never":
-        notes.add("tensors written as their parts", tensor.name)
+    tensor, layout = payload.tensor, payload.tensor.layout
+    if layout in writer.can.layouts and wanted.get("layout", layout) == layout:
+        yield payload
+        return
+    is_asked_for = "layout" in wanted
+    if layout != "structural" and payload.values is not None and (is_asked_for or cast != "never"):
+        if not is_asked_for:
+            changes.add(f"{layout} tensors written dense", tensor.name)
+        values = payload.values()
+        dtype = values.dtype.name
+        part = Part(dtype, tensor.shape, 0, nbytes_of(dtype, tensor.size))
+        about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
+        dense = Tensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
+        yield Payload(dense, {"data": values})
+    elif layout == "structural" and cast != "never":
+        changes.add("tensors written as their parts", tensor.name)
         for role, part in tensor.parts.items():
             name = free_name(f"{tensor.name}:{role}", names)
             names.add(name)
             shape = part.shape or ()
             alone = Tensor(name, part.dtype, shape, {"data": part}, attrs=tensor.attrs)
-            yield Entry(alone, {"data": entry.parts[role]})
+            yield Payload(alone, {"data": payload.parts[role]})
     else:
         raise UnsupportedError(
-            f"{tensor.layout} tensors have no place in format {writer.name!r}",
+            f"{layout} tensors have no place in format {writer.name!r}",
             tensor=tensor.name,
             rule="Layout",
             hint="cast='exact' writes the values dense" if cast == "never" else None,
         )
 
 
-def dense_entry(tensor: Tensor, values: Any) -> Entry:
-    """Make the dense entry of a tensor that was of another layout."""
-    dtype = values.dtype.name
-    part = Part(dtype, tensor.shape, 0, nbytes_of(dtype, tensor.size))
-    alone = Tensor(
-        tensor.name,
-        dtype,
-        tensor.shape,
-        {"data": part},
-        attrs=tensor.attrs,
-        dims=tensor.dims,
-        path=tensor.path,
-    )
-    return Entry(alone, {"data": ArrayPart(values, tensor.name)})
-
-
 def _fitted(
-    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, notes: Notes
+    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, changes: Changes
 ) -> Tensor:
     """Choose element type, memory order, compression, digests and attributes of a tensor."""
+    can = writer.can
     dtype, parts = _typed(tensor, writer, wanted, cast)
-    compression = _choice("compression", tensor, writer.can.compressions, wanted)
-    digest = _choice("digest", tensor, writer.can.digests, wanted)
+    for what, known in (("compression", can.compressions), ("digest", can.digests)):
+        choice = wanted.get(what)
+        if choice is not None and choice not in known:
+            has = f"has {', '.join(known)}" if known else "has none"
+            raise UnsupportedError(
+                f"the {what} {choice!r} is not one of this format, which {has}",
+                tensor=tensor.name,
+                rule="Encoding",
+            )
     for role, part in parts.items():
-        encoding, algorithm = compression, digest
-        if compression is _UNASKED:
-            encoding = _inherited(part.encoding, writer.can.compressions)
-        if digest is _UNASKED:
-            algorithm = _inherited(part.digest, writer.can.digests)
+        # What a part was stored with, or what the format has of the same kind.
+        encoding, digest = part.encoding, part.digest
+        if "compression" in wanted:
+            encoding = wanted["compression"]
+        elif encoding is not None and encoding not in can.compressions:
+            encoding = next(iter(can.compressions), None)
+        if "digest" in wanted:
+            digest = wanted["digest"]
+        elif digest is not None and digest not in can.digests:
+            digest = next(iter(can.digests), None)
         # Files have 90,000 tensors of which nothing changes.
-        if (encoding, algorithm) != (part.encoding, part.digest):
-            parts[role] = replace(part, encoding=encoding, digest=algorithm)
-    attrs = _kept_attrs(tensor.attrs, writer.can.tensor_attrs, _OF_TENSORS, notes)
-    order: Any = tensor.order if tensor.order in writer.can.orders else writer.can.orders[0]
+        if (encoding, digest) != (part.encoding, part.digest):
+            parts[role] = replace(part, encoding=encoding, digest=digest)
+    attrs = _kept_attrs(tensor.attrs, can.tensor_attrs, _OF_TENSORS, changes)
+    order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
     if (dtype, parts, order, attrs) == (tensor.dtype, tensor.parts, tensor.order, tensor.attrs):
         return tensor
     return replace(tensor, dtype=dtype, parts=parts, order=order, attrs=attrs)
@@ -181,7 +227,7 @@ def _fitted(
 def _typed(
     tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
 ) -> tuple[str, dict[str, Part]]:
-    """Choose the element type, and give the parts with it."""
+    """Choose the element type, and return the parts with it."""
     parts = dict(tensor.parts)
     role = _VALUES.get(tensor.layout)
     if role is None:
@@ -197,49 +243,45 @@ def _typed(
     return dtype, parts
 
 
-# The parts that have the element type of the tensor.
-_VALUES = {"dense": "data", "sparse_csr": "values", "sparse_coo": "values"}
-_UNASKED: Any = object()
+def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
+    """Read or compute values, all at once, that a format writes among what it says of tensors."""
+    data = [each.data("data", each.tensor.parts["data"], cast) for each in payloads]
+    lazy = [each.array for each in data if isinstance(each, DaskData)]
+    if lazy:
+        import dask
 
-
-def _choice(what: str, tensor: Tensor, known: tuple[str, ...], wanted: Mapping[str, Any]) -> Any:
-    choice = wanted.get(what, _UNASKED)
-    if choice is _UNASKED or choice is None or choice in known:
-        return choice
-    has = f"has {', '.join(known)}" if known else "has none"
-    raise UnsupportedError(
-        f"the {what} {choice!r} is not one of this format, which {has}",
-        tensor=tensor.name,
-        rule="Encoding",
-    )
-
-
-def _inherited(before: str | None, known: tuple[str, ...]) -> str | None:
-    """Return what a part was stored with, or what the format has of the same kind."""
-    if before is None or before in known:
-        return before
-    return known[0] if known else None
+        lazy = list(dask.compute(*lazy))
+    for payload, each in zip(payloads, data, strict=True):
+        known = each
+        if isinstance(known, DaskData):
+            known = ArrayData(lazy.pop(0), known.dtype, known.cast, known.tensor, known.order)
+        try:
+            value = b"".join(known.blocks())
+        except CheckpointError as error:
+            raise error.located(tensor=payload.tensor.name) from error.__cause__
+        part = replace(payload.tensor.parts["data"], inline=value)
+        payload.tensor = replace(payload.tensor, parts={"data": part})
 
 
 def _kept_attrs(
-    attrs: Mapping[str, Any], known: tuple[str, ...] | None, what: str, notes: Notes
+    attrs: Mapping[str, Any], known: tuple[str, ...] | None, what: str, changes: Changes
 ) -> dict[str, Any]:
     kept = {}
     for name, value in attrs.items():
         if known is None or name in known:
-            kept[name] = _plain(value)
+            kept[name] = _without_numpy(value)
         else:
-            notes.add(what, str(name))
+            changes.add(what, str(name))
     return kept
 
 
-def _plain(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
     """Return what numpy wraps as what Python has."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _without_numpy(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        plain = [_plain(inner) for inner in value]
+        plain = [_without_numpy(inner) for inner in value]
         return plain if isinstance(value, list) else tuple(plain)
     return value

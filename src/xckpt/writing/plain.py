@@ -1,9 +1,17 @@
-"""``ds.ckpt.plain()``: the same data with names, attributes and types that netCDF and zarr hold."""
+"""``ds.ckpt.plain()``: the same data with names, attributes and types that netCDF and zarr hold.
+
+What they hold as it is, stays. All else is replaced by something that says what it was, in
+attributes of its own; so nothing that JSON has is lost.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import unicodedata
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,23 +20,44 @@ import xarray as xr
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.writing.casting import choose_type, convert, element_type
-from xckpt.writing.contents import array_of, untouched
-from xckpt.writing.fitting import Notes
-from xckpt.writing.holding import NUMBERS, fitting, held_attrs, held_name, is_text
+from xckpt.writing.fitting import Changes
+from xckpt.writing.gathering import array_of, untouched
 from xckpt.writing.sparse_parts import densified, is_sparse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 __all__ = ["plain"]
 
-_ELEMENT_TYPES = (*NUMBERS, "bool")
+_INTEGERS = tuple([f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
+# Element types that both hold, but for booleans.
+_NUMBERS = ("float64", "float32", *_INTEGERS)
+_ELEMENT_TYPES = (*_NUMBERS, "bool")
+
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
 # What we say of a variable: its name, its dimensions and its element type.
 _NAME, _DIMS, _DTYPE = "xckpt_name", "xckpt_dims", "xckpt_dtype"
 # Stands for the type of texts that became JSON texts.
 _JSON_TEXTS = "json"
+# What we say of attributes: their names by their new ones, and which are JSON now.
+_ATTRS, _JSON = "xckpt_attrs", "xckpt_json"
+
+# Of a netCDF name the C library refuses control characters, slashes, spaces at the end, and most
+# of ASCII at the beginning, and normalises the rest; it has a prefix of its own. zarr takes a
+# backslash for a slash.
+_NOT_IN_A_NAME = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]| (?= *\Z)|_(?=nc4_non_coord_)")
+_NOT_IN_A_TEXT = re.compile(r"[\0\ud800-\udfff]")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_BEGINS_WELL = re.compile(r"[A-Za-z0-9_]|[^\x00-\x7f]")
+# In bytes; most file systems and netCDF stop at 255.
+_LONGEST_NAME = 240
+# These mean something to xarray, or to the libraries that it writes with.
+_TAKEN_ATTR = re.compile(
+    "_.*|CLASS|NAME|REFERENCE_LIST|DIMENSION_LIST|DIMENSION_LABELS|missing_value|scale_factor"
+    "|add_offset|dtype|coordinates"
+)
+_UNIT_OF_TIME = re.compile(r"(?s).*\bsince\b.*|((nano|micro|milli)?second|minute|hour|day|week)s?")
 
 # Encodings that say something about each axis.
 _BY_AXIS = ("preferred_chunks", "chunks", "shards", "chunksizes", "original_shape")
@@ -43,26 +72,26 @@ class _Node(NamedTuple):
 
 def plain(obj: xr.Dataset | xr.DataTree) -> Any:
     """Make an object that xarray writes to netCDF and zarr as it is; warn once of what changed."""
-    notes = Notes()
+    changes = Changes()
     nodes = _nodes(obj)
     dims = _dims(nodes)
     for dim, new in dims.items():
         if new != dim:
-            notes.add("dimensions have other names", str(dim))
-    pair = fitting({None: "complex"}, {*dims.values(), *_all_names(nodes)})[None]
+            changes.add("dimensions have other names", str(dim))
+    pair = _distinct({None: "complex"}, {*dims.values(), *_all_names(nodes)})[None]
     made: dict[str, xr.Dataset] = {}
     paths = {"/": "/"}
     said: dict[str, dict[str, Any]] = {"/": {}}
     for path, node in nodes.items():
         names = _names(node, dims)
-        made[paths[path]] = _dataset(node.ds, _Renamed(names, dims, pair), said[path], notes)
+        made[paths[path]] = _dataset(node.ds, _Renamed(names, dims, pair), said[path], changes)
         for child in node.children:
             below = _joined(path, child)
             paths[below] = _joined(paths[path], names[child])
             said[below] = {} if names[child] == child else {_NAME: child}
             if said[below]:
-                notes.add("modules have other names", below)
-    notes.warn("plain()", stacklevel=3)
+                changes.add("modules have other names", below)
+    changes.warn("plain()", stacklevel=3)
     if isinstance(obj, xr.Dataset):
         return made["/"]
     return xr.DataTree.from_dict(made, name=obj.name)
@@ -99,8 +128,8 @@ def _dims(nodes: Mapping[str, _Node]) -> dict[Any, str]:
         found |= dict.fromkeys(here)
         # In an HDF5 file a dimension is an object beside the groups.
         refused.update(set(here).intersection(node.children))
-    wanted = {dim: f"{held_name(dim)}_" if dim in refused else held_name(dim) for dim in found}
-    return fitting(wanted, _all_names(nodes))
+    wanted = {dim: f"{_held_name(dim)}_" if dim in refused else _held_name(dim) for dim in found}
+    return _distinct(wanted, _all_names(nodes))
 
 
 def _names(node: _Node, dims: Mapping[Any, str]) -> dict[Any, str]:
@@ -109,11 +138,11 @@ def _names(node: _Node, dims: Mapping[Any, str]) -> dict[Any, str]:
     listed = {name for name, coord in node.ds.coords.variables.items() if coord.dims != (name,)}
     own = {name: dims[name] for name in node.ds.variables if name in dims}
     wanted: dict[Any, str] = {
-        name: held_name(name, no_spaces=name in listed)
+        name: _held_name(name, no_spaces=name in listed)
         for name in (*node.ds.variables, *node.children)
         if name not in own
     }
-    return fitting(wanted, dims.values()) | own
+    return _distinct(wanted, dims.values()) | own
 
 
 # --- variables -----------------------------------------------------------------------------------
@@ -129,16 +158,16 @@ class _Renamed(NamedTuple):
 
 
 def _dataset(
-    ds: xr.Dataset, renamed: _Renamed, said: Mapping[str, Any], notes: Notes
+    ds: xr.Dataset, renamed: _Renamed, said: Mapping[str, Any], changes: Changes
 ) -> xr.Dataset:
     coords = ds.coords.variables
     new: dict[bool, dict[str, xr.Variable]] = {False: {}, True: {}}
     for name, variable in ds.variables.items():
         if _is_unreadable(variable):
-            notes.add("variables were left out, as they cannot be read", str(name))
+            changes.add("variables were left out, as they cannot be read", str(name))
             continue
-        new[name in coords][renamed.names[name]] = _variable(name, variable, renamed, notes)
-    made = xr.Dataset(new[False], new[True], held_attrs(ds.attrs, said, notes))
+        new[name in coords][renamed.names[name]] = _variable(name, variable, renamed, changes)
+    made = xr.Dataset(new[False], new[True], _held_attrs(ds.attrs, said, changes))
     made.encoding = dict(ds.encoding)
     return made
 
@@ -151,26 +180,26 @@ def _is_unreadable(variable: xr.Variable) -> bool:
     return isinstance(lazy, UnreadableArray)
 
 
-def _variable(name: Any, old: xr.Variable, renamed: _Renamed, notes: Notes) -> xr.Variable:
+def _variable(name: Any, old: xr.Variable, renamed: _Renamed, changes: Changes) -> xr.Variable:
     dims = tuple([renamed.dims[dim] for dim in old.dims])
     said: dict[str, Any] = {}
     if renamed.names[name] != name:
         said[_NAME] = name
-        notes.add("variables have other names", str(name))
+        changes.add("variables have other names", str(name))
     if dims != old.dims:
         said[_DIMS] = list(old.dims)
     new = _held_variable(old, dims, renamed.pair)
     if _has_odd_texts(old):
         said[_DTYPE] = _JSON_TEXTS
-        notes.add("texts became JSON texts", str(name))
+        changes.add("texts became JSON texts", str(name))
     elif new.dtype != old.dtype:
         said[_DTYPE] = old.dtype.name
-        notes.add("element types became wider ones", str(name))
+        changes.add("element types became wider ones", str(name))
     if is_sparse(old._data):  # noqa: SLF001  `data` would load what is lazy
-        notes.add("sparse chunks become dense", str(name))
+        changes.add("sparse chunks become dense", str(name))
     new.encoding = _encoding(old, new, renamed.dims)
     if old.attrs or said:
-        new.attrs = held_attrs(old.attrs, said, notes)
+        new.attrs = _held_attrs(old.attrs, said, changes)
     return new
 
 
@@ -218,7 +247,7 @@ def _has_odd_texts(variable: xr.Variable) -> bool:
         return False
     values = variable.values.ravel().tolist()
     texts = [value for value in values if isinstance(value, str)]
-    return len(texts) == len(values) and not all(map(is_text, texts))
+    return len(texts) == len(values) and not all(map(_is_text, texts))
 
 
 def _of_blocks(array: Any, function: Any, dtype: str, more: tuple[int, ...] = ()) -> Any:
@@ -240,3 +269,142 @@ def _pairs(values: Any) -> np.ndarray[Any, Any]:
     whole = np.ascontiguousarray(values)
     pairs: np.ndarray[Any, Any] = whole.view(whole.real.dtype).reshape(*np.shape(values), 2)
     return pairs
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _distinct(wanted: Mapping[Any, str], taken: Collection[str]) -> dict[Any, str]:
+    """Return every name that must change one that no other has."""
+    used = {*taken, *(name for name, new in wanted.items() if new == name)}
+    counts: dict[str, int] = {}
+    found: dict[Any, str] = {}
+    for name, new in wanted.items():
+        found[name] = new
+        while new != name and found[name] in used:
+            counts[new] = counts.get(new, 1) + 1
+            found[name] = f"{new}_{counts[new]}"
+        used.add(found[name])
+    return found
+
+
+def _held_name(name: Any, *, no_spaces: bool = False) -> str:
+    """Return the name itself where netCDF and zarr hold it, else one with ``%2F`` and the like."""
+    text = _NOT_IN_A_NAME.sub(_percent, str(name))
+    if no_spaces:
+        text = text.replace(" ", "%20")
+    if unicodedata.normalize("NFC", text) != text:
+        text = _NOT_ASCII.sub(_percent, text)
+    if _BEGINS_WELL.match(text) is None or text == "zarr.json":
+        text = f"_{text}"
+    encoded = text.encode()
+    if len(encoded) > _LONGEST_NAME:
+        digest = blake2b(encoded, digest_size=8).hexdigest()
+        text = f"{encoded[: _LONGEST_NAME - 17].decode(errors='ignore')}_{digest}"
+    return text
+
+
+def _percent(match: re.Match[str]) -> str:
+    return "".join([f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass")])
+
+
+# --- attributes ----------------------------------------------------------------------------------
+
+
+def _held_attrs(
+    attrs: Mapping[Any, Any], said: Mapping[str, Any], changes: Changes
+) -> dict[str, Any]:
+    """Return attributes that are held; `said` is what else was replaced, in our own words."""
+    words = set(said)
+    if not all(map(_is_held, (*attrs.values(), *said.values()))):
+        words.add(_JSON)
+    if any(_attr_name(name, value, words) != name for name, value in attrs.items()):
+        words |= {_ATTRS, _JSON}
+    wanted = {name: _attr_name(name, value, words) for name, value in attrs.items()}
+    names = _distinct(wanted, words)
+    found = {new: attrs[name] for name, new in names.items()} | dict(said)
+    renamed = {new: name for name, new in names.items() if new != name}
+    if renamed:
+        found[_ATTRS] = renamed
+    for name in renamed.values():
+        changes.add("attributes have other names", str(name))
+    as_json = []
+    for name, value in list(found.items()):
+        if _is_held(value):
+            continue
+        what, text = _as_json(value)
+        if name not in words:
+            changes.add(what, str(renamed.get(name, name)))
+        if text is None:
+            del found[name]
+        else:
+            found[name] = text
+            as_json.append(name)
+    if as_json:
+        found[_JSON] = _as_json(as_json)[1]
+    return found
+
+
+def _attr_name(name: Any, value: Any, words: Collection[str]) -> str:
+    text = _held_name(name)
+    is_time = text == "units" and isinstance(value, str) and _UNIT_OF_TIME.fullmatch(value)
+    if text in words or _TAKEN_ATTR.fullmatch(text) or is_time:
+        return f"attr_{text}"
+    return text
+
+
+def _is_held(value: Any) -> bool:
+    """Return whether netCDF and zarr give a value back: text, a number, or several of one type."""
+    if isinstance(value, str):
+        return _is_text(value)
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.size > 1 and value.dtype.name in _NUMBERS
+    if isinstance(value, np.generic):
+        return value.dtype.name in _NUMBERS
+    if isinstance(value, list | tuple):
+        # One number alone comes back without its list.
+        return len(value) > 1 and len({*map(type, value)}) == 1 and all(map(_is_number, value))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return type(value) is float
+
+
+def _is_text(value: str) -> bool:
+    """Return whether netCDF and zarr hold a text."""
+    return _NOT_IN_A_TEXT.search(value) is None
+
+
+def _as_json(value: Any) -> tuple[str, str | None]:
+    """Say what becomes of a value, and give its text; None where it has none."""
+    lost: list[Any] = []
+    try:
+        simple = _simple(value, lost)
+        text = json.dumps(simple, ensure_ascii=False)
+    except RecursionError:
+        return "attributes that are nested too deeply were left out", None
+    if not _is_text(text):
+        text = json.dumps(simple)
+    if lost:
+        return "attributes became JSON text, which does not have all of their values", text
+    return "attributes became JSON text", text
+
+
+def _simple(value: Any, lost: list[Any]) -> Any:
+    """Return what JSON has for a value; `lost` collects what it has nothing for."""
+    if isinstance(value, dict):
+        lost += [key for key in value if not isinstance(key, str)]
+        return {str(key): _simple(inner, lost) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_simple(inner, lost) for inner in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _simple(value.tolist(), lost)
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    lost.append(value)
+    return str(value)

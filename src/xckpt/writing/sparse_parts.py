@@ -2,29 +2,35 @@
 
 Of a dask array the stored elements are counted first, which computes it once; then each of its
 blocks of rows gives its share of every part. What is dense in memory, but was sparse in the file
-it came from, becomes sparse again: all elements whose bits are not zero, -0.0 among them.
+it came from, becomes sparse again: all elements whose bits are not zero, -0.0 among them. What a
+file has in any order, and perhaps twice, is sorted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.dtypes import nbytes_of
-from xckpt.errors import UnsupportedError
+from xckpt.errors import FormatError, UnsupportedError, locating
 from xckpt.index import Part
-from xckpt.writing.entries import ArrayPart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from xckpt.writing.entries import StoredPart
+    from xckpt.arrays.parts import PartReader
+    from xckpt.arrays.sparse import SparseArray
+    from xckpt.index import Tensor
 
-__all__ = ["as_parts", "densified", "is_sparse", "row_pointers", "sparse_parts"]
+__all__ = ["canonical_parts", "densified", "is_sparse", "sparse_parts"]
 
 # What indices are made as; a format says what it wants.
 _INDEX = "int64"
+
+_ARRAYS = {"sparse_csr": CSRArray, "sparse_coo": COOArray}
 
 
 def is_sparse(array: Any) -> bool:
@@ -50,24 +56,24 @@ def _todense(block: Any) -> np.ndarray[Any, Any]:
 
 def sparse_parts(
     array: Any, layout: str, stored: str, name: str
-) -> tuple[dict[str, Part], dict[str, StoredPart | ArrayPart]]:
-    """Take a sparse array apart."""
-    arrays = _of_dask(array, layout, name) if hasattr(array, "dask") else None
-    if arrays is None:
-        coords, values = _stored_elements(array, name)
-        arrays = {"values": values, **_whole_indices(coords, layout, array.shape)}
-    return as_parts(arrays, stored, name)
+) -> tuple[dict[str, Part], dict[str, Any]]:
+    """Take a sparse array apart, with the values as the element type `stored`."""
+    if hasattr(array, "dask"):
+        return _wanted(_of_dask(array, layout, name), stored)
+    coords, values = _stored_elements(array, name)
+    if layout == "sparse_coo":
+        return _wanted({"values": values, "coords": coords}, stored)
+    pointers = _row_pointers(coords[0], array.shape[0])
+    return _wanted({"values": values, "indices": coords[1], "indptr": pointers}, stored)
 
 
-def as_parts(
-    arrays: Mapping[str, Any], stored: str, name: str
-) -> tuple[dict[str, Part], dict[str, StoredPart | ArrayPart]]:
-    """Say of the arrays of a sparse tensor what is wanted of each part."""
+def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, Part], dict[str, Any]]:
+    """Say what is wanted of each part."""
     parts = {}
     for role, part in arrays.items():
         dtype = stored if role == "values" else _INDEX
         parts[role] = Part(dtype, part.shape, 0, nbytes_of(dtype, part.size))
-    return parts, {role: ArrayPart(part, name) for role, part in arrays.items()}
+    return parts, arrays
 
 
 def _stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -91,15 +97,7 @@ def _stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.nd
     return np.asarray(coo.coords, np.int64), np.asarray(coo.data)
 
 
-def _whole_indices(
-    coords: np.ndarray[Any, Any], layout: str, shape: tuple[int, ...]
-) -> dict[str, np.ndarray[Any, Any]]:
-    if layout == "sparse_coo":
-        return {"coords": coords}
-    return {"indices": coords[1], "indptr": row_pointers(coords[0], shape[0])}
-
-
-def row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+def _row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
     """Return where the elements of each row begin, and where the last ones end."""
     return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64)
 
@@ -107,48 +105,40 @@ def row_pointers(rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]
 def _of_dask(array: Any, layout: str, name: str) -> dict[str, Any]:
     """Make the parts of a dask array, block of rows by block of rows."""
     array = array.rechunk(dict.fromkeys(range(1, array.ndim), -1))
-    blocks = _Blocks(array, name)
-    ones = ((1,) * array.numblocks[0],)
-    counts = blocks.part("count", ones, np.int64).compute().tolist()
+
+    def part(role: str, chunks: tuple[Any, ...], dtype: Any, **known: list[int]) -> Any:
+        return array.map_blocks(
+            _share,
+            role=role,
+            tensor=name,
+            known=known,
+            chunks=chunks,
+            # The axis of the blocks stays, and is the last one.
+            drop_axis=list(range(1, array.ndim)),
+            new_axis=[0] if len(chunks) == 2 else None,
+            dtype=dtype,
+            meta=np.empty((0,) * len(chunks), dtype),
+        )
+
+    counts = part("count", ((1,) * array.numblocks[0],), np.int64).compute().tolist()
     known = {
         "counts": counts,
         "starts": np.cumsum([0, *counts]).tolist(),
         "rows": np.cumsum([0, *array.chunks[0]]).tolist(),
     }
     along = (tuple(counts),)
-    values = blocks.part("values", along, array.dtype, **known)
+    values = part("values", along, array.dtype, **known)
     if layout == "sparse_coo":
-        coords = blocks.part("coords", ((array.ndim,), *along), np.int64, **known)
-        return {"values": values, "coords": coords}
+        return {
+            "values": values,
+            "coords": part("coords", ((array.ndim,), *along), np.int64, **known),
+        }
     first, *others = array.chunks[0]
     return {
         "values": values,
-        "indices": blocks.part("indices", along, np.int64, **known),
-        "indptr": blocks.part("indptr", ((first + 1, *others),), np.int64, **known),
+        "indices": part("indices", along, np.int64, **known),
+        "indptr": part("indptr", ((first + 1, *others),), np.int64, **known),
     }
-
-
-class _Blocks(NamedTuple):
-    """A dask array that is chunked along its first axis only."""
-
-    array: Any
-    name: str
-
-    def part(self, role: str, chunks: tuple[Any, ...], dtype: Any, **known: list[int]) -> Any:
-        """Make an array of what each block gives for a part."""
-        ndim = len(chunks)
-        return self.array.map_blocks(
-            _share,
-            role=role,
-            tensor=self.name,
-            known=known,
-            chunks=chunks,
-            # The axis of the blocks stays, and is the last one.
-            drop_axis=list(range(1, self.array.ndim)),
-            new_axis=[0] if ndim == 2 else None,
-            dtype=dtype,
-            meta=np.empty((0,) * ndim, dtype),
-        )
 
 
 def _share(
@@ -165,13 +155,74 @@ def _share(
             tensor=tensor,
             hint="Compute it first, or make it reproducible: a random generator needs a seed",
         )
+    first = known["rows"][number] if role == "coords" else 0
+    before = known["starts"][number]
+    moved = [coords[0] + first, *coords[1:]]
+    return _of_role(role, moved, values, block.shape[0], before, is_first=number == 0)
+
+
+def _of_role(
+    role: str,
+    coords: Sequence[np.ndarray[Any, Any]],
+    values: np.ndarray[Any, Any],
+    rows: int,
+    before: int,
+    *,
+    is_first: bool,
+) -> np.ndarray[Any, Any]:
+    """Return what the elements of some rows are in a part; so many elements are `before` them."""
     if role == "values":
         return values
-    if role == "indices":
-        indices: np.ndarray[Any, Any] = coords[1]
-        return indices
     if role == "coords":
-        first = coords[:1] + known["rows"][number]
-        return np.concatenate([first, coords[1:]])
-    pointers = row_pointers(coords[0], block.shape[0]) + known["starts"][number]
-    return pointers if number == 0 else pointers[1:]
+        return np.asarray(coords)
+    if role == "indices":
+        return coords[1]
+    pointers = _row_pointers(coords[0], rows) + before
+    return pointers if is_first else pointers[1:]
+
+
+def canonical_parts(
+    tensor: Tensor, readers: Mapping[str, PartReader]
+) -> tuple[dict[str, Part], dict[str, Any]] | None:
+    """Sort the elements of a tensor of a file; None if it is not sparse, or they are sorted."""
+    if tensor.layout not in _ARRAYS or tensor.strict:
+        return None
+    lazy: SparseArray = _ARRAYS[tensor.layout](replace(tensor, strict=True), readers)
+    with locating(path=lazy.source.name, tensor=tensor.name):
+        try:
+            for _ in lazy.blocks():
+                pass
+        except FormatError:
+            lazy.strict = False
+        else:
+            return None
+        blocks = [(each.start, each.stop, len(each.values)) for each in lazy.blocks()]
+    if lazy.reads_whole:
+        blocks = [(0, lazy.shape[0], sum(count for _, _, count in blocks))]
+    return _wanted(_sorted(lazy, blocks), tensor.parts["values"].dtype)
+
+
+def _sorted(lazy: SparseArray, blocks: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Make dask arrays of the parts, which read the elements again, block of rows by block."""
+    import dask
+    import dask.array as da
+
+    read = dask.delayed(_read_share, pure=False, traverse=False)
+    pieces: dict[str, list[Any]] = {role: [] for role in lazy.readers}
+    before = 0
+    for start, stop, count in blocks:
+        shapes = {"coords": (lazy.ndim, count), "indptr": (stop - start + (start == 0),)}
+        for role, each in pieces.items():
+            dtype = lazy.dtype if role == "values" else np.dtype(np.int64)
+            task = read(lazy, role, start, stop, before)
+            each.append(da.from_delayed(task, shapes.get(role, (count,)), dtype))
+        before += count
+    return {role: da.concatenate(each, axis=-1) for role, each in pieces.items()}
+
+
+def _read_share(lazy: SparseArray, role: str, start: int, stop: int, before: int) -> Any:
+    """Read what some rows give to a part."""
+    with locating(path=lazy.source.name, tensor=lazy.name):
+        stored = lazy.stored(start, stop)
+    coords = (stored.coords[0] - start,) if role == "indptr" else stored.coords
+    return _of_role(role, coords, stored.values, stop - start, before, is_first=start == 0)

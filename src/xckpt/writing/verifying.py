@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.parts import PartReader
+from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.sparse import SparseArray
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -20,20 +23,17 @@ from xckpt.errors import (
     locating,
     shown,
 )
-from xckpt.index import Part
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.shard import sources_of
-from xckpt.writing.hashing import Hashing, stated_digest
-from xckpt.writing.stored import raw_nbytes
-from xckpt.writing.stored_data import StoredData
+from xckpt.writing.data import StoredData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pandas import DataFrame
 
-    from xckpt.index import Index, Tensor
+    from xckpt.index import Part, Tensor
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
 
@@ -117,16 +117,14 @@ class Report:
                 f"{others:,} warnings",
             ]
         )
-        lines = [head, *map(_line, self.findings[:_SHOWN_FINDINGS])]
+        lines = [head]
+        for finding in self.findings[:_SHOWN_FINDINGS]:
+            where = "" if finding.tensor is None else f" {shown(finding.tensor)}"
+            at = "" if finding.offset is None else f" byte {finding.offset}"
+            rule = "" if finding.rule is None else f" [{finding.rule}]"
+            lines.append(f"  {finding.severity}{where}{at}: {finding.message}{rule}")
         more = len(self.findings) - _SHOWN_FINDINGS
         return "\n".join([*lines, *([f"  and {more:,} more"] if more > 0 else [])])
-
-
-def _line(finding: Finding) -> str:
-    where = "" if finding.tensor is None else f" {shown(finding.tensor)}"
-    at = "" if finding.offset is None else f" byte {finding.offset}"
-    rule = "" if finding.rule is None else f" [{finding.rule}]"
-    return f"  {finding.severity}{where}{at}: {finding.message}{rule}"
 
 
 def verify(
@@ -167,13 +165,18 @@ def verify(
             source, index = open_index(path, storage_options=storage_options)
     except CheckpointError as error:
         return Report(error.path or "", "", "", 0, 0, (_finding(error),))
-    try:
-        findings, digests = _check_tensors(source, index, progress)
-    finally:
-        source.close()
-    said = [Finding("warning", None, None, None, text) for text in index.warnings]
+    findings = [Finding("warning", None, None, None, text) for text in index.warnings]
+    digests = 0
+    total = sum([tensor.nbytes for tensor in index.tensors.values()])
+    with closing(source), Progress(progress, "verify", total) as bar:
+        sources = sources_of(source, index.shards)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            check = partial(_check, sources=sources, progress=bar)
+            for finding, compared in threads.map(check, index.tensors.values()):
+                findings += [] if finding is None else [finding]
+                digests += compared
     return Report(
-        source.name, index.format, index.version, len(index.tensors), digests, (*said, *findings)
+        source.name, index.format, index.version, len(index.tensors), digests, tuple(findings)
     )
 
 
@@ -183,56 +186,39 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     return Finding(severity, name, error.rule, error.offset, error.reason)
 
 
-def _check_tensors(
-    source: Source, index: Index, progress: ProgressOption
-) -> tuple[list[Finding], int]:
-    sources = sources_of(source, index.shards)
-    total = sum([tensor.nbytes for tensor in index.tensors.values()])
-    findings, digests = [], 0
-    with Progress(progress, "verify", total) as bar, ThreadPoolExecutor(_THREADS) as threads:
-        checks = threads.map(lambda tensor: _check(tensor, sources, bar), index.tensors.values())
-        for found, hashed in checks:
-            findings += found
-            digests += hashed
-    return findings, digests
-
-
 def _check(
-    tensor: Tensor, sources: Mapping[str | None, Source], progress: Progress
-) -> tuple[list[Finding], int]:
+    tensor: Tensor, *, sources: Mapping[str | None, Source], progress: Progress
+) -> tuple[Finding | None, int]:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
-        return [_finding(tensor.problem, tensor.name)], 0
-    readers = {role: PartReader(sources[part.shard], part) for role, part in tensor.parts.items()}
-    findings, digests = [], 0
+        return _finding(tensor.problem, tensor.name), 0
+    compared = 0
     try:
         with locating(tensor=tensor.name):
-            for role, reader in readers.items():
-                digests += _check_part(StoredData(reader, raw_nbytes(tensor, role, reader)))
-                progress.advance(reader.part.nbytes)
+            for role, part in tensor.parts.items():
+                reader = PartReader(sources[part.shard], part)
+                shape = decoded_shape(tensor, role, reader)
+                nbytes = nbytes_of(part.dtype, prod(shape))
+                compared += _check_part(StoredData(reader, nbytes, shape))
+                progress.advance(part.nbytes)
             _check_values(tensor, sources)
     except CheckpointError as error:
-        findings.append(_finding(error, tensor.name))
-    return findings, digests
+        return _finding(error, tensor.name), compared
+    return None, compared
 
 
 def _check_part(data: StoredData) -> bool:
-    """Check the bytes of a part, and tell whether it has a digest that could be compared."""
-    reader, nbytes = data.reader, data.nbytes
-    part = reader.part
-    stated = stated_digest(data)
-    if part.encoding is None and part.nbytes != nbytes:
-        reason = f"{part.nbytes} bytes are not the {nbytes} of its shape and element type"
+    """Check the bytes of a part; return whether it has a digest that could be compared."""
+    part = data.reader.part
+    if part.encoding is None and part.nbytes != data.nbytes:
+        reason = f"{part.nbytes} bytes are not the {data.nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
-    if part.encoding is None and stated is None:
-        _check_presence(reader.source, part)
+    if part.encoding is None and not data.is_checked:
+        _check_presence(data.reader.source, part)
         return False
-    hashing = Hashing(data, Part(part.dtype, part.shape, 0, nbytes))
-    blocks = reader.stored_blocks() if reader.is_raw else data.blocks()
-    for block in blocks:
-        hashing.add_raw(block)
-    hashing.finish()
-    return stated is not None
+    for _ in data.blocks():  # which compares
+        pass
+    return data.is_checked
 
 
 def _check_presence(source: Source, part: Part) -> None:
@@ -250,7 +236,9 @@ def _check_presence(source: Source, part: Part) -> None:
 def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
     """Read what has rules beyond its bytes: indices, booleans, padding bits."""
     is_sparse = tensor.layout in {"sparse_csr", "sparse_coo"}
-    if not is_sparse and not (tensor.strict and _has_rules(tensor)):
+    types = [ELEMENT_TYPES[part.dtype] for part in tensor.parts.values()]
+    has_rules = tensor.strict and any(each.name == "bool" or each.bits < 8 for each in types)
+    if not is_sparse and not has_rules:
         return
     options = ReadOptions(decode=is_sparse, verify=False)
     for lazy in lazy_arrays(tensor, sources, options).values():
@@ -259,8 +247,3 @@ def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
         elif isinstance(lazy, SparseArray):
             for _ in lazy.blocks():
                 pass
-
-
-def _has_rules(tensor: Tensor) -> bool:
-    dtypes = {part.dtype for part in tensor.parts.values()}
-    return any(dtype == "bool" or ELEMENT_TYPES[dtype].bits < 8 for dtype in dtypes)

@@ -1,0 +1,358 @@
+"""What is to be written of an xarray object: its tensors, with stored bytes where nothing changed.
+
+Data variables become tensors. So do coordinates with numbers, but not those that stacking made:
+these are in the names of the tensors. A variable that was opened by us and not touched is the
+tensor that its file describes, copied as it is stored; of one that was computed or changed, the
+encoding says how it was stored. What was computed from a stack is taken apart too, as long as the
+coordinates tell which modules it is of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+from dask.highlevelgraph import HighLevelGraph
+from xarray.core.indexing import ExplicitlyIndexed
+
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.graph import TensorLayer, is_stored
+from xckpt.arrays.lazy import UnreadableArray
+from xckpt.arrays.parts import decoded_shape
+from xckpt.dtypes import nbytes_of
+from xckpt.errors import UnsupportedError, shown
+from xckpt.flat import flatten
+from xckpt.index import Part, Tensor
+from xckpt.labels import stated_name
+from xckpt.stacking import member_variables
+from xckpt.storage.shard import files_of
+from xckpt.writing.casting import element_type
+from xckpt.writing.data import Payload, StoredData
+from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from xckpt.arrays import LazyArray
+    from xckpt.arrays.lazy import Origin
+    from xckpt.arrays.parts import PartReader
+    from xckpt.flat import Flat
+    from xckpt.storage import Source
+    from xckpt.writing.fitting import Changes
+
+__all__ = ["array_of", "gather", "source_files", "stored_payload", "untouched"]
+
+_SPARSE = ("sparse_csr", "sparse_coo")
+
+
+def gather(
+    obj: Any, changes: Changes, format: str | None = None
+) -> tuple[list[Payload], dict[str, Any]]:
+    """List the tensors of an xarray object, and the attributes of the file."""
+    if isinstance(obj, xr.DataArray):
+        if obj.name is None:
+            raise ValueError("a DataArray is saved under its name: .rename('weight')")
+        obj = obj.to_dataset(promote_attrs=False)
+    if not isinstance(obj, xr.Dataset | xr.DataTree):
+        raise TypeError(
+            f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
+            "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
+        )
+    variables = _named_variables(obj, changes)
+    if isinstance(obj, xr.DataTree):
+        for node in obj.descendants:
+            if node.attrs:
+                changes.add("attributes of modules are not written", node.path)
+    whole = obj.root if isinstance(obj, xr.DataTree) else obj
+    again = format is not None and whole.encoding.get("format") == format
+    attrs = {str(name): value for name, value in obj.attrs.items()}
+    return list(_payloads(variables, changes, again=again)), attrs
+
+
+def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
+    """Find the files that values are read from, also those that something is computed from."""
+    found: dict[Source, None] = {}
+    for payload in payloads:
+        for part in payload.parts.values():
+            if isinstance(part, StoredData):
+                found[part.reader.source] = None
+                continue
+            graph = getattr(part, "dask", None)
+            for layer in graph.layers.values() if isinstance(graph, HighLevelGraph) else ():
+                if isinstance(layer, TensorLayer):
+                    found |= dict.fromkeys(layer.lazy.sources)
+    for source in found:
+        yield from files_of(source)
+
+
+# --- variables by the names of tensors: trees flat, stacks taken apart ---------------------------
+
+
+def _named_variables(obj: xr.Dataset | xr.DataTree, changes: Changes) -> dict[str, xr.Variable]:
+    """List what becomes a tensor."""
+    flat = flatten(obj)
+    found = _apart(flat)
+    for name in found:
+        if not isinstance(name, str):
+            raise TypeError(f"the names of tensors are text, unlike that of the variable {name!r}")
+    known = obj.encoding.get("file_order", obj.encoding.get("flat_order", ()))
+    order = {name: at for at, name in enumerate(known)}
+    if order:
+        names = sorted(found, key=lambda name: order.get(name, len(order)))
+        found = {name: found[name] for name in names}
+    used = {dim for variable in found.values() for dim in variable.dims}
+    for path, coords in flat.coords.items():
+        for name, coord in coords.items():
+            # What is in the names of the tensors.
+            if "stack" in coord.encoding and (coord.dims != (name,) or name not in used):
+                continue
+            full = ".".join([*(part for part in path.split("/") if part), str(name)])
+            if element_type(coord.dtype) is None:
+                changes.add("coordinates without numbers are not written", full)
+            elif full not in found:
+                found[full] = coord.to_base_variable()
+    return found
+
+
+def _apart(flat: Flat) -> dict[Any, xr.Variable]:
+    """Take stacks apart."""
+    marks = {
+        name: mark
+        for coords in flat.coords.values()
+        for coord in coords.values()
+        for name, mark in coord.encoding.get("stack", {}).items()
+    }
+    found: dict[Any, xr.Variable] = {}
+    for name, variable in flat.variables.items():
+        members = {name: variable}
+        indexes = flat.indexes(flat.nodes[name]) if marks or "stack" in variable.encoding else {}
+        if "stack" in variable.encoding:
+            members = member_variables(name, variable, indexes)
+        elif name in marks and _has_indices(variable, marks[name]["dims"], indexes):
+            # Something computed becomes a stack whose members have nothing to remember.
+            marked = variable.copy(deep=False)
+            nothing: dict[str, Any] = {
+                "indices": ((),) * len(marks[name]["dims"]),
+                "shared_attrs": (),
+                "array": None,
+                "members": (),
+            }
+            marked.encoding["stack"] = {**marks[name], **nothing}
+            members = member_variables(name, marked, indexes)
+        for member, unstacked in members.items():
+            if member in found:
+                raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
+            found[member] = unstacked
+    return found
+
+
+def _has_indices(
+    variable: xr.Variable, dims: tuple[str, ...], indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether something computed still has what names the tensors it came from."""
+    for dim in dims:
+        coord = indexes.get(dim)
+        if coord is None or "stack" not in coord.encoding:
+            return False
+        if (coord.dims == (dim,)) != (dim in variable.dims):
+            return False
+    return True
+
+
+# --- what nothing was done to --------------------------------------------------------------------
+
+
+def untouched(variable: xr.Variable) -> LazyArray | None:
+    """Return the stored array that a variable shows, if nothing was done to it."""
+    data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
+    return data.dask.lazy if is_stored(data) else None
+
+
+def _origin(variable: xr.Variable) -> Origin | None:
+    lazy = untouched(variable)
+    return None if lazy is None else lazy.origin
+
+
+def _readers(lazy: Any) -> dict[str, PartReader]:
+    """Return the parts of a stored array by role; a dense one, or one part, is ``data``."""
+    return {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
+
+
+def stored_payload(
+    tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
+) -> Payload:
+    """List a tensor as it is in a file, with its stored bytes."""
+    if tensor.problem is not None:
+        raise tensor.problem.located(tensor=tensor.name)
+    canonical = canonical_parts(tensor, readers)
+    if canonical is not None:
+        wanted, arrays = canonical
+        return Payload(replace(tensor, parts=wanted), arrays, values)
+    wanted, data = {}, {}
+    for role, part in tensor.parts.items():
+        shape = decoded_shape(tensor, role, readers[role])
+        nbytes = nbytes_of(part.dtype, prod(shape))
+        algorithm = None if part.digest is None else part.digest.partition(":")[0]
+        wanted[role] = Part(part.dtype, shape, part.offset, nbytes, part.encoding, digest=algorithm)
+        order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
+        data[role] = StoredData(readers[role], nbytes, shape, order, tensor.strict, tensor.name)
+    return Payload(replace(tensor, parts=wanted, strict=False), data, values)
+
+
+def _payloads(
+    variables: Mapping[str, xr.Variable], changes: Changes, *, again: bool
+) -> Iterator[Payload]:
+    """List all variables; parts that make a whole tensor become that again."""
+    wholes = _wholes(variables)
+    whole_of = {part: whole for whole, parts in wholes.items() for part in parts.values()}
+    for name, variable in variables.items():
+        whole = whole_of.get(name)
+        if whole is None:
+            yield _payload(name, variable, changes, again=again)
+        elif whole in wholes:
+            parts = wholes.pop(whole)
+            yield _whole(whole, {role: variables[part] for role, part in parts.items()})
+
+
+def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
+    """Find the tensors all parts of which are there untouched, as variables of their own."""
+    found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    roles: dict[tuple[str, str, str], list[str]] = {}
+    for name, variable in variables.items():
+        origin = _origin(variable)
+        if origin is None or origin.role is None:
+            continue
+        whole = _name_of_whole(name, origin.tensor.name, origin.role)
+        if whole is not None and whole not in variables:
+            key = (whole, origin.tensor.name, str(variable.encoding.get("source")))
+            found[key][origin.role] = name
+            roles[key] = list(origin.tensor.parts)
+    wholes: dict[str, dict[str, str]] = {}
+    for key, parts in found.items():
+        if parts.keys() == set(roles[key]):
+            wholes.setdefault(key[0], {role: parts[role] for role in roles[key]})
+    return wholes
+
+
+def _name_of_whole(name: str, tensor: str, role: str) -> str | None:
+    """Return what the whole is called by the name of a part, None if it does not say."""
+    part = f":{role}"
+    if name.startswith(tensor + part) and not name[len(tensor + part) :].strip(":"):
+        return tensor
+    renamed = re.fullmatch(f"(.+?){re.escape(part)}:*", name, re.DOTALL)
+    return None if renamed is None else renamed[1]
+
+
+def _whole(name: str, variables: Mapping[str, xr.Variable]) -> Payload:
+    """List a tensor that is open as its parts."""
+    first = next(iter(variables.values()))
+    origin = _origin(first)
+    if origin is None:
+        raise TypeError(f"parts of {name!r} are not those of a file")
+    readers = {role: _readers(untouched(each))["data"] for role, each in variables.items()}
+    path = origin.tensor.path if "path" in first.encoding else None
+    return stored_payload(replace(origin.tensor, name=name, attrs=first.attrs, path=path), readers)
+
+
+def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool) -> Payload:
+    lazy = untouched(variable)
+    if isinstance(lazy, UnreadableArray):
+        raise lazy.problem.located(path=lazy.source.name, tensor=name)
+    common: dict[str, Any] = {
+        "attrs": variable.attrs,
+        "dims": _dims(variable, again=again),
+        "path": variable.encoding.get("path"),
+    }
+    origin = None if lazy is None else lazy.origin
+    if origin is not None and origin.role is None:
+        tensor = replace(origin.tensor, name=name, **common)
+        values = None if tensor.layout == "dense" else lambda: densified(variable.data)
+        return stored_payload(tensor, _readers(lazy), values)
+    if isinstance(lazy, DenseArray):
+        part = lazy.reader.part
+        tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
+        return stored_payload(tensor, _readers(lazy))
+    if _layout(variable.encoding) == "quantized":
+        changes.add("quantised tensors whose values were computed are written dense", name)
+    return _computed(name, variable, common)
+
+
+def _dims(variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
+    """Name the axes: as the file did where that could not be shown, else as they are shown."""
+    stated = variable.encoding.get("axes", {})
+    dims = []
+    for dim in variable.dims:
+        # None is not a name of the file: the role of the tensor in its module gave the one shown.
+        is_stated = dim in stated and (again or stated[dim] is not None)
+        dims.append(stated[dim] if is_stated else stated_name(dim))
+    return tuple(dims) if any(dims) else None
+
+
+# --- what was computed ---------------------------------------------------------------------------
+
+
+def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Payload:
+    array = array_of(variable)
+    dtype = element_type(array.dtype)
+    if dtype is None:
+        hint = "Leave it out: ds.drop_vars(name), or put it into ds.attrs"
+        if array.dtype.kind in "mM":
+            hint = "Convert it: ds['t'].astype('int64') counts its units"
+        raise UnsupportedError(
+            f"{array.dtype} values have no place in a checkpoint, which holds numbers",
+            tensor=name,
+            rule="Dtype",
+            hint=hint,
+        )
+    encoding = variable.encoding if "layout" in variable.encoding else {}
+    before = _layout(encoding)
+    stored = _stored_type(encoding, dtype)
+    if array.ndim and (is_sparse(array) or before in _SPARSE):
+        is_coo = before == "sparse_coo" or array.ndim != 2
+        layout: Any = "sparse_coo" if is_coo else "sparse_csr"
+        parts, arrays = sparse_parts(array, layout, stored, name)
+        tensor = Tensor(name, stored, array.shape, parts, layout, **common)
+        return Payload(tensor, arrays, lambda: densified(array))
+    digest = encoding.get("digest")
+    part = Part(
+        stored,
+        array.shape,
+        encoding.get("offset", 0),
+        nbytes_of(stored, variable.size),
+        encoding.get("stored_compression"),
+        digest=None if digest is None else digest.partition(":")[0],
+    )
+    order: Any = encoding.get("stored_order", "C")
+    tensor = Tensor(name, stored, array.shape, {"data": part}, order=order, **common)
+    return Payload(tensor, {"data": array})
+
+
+def _layout(encoding: Mapping[Any, Any]) -> Any:
+    """Return the layout that the values of a variable were stored in; a part is dense by itself."""
+    return "dense" if "part" in encoding else encoding.get("layout")
+
+
+def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
+    """Return the element type that a dense variable was stored with, if it was."""
+    before = encoding.get("stored_dtype")
+    if _layout(encoding) not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
+        return dtype
+    name = element_type(before)
+    # Booleans of 32 bits are shown as what numpy has for them.
+    if dtype == "bool" and name == "uint32":
+        return "bool32"
+    return dtype if name is None else name
+
+
+def array_of(variable: xr.Variable) -> Any:
+    """Return the array of a variable without loading what another engine left lazy."""
+    # `_in_memory` is false of sparse arrays too, and adapters may have what is in memory.
+    is_adapter = isinstance(variable._data, ExplicitlyIndexed)  # noqa: SLF001  .data would load it
+    if is_adapter and not variable._in_memory:  # noqa: SLF001
+        variable = variable.chunk(dict.fromkeys(variable.dims, "auto"))
+    return variable.data

@@ -1,0 +1,354 @@
+"""A plan and the data of its parts become files: complete, or absent.
+
+Dask arrays are computed first, each chunk once and straight into its place: in one graph, so that
+what several of them need is computed once. Chunks come in any order and may be cut along any axis;
+the tasks open the file by its path, so that any scheduler and any machine that sees it can run
+them. What they cannot be written to directly (parts that are compressed) they are computed into a
+temporary file for. Then everything else is streamed in file order, and the files get their names
+(`xckpt.storage.sink.publish`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+
+from xckpt.dtypes import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.errors import UnsupportedError
+from xckpt.progress import Progress, report
+from xckpt.storage.sink import publish, write_at
+from xckpt.writing.data import ArrayData, DaskData, LiteralData, SpooledData, as_bytes
+from xckpt.writing.streaming import Item, item_at, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from xckpt.plan import Extent, Literal, Plan, Written
+    from xckpt.storage import Source
+    from xckpt.storage.sink import Place, Sink
+    from xckpt.writing.casting import Cast
+    from xckpt.writing.data import Payload
+
+__all__ = ["WriteJob"]
+
+# Shorter runs are not worth a system call each: they are written through a memory map.
+_SHORTEST_RUN = 1 << 12
+
+
+class _File(NamedTuple):
+    """One file of a checkpoint: its name if it is a companion, its plan and the data."""
+
+    name: str | None
+    plan: Plan
+    items: list[Item]
+
+
+class WriteJob:
+    """All that is known of a save before a byte is written.
+
+    ``open_sink(name)`` begins the companion of that name, or the file itself for None; it must
+    pickle if another process is to write. `label` is shown with the progress, `before` is what the
+    file begins with, and `replaced` are files that are read and replaced: nobody else may have
+    changed them in the meantime.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        payloads: Mapping[str, Payload],
+        cast: Cast,
+        open_sink: Callable[[str | None], Sink],
+        label: str,
+        *,
+        before: Item | None = None,
+        replaced: Sequence[Source] = (),
+    ) -> None:
+        self._open_sink, self._label, self._replaced = open_sink, label, replaced
+        # Dask arrays, which of the files they are computed into, and where in it.
+        self._stores: list[tuple[DaskData, int, int]] = []
+        self._spooled = 0
+        # Companions first, so that a file refers to nothing that is not there.
+        plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
+        self._files = []
+        for number, (name, each) in enumerate(plans):
+            items = [
+                self._item(extent, payloads[extent.tensor], cast, number, spool=len(plans))
+                for extent in each.extents
+            ]
+            items += [item_at(at, LiteralData(literal)) for at, literal in each.literals]
+            items += [before] if before is not None and name is None else []
+            # What has no offset keeps its order, after all that has one.
+            items.sort(key=lambda item: inf if item.extent.offset is None else item.extent.offset)
+            self._files.append(_File(name, each, items))
+        # The ranges that are written to by memory maps.
+        self._reserved = [
+            (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
+            for data, file, offset in self._stores
+            if _is_scattered(data)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Who makes and finishes the files needs no arrays: their tasks are sent by themselves.
+        return self.__dict__ | {"_stores": []}
+
+    def _item(self, extent: Extent, payload: Payload, cast: Cast, file: int, *, spool: int) -> Item:
+        data = payload.data(extent.role, extent.part, cast)
+        if not isinstance(data, DaskData):
+            return Item(extent, data, payload.level)
+        if data.array.size == 0:
+            return Item(extent, LiteralData(b""), payload.level)
+        packed = ELEMENT_TYPES[data.dtype].bits < 8
+        if extent.offset is not None and extent.part.encoding is None and not packed:
+            self._stores.append((data, file, extent.offset))
+            return Item(extent, None)
+        spooled = SpooledData(self._spooled, data.array.size, data.dtype)
+        self._stores.append((data, spool, self._spooled))
+        self._spooled += data.array.size * stored_dtype(data.dtype).itemsize
+        return Item(extent, spooled, payload.level)
+
+    def run(self, progress: Any = None) -> None:
+        """Write everything now; after an error nothing is left."""
+        total = sum([item.extent.part.nbytes for file in self._files for item in file.items])
+        with Progress(progress, self._label, total) as bar:
+            sinks = self._begin()
+            try:
+                if self._stores:
+                    import dask
+
+                    tasks = [
+                        _store(data, sinks[file].place, offset, bar.name)
+                        for data, file, offset in self._stores
+                    ]
+                    dask.compute(*tasks)
+                self._finish(sinks, (), bar)
+            finally:
+                _abort(sinks)
+
+    def delayed(self) -> Any:
+        """Make the tasks that write everything."""
+        import dask
+
+        sinks = dask.delayed(self._begin, pure=False)()
+        count = len(self._files) + (self._spooled > 0)
+        places = [dask.delayed(_place_of, pure=True)(sinks, number) for number in range(count)]
+        tasks = [
+            task
+            for data, file, offset in self._stores
+            for task in _store_delayed(data, places[file], offset)
+        ]
+        return dask.delayed(self._finish, pure=False)(sinks, tasks)
+
+    def _begin(self) -> list[Sink]:
+        """Make the temporary files with all that is known beforehand; the last is the spool."""
+        sinks: list[Sink] = []
+        try:
+            for file in self._files:
+                sinks.append(self._open_sink(file.name))
+                known = file.plan.nbytes
+                if known is None:
+                    ends = [
+                        item.extent.offset + item.nbytes
+                        for item in file.items
+                        if item.extent.offset is not None and not item.is_compressed
+                    ]
+                    known = max(ends, default=0)
+                sinks[-1].resize(known)
+            if self._spooled:
+                sinks.append(sinks[-1].another())
+                sinks[-1].resize(self._spooled)
+            for number, offset, nbytes in self._reserved:
+                sinks[number].reserve(offset, nbytes)
+        except BaseException:
+            _abort(sinks)
+            raise
+        return sinks
+
+    def _finish(self, sinks: list[Sink], _: Any, bar: Progress | None = None) -> None:
+        """Stream what is not written yet, and give the files their names."""
+        bar = bar or Progress(False, "")  # noqa: FBT003  no bar
+        written: dict[tuple[str, str], Written] = {}
+        ends = []
+        for file, sink in zip(self._files, sinks, strict=False):
+            items = [
+                item._replace(data=replace(item.data, path=sinks[-1].path))
+                if isinstance(item.data, SpooledData)
+                else item
+                for item in file.items
+            ]
+            done, end = stream(items, sink, file.plan.alignment, bar)
+            written |= done
+            ends.append(end)
+        for file, sink, end in zip(self._files, sinks, ends, strict=False):
+            _end(file.plan, sink, end, written)
+        named = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
+        main = named.pop("")
+        plan = self._files[-1].plan
+
+        def referring(names: Mapping[str, str]) -> Sink:
+            return _referring(plan, names, main, written)
+
+        publish(main, named, replaced=self._replaced, referring=referring)
+
+
+def _abort(sinks: Iterable[Sink]) -> None:
+    for sink in sinks:
+        sink.abort()
+
+
+def _place_of(sinks: list[Sink], number: int) -> Place:
+    return sinks[number].place
+
+
+def _referring(
+    plan: Plan, names: Mapping[str, str], main: Sink, written: dict[tuple[str, str], Written]
+) -> Sink:
+    """Write the main file as it is when companions have other names."""
+    if plan.renamed is None or plan.extents:
+        raise TypeError("a plan with companions leaves all parts to them, and can rename them")
+    renamed = plan.renamed(names)
+    sink = main.another()
+    try:
+        _end(renamed, sink, _put(renamed.literals, sink, 0), written)
+    except BaseException:
+        sink.abort()
+        raise
+    return sink
+
+
+def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:
+    """Write literals, and return where the last of all that is written ends."""
+    for literal in literals:
+        offset = end if literal.offset is None else literal.offset
+        sink.write(literal.data, offset)
+        end = max(end, offset + len(literal.data))
+    return end
+
+
+def _end(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> None:
+    """Write what depends on where the parts went."""
+    end = _put(plan.finish(written), sink, end)
+    sink.resize(end if plan.nbytes is None else plan.nbytes)
+
+
+# --- dask arrays into their places ---------------------------------------------------------------
+
+
+class _Region(NamedTuple):
+    """Where a dask array goes in a file, and as what: all that its tasks are told."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    cast: Cast
+    tensor: str  # for messages
+    order: str
+    starts: tuple[tuple[int, ...], ...]  # of chunks, along each axis
+    observer: str  # is told of the progress
+
+    @classmethod
+    def of(cls, data: DaskData, offset: int, observer: str = "") -> _Region:
+        chunks = data.array.chunks
+        if any(np.isnan(size) for sizes in chunks for size in sizes):
+            raise UnsupportedError(
+                "the sizes of its chunks are not known before it is computed",
+                tensor=data.tensor,
+                hint="Call .compute_chunk_sizes() on the dask array, or compute it",
+            )
+        starts = tuple(tuple(np.cumsum((0, *sizes[:-1])).tolist()) for sizes in chunks)
+        shape = data.array.shape
+        return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, starts, observer)
+
+
+def _store(data: DaskData, place: Place, offset: int, observer: str) -> Any:
+    """Make a dask array whose chunks write those of another to a file that is there."""
+    array = data.array
+    return array.map_blocks(
+        _store_block,
+        place=place,
+        region=_Region.of(data, offset, observer),
+        chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
+        dtype=np.int64,
+        meta=np.empty((0,) * array.ndim, np.int64),
+        name=f"xckpt-write-{array.name}-{uuid4().hex}",
+    )
+
+
+def _store_delayed(data: DaskData, place: Any, offset: int) -> list[Any]:
+    """Make tasks, one for each chunk, that write to a file that another task makes."""
+    # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
+    import dask
+
+    region = _Region.of(data, offset)
+    write = dask.delayed(_store_block, pure=False, traverse=False)
+    blocks = data.array.to_delayed(optimize_graph=False)
+    return [
+        write(blocks[where], place=place, region=region, block_id=where)
+        for where in np.ndindex(blocks.shape)
+    ]
+
+
+def _store_block(
+    block: Any, *, place: Place, region: _Region, block_id: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Convert a chunk and write it where it goes; return how many bytes that were."""
+    block = np.asarray(block)
+    origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
+    data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
+    first = origin[::-1] if region.order == "F" else origin
+    with place.named():
+        fileno = os.open(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        try:
+            # In small runs, so that conversions need little memory besides the chunk.
+            for key, _ in data.runs():
+                where = tuple(at + run.start for at, run in zip(first, key, strict=True))
+                _write_run(place.path, fileno, region, data.converted(key), where)
+        finally:
+            os.close(fileno)
+    nbytes = nbytes_of(region.dtype, block.size)
+    report(region.observer, nbytes)
+    return np.full((1,) * block.ndim, nbytes, np.int64)
+
+
+def _write_run(
+    path: str, fileno: int, region: _Region, block: np.ndarray[Any, Any], where: tuple[int, ...]
+) -> None:
+    """Write a block whose axes have the order of the file."""
+    shape = region.shape[::-1] if region.order == "F" else region.shape
+    split, run = _longest_run(shape, block.shape)
+    if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
+        target = np.memmap(path, block.dtype, "r+", region.offset, shape)
+        target[tuple(slice(w, w + n) for w, n in zip(where, block.shape, strict=True))] = block
+        return
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    for position in np.ndindex(block.shape[:split]):
+        inside = (*position, *(0 for _ in shape[split:]))
+        first = sum((w + i) * s for w, i, s in zip(where, inside, strides, strict=True))
+        write_at(fileno, as_bytes(block[position]), region.offset + first * block.itemsize)
+
+
+def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first axis from which on a block is contiguous in the array, and so many elements.
+
+    Examples
+    --------
+    >>> _longest_run((10, 4, 8), (2, 3, 8))
+    (1, 24)
+    """
+    split = len(shape)
+    while split and block[split:] == shape[split:]:
+        split -= 1
+    return split, prod(block[split:])
+
+
+def _is_scattered(data: DaskData) -> bool:
+    """Return whether some chunks are written in runs so short that a memory map is used."""
+    turned = data.order == "F"
+    shape = data.array.shape[::-1] if turned else data.array.shape
+    chunks = tuple(min(sizes) if sizes else 0 for sizes in data.array.chunks)
+    split, run = _longest_run(shape, chunks[::-1] if turned else chunks)
+    return split > 0 and run * stored_dtype(data.dtype).itemsize < _SHORTEST_RUN
