@@ -27,7 +27,7 @@ class Literal(NamedTuple):
     Parameters
     ----------
     offset : int or None
-        First byte in the file; None is right behind all that is written before.
+        First byte in the file; None is right after all that is written before.
     data : bytes
         The bytes.
     """
@@ -81,11 +81,11 @@ class Written(NamedTuple):
 
 def by_source(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put tensors in the order that their data have in the file they come from."""
-    return dict(sorted(tensors.items(), key=lambda item: _place(item[1])))
 
+    def place(item: tuple[str, Tensor]) -> float:
+        return min([p.offset for p in item[1].parts.values() if p.offset > 0], default=inf)
 
-def _place(tensor: Tensor) -> float:
-    return min([part.offset for part in tensor.parts.values() if part.offset > 0], default=inf)
+    return dict(sorted(tensors.items(), key=place))
 
 
 def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[Literal, ...]:  # noqa: ARG001
@@ -101,14 +101,14 @@ class Plan:
     literals : tuple of Literal
         What is known beforehand, at offsets that are known.
     extents : tuple of Extent
-        Where parts go, in file order. Only those behind a compressed one have no offset.
+        Where parts go, in file order. Only those after a compressed one have no offset.
     alignment : int
         That extents without an offset keep, in bytes.
     nbytes : int or None
         Size of the file; None where only writing tells it.
     finish : callable
         Gets a `Written` for each (tensor, role) of this plan and of its companions when all of
-        them are written, and gives the literals that depend on them: a manifest with digests.
+        them are written, and returns the literals that depend on them: a manifest with digests.
     companions : mapping of str to Plan
         Other files of the same checkpoint, by their names in the same folder. They have all parts.
     renamed : callable or None

@@ -224,7 +224,7 @@ def _encoding(
 
 
 def _writer(new: str, engine: str | None) -> Format:
-    from xckpt.writing.destination import Destination
+    from xckpt.writing.saving import Destination
 
     try:
         return Destination(new, engine).writer

@@ -136,13 +136,8 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
         elif name in marks and _has_indices(variable, marks[name]["dims"], indexes):
             # Something computed becomes a stack whose members have nothing to remember.
             marked = variable.copy(deep=False)
-            nothing: dict[str, Any] = {
-                "indices": ((),) * len(marks[name]["dims"]),
-                "shared_attrs": (),
-                "array": None,
-                "members": (),
-            }
-            marked.encoding["stack"] = {**marks[name], **nothing}
+            unknown = {"indices": ((),) * len(marks[name]["dims"]), "shared_attrs": ()}
+            marked.encoding["stack"] = marks[name] | unknown | {"array": None, "members": ()}
             members = member_variables(name, marked, indexes)
         for member, unstacked in members.items():
             if member in found:

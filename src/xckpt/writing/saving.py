@@ -8,37 +8,51 @@ can share blocks between files (Btrfs, XFS, bcachefs, NFS 4.2, SMB) they are not
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing, contextmanager
+from dataclasses import replace as changed
+from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part
 from xckpt.labels import select
 from xckpt.opening import open_index, paused_collector
+from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import Descriptor, LocalSource
 from xckpt.storage.shard import ShardedSource, files_of, sources_of
+from xckpt.storage.siblings import components
+from xckpt.storage.sink import Sink
+from xckpt.storage.upload import UploadSink
+from xckpt.writing.casting import check_cast
 from xckpt.writing.data import StoredData, lazy_dask_array
-from xckpt.writing.destination import Destination
-from xckpt.writing.fitting import Changes
+from xckpt.writing.fitting import Changes, Requests, fit
 from xckpt.writing.gathering import gather, source_files, stored_payload
+from xckpt.writing.job import WriteJob
 from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.index import Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
+    from xckpt.writing.streaming import Item
 
-__all__ = ["append", "convert", "save"]
+__all__ = ["Destination", "append", "convert", "save"]
+
+# Those that all formats have.
+_OPTIONS = ("encoding", "cast", "compute", "overwrite", "progress", "storage_options")
 
 
 def save(
@@ -56,29 +70,29 @@ def save(
 ) -> Any:
     """Write a Dataset, DataTree or DataArray to a checkpoint, without loading it into memory.
 
-    The file is complete under its name, or not there: it is written beside it and renamed, so
-    that after an error, Ctrl-C or a full disk an old file is as it was. What was opened by us and
-    not touched is copied as it is stored; what was computed is converted back to the element type
-    that it was stored with.
+    The file is complete under its name, or not there: it is written next to its place and renamed,
+    so that after an error, Ctrl-C or a full disk an old file is as it was. What xckpt opened and
+    nobody touched is copied as it is stored; what was computed is converted back to the element
+    type that it was stored with.
 
     Parameters
     ----------
     obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
         Its variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
-        Where to, a path or an fsspec URL.
+        The new file, a path or an fsspec URL.
     engine : str, optional
-        Name of the format; by default the ending of `path` tells.
+        Name of the format; by default the one that the ending of `path` belongs to.
     encoding : mapping of str to mapping, optional
         How tensors are stored: globs of names to ``compression`` (``"zstd"``,
         ``"zstd-seekable"`` or None), ``level`` (1 to 22), ``digest`` (``"crc32c"``,
         ``"sha256"``, ... or None), ``dtype``, and ``layout`` (``"dense"`` for the values of
         sparse and quantised tensors). Later globs have the last word.
     cast : {"exact", "allow", "never"}
-        What conversions of element types may lose: nothing, bit for bit; or precision. With
-        ``"never"`` a type or layout that the format does not have is an error.
+        How much a change of element type may lose: nothing, bit for bit (exact), or precision
+        (allow). With ``"never"`` a type or layout that the format does not have is an error.
     compute : bool, default True
-        False gives a `dask.delayed.Delayed` that writes when it is computed.
+        False returns a `dask.delayed.Delayed` that writes when it is computed.
     overwrite : bool, default False
         Whether an existing file is replaced.
     progress : bool or callable, optional
@@ -86,7 +100,7 @@ def save(
     storage_options : dict, optional
         For fsspec, where `path` is a URL.
     **format_options
-        Options of the format's own.
+        Options of the format itself.
 
     Returns
     -------
@@ -107,7 +121,7 @@ def save(
     Warns
     -----
     CheckpointWarning
-        Of what is not written, or in another form.
+        If something is not written, or is written in another form; it says what.
 
     Examples
     --------
@@ -153,16 +167,16 @@ def convert(
     Values are copied as they are stored wherever the new format stores them so: nothing is loaded
     into memory, and digests that the old file states are checked on the way. Names, element
     types, memory order, names of axes, compression, digests and attributes are kept as far as the
-    new format has them; what it has not is told in one warning.
+    new format has them; anything that it cannot hold is reported in one warning.
 
     Parameters
     ----------
     src : str, os.PathLike, bytes or binary file object
         The checkpoint, as `xckpt.read_index` takes it.
     dst : str or os.PathLike
-        Where to, a path or an fsspec URL.
+        The new file, a path or an fsspec URL.
     engine : str, optional
-        Name of the new format; by default the ending of `dst` tells.
+        Name of the new format; by default the one that the ending of `dst` belongs to.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Which tensors, as ``xr.open_dataset(..., tensors=)`` takes it; by default all.
     encoding : mapping of str to mapping, optional
@@ -178,7 +192,7 @@ def convert(
     storage_options : dict, optional
         For fsspec, of both files.
     **format_options
-        Options of the new format's own.
+        Options of the new format itself.
 
     Raises
     ------
@@ -196,7 +210,7 @@ def convert(
     Warns
     -----
     CheckpointWarning
-        Of what is not written, or in another form.
+        If something is not written, or is written in another form; it says what.
 
     Examples
     --------
@@ -249,8 +263,8 @@ def append(
     """Add the tensors of a Dataset, DataTree or DataArray to a checkpoint.
 
     Nothing that is in the file is read or written anew. The longer file is complete under its
-    name, or the old one is as it was: it is written beside it and renamed. Its first part is the
-    old file, which the kernel copies, or shares where the file system can (see the notes).
+    name, or the old one is as it was: it is written next to it and renamed. It begins with the
+    bytes of the old file, which the kernel copies, or shares where the file system can (see below).
 
     Parameters
     ----------
@@ -271,7 +285,7 @@ def append(
     storage_options : dict, optional
         For fsspec, where `path` is a URL: the file is downloaded, and the longer one uploaded.
     **format_options
-        Options of the format's own.
+        Options of the format itself.
 
     Raises
     ------
@@ -291,7 +305,7 @@ def append(
     Warns
     -----
     CheckpointWarning
-        Of what is not written, or in another form.
+        If something is not written, or is written in another form; it says what.
 
     Notes
     -----
@@ -354,3 +368,119 @@ def _alone(source: Source) -> Iterator[None]:
         yield
     finally:
         del descriptor  # which closes it, and that unlocks
+
+
+# --- where to, and as what ------------------------------------------------------------------------
+
+
+class Destination:
+    """A file that is to be written, and what a user asked for; see `save`."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        overwrite: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        format_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_cast(cast)
+        target = os.fspath(path)
+        self.writer = formats.writable(engine or _format_of(target))
+        self._options = format_options or {}
+        has = tuple(self.writer.write_options)
+        for option in self._options:
+            if option not in has:
+                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
+                hint = (
+                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
+                )
+                name = self.writer.name
+                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
+        self.path = target if is_remote(target) else local_path(target)
+        self._requests = Requests(encoding)
+        self._cast = cast
+        self._overwrite = overwrite
+        #: ``open_sink(name)`` begins the companion of that name, or the file itself for None.
+        self.open_sink = partial(_open_sink, self.path, overwrite, storage_options)
+
+    def job(
+        self,
+        payloads: Sequence[Payload],
+        attrs: Mapping[str, Any],
+        changes: Changes,
+        *,
+        sources: Iterable[Source],
+        plan: Callable[..., Plan] | None = None,
+        before: Item | None = None,
+    ) -> WriteJob:
+        """Lay the file out; nothing is written yet."""
+        try:
+            index, fitted = fit(
+                payloads,
+                attrs,
+                writer=self.writer,
+                requests=self._requests,
+                cast=self._cast,
+                changes=changes,
+            )
+            planned = (plan or self.writer.plan)(changed(index, source=self.path), **self._options)
+            replaced = []
+            if self._overwrite:
+                paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+                targets = {_resolved(path) for path in paths}
+                replaced = [each for each in sources if _resolved(each.name) in targets]
+            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            return WriteJob(
+                planned, fitted, self._cast, self.open_sink, label, before=before, replaced=replaced
+            )
+        except CheckpointError as error:
+            raise error.located(path=self.path) from error.__cause__
+
+
+def _open_sink(
+    path: str,
+    overwrite: bool,  # noqa: FBT001  by position, for partial
+    storage_options: dict[str, Any] | None,
+    companion: str | None = None,
+) -> Sink:
+    if companion is not None:
+        path = _companion(path, companion)
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
+
+
+def _companion(path: str, name: str) -> str:
+    folder, slash, _ = path.rpartition("/")
+    return folder + slash + "/".join(components(name))
+
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+
+
+def _format_of(path: str) -> str:
+    """Find the format that a file name ends like."""
+    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
+    every = [formats.get(known) for known in formats.names()]
+    found = {
+        each.name: suffix
+        for each in every
+        if each.can.types
+        for suffix in each.suffixes
+        if name.endswith(suffix)
+    }
+    if len(found) > 1:
+        shared = {each.name: each.shared_suffixes for each in every}
+        found = {each: s for each, s in found.items() if s not in shared[each]} or found
+    if len(found) == 1:
+        return next(iter(found))
+    which = "several formats have" if found else "no format has"
+    engines = ", ".join(map(repr, found or formats.names()))
+    raise ValueError(
+        f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
+    )
