@@ -26,11 +26,10 @@ from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
 from xckpt.dtypes import nbytes_of
 from xckpt.errors import UnsupportedError, shown
-from xckpt.flat import flatten
 from xckpt.index import Part, Tensor
 from xckpt.labels import stated_name
-from xckpt.stacking import member_variables
 from xckpt.storage.shard import files_of
+from xckpt.tensors import flatten, member_variables
 from xckpt.writing.casting import element_type
 from xckpt.writing.data import Payload, StoredData
 from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.lazy import Origin
     from xckpt.arrays.parts import PartReader
-    from xckpt.flat import Flat
     from xckpt.storage import Source
+    from xckpt.tensors import Flat
+    from xckpt.variables import StackRecord
     from xckpt.writing.fitting import Changes
 
 __all__ = ["array_of", "gather", "source_files", "stored_payload", "untouched"]
@@ -130,15 +129,14 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
     found: dict[Any, xr.Variable] = {}
     for name, variable in flat.variables.items():
         members = {name: variable}
-        indexes = flat.indexes(flat.nodes[name]) if marks or "stack" in variable.encoding else {}
-        if "stack" in variable.encoding:
-            members = member_variables(name, variable, indexes)
-        elif name in marks and _has_indices(variable, marks[name]["dims"], indexes):
-            # Something computed becomes a stack whose members have nothing to remember.
-            marked = variable.copy(deep=False)
-            unknown = {"indices": ((),) * len(marks[name]["dims"]), "shared_attrs": ()}
-            marked.encoding["stack"] = marks[name] | unknown | {"array": None, "members": ()}
-            members = member_variables(name, marked, indexes)
+        if "stack" in variable.encoding or name in marks:
+            indexes = flat.indexes(flat.nodes[name])
+            stack = variable
+            if "stack" not in variable.encoding and _has_indices(variable, marks[name], indexes):
+                stack = variable.copy(deep=False)
+                stack.encoding["stack"] = marks[name]
+            if "stack" in stack.encoding:
+                members = member_variables(name, stack, indexes)
         for member, unstacked in members.items():
             if member in found:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
@@ -147,16 +145,15 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
 
 
 def _has_indices(
-    variable: xr.Variable, dims: tuple[str, ...], indexes: Mapping[Any, xr.Variable]
+    variable: xr.Variable, stack: StackRecord, indexes: Mapping[Any, xr.Variable]
 ) -> bool:
     """Return whether something computed still has what names the tensors it came from."""
-    for dim in dims:
-        coord = indexes.get(dim)
-        if coord is None or "stack" not in coord.encoding:
-            return False
-        if (coord.dims == (dim,)) != (dim in variable.dims):
-            return False
-    return True
+    return all(
+        dim in indexes
+        and "stack" in indexes[dim].encoding
+        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
+        for dim in stack.dims
+    )
 
 
 # --- what nothing was done to --------------------------------------------------------------------
@@ -166,11 +163,6 @@ def untouched(variable: xr.Variable) -> LazyArray | None:
     """Return the stored array that a variable shows, if nothing was done to it."""
     data: Any = variable._data  # noqa: SLF001  `data` would load what is not dask's
     return data.dask.lazy if is_stored(data) else None
-
-
-def _origin(variable: xr.Variable) -> Origin | None:
-    lazy = untouched(variable)
-    return None if lazy is None else lazy.origin
 
 
 def _readers(lazy: Any) -> dict[str, PartReader]:
@@ -211,20 +203,31 @@ def _payloads(
             yield _payload(name, variable, changes, again=again)
         elif whole in wholes:
             parts = wholes.pop(whole)
-            yield _whole(whole, {role: variables[part] for role, part in parts.items()})
+            lazy: dict[str, Any] = {
+                role: untouched(variables[each]) for role, each in parts.items()
+            }
+            role, first = next(iter(parts.items()))
+            tensor, shown_as = lazy[role].origin.tensor, variables[first]
+            path = tensor.path if "path" in shown_as.encoding else None
+            readers = {role: _readers(each)["data"] for role, each in lazy.items()}
+            named = replace(tensor, name=whole, attrs=shown_as.attrs, path=path)
+            yield stored_payload(named, readers)
 
 
 def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
-    """Find the tensors all parts of which are there untouched, as variables of their own."""
+    """Find the tensors all parts of which are there untouched: the variables by their roles."""
     found: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     roles: dict[tuple[str, str, str], list[str]] = {}
     for name, variable in variables.items():
-        origin = _origin(variable)
+        lazy = untouched(variable)
+        origin = None if lazy is None else lazy.origin
         if origin is None or origin.role is None:
             continue
-        whole = _name_of_whole(name, origin.tensor.name, origin.role)
-        if whole is not None and whole not in variables:
-            key = (whole, origin.tensor.name, str(variable.encoding.get("source")))
+        tensor, part = origin.tensor.name, f":{origin.role}"
+        # Colons are added to names that are taken; who renames a part may rename the whole.
+        renamed = re.fullmatch(f"({re.escape(tensor)}|.+?){re.escape(part)}:*", name, re.DOTALL)
+        if renamed is not None and renamed[1] not in variables:
+            key = (renamed[1], tensor, str(variable.encoding.get("source")))
             found[key][origin.role] = name
             roles[key] = list(origin.tensor.parts)
     wholes: dict[str, dict[str, str]] = {}
@@ -232,26 +235,6 @@ def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
         if parts.keys() == set(roles[key]):
             wholes.setdefault(key[0], {role: parts[role] for role in roles[key]})
     return wholes
-
-
-def _name_of_whole(name: str, tensor: str, role: str) -> str | None:
-    """Return what the whole is called by the name of a part, None if it does not say."""
-    part = f":{role}"
-    if name.startswith(tensor + part) and not name[len(tensor + part) :].strip(":"):
-        return tensor
-    renamed = re.fullmatch(f"(.+?){re.escape(part)}:*", name, re.DOTALL)
-    return None if renamed is None else renamed[1]
-
-
-def _whole(name: str, variables: Mapping[str, xr.Variable]) -> Payload:
-    """List a tensor that is open as its parts."""
-    first = next(iter(variables.values()))
-    origin = _origin(first)
-    if origin is None:
-        raise TypeError(f"parts of {name!r} are not those of a file")
-    readers = {role: _readers(untouched(each))["data"] for role, each in variables.items()}
-    path = origin.tensor.path if "path" in first.encoding else None
-    return stored_payload(replace(origin.tensor, name=name, attrs=first.attrs, path=path), readers)
 
 
 def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool) -> Payload:

@@ -190,7 +190,18 @@ class WriteJob:
         plan = self._files[-1].plan
 
         def referring(names: Mapping[str, str]) -> Sink:
-            return _referring(plan, names, main, written)
+            """Write the main file as it is when companions have other names."""
+            if plan.renamed is None or plan.extents:
+                text = "a plan with companions leaves all parts to them, and can rename them"
+                raise TypeError(text)
+            renamed = plan.renamed(names)
+            sink = main.another()
+            try:
+                _end(renamed, sink, _put(renamed.literals, sink, 0), written)
+            except BaseException:
+                sink.abort()
+                raise
+            return sink
 
         publish(main, named, replaced=self._replaced, referring=referring)
 
@@ -202,22 +213,6 @@ def _abort(sinks: Iterable[Sink]) -> None:
 
 def _place_of(sinks: list[Sink], number: int) -> Place:
     return sinks[number].place
-
-
-def _referring(
-    plan: Plan, names: Mapping[str, str], main: Sink, written: dict[tuple[str, str], Written]
-) -> Sink:
-    """Write the main file as it is when companions have other names."""
-    if plan.renamed is None or plan.extents:
-        raise TypeError("a plan with companions leaves all parts to them, and can rename them")
-    renamed = plan.renamed(names)
-    sink = main.another()
-    try:
-        _end(renamed, sink, _put(renamed.literals, sink, 0), written)
-    except BaseException:
-        sink.abort()
-        raise
-    return sink
 
 
 def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:

@@ -27,6 +27,9 @@ from xckpt.writing.sparse_parts import densified, is_sparse
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    # Datasets and the names of the nodes below them, by path.
+    _Nodes = dict[str, tuple[xr.Dataset, tuple[str, ...]]]
+
 __all__ = ["plain"]
 
 _INTEGERS = tuple([f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
@@ -63,31 +66,25 @@ _UNIT_OF_TIME = re.compile(r"(?s).*\bsince\b.*|((nano|micro|milli)?second|minute
 _BY_AXIS = ("preferred_chunks", "chunks", "shards", "chunksizes", "original_shape")
 
 
-class _Node(NamedTuple):
-    """A Dataset, alone or in a tree, and the names of the nodes below it."""
-
-    ds: xr.Dataset
-    children: tuple[str, ...]
-
-
 def plain(obj: xr.Dataset | xr.DataTree) -> Any:
     """Make an object that xarray writes to netCDF and zarr as it is; warn once of what changed."""
     changes = Changes()
-    nodes = _nodes(obj)
-    dims = _dims(nodes)
+    nodes: _Nodes = {"/": (obj, ())} if isinstance(obj, xr.Dataset) else _nodes(obj)
+    taken = {str(name) for ds, below in nodes.values() for name in (*ds.variables, *below)}
+    dims = _dims(nodes, taken)
     for dim, new in dims.items():
         if new != dim:
             changes.add("dimensions have other names", str(dim))
-    pair = _distinct({None: "complex"}, {*dims.values(), *_all_names(nodes)})[None]
+    pair = _distinct({None: "complex"}, {*dims.values(), *taken})[None]
     made: dict[str, xr.Dataset] = {}
     paths = {"/": "/"}
     said: dict[str, dict[str, Any]] = {"/": {}}
-    for path, node in nodes.items():
-        names = _names(node, dims)
-        made[paths[path]] = _dataset(node.ds, _Renamed(names, dims, pair), said[path], changes)
-        for child in node.children:
-            below = _joined(path, child)
-            paths[below] = _joined(paths[path], names[child])
+    for path, (ds, children) in nodes.items():
+        names = _names(ds, children, dims)
+        made[paths[path]] = _dataset(ds, _Renamed(names, dims, pair), said[path], changes)
+        for child in children:
+            below = f"{path.rstrip('/')}/{child}"
+            paths[below] = f"{paths[path].rstrip('/')}/{names[child]}"
             said[below] = {} if names[child] == child else {_NAME: child}
             if said[below]:
                 changes.add("modules have other names", below)
@@ -97,49 +94,39 @@ def plain(obj: xr.Dataset | xr.DataTree) -> Any:
     return xr.DataTree.from_dict(made, name=obj.name)
 
 
-def _nodes(obj: xr.Dataset | xr.DataTree) -> dict[str, _Node]:
-    """List Datasets by their paths below the object, those above others first."""
-    if isinstance(obj, xr.Dataset):
-        return {"/": _Node(obj, ())}
+def _nodes(tree: xr.DataTree) -> _Nodes:
+    """List Datasets by their paths below the tree, those above others first."""
     return {
-        "/" + node.path.removeprefix(obj.path).lstrip("/"): _Node(
+        "/" + node.path.removeprefix(tree.path).lstrip("/"): (
             # The root has what it inherits: nothing above it is written.
-            node.to_dataset(inherit=node is obj),
+            node.to_dataset(inherit=node is tree),
             tuple(node.children),
         )
-        for node in obj.subtree
+        for node in tree.subtree
     }
 
 
-def _all_names(nodes: Mapping[str, _Node]) -> set[str]:
-    return {str(name) for n in nodes.values() for name in (*n.ds.variables, *n.children)}
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path.rstrip('/')}/{name}"
-
-
-def _dims(nodes: Mapping[str, _Node]) -> dict[Any, str]:
+def _dims(nodes: _Nodes, taken: set[str]) -> dict[Any, str]:
     """Name dimensions, which are the same in a whole tree."""
     found: dict[Any, None] = {}
     refused: set[Any] = set()
-    for node in nodes.values():
-        here = [dim for variable in node.ds.variables.values() for dim in variable.dims]
+    for ds, children in nodes.values():
+        here = [dim for variable in ds.variables.values() for dim in variable.dims]
         found |= dict.fromkeys(here)
-        # In an HDF5 file a dimension is an object beside the groups.
-        refused.update(set(here).intersection(node.children))
+        # In an HDF5 file a dimension is an object next to the groups.
+        refused.update(set(here).intersection(children))
     wanted = {dim: f"{_held_name(dim)}_" if dim in refused else _held_name(dim) for dim in found}
-    return _distinct(wanted, _all_names(nodes))
+    return _distinct(wanted, taken)
 
 
-def _names(node: _Node, dims: Mapping[Any, str]) -> dict[Any, str]:
+def _names(ds: xr.Dataset, children: tuple[str, ...], dims: Mapping[Any, str]) -> dict[Any, str]:
     """Name the variables of a Dataset and its children."""
     # xarray lists coordinates in one text, with spaces between them.
-    listed = {name for name, coord in node.ds.coords.variables.items() if coord.dims != (name,)}
-    own = {name: dims[name] for name in node.ds.variables if name in dims}
+    listed = {name for name, coord in ds.coords.variables.items() if coord.dims != (name,)}
+    own = {name: dims[name] for name in ds.variables if name in dims}
     wanted: dict[Any, str] = {
         name: _held_name(name, no_spaces=name in listed)
-        for name in (*node.ds.variables, *node.children)
+        for name in (*ds.variables, *children)
         if name not in own
     }
     return _distinct(wanted, dims.values()) | own
@@ -163,21 +150,17 @@ def _dataset(
     coords = ds.coords.variables
     new: dict[bool, dict[str, xr.Variable]] = {False: {}, True: {}}
     for name, variable in ds.variables.items():
-        if _is_unreadable(variable):
+        lazy = untouched(variable)
+        # Any value is an error, and the type perhaps not one that arrays have. The members of a
+        # stack are all of one kind.
+        first = lazy.members[0] if isinstance(lazy, StackedArray) else lazy
+        if isinstance(first, UnreadableArray):
             changes.add("variables were left out, as they cannot be read", str(name))
             continue
         new[name in coords][renamed.names[name]] = _variable(name, variable, renamed, changes)
     made = xr.Dataset(new[False], new[True], _held_attrs(ds.attrs, said, changes))
     made.encoding = dict(ds.encoding)
     return made
-
-
-def _is_unreadable(variable: xr.Variable) -> bool:
-    """Return whether any value is an error, and its type perhaps none that arrays have."""
-    lazy = untouched(variable)
-    if isinstance(lazy, StackedArray):
-        lazy = lazy.members[0]  # all are of one kind
-    return isinstance(lazy, UnreadableArray)
 
 
 def _variable(name: Any, old: xr.Variable, renamed: _Renamed, changes: Changes) -> xr.Variable:

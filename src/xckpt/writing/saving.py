@@ -21,9 +21,9 @@ from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import CheckpointError, UnsupportedError, locating
-from xckpt.index import Part
+from xckpt.index import Part, paused_collector
 from xckpt.labels import select
-from xckpt.opening import open_index, paused_collector
+from xckpt.opening import open_index
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import Descriptor, LocalSource
 from xckpt.storage.shard import ShardedSource, files_of, sources_of

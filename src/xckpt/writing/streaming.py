@@ -10,6 +10,7 @@ import errno
 import os
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import IntegrityError, locating
@@ -235,16 +236,17 @@ class _Streaming:
                 self._submit(self._put_in_order, item, offset)
                 return
             for start, read in pieces:
-                self._submit(self._put_piece, read, offset + start)
+                self._submit(self._put_piece, item, read, offset + start)
             self._wrote(item, offset)
 
     def _wrote(self, item: Item, offset: int, digest: str | None = None) -> None:
         key = item.extent.tensor, item.extent.role
         self._written[key] = Written(offset, item.nbytes, digest)
 
-    def _put_piece(self, read: Callable[[], memoryview], offset: int) -> None:
+    def _put_piece(self, item: Item, read: Callable[[], memoryview], offset: int) -> None:
         self._check_stopped()
-        data = read()
+        with _naming(item):
+            data = read()
         self._sink.write(data, offset)
         self._progress.advance(len(data))
 
@@ -368,21 +370,17 @@ class _Streaming:
             emit(stored, at)
             at += len(stored)
 
-        try:
-            with locating(tensor=item.extent.tensor):
-                for block in blocks:
-                    self._check_stopped()
-                    if of_raw is not None:
-                        of_raw.update(block)
-                    put(block if encoder is None else encoder.add(block))
-                    self._progress.advance(len(block))
-                if encoder is not None:
-                    put(encoder.end())
-                if isinstance(data, VerbatimData):
-                    data.hash_decoded(hasher if covers_decoded else None)
-        except IntegrityError as error:
-            error.hint = error.hint or "xckpt.verify lists all that is damaged"
-            raise
+        with _naming(item):
+            for block in blocks:
+                self._check_stopped()
+                if of_raw is not None:
+                    of_raw.update(block)
+                put(block if encoder is None else encoder.add(block))
+                self._progress.advance(len(block))
+            if encoder is not None:
+                put(encoder.end())
+            if isinstance(data, VerbatimData):
+                data.hash_decoded(hasher if covers_decoded else None)
         return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
 
     def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
@@ -397,6 +395,17 @@ class _Streaming:
     def _check_stopped(self) -> None:
         if self.stopped:
             raise _Stopped
+
+
+@contextmanager
+def _naming(item: Item) -> Iterator[None]:
+    """Name the tensor in errors, and say what to do about damage."""
+    try:
+        with locating(tensor=item.extent.tensor):
+            yield
+    except IntegrityError as error:
+        error.hint = error.hint or "xckpt.verify lists all that is damaged"
+        raise
 
 
 def _next_data(descriptor: Descriptor | None, start: int, nbytes: int) -> tuple[int, int]:
