@@ -16,10 +16,10 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dataset import free_name
 from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
+from xckpt.listing import free_name
 from xckpt.writing.casting import choose_type
 from xckpt.writing.data import ArrayData, DaskData, Payload
 
