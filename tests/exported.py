@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import xarray as xr
 
 import xckpt
 from tests.formats.ztensor_files import dense_v1, v1_file
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 
 TENSORS = {
     "emb": dense_v1(bytes(4000), [100, 10], "float32"),

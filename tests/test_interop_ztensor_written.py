@@ -16,7 +16,7 @@ import pytest
 
 from tests.formats.indexes import coo, csr, dense, filled, index_of
 from tests.formats.planned import materialize
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.formats import ztensor as ours
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.sample import write_checkpoint
 
 if TYPE_CHECKING:

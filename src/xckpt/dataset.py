@@ -12,7 +12,7 @@ import xarray as xr
 
 from xckpt.arrays.chunks import target_nbytes
 from xckpt.arrays.graph import tensor_array
-from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
 from xckpt.labels.stacking import StackedAttrs, stacked_attrs
 from xckpt.listing import Listed, Listing, free_name, list_arrays

@@ -29,7 +29,7 @@ class Part:
     Parameters
     ----------
     dtype : str
-        Element type, a key of `xckpt.dtypes.ELEMENT_TYPES`.
+        Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
     shape : tuple of int or None
         None where only decoding tells the length (a compressed list of unknown length).
     offset : int
@@ -123,7 +123,7 @@ class Tensor:
     name : str
         Exactly as in the file.
     dtype : str
-        Element type of the stored values, a key of `xckpt.dtypes.ELEMENT_TYPES`; another text
+        Element type of the stored values, a key of `xckpt.elements.ELEMENT_TYPES`; another text
         only where the file names a type that is not known (then `problem` is set).
     shape : tuple of int
         Logical shape.

@@ -17,7 +17,7 @@ from math import isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.arrays.chunks import chunks_along_slowest, target_nbytes
-from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, MissingShardError, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.opening import open_index

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 
 if TYPE_CHECKING:
     import os

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.arrays.elements import elements, unpack_codes
-from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tests.formats.indexes import dense, filled, index_of, plain
 from tests.formats.planned import materialize, wanted
 from tests.sources import CountingSource
 from xckpt import UnsupportedError, formats
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 
 if TYPE_CHECKING:
     from tests.contracts.declared import Declared

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:

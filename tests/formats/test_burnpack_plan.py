@@ -31,7 +31,7 @@ from tests.formats.indexes import (
 )
 from tests.formats.planned import materialize, wanted
 from tests.sources import CountingSource
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats import burnpack
 from xckpt.index import Index, Part, Quantization, Tensor

@@ -28,7 +28,7 @@ from tests.formats.mlcp_files import (
 )
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError
 from xckpt.formats import mlcp
 from xckpt.formats.mlcp.cursor import NetCursor

@@ -17,7 +17,7 @@ from tests.conftest import golden_files
 from tests.formats.planned import materialize, materialize_all
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats import mlcp
 from xckpt.formats.mlcp.cursor import NetCursor, written_string

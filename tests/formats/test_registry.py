@@ -14,7 +14,7 @@ import xarray as xr
 from tests.sources import CountingSource
 from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError
 from xckpt.index import Index
 from xckpt.options import OpenOptions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.formats.planned import materialize
 from tests.sources import CountingSource
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats import get
 from xckpt.index import Index, Part, Tensor

@@ -27,7 +27,7 @@ from tests.formats.indexes import (
 )
 from tests.formats.planned import materialize, raw_bytes, wanted
 from tests.sources import CountingSource
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats import ztensor
 from xckpt.index import Index, Part, Quantization, Tensor

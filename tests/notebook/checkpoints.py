@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.notebook.folding import Row
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,7 +28,7 @@ from tests.writing.saved import (
     writable_types,
 )
 from xckpt import CheckpointError, CheckpointWarning, read_index
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.writing import save
 
 # primitiv has no tensors without elements.

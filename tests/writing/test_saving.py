@@ -22,7 +22,7 @@ from tests.writing.saved import (
     writable_types,
 )
 from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
-from xckpt.dtypes import stored_dtype
+from xckpt.elements import stored_dtype
 from xckpt.writing import save
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError
 
 if TYPE_CHECKING:

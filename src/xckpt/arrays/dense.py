@@ -20,7 +20,7 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
-from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.dtypes import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import FormatError
 
 __all__ = ["elements", "unpack_codes"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.storage import digests, encodings
 from xckpt.storage.pool import Pool

@@ -10,7 +10,7 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.elements import elements, unpack_codes
 from xckpt.arrays.lazy import RowBlockArray
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ from xckpt.arrays.chunks import chunks_along_slowest
 from xckpt.arrays.elements import elements
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.selection import contiguous_run, result_shape, take
-from xckpt.dtypes import decoded_dtype, nbytes_of
+from xckpt.elements import decoded_dtype, nbytes_of
 from xckpt.errors import FormatError, TooLargeError
 from xckpt.storage import is_mapped
 from xckpt.storage.limits import require_memory

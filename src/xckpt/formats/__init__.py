@@ -118,7 +118,7 @@ class Format:
     shared_suffixes : tuple of str
         Those of them that other programs use too: they do not mark a remote file as of this format.
     types : mapping of object to str
-        How a file spells element types, and their names in `xckpt.dtypes.ELEMENT_TYPES`.
+        How a file spells element types, and their names in `xckpt.elements.ELEMENT_TYPES`.
     spelled : mapping of str to object
         The same the other way round; of several spellings the first.
     can : Can

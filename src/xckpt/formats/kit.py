@@ -14,7 +14,7 @@ from math import isfinite, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
 
 if TYPE_CHECKING:

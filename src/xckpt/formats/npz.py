@@ -35,7 +35,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
 from xckpt.index import Index, Part, Tensor

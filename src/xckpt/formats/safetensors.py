@@ -40,7 +40,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.index import Index, Part, Tensor

@@ -11,7 +11,7 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import SparseArray
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
 from xckpt.statistics.kinds import kind_named, require_numbers
 from xckpt.statistics.reader import Reader

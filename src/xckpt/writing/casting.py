@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from xckpt.dtypes import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:

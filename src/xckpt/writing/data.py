@@ -21,7 +21,7 @@ import numpy as np
 from xckpt.arrays.chunks import chunks_along_slowest, target_nbytes
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.elements import elements, unpack_codes
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import IntegrityError
 from xckpt.storage import digests
 from xckpt.storage.encodings import STREAMS

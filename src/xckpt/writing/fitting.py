@@ -16,7 +16,7 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Index, Part, Tensor
 from xckpt.listing import free_name

@@ -24,7 +24,7 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError, shown
 from xckpt.index import Part, Tensor
 from xckpt.labels import stated_name

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.progress import Progress, report
 from xckpt.storage.sink import publish, write_at

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, locating
 from xckpt.index import Part
 

@@ -14,7 +14,7 @@ from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.sparse import SparseArray
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import (
     CheckpointError,
     CheckpointWarning,

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formats.burnpack.encode import encode_metadata
 from xckpt.formats.burnpack.scalars import ScalarNames, kind_and_value

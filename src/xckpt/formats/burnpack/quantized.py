@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError
 from xckpt.formats.burnpack.metadata import (
     UNIT,

@@ -47,7 +47,7 @@ from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.dtypes import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config

@@ -7,7 +7,7 @@ from dataclasses import replace
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
-from xckpt.dtypes import nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats.kit import DIMS_KEY, dims_text
 from xckpt.formats.mlcp.companions import (

@@ -6,7 +6,7 @@ from math import prod
 from struct import Struct, pack
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, shown
 from xckpt.formats.kit import is_oversized
 from xckpt.formats.mlcp.cursor import written_string
@@ -60,7 +60,7 @@ class Record(NamedTuple):
     name : str
         Its name, unique in its shard.
     dtype : str
-        Element type, a key of `xckpt.dtypes.ELEMENT_TYPES`.
+        Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
     shape : tuple of int
         Its shape.
     nbytes : int

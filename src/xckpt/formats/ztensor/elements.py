@@ -1,10 +1,10 @@
-"""Names of element types in the versions of zTensor, as keys of `xckpt.dtypes.ELEMENT_TYPES`."""
+"""Names of element types in the versions of zTensor, as keys of `xckpt.elements.ELEMENT_TYPES`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xckpt.dtypes import ELEMENT_TYPES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, shown
 
 if TYPE_CHECKING:
