@@ -45,13 +45,8 @@ def densified(array: Any) -> Any:
         return array
     if hasattr(array, "dask"):
         meta = np.empty((0,) * array.ndim, array.dtype)
-        return array.map_blocks(_todense, dtype=array.dtype, meta=meta)
+        return array.map_blocks(densified, dtype=array.dtype, meta=meta)
     return array.todense()
-
-
-def _todense(block: Any) -> np.ndarray[Any, Any]:
-    dense: np.ndarray[Any, Any] = block.todense() if is_sparse(block) else np.asarray(block)
-    return dense
 
 
 def sparse_parts(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pandas import DataFrame
 
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Tensor
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
 
@@ -214,23 +214,17 @@ def _check_part(data: StoredData) -> bool:
         reason = f"{part.nbytes} bytes are not the {data.nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
     if part.encoding is None and not data.is_checked:
-        _check_presence(data.reader.source, part)
+        # Look whether it is where it is said to be, without reading it.
+        source, end = data.reader.source, part.offset + part.nbytes
+        if part.inline is None and end > source.size:
+            reason = f"it ends at byte {end}, but the file has {source.size}"
+            raise FormatError(reason, offset=part.offset, rule="Truncated")
+        if part.inline is None and part.nbytes:
+            source.read(end - 1, 1)
         return False
     for _ in data.blocks():  # which compares
         pass
     return data.is_checked
-
-
-def _check_presence(source: Source, part: Part) -> None:
-    """Look whether a part is where it is said to be, without reading it."""
-    if part.inline is not None:
-        return
-    end = part.offset + part.nbytes
-    if end > source.size:
-        reason = f"it ends at byte {end}, but the file has {source.size}"
-        raise FormatError(reason, offset=part.offset, rule="Truncated")
-    if part.nbytes:
-        source.read(end - 1, 1)
 
 
 def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
