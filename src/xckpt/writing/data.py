@@ -1,7 +1,7 @@
 """What is to be written: tensors, and where the bytes of their parts come from.
 
-All but dask arrays give their bytes in order, and mostly in any order (`PartData`); dask arrays
-are computed into their places, see `xckpt.writing.job`. Digests that a file states are compared
+All give their bytes in order, and mostly in any order (`PartData`), but dask arrays: these are
+computed into their places, see `xckpt.writing.job`. Digests that a file states are compared
 while its bytes pass.
 """
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PIECE_NBYTES",
     "ArrayData",
-    "DaskData",
     "LiteralData",
     "PartData",
     "Payload",
@@ -74,14 +73,13 @@ class Payload:
     values: Callable[[], Any] | None = None
     level: int | None = None
 
-    def data(self, role: str, part: Part, cast: Cast) -> PartData | DaskData:
+    def data(self, role: str, part: Part, cast: Cast) -> PartData:
         """Return the bytes of a part in the form in which they are to be written."""
         source = self.parts[role]
         order = self.tensor.order if self.tensor.layout == "dense" else "C"
         if isinstance(source, StoredData):
             return source.written_as(part, order, cast, recompress=self.level is not None)
-        kind = DaskData if hasattr(source, "dask") else ArrayData
-        return kind(source, part.dtype, cast, self.tensor.name, order)
+        return ArrayData(source, part.dtype, cast, self.tensor.name, order)
 
 
 class PartData(ABC):
@@ -115,19 +113,8 @@ class LiteralData(PartData):
 
 
 @dataclass(frozen=True, slots=True)
-class DaskData:
-    """A dask array, whose chunks are computed in whatever order is cheapest; see `ArrayData`."""
-
-    array: Any
-    dtype: str
-    cast: Cast
-    tensor: str
-    order: str = "C"
-
-
-@dataclass(frozen=True, slots=True)
 class ArrayData(PartData):
-    """An array in memory, or a lazy one, that is written as an element type in a memory order.
+    """An array that is written as an element type in a memory order: numpy's, lazy, or dask's.
 
     It may be a block that begins at `origin` of the `tensor`, which is of interest for messages.
     """
@@ -138,6 +125,11 @@ class ArrayData(PartData):
     tensor: str
     order: str = "C"
     origin: Sequence[int] = ()
+
+    @property
+    def is_dask(self) -> bool:
+        """Whether its chunks are computed, in whatever order is cheapest, before they are read."""
+        return hasattr(self.array, "dask")
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the array
@@ -284,9 +276,7 @@ class StoredData(PartData):
         """A reader that checks the digest before anything of the part is used."""
         return replace(self.reader, verify=self.reader.verify is not False)
 
-    def written_as(
-        self, part: Part, order: str, cast: Cast, *, recompress: bool
-    ) -> PartData | DaskData:
+    def written_as(self, part: Part, order: str, cast: Cast, *, recompress: bool) -> PartData:
         """Return the bytes in another form, where one is wanted."""
         stored = self.reader.part
         if order != self.order and sum(n > 1 for n in self.shape) > 1:
@@ -298,9 +288,9 @@ class StoredData(PartData):
                 decode=False,
                 strict=self.strict,
             )
-            if self.nbytes <= _TURNED_NBYTES and stored.encoding is None:
-                return ArrayData(lazy, part.dtype, cast, self.name, order)
-            return DaskData(lazy_dask_array(lazy), part.dtype, cast, self.name, order)
+            is_small = self.nbytes <= _TURNED_NBYTES and stored.encoding is None
+            array = lazy if is_small else lazy_dask_array(lazy)
+            return ArrayData(array, part.dtype, cast, self.name, order)
         # A file may have booleans other than 0 and 1, where the new one must not.
         if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
             return RecodedData(replace(self, reader=self._checking), part.dtype, cast)

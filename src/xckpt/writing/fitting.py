@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, s
 from xckpt.index import Index, Part, Tensor
 from xckpt.listing import free_name
 from xckpt.writing.casting import choose_type
-from xckpt.writing.data import ArrayData, DaskData, Payload
+from xckpt.writing.data import ArrayData, Payload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -246,15 +246,14 @@ def _typed(
 def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
     """Read or compute values, all at once, that a format writes among what it says of tensors."""
     data = [each.data("data", each.tensor.parts["data"], cast) for each in payloads]
-    lazy = [each.array for each in data if isinstance(each, DaskData)]
+    lazy = [each.array for each in data if isinstance(each, ArrayData) and each.is_dask]
     if lazy:
         import dask
 
         lazy = list(dask.compute(*lazy))
-    for payload, each in zip(payloads, data, strict=True):
-        known = each
-        if isinstance(known, DaskData):
-            known = ArrayData(lazy.pop(0), known.dtype, known.cast, known.tensor, known.order)
+    for payload, known in zip(payloads, data, strict=True):
+        if isinstance(known, ArrayData) and known.is_dask:
+            known = replace(known, array=lazy.pop(0))  # noqa: PLW2901
         try:
             value = b"".join(known.blocks())
         except CheckpointError as error:

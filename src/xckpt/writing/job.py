@@ -22,7 +22,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.progress import Progress, report
 from xckpt.storage.sink import publish, write_at
-from xckpt.writing.data import ArrayData, DaskData, LiteralData, SpooledData, as_bytes
+from xckpt.writing.data import ArrayData, LiteralData, SpooledData, as_bytes
 from xckpt.writing.streaming import Item, item_at, stream
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class WriteJob:
     ) -> None:
         self._open_sink, self._label, self._replaced = open_sink, label, replaced
         # Dask arrays, which of the files they are computed into, and where in it.
-        self._stores: list[tuple[DaskData, int, int]] = []
+        self._stores: list[tuple[ArrayData, int, int]] = []
         self._spooled = 0
         # Companions first, so that a file refers to nothing that is not there.
         plans: list[tuple[str | None, Plan]] = [*plan.companions.items(), (None, plan)]
@@ -98,7 +98,7 @@ class WriteJob:
 
     def _item(self, extent: Extent, payload: Payload, cast: Cast, file: int, *, spool: int) -> Item:
         data = payload.data(extent.role, extent.part, cast)
-        if not isinstance(data, DaskData):
+        if not isinstance(data, ArrayData) or not data.is_dask:
             return Item(extent, data, payload.level)
         if data.array.size == 0:
             return Item(extent, LiteralData(b""), payload.level)
@@ -246,7 +246,7 @@ class _Region(NamedTuple):
     observer: str  # is told of the progress
 
     @classmethod
-    def of(cls, data: DaskData, offset: int, observer: str = "") -> _Region:
+    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _Region:
         chunks = data.array.chunks
         if any(np.isnan(size) for sizes in chunks for size in sizes):
             raise UnsupportedError(
@@ -259,7 +259,7 @@ class _Region(NamedTuple):
         return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, starts, observer)
 
 
-def _store(data: DaskData, place: Place, offset: int, observer: str) -> Any:
+def _store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
     """Make a dask array whose chunks write those of another to a file that is there."""
     array = data.array
     return array.map_blocks(
@@ -273,7 +273,7 @@ def _store(data: DaskData, place: Place, offset: int, observer: str) -> Any:
     )
 
 
-def _store_delayed(data: DaskData, place: Any, offset: int) -> list[Any]:
+def _store_delayed(data: ArrayData, place: Any, offset: int) -> list[Any]:
     """Make tasks, one for each chunk, that write to a file that another task makes."""
     # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
     import dask
@@ -340,7 +340,7 @@ def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, i
     return split, prod(block[split:])
 
 
-def _is_scattered(data: DaskData) -> bool:
+def _is_scattered(data: ArrayData) -> bool:
     """Return whether some chunks are written in runs so short that a memory map is used."""
     turned = data.order == "F"
     shape = data.array.shape[::-1] if turned else data.array.shape
