@@ -33,10 +33,13 @@ from tests.formats.primitiv_files import (
     uint32,
 )
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats import primitiv
+from xckpt.formats.primitiv import variable_name
 from xckpt.index import Index, Tensor
 from xckpt.labels import tree_paths
+
+primitiv = formats.get("primitiv")
 
 HOSTILE = st.text(alphabet="ab.:/%\0 é25EF3A", max_size=5).map(str.encode)
 ELEMENTS = HOSTILE | st.binary(max_size=4)
@@ -220,16 +223,16 @@ class TestNames:
             ("café",): "café",
         }
         for key, name in names.items():
-            assert primitiv.variable_name(key) == name
+            assert variable_name(key) == name
         assert len(set(names.values())) == len(names)
-        assert primitiv.variable_name(["w"], "Adam.m1") == "w:Adam.m1"
-        assert primitiv.variable_name(["w"], "") == "w:"
-        assert primitiv.variable_name(["w"], "50%\udcff:.") == "w:50%25%FF:."
+        assert variable_name(["w"], "Adam.m1") == "w:Adam.m1"
+        assert variable_name(["w"], "") == "w:"
+        assert variable_name(["w"], "50%\udcff:.") == "w:50%25%FF:."
 
     @given(st.data())
     def test_a_name_tells_its_key(self, data: st.DataObject) -> None:
         key, stat = data.draw(st.tuples(KEYS, st.none() | ELEMENTS))
-        name = primitiv.variable_name([as_text(element) for element in key], as_text(stat))
+        name = variable_name([as_text(element) for element in key], as_text(stat))
         name.encode()  # printable
         joined, colon, rest = name.partition(":")
         assert [unescaped(element) for element in joined.split(".")] == key
@@ -302,11 +305,15 @@ class TestWarnings:
             (TENSOR, ONE + b"1234567", "7 from byte 27 on"),
             (SHAPE, shape([2]) + b"\0", "1 from byte 26 on"),
             (OPTIMIZER, optimizer([], []) + b"\0\0", "2 from byte 17 on"),
-            (PARAMETER, parameter(tensor(np.zeros((2, 3)), batched=True)), "'value' has a batch"),
-            (MODEL, model((["a"], parameter(ONE)), (["a", "b"], parameter(ONE))), "'a' is also"),
-            (MODEL, model(([b"caf\xe9"], parameter(ONE))), r"'caf\\udce9' is not UTF-8"),
-            (PARAMETER, parameter(ONE, (b"\xff", ONE)), "is not UTF-8"),
-            (OPTIMIZER, optimizer([("\udcff", 1)], []), "is not UTF-8"),
+            (PARAMETER, parameter(tensor(np.zeros((2, 3)), batched=True)), "'value': with a batch"),
+            (
+                MODEL,
+                model((["a"], parameter(ONE)), (["a", "b"], parameter(ONE))),
+                "'a': a parameter and also",
+            ),
+            (MODEL, model(([b"caf\xe9"], parameter(ONE))), r"'caf\\udce9': not UTF-8"),
+            (PARAMETER, parameter(ONE, (b"\xff", ONE)), "not UTF-8"),
+            (OPTIMIZER, optimizer([("\udcff", 1)], []), "not UTF-8"),
         ],
     )
     def test_let_pass(self, data_type: int, content: bytes, text: str) -> None:
@@ -317,7 +324,7 @@ class TestWarnings:
         index = index_of(PARAMETER, parameter(ONE, ("a", TWO), ("b", ONE), ("a", ONE)))
         assert list(index.tensors) == ["value", "value:a", "value:b"]
         assert index.tensors["value:a"].shape == (2,)
-        assert "'value:a' is there twice" in index.warnings[0]
+        assert "'value:a': there twice" in index.warnings[0]
 
     def test_the_last_of_two_parameters_counts_with_its_statistics(self) -> None:
         first = parameter(ONE, ("old", ONE), ("both", ONE))
@@ -328,7 +335,7 @@ class TestWarnings:
             "w": (2,),
             "w:both": (2,),
         }
-        assert "'w' is there twice" in index.warnings[0]
+        assert "'w': there twice" in index.warnings[0]
 
     def test_the_first_of_two_settings_counts(self) -> None:
         content = optimizer([("a", 1), ("a", 2)], [("a", 3.0), ("b", 4.0), ("b", 5.0)])
@@ -336,13 +343,13 @@ class TestWarnings:
         assert index.attrs["uint_configs"] == {"a": 1}
         assert index.attrs["float_configs"] == {"a": 3.0, "b": 4.0}
         assert index.warnings == (
-            "setting 'a' is there twice; the first counts, as for primitiv; so are 1 more",
+            "setting 'a' and 1 more: there twice; the first counts, as for primitiv",
         )
 
     def test_a_thousand_reasons_are_one_text(self) -> None:
         index = index_of(MODEL, model(*[(["w"], parameter(ONE))] * 1000))
         (warning,) = index.warnings
-        assert warning.endswith("so are 998 more")
+        assert " and 998 more: there twice" in warning
 
 
 class TestErrors:
@@ -620,7 +627,7 @@ def test_msgpack_reads_the_same(parameters: list[Any]) -> None:
     assert len(index.tensors) == len(expected)
     for found, (key, stat, dims, payload) in zip(index.tensors.values(), expected, strict=True):
         assert found.attrs["key"] == key
-        assert found.name == primitiv.variable_name(key, stat)
+        assert found.name == variable_name(key, stat)
         assert list(found.shape) == trimmed(dims)
         assert stored(data, found).tobytes(order="F") == payload
 

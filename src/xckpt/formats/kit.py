@@ -56,7 +56,7 @@ class Cursor:
         self._base = at
         self._area = "the file"
         self._end = source.size
-        self._window = _SMALLEST_WINDOW
+        self._window = _SMALLEST_WINDOW >> 1  # which the first read doubles
         self.at = at
 
     @property

@@ -26,60 +26,66 @@ numbers in 32 bits and takes a file where they wrap; here it is refused.
 References: primitiv File Format v0.1; github.com/primitiv/primitiv at db14ca4 (0.4.0), whose
 reader is as strict with types, and where names repeat keeps the first statistic or setting and
 the last parameter.
+
+Parameters are written in the order of their keys, statistics in the order of their tensors, and
+lengths in the shortest form, byte for byte as primitiv does. Names of parameters are the caller's;
+its own examples have ``w`` and ``b``, with a ``p`` before or a number after them. Axes are named
+only where such a pair agrees: ``y = matmul(w, x) + b`` with ``w {out, in}`` and ``b {out}``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from xckpt.errors import FormatError
-from xckpt.formats import Can, Format
-from xckpt.formats.primitiv.axes import module_axes
-from xckpt.formats.primitiv.contents import KINDS, Notes, read_content
-from xckpt.formats.primitiv.names import variable_name
-from xckpt.formats.primitiv.plan import (
-    FILE_ATTRS,
-    TENSOR_ATTRS,
-    WRITES,
-    plan,
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.primitiv.names import key_and_stat, value_path, variable_name, whole_key
+from xckpt.formats.primitiv.packed import (
+    ARRAY,
+    BIN,
+    MAP,
+    Objects,
+    packed_float32,
+    packed_string,
+    packed_uint32,
 )
-from xckpt.formats.primitiv.scan import Scan
-from xckpt.index import Index
+from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan
 
 if TYPE_CHECKING:
-    from xckpt.formats import Readable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Primitiv", "detect", "module_axes", "plan", "read", "variable_name"]
+    Content = tuple[dict[str, Tensor], dict[str, Any]]
+    # What is written: bytes, and tensors in the place of their data.
+    Pieces = Iterator[bytes | Tensor]
+
+_K = TypeVar("_K", bound="Sequence[str]")
+_N = TypeVar("_N")
 
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
-
-
-def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Return whether a file is a primitiv file by its first 15 bytes."""
-    magic, data_type = head[:13], head[13:15]
-    return magic == _MAGIC and len(data_type) == 2 and int.from_bytes(data_type, "big") in KINDS
-
-
-def read(source: Readable, *, with_stats: bool = True) -> Index:
-    """Read the index of a primitiv file: all headers, no data."""
-    scan = Scan(source)
-    notes = Notes()
-    try:
-        tensors, attrs = read_content(scan, notes)
-    except FormatError as error:
-        error.hint = scan.hint(error.offset or 0) or error.hint
-        raise
-    if not with_stats:
-        tensors = {name: tensor for name, tensor in tensors.items() if "stat" not in tensor.attrs}
-    return Index(
-        format=Primitiv.name,
-        version="0.1",
-        tensors=tensors,
-        attrs=attrs,
-        source=source.name,
-        nbytes=source.size,
-        warnings=notes.warnings(),
-    )
+_CODES = {"Shape": 0x000, "Tensor": 0x100, "Parameter": 0x200, "Model": 0x300, "Optimizer": 0x400}
+_KINDS = {code: kind for kind, code in _CODES.items()}
+# What only files of one type have.
+_OWN_ATTRS = {
+    "Shape": ("dims", "batch"),
+    "Optimizer": ("uint_configs", "float_configs", "optimizer"),
+}
+_MOST_DIMS = 8
+_U32 = 1 << 32
+# Each statistic repeats the name of its parameter: a small file must not make gigabytes of names.
+_LONGEST_NAMES = 1 << 20
+# The tensor of a Tensor or Parameter file has no name there.
+_UNNAMED = ["value"]
+# The optimizers of primitiv itself; settings have the name of their class before a dot.
+_OPTIMIZERS = frozenset({"SGD", "MomentumSGD", "AdaGrad", "RMSProp", "AdaDelta", "Adam"})
+# What all optimizers have. For two days in November 2017 they were called trainers.
+_COMMON = frozenset({"Optimizer", "Trainer"})
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_WEIGHT = re.compile(r"(p?)w((?:_\w+?)?\d*)", re.ASCII)
+_FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
 
 class Primitiv(Format):
@@ -89,9 +95,483 @@ class Primitiv(Format):
     description = "primitiv files"
     suffixes = (".primitiv", ".model", ".optimizer", ".param")
     shared_suffixes = suffixes[1:]
-    can = Can(types=WRITES, orders=("F",), tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+    can = Can(
+        types=("float32",),
+        orders=("F",),
+        tensor_attrs=("key", "stat"),
+        file_attrs=("data_type", *(attr for attrs in _OWN_ATTRS.values() for attr in attrs)),
+    )
 
-    detect = staticmethod(detect)
-    read = staticmethod(read)
-    plan = staticmethod(plan)
-    module_axes = staticmethod(module_axes)
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether the first 15 bytes are those of version 0.1."""
+        return head[:13] == _MAGIC and int.from_bytes(head[13:15].rjust(2, b"\xff")) in _KINDS
+
+    def read(self, source: Readable, *, with_stats: bool = True) -> Index:
+        """Read all headers, no data."""
+        objects, notes = Objects(source), kit.Notes()
+        try:
+            tensors, attrs = _read_content(objects, notes)
+        except FormatError as error:
+            error.hint = _line_ends(source, error.offset or 0) or error.hint
+            raise
+        if not with_stats:
+            tensors = {name: each for name, each in tensors.items() if "stat" not in each.attrs}
+        texts = notes.warnings()
+        return Index(self.name, "0.1", tensors, attrs, source.name, source.size, warnings=texts)
+
+    def plan(self, index: Index, *, data_type: str | None = None) -> Plan:
+        """Lay out a file of any of the five types of data."""
+        if data_type is not None and data_type not in _CODES:
+            raise ValueError(f"data_type={data_type!r} is not one of {', '.join(_CODES)}")
+        self.check(index)
+        kind = data_type or _kind(index)
+        for owner, attrs in _OWN_ATTRS.items():
+            if owner != kind and (found := [attr for attr in attrs if attr in index.attrs]):
+                raise _misplaced(found[0], owner, kind)
+        header = bytearray(packed_uint32(0, 1, _CODES[kind]))
+        literals, extents, at = [], [], 0
+        for piece in _WRITERS[kind](index):
+            if not isinstance(piece, Tensor):
+                header += piece
+                continue
+            literals.append(Literal(at, bytes(header)))
+            at += len(header)
+            extents.append(Extent(piece.name, "data", piece.parts["data"], at))
+            at += 4 * piece.size
+            header.clear()
+        if header:
+            literals.append(Literal(at, bytes(header)))
+        return Plan(tuple(literals), tuple(extents), nbytes=at + len(header))
+
+    def module_axes(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[str | None, ...]]:
+        """Name the axes of the tensors of one module."""
+        axes: dict[str, tuple[str | None, ...]] = {}
+        for name, shape in shapes.items():
+            match = _WEIGHT.fullmatch(name)
+            if match is None:
+                continue
+            bias = f"{match[1]}b{match[2]}"
+            if len(shape) == 2 and shapes.get(bias) == shape[:1]:
+                axes |= {name: ("out", "in"), bias: ("out",)}
+            elif len(shape) == len(_FILTER):
+                axes[name] = _FILTER
+        return axes
+
+
+def _line_ends(source: Readable, offset: int) -> str | None:
+    """Return what may have led to an error there, where the bytes around it show."""
+    start = max(0, offset - 5)
+    around = bytes(source.read(start, min(12, source.size - start)))
+    if b"\r\n" not in around:
+        return None
+    return (
+        "Bytes 0d 0a are here: the file may have been written or copied in a text mode that "
+        "ends lines so, as primitiv does on Windows; what it held is not certain any more"
+    )
+
+
+# --- shapes and tensors ---------------------------------------------------------------------------
+
+
+def _read_content(objects: Objects, notes: kit.Notes) -> Content:
+    """Read a whole file, but the data."""
+    if not objects.left:
+        raise FormatError("the file is empty", offset=0, rule="EndOfFile")
+    major, minor = objects.uint32("major version"), objects.uint32("minor version")
+    if (major, minor) != (0, 1):
+        reason = f"version {major}.{minor} of the format, but only 0.1 is read"
+        raise UnsupportedError(reason, offset=0, rule="Version")
+    start = objects.at
+    code = objects.uint32("data type")
+    if code not in _KINDS:
+        known = ", ".join(f"0x{known:x}" for known in _KINDS)
+        reason = f"data type 0x{code:x} is not one of {known}"
+        raise FormatError(reason, offset=start, rule="DataType")
+    tensors, attrs = _READERS[_KINDS[code]](objects, notes)
+    if objects.left:
+        trailing = f"trailing bytes ({objects.left} from byte {objects.at} on)"
+        notes.add("ignored, as by primitiv", trailing)
+    return tensors, {"data_type": _KINDS[code], **attrs}
+
+
+def _read_shape(objects: Objects) -> tuple[list[int], int]:
+    """Read dims, without the trailing ones that are 1, and batch."""
+    start = objects.at
+    count = objects.length(ARRAY, "dims")
+    if count > _MOST_DIMS:
+        reason = f"{count} dims are more than {_MOST_DIMS}"
+        raise FormatError(reason, offset=start, rule="ShapeDepth")
+    *dims, batch = objects.uint32s(count + 1, "dims and batch")
+    size = prod(dims) * batch
+    if not 0 < size < _U32:
+        reason = f"dims {dims} and batch {batch} are {size} elements, "
+        reason += f"which must be from 1 to {_U32 - 1}"
+        raise FormatError(reason, offset=start, rule="ShapeSize")
+    return _trimmed(dims), batch
+
+
+def _packed_shape(dims: Sequence[int], batch: int) -> bytes:
+    return ARRAY.pack(len(dims)) + packed_uint32(*dims, batch)
+
+
+def _trimmed(dims: Sequence[int]) -> list[int]:
+    """Leave out the trailing dims that are 1, as primitiv does."""
+    kept = list(dims)
+    while kept and kept[-1] == 1:
+        kept.pop()
+    return kept
+
+
+def _read_tensor(
+    objects: Objects, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
+) -> Tensor:
+    try:
+        dims, batch = _read_shape(objects)
+        start = objects.at
+        nbytes, expected = objects.length(BIN, "data"), 4 * prod(dims) * batch
+        if nbytes != expected:
+            reason = f"{nbytes} bytes of data, but the shape needs {expected}"
+            raise FormatError(reason, offset=start, rule="DataLength")
+        offset = objects.at
+        objects.skip(nbytes, "data")
+    except CheckpointError as error:
+        raise error.located(tensor=name) from None
+    # No other axis is sure: keys are the user's own words, and a shape does not tell its role.
+    axes = (*(None for _ in dims), "batch") if batch > 1 else None
+    shape = (*dims, batch) if batch > 1 else (*dims,)
+    parts = {"data": Part("float32", shape, offset, nbytes)}
+    return Tensor(name, "float32", shape, parts, order="F", attrs=attrs, dims=axes, path=path)
+
+
+def _pieces(tensor: Tensor, *, batched: bool = True) -> tuple[bytes, Tensor]:
+    """Write the head of a tensor, after checking that it can be stored."""
+    has_batch = tensor.dims is not None and tensor.dims[-1:] == ("batch",)
+    dims = _trimmed(tensor.shape[:-1] if has_batch else tensor.shape)
+    batch = tensor.shape[-1] if has_batch else 1
+    if 0 in tensor.shape:
+        reason, rule = f"the shape {tensor.shape}: primitiv has no empty tensors", "ShapeSize"
+        hint = "Leave it out"
+    elif 4 * tensor.size >= _U32:
+        reason, rule = f"{tensor.size} elements, but a tensor has at most 2**30 - 1", "ShapeSize"
+        hint = "Split it into several"
+    elif len(dims) > _MOST_DIMS:
+        reason, rule = f"{len(dims)} axes, but primitiv has at most {_MOST_DIMS}", "ShapeDepth"
+        hint = "Reshape it"
+    elif batch > 1 and not batched:
+        reason, rule = (
+            f"a parameter with a batch of {batch}, which primitiv would not load",
+            "Batch",
+        )
+        hint = "Rename its axis 'batch', so that it is one like the others"
+    else:
+        return _packed_shape(dims, batch) + BIN.pack(4 * tensor.size), tensor
+    raise _refused(tensor, reason, rule, hint)
+
+
+def _read_shape_file(objects: Objects, _notes: kit.Notes) -> Content:
+    dims, batch = _read_shape(objects)
+    return {}, {"dims": dims, "batch": batch}
+
+
+def _shape_file(index: Index) -> Pieces:
+    _refuse_tensors(index, "Shape")
+    dims, batch = index.attrs.get("dims", []), index.attrs.get("batch", 1)
+    sizes: list[Any] = [*dims, batch] if isinstance(dims, list | tuple) else [None]
+    if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) >= _U32:
+        reason = f"dims {dims!r} and batch {batch!r} are not a shape of 1 to {_U32 - 1} elements"
+        hint = "Correct the attributes dims and batch"
+        raise UnsupportedError(reason, rule="ShapeSize", hint=hint)
+    kept = _trimmed(dims)
+    if len(kept) > _MOST_DIMS:
+        reason = f"{len(kept)} dims, but primitiv has at most {_MOST_DIMS}"
+        raise UnsupportedError(reason, rule="ShapeDepth", hint="Correct the attribute dims")
+    yield _packed_shape(kept, batch)
+
+
+def _read_tensor_file(objects: Objects, _notes: kit.Notes) -> Content:
+    name = variable_name(_UNNAMED)
+    return {name: _read_tensor(objects, name, {}, value_path(_UNNAMED))}, {}
+
+
+def _tensor_file(index: Index) -> Pieces:
+    parameter = _only(_parameters(index), "Tensor", len(index.tensors))
+    yield from _pieces(parameter.value)
+
+
+# --- parameters and models ------------------------------------------------------------------------
+
+
+def _read_parameter(
+    objects: Objects, notes: kit.Notes, key: list[str], attrs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Read a value and its statistics, the value first."""
+    name, path = variable_name(key), value_path(key)
+    try:
+        value = _read_tensor(objects, name, attrs, path)
+        stats: dict[str, Tensor] = {}
+        for number in range(objects.uint32("number of statistics")):
+            if number * len(name) > _LONGEST_NAMES:
+                reason = f"more than {number} statistics of a parameter whose name has {len(name)}"
+                reason += " characters"
+                raise UnsupportedError(reason, offset=objects.at, rule="TextLength")
+            stat = objects.string("name of a statistic")
+            _check_utf8(notes, "statistic", stat)
+            full = variable_name(key, stat)
+            more = {**attrs, "stat": full.partition(":")[2]}
+            place = None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
+            tensor = _read_tensor(objects, full, more, place)
+            if stats.setdefault(stat, tensor) is not tensor:
+                notes.add("there twice; the first counts, as for primitiv", _named(full))
+    except CheckpointError as error:
+        raise error.located(tensor=name) from None
+    if value.dims is not None:
+        notes.add("with a batch, which primitiv would not load", _named(name))
+    return [value, *stats.values()]
+
+
+def _packed_parameter(parameter: _Parameter) -> Pieces:
+    yield from _pieces(parameter.value, batched=False)
+    yield packed_uint32(len(parameter.stats))
+    for name, stat in parameter.stats.items():
+        yield packed_string(name)
+        yield from _pieces(stat)
+
+
+def _read_parameter_file(objects: Objects, notes: kit.Notes) -> Content:
+    return {each.name: each for each in _read_parameter(objects, notes, _UNNAMED, {})}, {}
+
+
+def _parameter_file(index: Index) -> Pieces:
+    parameters = _parameters(index)
+    yield from _packed_parameter(_only(parameters, "Parameter", len(parameters)))
+
+
+def _read_model(objects: Objects, notes: kit.Notes) -> Content:
+    parameters: dict[str, list[Tensor]] = {}
+    for _ in range(objects.uint32("number of parameters")):
+        start = objects.at
+        count = objects.length(ARRAY, "key")
+        if count == 0:
+            raise FormatError("a key without elements", offset=start, rule="Key")
+        key = [objects.string("element of a key") for _ in range(count)]
+        _check_utf8(notes, "key", ".".join(key))
+        tensors = _read_parameter(objects, notes, key, {"key": key})
+        name = tensors[0].name
+        if parameters.pop(name, None) is not None:
+            notes.add("there twice; the last counts, as for primitiv", _named(name))
+        parameters[name] = tensors
+    for key, _ in _modules(sorted(each[0].attrs["key"] for each in parameters.values())):
+        reason = "a parameter and also a module, which no model of primitiv can have"
+        notes.add(reason, _named(variable_name(key)))
+    return {each.name: each for tensors in parameters.values() for each in tensors}, {}
+
+
+def _model(index: Index) -> Pieces:
+    parameters = _parameters(index)
+    yield packed_uint32(len(parameters))
+    for parameter in parameters:
+        yield ARRAY.pack(len(parameter.key)) + b"".join(map(packed_string, parameter.key))
+        yield from _packed_parameter(parameter)
+
+
+class _Parameter(NamedTuple):
+    """A parameter that is written: its statistics have the order of their tensors."""
+
+    key: tuple[str, ...]
+    value: Tensor
+    stats: dict[str, Tensor]
+
+
+def _parameters(index: Index) -> list[_Parameter]:
+    """Find the parameters among tensors of any names, and their statistics."""
+    values: dict[tuple[str, ...], Tensor] = {}
+    stats: list[tuple[tuple[str, ...], str, Tensor]] = []
+    for tensor in index.tensors.values():
+        key, stat = key_and_stat(tensor)
+        try:
+            _encoded((*key, stat or ""))
+        except UnicodeEncodeError:
+            reason = "half of a surrogate pair in the name is not text"
+            rule = "Key" if stat is None else "Statistic"
+            raise _refused(tensor, reason, rule, "Rename it") from None
+        if stat is None:
+            _add(values, key, tensor)
+        else:
+            stats.append((key, stat, tensor))
+    owned: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    for owner, stat, tensor in stats:
+        if owner in values:
+            _add(owned.setdefault(owner, {}), stat, tensor)
+        elif "stat" in tensor.attrs:
+            reason = f"a statistic of {shown(variable_name(owner))}, which is not written"
+            hint = "Write the parameter too, or leave the statistic out"
+            raise _refused(tensor, reason, "Statistic", hint)
+        else:
+            # A colon in a name of another format.
+            _add(values, whole_key(tensor), tensor)
+    found = [_Parameter(key, value, owned.get(key, {})) for key, value in values.items()]
+    found.sort(key=lambda each: _encoded(each.key))
+    for key, following in _modules([each.key for each in found]):
+        reason = f"it is a parameter, and also a module that has {shown(values[following].name)}: "
+        reason += "no model of primitiv can have both"
+        raise _refused(values[key], reason, "Key", "Rename one of them")
+    return found
+
+
+def _encoded(key: Sequence[str]) -> list[bytes]:
+    return [element.encode("utf-8", "surrogateescape") for element in key]
+
+
+def _modules(keys: list[_K]) -> Iterator[tuple[_K, _K]]:
+    """Find keys that others begin with: each is right before such a one in order."""
+    for key, following in pairwise(keys):
+        if following[: len(key)] == key:
+            yield key, following
+
+
+def _add(tensors: dict[_N, Tensor], key: _N, tensor: Tensor) -> None:
+    other = tensors.setdefault(key, tensor)
+    if other is not tensor:
+        reason = f"its key is that of {shown(other.name)} too"
+        raise _refused(tensor, reason, "DuplicateName", "Rename one of them")
+
+
+def _only(parameters: list[_Parameter], kind: str, count: int) -> _Parameter:
+    if count == len(parameters) == 1:
+        return parameters[0]
+    reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
+    hint = "data_type='Model' holds any number of parameters by their names"
+    tensor = parameters[-1].value.name if parameters else None
+    raise UnsupportedError(reason, tensor=tensor, rule="Count", hint=hint)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _read_optimizer(objects: Objects, notes: kit.Notes) -> Content:
+    integers = _read_settings(objects, notes, "uint_configs", objects.uint32)
+    floats = _read_settings(objects, notes, "float_configs", objects.float32)
+    optimizer = _optimizer_class([*integers, *floats])
+    more = {} if optimizer is None else {"optimizer": optimizer}
+    return {}, {**more, "uint_configs": integers, "float_configs": floats}
+
+
+def _read_settings(
+    objects: Objects, notes: kit.Notes, what: str, read: Callable[[str], float]
+) -> dict[str, float]:
+    settings: dict[str, float] = {}
+    for _ in range(objects.length(MAP, what)):
+        name = objects.string(f"name in {what}")
+        _check_utf8(notes, "setting", name)
+        value = read(f"value in {what}")
+        if name in settings:
+            reason = "there twice; the first counts, as for primitiv"
+            notes.add(reason, f"setting {shown(name)}")
+        settings.setdefault(name, value)
+    return settings
+
+
+def _optimizer_class(names: list[str]) -> str | None:
+    """Infer the class of an optimizer, which no file states, from the names of its settings."""
+    found = {name.partition(".")[0] for name in names if "." in name} - _COMMON
+    classes = found & _OPTIMIZERS or found
+    return classes.pop() if len(classes) == 1 else None
+
+
+def _optimizer(index: Index) -> Pieces:
+    _refuse_tensors(index, "Optimizer")
+    names: list[str] = []
+    packers: dict[str, Callable[[Any], bytes]] = {"uint_configs": _uint32, "float_configs": _float}
+    for attr, pack in packers.items():
+        settings = index.attrs.get(attr, {})
+        if not isinstance(settings, dict):
+            raise _bad_setting(attr, f"is {settings!r}, not a dict")
+        yield MAP.pack(len(settings))
+        for name, value in settings.items():
+            try:
+                yield packed_string(name) + pack(value)
+            except (AttributeError, TypeError, ValueError, OverflowError) as error:
+                raise _bad_setting(attr, f"has {shown(str(name))}: {value!r}, {error}") from None
+        names += settings
+    optimizer = index.attrs.get("optimizer")
+    if optimizer not in {None, _optimizer_class(names)}:
+        reason = f"is {optimizer!r}, but the names of the settings say {_optimizer_class(names)!r}"
+        raise _bad_setting("optimizer", reason)
+
+
+def _uint32(value: Any) -> bytes:
+    if type(value) is not int or not 0 <= value < _U32:
+        raise ValueError("which is not an integer of 32 bits without a sign")
+    return packed_uint32(value)
+
+
+def _float(value: Any) -> bytes:
+    if not isinstance(value, float) and type(value) is not int:
+        raise TypeError("which is not a number")
+    return packed_float32(value)
+
+
+def _bad_setting(attr: str, reason: str) -> UnsupportedError:
+    hint = "Correct or remove it"
+    return UnsupportedError(f"the attribute {attr!r} {reason}", rule="Settings", hint=hint)
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def _kind(index: Index) -> str:
+    """Return the type of data that attributes state, or that fits them."""
+    stated = index.attrs.get("data_type")
+    if stated is None:
+        has_settings = bool({"uint_configs", "float_configs"} & index.attrs.keys())
+        return "Optimizer" if has_settings and not index.tensors else "Model"
+    if not isinstance(stated, str) or stated not in _CODES:
+        reason = f"the attribute data_type is {stated!r}, not one of {', '.join(_CODES)}"
+        hint = "Remove it, or say data_type="
+        raise UnsupportedError(reason, rule="DataType", hint=hint)
+    return stated
+
+
+def _misplaced(attr: str, owner: str, kind: str) -> UnsupportedError:
+    article = "an" if owner == "Optimizer" else "a"
+    reason = f"the attribute {attr!r} belongs in {article} {owner} file, and this is a {kind} file"
+    hint = f"Remove it, or write a file of its own with data_type={owner!r}"
+    return UnsupportedError(reason, rule="Attribute", hint=hint)
+
+
+def _refuse_tensors(index: Index, kind: str) -> None:
+    for tensor in index.tensors.values():
+        reason = f"a file of type {kind} has no tensors"
+        hint = "Write them to a file of their own, with data_type='Model'"
+        raise _refused(tensor, reason, "Count", hint)
+
+
+def _refused(tensor: Tensor, reason: str, rule: str, hint: str) -> UnsupportedError:
+    return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
+
+
+def _check_utf8(notes: kit.Notes, what: str, name: str) -> None:
+    if _NOT_UTF8.search(name) is not None:
+        notes.add("not UTF-8", f"{what} {shown(name)}")
+
+
+def _named(name: str) -> str:
+    return f"tensor {shown(name)}"
+
+
+_READERS: dict[str, Callable[[Objects, kit.Notes], Content]] = {
+    "Shape": _read_shape_file,
+    "Tensor": _read_tensor_file,
+    "Parameter": _read_parameter_file,
+    "Model": _read_model,
+    "Optimizer": _read_optimizer,
+}
+_WRITERS: dict[str, Callable[[Index], Pieces]] = {
+    "Shape": _shape_file,
+    "Tensor": _tensor_file,
+    "Parameter": _parameter_file,
+    "Model": _model,
+    "Optimizer": _optimizer,
+}

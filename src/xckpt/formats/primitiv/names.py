@@ -1,6 +1,6 @@
 """Names of variables and their places in a tree, from keys that are lists of any texts.
 
-A key is its elements as text, where a byte that is not UTF-8 is a lone surrogate, as Python's
+A byte of a key that is not UTF-8 is a lone surrogate in the text of its element, as Python's
 error handler "surrogateescape" makes it.
 """
 
@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "is_utf8",
-    "key_and_stat",
-    "key_and_stat_at",
-    "stat_path",
-    "value_path",
-    "variable_name",
-]
+    from xckpt.index import Tensor
 
-_BYTES = re.compile("[\udc80-\udcff]")
 _IN_ELEMENT = re.compile("[%.:\udc80-\udcff]")
 _IN_STAT = re.compile("[%\udc80-\udcff]")
 _IN_LEAF = re.compile("[%:]")
@@ -40,36 +32,38 @@ def variable_name(key: Sequence[str], stat: str | None = None) -> str:
 
 
 def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the place of a parameter's value in a tree."""
+    """Return the place of a parameter's value in a tree; its statistics are next to it."""
     if len(key) > _DEEPEST:
         return None
     return (*key[:-1], _IN_LEAF.sub(_escaped, key[-1]))
 
 
-def stat_path(path: tuple[str, ...] | None, stat: str) -> tuple[str, ...] | None:
-    """Return the place of a statistic in a tree: beside its parameter."""
-    return None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
+def key_and_stat(tensor: Tensor) -> tuple[tuple[str, ...], str | None]:
+    """Return the key of a parameter, and which of its statistics a tensor is."""
+    if tensor.path:
+        own, colon, stat = tensor.path[-1].partition(":")
+        key = (*tensor.path[:-1], _unescaped(own))
+        placed = key, stat if colon else None
+        # Where both should agree and do not, the variable was renamed.
+        if "key" not in tensor.attrs or variable_name(*placed) == tensor.name:
+            return placed
+    return _taken_apart(tensor.name) or (whole_key(tensor), None)
 
 
-def key_and_stat(name: str) -> tuple[list[str], str | None] | None:
+def whole_key(tensor: Tensor) -> tuple[str, ...]:
+    """Return the key of a tensor whose name means nothing here."""
+    return tuple(tensor.path or tensor.name.split("."))
+
+
+def _taken_apart(name: str) -> tuple[tuple[str, ...], str | None] | None:
     """Take the name of a variable apart, as `variable_name` joined it."""
     joined, colon, escaped = name.partition(":")
-    key = ["" if element == "%" else _unescaped(element) for element in joined.split(".")]
+    elements = joined.split(".")
+    key = tuple(["" if element == "%" else _unescaped(element) for element in elements])
     stat = _unescaped(escaped) if colon else None
     if variable_name(key, stat) != name or not all(map(_comes_back, (*key, stat or ""))):
         return None
     return key, stat
-
-
-def key_and_stat_at(path: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take a place in a tree apart, as `value_path` and `stat_path` made it."""
-    own, colon, stat = path[-1].partition(":")
-    return [*path[:-1], _unescaped(own)], stat if colon else None
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether a text has no bytes that are not UTF-8."""
-    return _BYTES.search(text) is None
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -82,7 +76,7 @@ def _unescaped(text: str) -> str:
 
 
 def _comes_back(text: str) -> bool:
-    """Return whether reading gives the text back: not if its single bytes make up a character."""
+    """Whether reading returns the text: not if its single bytes make up a character."""
     try:
         return text.encode("utf-8", _ERRORS).decode("utf-8", _ERRORS) == text
     except UnicodeEncodeError:
