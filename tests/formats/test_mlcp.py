@@ -30,8 +30,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import stored_dtype
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError
-from xckpt.formats import mlcp
-from xckpt.formats.mlcp.cursor import NetCursor
+from xckpt.formats.mlcp.records import NetCursor
 from xckpt.index import Part
 from xckpt.storage import open_source
 
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xckpt.index import Index
+
+mlcp = formats.get("mlcp")
 
 WEIGHT = tensor("a.w", np.arange(6, dtype="<f4").reshape(2, 3))
 BIAS = tensor("a.b", np.arange(3, dtype="<f8"))
@@ -228,7 +229,7 @@ def test_a_custom_field_of_somebody_else(text: str) -> None:
 
 
 def test_element_types() -> None:
-    assert list(NUMBERS) == list(mlcp.records.DATA_TYPES)
+    assert list(NUMBERS) == list(mlcp.types)
     shard = [
         Tensor(name, (2,), bytes(2 * stored_dtype(NUMPY[name]).itemsize), name) for name in NUMBERS
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,16 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError
-from xckpt.formats import mlcp
-from xckpt.formats.mlcp.cursor import NetCursor, written_string
-from xckpt.formats.mlcp.net_json import Verbatim, to_json
-from xckpt.formats.mlcp.records import read_block, written_block
+from xckpt.formats.mlcp import variable_name
+from xckpt.formats.mlcp.metadata import to_json
+from xckpt.formats.mlcp.records import NetCursor, read_block, written_block, written_string
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+mlcp = formats.get("mlcp")
 
 # Written by the classes of ml-framework itself, but for what follows the records.
 CHECKPOINTS = golden_files("mlcp/*.checkpoint")
@@ -107,8 +107,7 @@ def split(data: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def net_text(text: bytes) -> bytes:
-    fields = json.loads(text)
-    return to_json(fields | {"timestamp": Verbatim(fields["timestamp"])})
+    return to_json(json.loads(text))
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
@@ -193,8 +192,7 @@ def test_floats(number: float, text: bytes) -> None:
 
 @pytest.mark.parametrize("value", [{1: 2}, (1,), b"x", float("nan"), "\ud800", object()])
 def test_what_is_not_json(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        to_json([value])
+    refused(index_of(more=[value]), "Metadata")
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ FIELDS = st.fixed_dictionaries(
 @given(
     shards=st.dictionaries(
         st.integers(-1, 3),
-        st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(mlcp.WRITES)), max_size=4),
+        st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(mlcp.can.types)), max_size=4),
         max_size=3,
     ),
     attrs=FIELDS,
@@ -255,7 +253,7 @@ def test_what_is_planned_is_read(
     tensors = []
     for rank, shard in shards.items():
         for name, (shape, dtype) in shard.items():
-            variable = mlcp.variable_name(name, rank, repeated=names.count(name) > 1)
+            variable = variable_name(name, rank, repeated=names.count(name) > 1)
             named = {} if variable == name else {"name": name}
             tensors.append(tensor(variable, shape, dtype, rank=rank, **named))
     source = "x.metadata.json" if several else "x.checkpoint"
@@ -423,7 +421,7 @@ def refused(index: Index, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "bool32"])
 def test_element_types(dtype: str) -> None:
-    assert dtype in refused(index_of(tensor("w", dtype=dtype)), "DataType", "w")
+    assert dtype in refused(index_of(tensor("w", dtype=dtype)), "DType", "w")
 
 
 def test_layouts() -> None:
@@ -507,8 +505,7 @@ def test_large_shards() -> None:
 
 
 def test_long_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The package has the function under the name of the module.
-    monkeypatch.setattr(import_module("xckpt.formats.mlcp.plan"), "_BOUND_I32", 500)
+    monkeypatch.setattr("xckpt.formats.mlcp._BOUND_I32", 500)
     assert "metadata have" in refused(index_of(more="x" * 500), "Length")
 
 

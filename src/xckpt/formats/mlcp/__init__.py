@@ -21,52 +21,59 @@ The number of shards in a ``.checkpoint`` is that in its metadata, where these l
 they go on to the end of the file.
 
 **The data are nowhere**: upstream writes a ``.checkpoint`` like this and no more. Readers and
-writers after it have added them in several ways (`xckpt.formats.mlcp.payload`), which the size of
+writers after it have added them in several ways (`xckpt.formats.mlcp.records`), which the size of
 the file tells apart; the custom field ``payload`` may say it, and another, ``xckpt.dims``, the
-names of axes. Where no data are found, nor files
-beside the checkpoint that have them, tensors are listed, and their values are missing.
+names of axes. Where no data are found, nor files next to the checkpoint that have them, tensors are
+listed, and their values are missing.
 
 Upstream's reader ignores what follows the last record and does not compare records with metadata,
 lets counts below zero pass for zero, and replaces what is not UTF-8.
 
 References: src/MLFramework/Checkpointing of github.com/werwedc/ml-framework at bff32d6.
+
+A name is unique in its shard only: the ranks of a run have copies, or slices, of the same
+parameters. What is written has its data after the last record, or files for each shard where the
+path ends in ``.metadata.json``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from xckpt.errors import FormatError, PayloadMissingError, UnsupportedError, shown
-from xckpt.formats import Can, Format
-from xckpt.formats.kit import DIMS_KEY, with_dims
+from xckpt import plan as plans
+from xckpt.elements import nbytes_of
+from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.mlcp import companions, metadata
 from xckpt.formats.mlcp.companions import (
     CHECKPOINT_MAGIC,
+    HEADER,
     METADATA_SUFFIX,
     MOVING,
     SHARD_MAGIC,
-    candidates,
-    look_beside,
-    metadata_name,
+    ListedShard,
 )
-from xckpt.formats.mlcp.cursor import NetCursor
-from xckpt.formats.mlcp.metadata import FIELDS, parse
-from xckpt.formats.mlcp.payload import find_payload, read_as
-from xckpt.formats.mlcp.plan import FILE_ATTRS, TENSOR_ATTRS, WRITES, plan
-from xckpt.formats.mlcp.records import DATA_TYPES, same_tensors
-from xckpt.formats.mlcp.tensors import ListedShard, make_tensors, variable_name
-from xckpt.index import Index
+from xckpt.formats.mlcp.metadata import FIELDS, Metadata, ShardMetadata
+from xckpt.formats.mlcp.records import (
+    DATA_TYPES,
+    I32,
+    NetCursor,
+    Record,
+    find_body,
+    read_body,
+    same_tensors,
+    written_block,
+    written_string,
+)
+from xckpt.index import Index, Part, Shard, Tensor
+from xckpt.plan import Extent, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from xckpt.formats import Readable
-    from xckpt.formats.mlcp.metadata import Metadata, ShardMetadata
-    from xckpt.formats.mlcp.payload import Body
-    from xckpt.index import Shard
-
-__all__ = ["WRITES", "Mlcp", "detect", "plan", "read", "variable_name"]
 
 Payload = Literal["none", "inline", "per_shard", "tail", "companion"]
 
@@ -75,201 +82,10 @@ _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _OWN_FIELDS = ("worldSize", "ddpRank", "shardingStrategy", "shards", "sharding")
 _OWN_FIELD = re.compile(rf'"(?:{"|".join(_OWN_FIELDS)})"[ \t\r\n]*:'.encode())
 _LARGEST_JSON = 1 << 30
-
-
-class _Data(NamedTuple):
-    """Where the data of a checkpoint are, shard by shard."""
-
-    where: Payload
-    shards: Sequence[ListedShard]
-    files: Mapping[str, Shard] = {}
-    warnings: Sequence[str] = ()
-
-
-def detect(head: bytes, size: int, name: str) -> bool:
-    """Return whether a file is a checkpoint or the metadata of one."""
-    if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
-        return True
-    if not _is_named(name) or _OBJECT.match(head) is None:
-        return False
-    # Where its fields may be further behind, or escaped, `read` finds out.
-    unsure = size > len(head) or b"\\u" in head
-    return unsure or _OWN_FIELD.search(head) is not None
-
-
-def _is_named(name: str) -> bool:
-    """Return whether a file has the name of metadata."""
-    path = name.partition("?")[0] if "://" in name else name
-    return path.lower().endswith(METADATA_SUFFIX)
-
-
-def read(source: Readable, *, payload: Payload | None = None) -> Index:
-    """Read the index of a checkpoint: metadata and records, no data."""
-    if payload is not None and payload not in get_args(Payload):
-        known = ", ".join(map(repr, get_args(Payload)))
-        raise ValueError(f"payload={payload!r} is not one of {known}")
-    magic = bytes(source.read(0, min(4, source.size)))
-    if magic == CHECKPOINT_MAGIC:
-        return _read_checkpoint(source, payload)
-    if magic == SHARD_MAGIC:
-        metadata = metadata_name(source.name)
-        raise UnsupportedError(
-            "this is one shard of a checkpoint, without the names and shapes of its tensors",
-            offset=0,
-            rule="Shard",
-            hint=f"Open {metadata!r}, or PREFIX.checkpoint, beside it",
-        )
-    if _OBJECT.match(source.read(0, min(64, source.size))):
-        return _read_metadata(source, payload)
-    reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"
-    hint = "The magic is written as a little-endian integer" if magic == b"MLCP" else None
-    raise FormatError(reason, offset=0, rule="Magic", hint=hint)
-
-
-def _read_checkpoint(source: Readable, payload: Payload | None) -> Index:
-    cursor = NetCursor(source, len(CHECKPOINT_MAGIC))
-    version = cursor.string("version")
-    length = cursor.count("metadata")
-    at = cursor.at
-    metadata = parse(cursor.take(length, "metadata"), at)
-    wanted = payload or _marker(metadata)
-    body = _find_body(source, cursor.at, metadata, wanted)
-    if body.rest and payload != "none":
-        reason = f"{body.rest} bytes follow the last record, but the data should be {wanted}"
-        raise FormatError(reason, offset=source.size - body.rest, rule="Payload")
-    shards = _shards(metadata, body)
-    data = _Data(body.reading, shards)
-    if body.reading == "none":
-        data = _look_for_data(source, shards, wanted, expected=wanted == "companion")
-    return _index(source, version, metadata, data, body.rest)
-
-
-def _find_body(source: Readable, start: int, metadata: Metadata, wanted: Payload | None) -> Body:
-    # No shards listed is as good as none known: upstream's own tests write such files.
-    count = len(metadata.shards) or None
-    if wanted is None:
-        return find_payload(source, start, count, [said.records for said in metadata.shards])
-    return read_as("none" if wanted == "companion" else wanted, source, start, count)
-
-
-def _marker(metadata: Metadata) -> Payload | None:
-    """Return where the custom fields say the data are."""
-    return next((known for known in get_args(Payload) if known == metadata.marker), None)
-
-
-def _shards(metadata: Metadata, body: Body) -> list[ListedShard]:
-    """Bring records and metadata of each shard together."""
-    said: Sequence[ShardMetadata | None] = metadata.shards or [None] * len(body.blocks)
-    ranks = [shard.rank for shard in metadata.shards]
-    if len(set(ranks)) < len(body.blocks):
-        ranks = list(range(len(body.blocks)))
-    offsets = body.offsets or [[]] * len(body.blocks)
-    return list(map(ListedShard, ranks, body.blocks, said, offsets))
-
-
-def _read_metadata(source: Readable, payload: Payload | None) -> Index:
-    if payload not in {None, "none", "companion"}:
-        raise ValueError(f"payload={payload!r}: metadata alone have their data in other files")
-    if source.size > _LARGEST_JSON:
-        reason = f"metadata of {source.size} bytes are larger than {_LARGEST_JSON}"
-        raise FormatError(reason, offset=0, rule="Metadata")
-    metadata = parse(bytes(source.read(0, source.size)), 0)
-    _check_is_metadata(metadata.fields, source.name)
-    wanted = payload if metadata.shards else "none"
-    data = _look_for_data(source, _listed(metadata), wanted, expected=True)
-    return _index(source, metadata.version, metadata, data)
-
-
-def _check_is_metadata(fields: Mapping[str, Any], name: str) -> None:
-    """Refuse JSON that is something else: what `detect` says of a file is true here too."""
-    # Of a file with another name somebody has said what it is.
-    known = _OWN_FIELDS if _is_named(name) else FIELDS
-    if (fields or _is_named(name)) and fields.keys().isdisjoint(known):
-        raise FormatError(
-            f"this is not metadata of a checkpoint, which have {', '.join(known)}",
-            offset=0,
-            rule="Metadata",
-        )
-
-
-def _listed(metadata: Metadata) -> list[ListedShard]:
-    shards = [ListedShard(said.rank, said.records or [], said) for said in metadata.shards]
-    if not shards and metadata.records:
-        shards = [ListedShard(0, metadata.records)]
-    if len({shard.rank for shard in shards}) < len(shards):
-        raise FormatError("two shards have one rank", offset=0, rule="Rank")
-    for _, records, *_ in shards:
-        times = Counter(record.name for record in records)
-        for name, number in times.items():
-            if number > 1:
-                reason = f"{number} tensors of one shard have this name"
-                raise FormatError(reason, offset=0, tensor=name, rule="DuplicateName")
-    return shards
-
-
-def _look_for_data(
-    source: Readable, shards: Sequence[ListedShard], wanted: Payload | None, *, expected: bool
-) -> _Data:
-    """Look for data in files beside, and say why a tensor has none."""
-    if wanted != "none":
-        placed, files, warnings = look_beside(source, shards)
-        if expected or any(shard.file for shard in placed):
-            is_there = any(shard.problem is None for shard in placed)
-            return _Data("companion" if is_there else "none", placed, files, warnings)
-    problem = _nowhere(source, shards, looked=wanted != "none")
-    return _Data("none", [shard._replace(problem=problem) for shard in shards])
-
-
-def _nowhere(
-    source: Readable, shards: Sequence[ListedShard], *, looked: bool
-) -> PayloadMissingError:
-    reason = "the checkpoint has names, types and shapes of tensors, but no values"
-    hint = None
-    if looked and shards:
-        names = ", ".join(map(shown, candidates(source.name, shards[0].rank, shards[0].said)))
-        hint = f"Nor are they in a file beside it: for the first shard, one of {names}"
-    return PayloadMissingError(reason, hint=hint)
-
-
-def _index(source: Readable, version: str, metadata: Metadata, data: _Data, rest: int = 0) -> Index:
-    warnings = _warnings(metadata, data.shards, rest)
-    return Index(
-        format=Mlcp.name,
-        version=version,
-        tensors=with_dims(make_tensors(data.shards), metadata.custom_field(DIMS_KEY)),
-        attrs={**metadata.fields, "payload": data.where, "metadata_json": metadata.text},
-        source=source.name,
-        nbytes=source.size,
-        shards=data.files,
-        warnings=(*warnings, *data.warnings),
-    )
-
-
-def _warnings(metadata: Metadata, shards: Sequence[ListedShard], rest: int) -> list[str]:
-    texts = [
-        f"the metadata have the field {shown(name)} several times: the last counts"
-        for name in dict.fromkeys(metadata.repeated)
-    ]
-    if any(said.checksum == MOVING for said in metadata.shards):
-        texts.append(
-            "another process is saving it, or was ended while it did: the checkpoint is complete, "
-            "but its shards have names that only readers of filePath find. Save it again"
-        )
-    count = metadata.shard_count
-    if not metadata.shards and count not in {None, len(shards)}:
-        texts.append(f"the metadata say {count} shards, but there are {len(shards)}")
-    for number, (rank, records, said, *_) in enumerate(shards):
-        if said is not None and said.rank != rank:
-            texts.append(f"the metadata of shard {number} have rank {said.rank}, as others do")
-        if said is not None and said.records and not same_tensors(said.records, records):
-            texts.append(f"the metadata of shard {number} list other tensors than its records")
-        wrong = [record.name for record in records if not record.fits]
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            texts.append(f"tensor {shown(wrong[0])}{more}: the size is not what the shape makes")
-    if rest:
-        texts.append(f"{rest} bytes follow the last record, and are not read")
-    return texts
+_BOUND_I32 = 1 << 31
+_RANK_SUFFIX = re.compile(r"@rank_-?[0-9]+\Z")
+# A tree splits names at so many dots; its root is the rank here.
+_DEEPEST = 63
 
 
 class Mlcp(Format):
@@ -280,8 +96,348 @@ class Mlcp(Format):
     suffixes = (".checkpoint", METADATA_SUFFIX)
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
-    can = Can(types=WRITES, tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+    can = Can(
+        # All that have a name. Of equally wide ones that hold a value the first is better.
+        types=(
+            "float32",
+            "float64",
+            "float16",
+            "bfloat16",
+            *(dtype for dtype in DATA_TYPES.values() if "float" not in dtype),
+        ),
+        tensor_attrs=("rank", "name"),
+        file_attrs=None,
+    )
 
-    detect = staticmethod(detect)
-    read = staticmethod(read)
-    plan = staticmethod(plan)
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether a file is a checkpoint or the metadata of one."""
+        if head.startswith((CHECKPOINT_MAGIC, SHARD_MAGIC)):
+            return True
+        if not _is_named(name) or _OBJECT.match(head) is None:
+            return False
+        # Where its fields may be further on, or escaped, `read` finds out.
+        unsure = size > len(head) or b"\\u" in head
+        return unsure or _OWN_FIELD.search(head) is not None
+
+    def read(self, source: Readable, *, payload: Payload | None = None) -> Index:
+        """Read metadata and records, no data."""
+        if payload is not None and payload not in get_args(Payload):
+            known = ", ".join(map(repr, get_args(Payload)))
+            raise ValueError(f"payload={payload!r} is not one of {known}")
+        magic = bytes(source.read(0, min(4, source.size)))
+        if magic == CHECKPOINT_MAGIC:
+            listed = _read_checkpoint(source, payload)
+        elif magic == SHARD_MAGIC:
+            reason = (
+                "this is one shard of a checkpoint, without the names and shapes of its tensors"
+            )
+            hint = (
+                f"Open {companions.metadata_name(source.name)!r}, or PREFIX.checkpoint, next to it"
+            )
+            raise UnsupportedError(reason, offset=0, rule="Shard", hint=hint)
+        elif _OBJECT.match(source.read(0, min(64, source.size))):
+            listed = _read_metadata(source, payload)
+        else:
+            reason = f"the file begins {magic!r}, expected {CHECKPOINT_MAGIC!r} or metadata in JSON"
+            why = "The magic is written as a little-endian integer" if magic == b"MLCP" else None
+            raise FormatError(reason, offset=0, rule="Magic", hint=why)
+        version, stated, where, shards, wanted, rest = listed
+        warnings = _warnings(stated, shards, rest)
+        files: dict[str, Shard] = {}
+        if where == "none":
+            where, shards, files = _look_for_data(source, shards, wanted, warnings)
+        tensors = kit.with_dims(_tensors(shards), stated.custom_field(kit.DIMS_KEY))
+        attrs = {**stated.fields, "payload": where, "metadata_json": stated.text}
+        size, texts = source.size, tuple(warnings)
+        return Index(self.name, version, tensors, attrs, source.name, size, files, texts)
+
+    def plan(self, index: Index, *, multi_shard: bool | None = None) -> Plan:
+        """Lay out a checkpoint in one file, or metadata and a file for each shard."""
+        is_named = index.source.lower().endswith(METADATA_SUFFIX)
+        if multi_shard and not is_named:
+            reason = f"the file to be opened is a PREFIX{METADATA_SUFFIX}, not {index.source!r}"
+            raise ValueError(f"multi_shard=True: {reason}")
+        self.check(index)
+        ranks = _ranks(index)
+        shards = [_new_shard(rank, group) for rank, group in ranks.items()]
+        times = Counter(name for group in ranks.values() for name in group)
+        as_read = {
+            variable_name(name, rank, repeated=times[name] > 1): tensor
+            for rank, group in ranks.items()
+            for name, tensor in group.items()
+        }
+        dims = kit.dims_text(as_read)
+        tensors = [list(group.values()) for group in ranks.values()]
+        if multi_shard or (multi_shard is None and is_named):
+            return _in_several(index, shards, tensors, dims)
+        return _in_one(index, shards, tensors, dims)
+
+
+def _is_named(name: str) -> bool:
+    """Whether a file has the name of metadata."""
+    path = name.partition("?")[0] if "://" in name else name
+    return path.lower().endswith(METADATA_SUFFIX)
+
+
+def variable_name(name: str, rank: int, *, repeated: bool) -> str:
+    """Name the variable of a tensor, so that no two tensors of a checkpoint get one name."""
+    return f"{name}@rank_{rank}" if repeated or _RANK_SUFFIX.search(name) else name
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Listed(NamedTuple):
+    """What a file says, where the data in it are, where they should be, and what is left of it."""
+
+    version: str
+    stated: Metadata
+    where: Payload
+    shards: list[ListedShard]
+    wanted: Payload | None
+    rest: int = 0
+
+
+def _read_checkpoint(source: Readable, payload: Payload | None) -> _Listed:
+    cursor = NetCursor(source, len(CHECKPOINT_MAGIC))
+    version = cursor.string("version")
+    length = cursor.count("metadata")
+    at = cursor.at
+    stated = metadata.parse(cursor.take(length, "metadata"), at)
+    marker = stated.custom_field("payload")
+    wanted = payload or next((known for known in get_args(Payload) if known == marker), None)
+    # No shards listed is as good as none known: upstream's own tests write such files.
+    count = len(stated.shards) or None
+    if wanted is None:
+        body = find_body(source, cursor.at, count, [shard.records for shard in stated.shards])
+    else:
+        reading = "none" if wanted == "companion" else wanted
+        body = read_body(reading, source, cursor.at, count)
+    if body.rest and payload != "none":
+        reason = f"{body.rest} bytes follow the last record, but the data should be {wanted}"
+        raise FormatError(reason, offset=source.size - body.rest, rule="Payload")
+    listed: Sequence[ShardMetadata | None] = stated.shards or [None] * len(body.blocks)
+    ranks = [shard.rank for shard in stated.shards]
+    if len(set(ranks)) < len(body.blocks):
+        ranks = list(range(len(body.blocks)))
+    offsets = body.offsets or [[]] * len(body.blocks)
+    shards = list(map(ListedShard, ranks, body.blocks, listed, offsets))
+    return _Listed(version, stated, body.reading, shards, wanted, body.rest)
+
+
+def _read_metadata(source: Readable, payload: Payload | None) -> _Listed:
+    if payload not in {None, "none", "companion"}:
+        raise ValueError(f"payload={payload!r}: metadata alone have their data in other files")
+    if source.size > _LARGEST_JSON:
+        reason = f"metadata of {source.size} bytes are larger than {_LARGEST_JSON}"
+        raise FormatError(reason, offset=0, rule="Metadata")
+    stated = metadata.parse(bytes(source.read(0, source.size)), 0)
+    fields, is_named = stated.fields.keys(), _is_named(source.name)
+    # What `detect` says of a file is true here too; of one with another name somebody has said
+    # what it is.
+    known = _OWN_FIELDS if is_named else FIELDS
+    if (fields or is_named) and fields.isdisjoint(known):
+        reason = f"this is not metadata of a checkpoint, which have {', '.join(known)}"
+        raise FormatError(reason, offset=0, rule="Metadata")
+    shards = [ListedShard(each.rank, each.records or [], each) for each in stated.shards]
+    if not shards and stated.records:
+        shards = [ListedShard(0, stated.records)]
+    if len({shard.rank for shard in shards}) < len(shards):
+        raise FormatError("two shards have one rank", offset=0, rule="Rank")
+    for shard in shards:
+        for name, times in Counter(record.name for record in shard.records).items():
+            if times > 1:
+                reason = f"{times} tensors of one shard have this name"
+                raise FormatError(reason, offset=0, tensor=name, rule="DuplicateName")
+    wanted: Payload = "companion" if stated.shards and payload != "none" else "none"
+    return _Listed(stated.version, stated, "none", shards, wanted)
+
+
+def _look_for_data(
+    source: Readable, shards: list[ListedShard], wanted: Payload | None, warnings: list[str]
+) -> tuple[Payload, list[ListedShard], dict[str, Shard]]:
+    """Look for data in other files, and say why a tensor has none."""
+    if wanted != "none":
+        placed, files, texts = companions.look_beside(source, shards)
+        if wanted == "companion" or any(shard.file for shard in placed):
+            warnings += texts
+            is_there = any(shard.problem is None for shard in placed)
+            return "companion" if is_there else "none", placed, files
+    reason, hint = "the checkpoint has names, types and shapes of tensors, but no values", None
+    if wanted != "none" and shards:
+        names = companions.candidates(source.name, shards[0].rank, shards[0].stated)
+        hint = "Nor are they in a file next to it: for the first shard, one of "
+        hint += ", ".join(map(shown, names))
+    problem = PayloadMissingError(reason, hint=hint)
+    return "none", [shard._replace(problem=problem) for shard in shards], {}
+
+
+def _warnings(stated: Metadata, shards: Sequence[ListedShard], rest: int) -> list[str]:
+    texts = [
+        f"the metadata have the field {shown(name)} several times: the last counts"
+        for name in dict.fromkeys(stated.repeated)
+    ]
+    if any(shard.checksum == MOVING for shard in stated.shards):
+        texts.append(
+            "another process is saving it, or was ended while it did: the checkpoint is complete, "
+            "but its shards have names that only readers of filePath find. Save it again"
+        )
+    count = stated.shard_count
+    if not stated.shards and count not in {None, len(shards)}:
+        texts.append(f"the metadata say {count} shards, but there are {len(shards)}")
+    notes = kit.Notes()
+    for number, shard in enumerate(shards):
+        rank, listed = shard.rank, shard.stated
+        if listed is not None and listed.rank != rank:
+            texts.append(f"the metadata of shard {number} have rank {listed.rank}, as others do")
+        if (
+            listed is not None
+            and listed.records
+            and not same_tensors(listed.records, shard.records)
+        ):
+            texts.append(f"the metadata of shard {number} list other tensors than its records")
+        for record in shard.records:
+            if not record.fits:
+                notes.add("the size is not what the shape makes", f"tensor {shown(record.name)}")
+    texts += notes.warnings()
+    if rest:
+        texts.append(f"{rest} bytes follow the last record, and are not read")
+    return texts
+
+
+def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
+    """Make the tensors of a checkpoint from the records of all shards."""
+    times = Counter(record.name for shard in shards for record in shard.records)
+    in_groups = len(times) < times.total()
+    tensors = {}
+    for rank, records, _, offsets, file, missing in shards:
+        attrs = {"rank": rank}
+        for number, record in enumerate(records):
+            name, dtype, shape, nbytes = record
+            variable = variable_name(name, rank, repeated=times[name] > 1)
+            problem: CheckpointError | None = None if record.fits else record.size_error()
+            if nbytes or problem:
+                problem = missing or problem
+            parts = {}
+            if not problem:
+                # Of a tensor without elements nothing is read, wherever it is.
+                offset = offsets[number] if missing is None else 0
+                shard = file if missing is None else None
+                parts = {"data": Part(dtype, shape, offset, nbytes, shard=shard)}
+            tensors[variable] = Tensor(
+                variable,
+                dtype,
+                shape,
+                parts,
+                attrs=attrs if variable == name else {**attrs, "name": name},
+                problem=problem,
+                path=(f"rank_{rank}", *name.split(".", _DEEPEST)) if in_groups else None,
+            )
+    return tensors
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _ranks(index: Index) -> dict[int, dict[str, Tensor]]:
+    """Group tensors by rank and own name, in the order of the shards that the source had."""
+    # Shards without tensors too.
+    stated = index.attrs.get("shards")
+    entries = stated if isinstance(stated, list) else []
+    listed = [entry.get("rank", 0) for entry in entries if isinstance(entry, dict)]
+    ranks: dict[int, dict[str, Tensor]] = {rank: {} for rank in listed if _is_i32(rank)}
+    for tensor in index.tensors.values():
+        kit.check_text("the name", tensor.name, tensor.name)
+        rank = tensor.attrs.get("rank", 0)
+        if not _is_i32(rank):
+            reason = f"the attribute rank is {rank!r}"
+            hint = "Make it an integer of 32 bits, or remove it"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Rank", hint=hint)
+        # Its name in its shard, unless the variable was renamed since.
+        own = tensor.attrs.get("name")
+        is_own = isinstance(own, str) and tensor.name == variable_name(own, rank, repeated=True)
+        name = str(own) if is_own else tensor.name
+        group = ranks.setdefault(rank, {})
+        if group.setdefault(name, tensor) is not tensor:
+            reason = f"another tensor of rank {rank} has the name {name!r}"
+            hint = "Rename one of them, or remove its attribute 'name'"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="DuplicateName", hint=hint)
+    return ranks or {0: {}}
+
+
+def _is_i32(value: Any) -> bool:
+    return type(value) is int and -_BOUND_I32 <= value < _BOUND_I32
+
+
+def _new_shard(rank: int, group: Mapping[str, Tensor]) -> ShardMetadata:
+    records = [
+        Record(name, tensor.dtype, tensor.shape, nbytes_of(tensor.dtype, tensor.size))
+        for name, tensor in group.items()
+    ]
+    *offsets, nbytes = accumulate([record.nbytes for record in records], initial=0)
+    return ShardMetadata(rank, records, offsets, "", nbytes)
+
+
+def _in_one(
+    index: Index, shards: Sequence[ShardMetadata], tensors: list[list[Tensor]], dims: str | None
+) -> Plan:
+    custom = {"payload": "tail", kit.DIMS_KEY: dims}
+    text = metadata.write(index.attrs, shards, custom)
+    _check_i32(len(text), "metadata")
+    version = written_string(index.attrs.get("version") or "1.0.0")
+    head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
+    head += b"".join([written_block(shard.records or []) for shard in shards])
+    offset = len(head)
+    extents: list[Extent] = []
+    for shard, group in zip(shards, tensors, strict=True):
+        extents += _extents(shard, group, offset)
+        offset += shard.file_size
+    return Plan((plans.Literal(0, head),), tuple(extents), nbytes=offset)
+
+
+def _in_several(
+    index: Index, shards: Sequence[ShardMetadata], tensors: list[list[Tensor]], dims: str | None
+) -> Plan:
+    files = {}
+    placed = []
+    for shard, group in zip(shards, tensors, strict=True):
+        path = companions.candidates(index.source, shard.rank)[0]
+        files[path] = _shard_file(shard, group)
+        size = HEADER.size + shard.file_size
+        placed.append(shard._replace(file_path=path, file_size=size))
+
+    def with_names(of: Sequence[ShardMetadata]) -> Plan:
+        text = metadata.write(index.attrs, of, {"payload": None, kit.DIMS_KEY: dims})
+        return Plan((plans.Literal(0, text),), (), nbytes=len(text))
+
+    def renamed(names: Mapping[str, str]) -> Plan:
+        return with_names(
+            [each._replace(file_path=names[each.file_path], checksum=MOVING) for each in placed]
+        )
+
+    return replace(with_names(placed), companions=files, renamed=renamed)
+
+
+def _shard_file(shard: ShardMetadata, tensors: Sequence[Tensor]) -> Plan:
+    extents, start = _extents(shard, tensors, HEADER.size), HEADER.size
+    for extent in extents:
+        end = (extent.offset or 0) - start + extent.part.nbytes
+        _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
+    head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
+    return Plan((plans.Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
+
+
+def _extents(shard: ShardMetadata, tensors: Sequence[Tensor], start: int) -> list[Extent]:
+    return [
+        Extent(tensor.name, "data", tensor.parts["data"], start + offset)
+        for tensor, offset in zip(tensors, shard.offsets, strict=True)
+    ]
+
+
+def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:
+    if nbytes >= _BOUND_I32:
+        hint = "Write several checkpoints"
+        if tensor is not None:
+            hint = "Write one .checkpoint, whose data have no such limit, or more ranks"
+        reason = f"{what} have {nbytes} bytes, but their length has 31 bits"
+        raise UnsupportedError(reason, tensor=tensor, rule="Length", hint=hint)

@@ -16,24 +16,31 @@
 A tensor has ``name``, ``shape``, ``dataType`` (a number, or the name that records have), ``offset``
 and ``size``. All but numbers may be null, everything may be absent, and what is not known is
 ignored. Names of fields are case-sensitive. Of equal names the last counts.
+
+What is written has all of these fields, in the order in which upstream's classes declare them,
+and is byte for byte what System.Text.Json writes: indented, in ASCII, with nothing in it that
+HTML gives meaning.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, shown
-from xckpt.formats.kit import decode_json
-from xckpt.formats.mlcp.records import DATA_TYPES, MOST_AXES, Record, check_shape
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import kit
+from xckpt.formats.mlcp.records import DATA_TYPES, Record, check_shape, element_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["FIELDS", "Metadata", "ShardMetadata", "check_fields", "parse"]
-
 _DEEPEST = 64
 _NUMBERED = tuple(DATA_TYPES.values())
-_NUMBER = {"int32": 1 << 31, "int64": 1 << 63}
+_NUMBERS = {dtype: number for number, dtype in enumerate(_NUMBERED)}
+_PYTHON_TYPES = {"text": str, "object": dict, "array": list}
+_LARGEST = {"int32": 1 << 31, "int64": 1 << 63}
 
 #: Of the root, with their types.
 FIELDS = {
@@ -49,18 +56,24 @@ FIELDS = {
     "shardingStrategy": "object",
     "tensorInfos": "array",
 }
-_SHARDING = {
-    "strategy": "text",
-    "shardCount": "int32",
-    "precision": "text",
-    "strategySpecificInfo": "object",
+# With what absent ones are, in the order in which .NET declares them.
+_SHARDING: dict[str, tuple[str, Any]] = {
+    "strategy": ("text", ""),
+    "shardCount": ("int32", 0),
+    "precision": ("text", ""),
+    "strategySpecificInfo": ("object", {}),
 }
-_TRAINING = {
-    "epoch": "int32",
-    "step": "int64",
-    "learningRate": "number",
-    "optimizerType": "text",
-    "optimizerState": "object",
+_TRAINING: dict[str, tuple[str, Any]] = {
+    "epoch": ("int32", 0),
+    "step": ("int64", 0),
+    "learningRate": ("number", 0),
+    "optimizerType": ("text", None),
+    "optimizerState": ("object", None),
+}
+_NESTED = {
+    "sharding": _SHARDING,
+    "shardingStrategy": _SHARDING,
+    "training": _TRAINING,
 }
 _SHARD = {
     "rank": "int32",
@@ -69,51 +82,36 @@ _SHARD = {
     "tensors": "array",
     "checksum": "text",
 }
-_PYTHON_TYPES = {"text": str, "object": dict, "array": list}
+# What reading adds to the fields of metadata.
+_ADDED = ("payload", "metadata_json")
+_FORMATS = ("single_file", "multishard")
+# As System.Text.Json takes it, which is stricter than Python.
+_TIMESTAMP = re.compile(
+    r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d{1,16})?)?(Z|[+-](0\d|1[0-3]):[0-5]\d)?)?", re.ASCII
+)
 
 
 class ShardMetadata(NamedTuple):
     """What metadata say of a shard.
 
-    Parameters
-    ----------
-    rank : int
-        Of the process that wrote it.
-    file_path : str
-        Where it was written, empty if nowhere of its own.
-    file_size : int
-        Size of the file or of its data, 0 if not known.
-    records : list of Record or None
-        Its tensors, None where they are not listed.
-    offsets : list of int
-        Where the data of each begin, in the data of the shard.
-    checksum : str
-        Opaque; empty if there is none.
+    A path and a size of "" and 0 are not known, and None are tensors that are not listed. The
+    offsets count from the beginning of the shard's data.
     """
 
     rank: int
-    file_path: str
-    file_size: int
     records: list[Record] | None
     offsets: list[int]
-    checksum: str
+    file_path: str = ""
+    file_size: int = 0
+    # Upstream's reader compares it with one inside of the file, and its verifier with one of the
+    # whole file: no checksum but none satisfies both.
+    checksum: str | None = None
 
 
 class Metadata(NamedTuple):
-    """The metadata of a checkpoint.
+    """The metadata of a checkpoint: the text and what it says.
 
-    Parameters
-    ----------
-    text : str
-        As in the file.
-    fields : dict
-        The same, parsed.
-    shards : list of ShardMetadata
-        Empty where they are not listed.
-    records : list of Record
-        All tensors, where they are listed once more for all shards.
-    repeated : list of str
-        Names that an object has more than once.
+    `shards` may be empty, and `records` are those that are listed once more for all shards.
     """
 
     text: str
@@ -124,22 +122,15 @@ class Metadata(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Of the format; null is none, and absent is the first."""
+        """The version of the format; null is none, and absent is the first."""
         return self.fields.get("version", "1.0.0") or ""
 
     @property
     def shard_count(self) -> int | None:
         """How many shards there should be, if it is said; of the two places the last counts."""
-        for name in reversed(self.fields):
-            if name in {"sharding", "shardingStrategy"}:
-                found: int | None = (self.fields[name] or {}).get("shardCount")
-                return found
-        return None
-
-    @property
-    def marker(self) -> str | None:
-        """Where the data are, if it is said."""
-        return self.custom_field("payload")
+        names = [name for name in self.fields if name in {"sharding", "shardingStrategy"}]
+        found: int | None = (self.fields[names[-1]] or {}).get("shardCount") if names else None
+        return found
 
     def custom_field(self, name: str) -> str | None:
         """Return a custom field, if it is there."""
@@ -147,92 +138,35 @@ class Metadata(NamedTuple):
         return found
 
 
+# --- reading --------------------------------------------------------------------------------------
+
+
 def parse(data: bytes, at: int) -> Metadata:
-    """Parse metadata."""
+    """Read metadata, which are at a byte of their file."""
+    repeated: list[str] = []
     try:
-        text, fields, repeated = _decoded(data)
-        check_fields(fields)
-        shards = _shards(fields)
+        what = "the metadata"
+        fields = kit.decode_json(data, what, deepest=_DEEPEST, repeated=repeated.append)
+        _check_fields(fields)
+        values = enumerate(fields.get("shards") or ())
+        shards = [_shard(value, f"shards[{number}]") for number, value in values]
         records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
     except FormatError as error:
         error.offset = at
         raise
-    return Metadata(text, fields, shards, records, repeated)
+    return Metadata(data.decode(), fields, shards, records, repeated)
 
 
-def _decoded(data: bytes) -> tuple[str, dict[str, Any], list[str]]:
-    repeated: list[str] = []
-    value = decode_json(data, "the metadata", deepest=_DEEPEST, repeated=repeated.append)
-    if type(value) is not dict:
-        raise FormatError("the metadata are no JSON object", rule="Metadata")
-    return data.decode(), value, repeated
-
-
-def check_fields(fields: Mapping[str, Any]) -> None:
+def _check_fields(fields: Any) -> None:
     """Check that the fields of metadata have the types that upstream's classes have."""
+    if type(fields) is not dict:
+        raise FormatError("the metadata are not a JSON object", rule="Metadata")
     _check(fields, FIELDS, "")
-    for name in ("sharding", "shardingStrategy"):
-        _check(fields.get(name) or {}, _SHARDING, f"{name}.")
-    _check(fields.get("training") or {}, _TRAINING, "training.")
+    for name, known in _NESTED.items():
+        types = {field: expected for field, (expected, _) in known.items()}
+        _check(fields.get(name) or {}, types, f"{name}.")
     custom = fields.get("customFields") or {}
     _check(custom, dict.fromkeys(custom, "text"), "customFields.")
-
-
-def _shards(fields: Mapping[str, Any]) -> list[ShardMetadata]:
-    shards = []
-    for number, value in enumerate(fields.get("shards") or ()):
-        where = f"shards[{number}]"
-        entry = _object(value, where)
-        _check(entry, _SHARD, f"{where}.")
-        listed = entry.get("tensors")
-        records, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
-        shard = ShardMetadata(
-            entry.get("rank", 0),
-            entry.get("filePath") or "",
-            entry.get("fileSize", 0),
-            records,
-            offsets,
-            entry.get("checksum") or "",
-        )
-        shards.append(shard)
-    return shards
-
-
-def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]]:
-    records, offsets = [], []
-    for number, value in enumerate(values):
-        record, offset = _tensor(value, f"{where}[{number}]")
-        records.append(record)
-        offsets.append(offset)
-    return records, offsets
-
-
-def _tensor(value: Any, where: str) -> tuple[Record, int]:
-    entry = _object(value, where)
-    name, shape = entry.get("name", ""), entry.get("shape", [])
-    if type(name) is not str:
-        raise _mistyped(f"{where}.name", "text", name)
-    if type(shape) is not list or len(shape) > MOST_AXES:
-        raise _mistyped(f"{where}.shape", f"at most {MOST_AXES} integers", shape)
-    nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
-    for number in (*shape, nbytes, offset):
-        if type(number) is not int:
-            raise _mistyped(f"{where}: shape, size and offset", "integers", number)
-    dtype = _dtype(entry.get("dataType", 0), where)
-    try:
-        check_shape(dtype, shape, nbytes)
-    except FormatError as error:
-        raise error.located(tensor=name) from None
-    return Record(name, dtype, tuple(shape), nbytes), offset
-
-
-def _dtype(value: Any, where: str) -> str:
-    if type(value) is int and 0 <= value < len(_NUMBERED):
-        return _NUMBERED[value]
-    if type(value) is str and value in DATA_TYPES:
-        return DATA_TYPES[value]
-    reason = f"{where}: the data type {shown(str(value))} is not one of "
-    raise FormatError(reason + ", ".join(DATA_TYPES), rule="DataType")
 
 
 def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> None:
@@ -245,10 +179,47 @@ def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> N
         elif expected == "number":
             fits = type(value) in {int, float}
         else:
-            bound = _NUMBER[expected]
+            bound = _LARGEST[expected]
             fits = type(value) is int and -bound <= value < bound
         if not fits:
             raise _mistyped(where + name, expected, value)
+
+
+def _shard(value: Any, where: str) -> ShardMetadata:
+    entry = _object(value, where)
+    _check(entry, _SHARD, f"{where}.")
+    listed = entry.get("tensors")
+    records, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
+    path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
+    return ShardMetadata(
+        entry.get("rank", 0), records, offsets, path, size, entry.get("checksum") or None
+    )
+
+
+def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]]:
+    found = [_tensor(value, f"{where}[{number}]") for number, value in enumerate(values)]
+    return [record for record, _ in found], [offset for _, offset in found]
+
+
+def _tensor(value: Any, where: str) -> tuple[Record, int]:
+    entry = _object(value, where)
+    name, shape = entry.get("name", ""), entry.get("shape", [])
+    if type(name) is not str:
+        raise _mistyped(f"{where}.name", "text", name)
+    if type(shape) is not list or len(shape) > kit.MOST_AXES:
+        raise _mistyped(f"{where}.shape", f"at most {kit.MOST_AXES} integers", shape)
+    nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
+    for number in (*shape, nbytes, offset):
+        if type(number) is not int:
+            raise _mistyped(f"{where}: shape, size and offset", "integers", number)
+    dtype = entry.get("dataType", 0)
+    is_number = type(dtype) is int and 0 <= dtype < len(_NUMBERED)
+    dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{where}: the")
+    try:
+        check_shape(dtype, shape, nbytes)
+    except FormatError as error:
+        raise error.located(tensor=name) from None
+    return Record(name, dtype, tuple(shape), nbytes), offset
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -260,3 +231,135 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 def _mistyped(where: str, expected: str, value: Any) -> FormatError:
     reason = f"the field {shown(where)}: expected {expected}, found {shown(str(value))}"
     return FormatError(reason, rule="Metadata")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write(
+    attrs: Mapping[str, Any], shards: Sequence[ShardMetadata], custom: Mapping[str, str | None]
+) -> bytes:
+    """Write what the source of a checkpoint had, the shards that there are now, and some fields."""
+    try:
+        _check_fields(attrs)
+        fields = _fields(attrs, shards, custom)
+        text = to_json(fields)
+        # Numbers as keys, tuples, and what is nested too deep do not come back.
+        if parse(text, 0).fields != fields:
+            raise ValueError("something else would come back")  # noqa: TRY301
+    except (FormatError, TypeError, ValueError, RecursionError) as error:
+        reason = error.reason if isinstance(error, FormatError) else str(error)
+        reason = f"the attributes cannot be metadata: {reason}"
+        hint = "Correct or remove the attribute"
+        raise UnsupportedError(reason, rule="Metadata", hint=hint) from error
+    return text
+
+
+def _fields(
+    attrs: Mapping[str, Any], shards: Sequence[ShardMetadata], custom: Mapping[str, str | None]
+) -> dict[str, Any]:
+    # Of the two names of sharding the last counts.
+    names = [name for name in attrs if name in {"sharding", "shardingStrategy"}]
+    sharding = _completed(attrs[names[-1]] if names else {}, _SHARDING)
+    if sharding is not None:
+        sharding["shardCount"] = len(shards)
+    form, infos = attrs.get("format", _FORMATS[0]), attrs.get("tensorInfos")
+    has_files = any(shard.file_path for shard in shards)
+    known = {
+        "version": attrs.get("version", "1.0.0"),
+        "timestamp": _timestamp(attrs.get("timestamp")),
+        "worldSize": attrs.get("worldSize", len(shards)),
+        "ddpRank": attrs.get("ddpRank", 0),
+        "sharding": sharding,
+        "shards": [
+            {
+                "rank": shard.rank,
+                "filePath": shard.file_path,
+                "fileSize": shard.file_size,
+                "tensors": _entries(shard),
+                "checksum": shard.checksum,
+            }
+            for shard in shards
+        ],
+        "training": _completed(attrs.get("training"), _TRAINING),
+        "customFields": _custom_fields(attrs.get("customFields"), custom),
+        "format": _FORMATS[has_files] if form in _FORMATS else form,
+        "shardingStrategy": sharding,
+        "tensorInfos": infos and [entry for shard in shards for entry in _entries(shard)],
+    }
+    return known | {key: attrs[key] for key in attrs if key not in {*known, *_ADDED}}
+
+
+def _completed(
+    value: Mapping[str, Any] | None, known_fields: Mapping[str, tuple[str, Any]]
+) -> dict[str, Any] | None:
+    """Return fields in their order, and those that are not known after them."""
+    if value is None:
+        return None
+    known = {name: value.get(name, default) for name, (_, default) in known_fields.items()}
+    return known | {name: value[name] for name in value if name not in known}
+
+
+def _custom_fields(
+    value: Mapping[str, Any] | None, custom: Mapping[str, str | None]
+) -> dict[str, Any] | None:
+    kept = {**(value or {}), **custom}
+    found = {name: text for name, text in kept.items() if name not in custom or text is not None}
+    return found or (None if value is None or custom.keys() & value.keys() else {})
+
+
+def _timestamp(value: str | None) -> str:
+    if value is None:
+        return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    try:
+        if _TIMESTAMP.fullmatch(value):
+            datetime.fromisoformat(re.sub(r"\.\d+", "", value))
+            return value
+    except ValueError:
+        pass
+    reason = f"the attribute timestamp is {shown(value)}: not a time that upstream takes"
+    hint = "Write it like 2024-01-08T12:30:45Z, or remove it: the time is now then"
+    raise UnsupportedError(reason, rule="Timestamp", hint=hint)
+
+
+def _entries(shard: ShardMetadata) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "shape": list(shape),
+            "dataType": _NUMBERS[dtype],
+            "offset": offset,
+            "size": nbytes,
+        }
+        for (name, dtype, shape, nbytes), offset in zip(
+            shard.records or (), shard.offsets, strict=True
+        )
+    ]
+
+
+# Where .NET writes something else than Python: an exponent begins with E, and all text but the
+# date has more escapes. Most lines have nothing of that.
+_IS_UNLIKE = re.compile(r"[\\&'+<>`]|\de").search
+_UNLIKE = re.compile(r'(?<=^  "timestamp": )("[^"]*")|"[^"\\]*(?:\\.[^"\\]*)*"|(?<=\d)e')
+_ESCAPED = re.compile(r"\\u....|\\.|[&'+<>`]")
+
+
+def to_json(value: Any) -> bytes:
+    """Write JSON as .NET does, with two spaces for each level."""
+    lines = json.dumps(value, indent=2, allow_nan=False).split("\n")
+    written = [_UNLIKE.sub(_as_net, line) if _IS_UNLIKE(line) else line for line in lines]
+    return "\n".join(written).encode()
+
+
+def _as_net(match: re.Match[str]) -> str:
+    if match[0] == "e":
+        return "E"
+    return match[0] if match[1] else f'"{_ESCAPED.sub(_escape, match[0][1:-1])}"'
+
+
+def _escape(match: re.Match[str]) -> str:
+    found = match[0]
+    if found.startswith("\\u"):
+        return "\\u" + found[2:].upper()
+    is_short = found.startswith("\\") and found != '\\"'
+    return found if is_short else f"\\u{ord(found[-1]):04X}"

@@ -1,31 +1,32 @@
-"""Records: what a checkpoint says of a tensor, and what can be said of it at all."""
+"""Records, which say what a tensor is, and where the data of a single-file checkpoint are.
+
+The records do not say that. A reading is an assumption that either makes the file end exactly
+where it does, or not::
+
+    reading      bytes after the metadata                                   written by
+    none         records of shard 0, of shard 1, ...                        upstream
+    inline       every record is followed by its data                       -
+    per_shard    the records of a shard are followed by their data          -
+    tail         the records of all shards are followed by all data         this package
+
+Data are in the order of the records, without gaps.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
-from struct import Struct, pack
-from typing import TYPE_CHECKING, NamedTuple
+from struct import Struct
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, shown
-from xckpt.formats.kit import is_oversized
-from xckpt.formats.mlcp.cursor import written_string
+from xckpt.formats import kit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from xckpt.formats.mlcp.cursor import NetCursor
-
-__all__ = [
-    "DATA_TYPES",
-    "MOST_AXES",
-    "Record",
-    "check_shape",
-    "read_block",
-    "same_tensors",
-    "size_error",
-    "written_block",
-]
+    from xckpt.formats import Readable
 
 #: In the order of their numbers in metadata.
 DATA_TYPES = {
@@ -43,29 +44,63 @@ DATA_TYPES = {
     "Bool": "bool",
     "BFloat16": "bfloat16",
 }
-#: numpy's.
-MOST_AXES = 64
-
 _SPELLED = {dtype: name for name, dtype in DATA_TYPES.items()}
 _NBYTES = {name: ELEMENT_TYPES[name].bits // 8 for name in DATA_TYPES.values()}
-_EXTENTS_AND_SIZE = [Struct(f"<{axes + 1}q") for axes in range(MOST_AXES + 1)]
+
+I32 = Struct("<i")
+_LARGEST_I32 = (1 << 31) - 1
+_SIZES = [Struct(f"<{axes + 1}q") for axes in range(kit.MOST_AXES + 1)]
 _SMALLEST_RECORD = 17
+
+# Where no metadata say how many there are: a file of zeros would be a quarter as many.
+_MOST_SHARDS = 1 << 16
+
+Reading = Literal["none", "inline", "per_shard", "tail"]
+
+
+class NetCursor(kit.Cursor):
+    """Reads what .NET's ``BinaryWriter`` wrote."""
+
+    __slots__ = ()
+
+    def count(self, what: str, size: int = 1) -> int:
+        """Read how many things follow, each of so many bytes or more."""
+        at = self.at
+        found = self.number(I32, what)
+        if found < 0:
+            raise FormatError(f"{what}: {found} is below zero", offset=at, rule="Negative")
+        if found * size > self.left:
+            self._require(found * size, what)
+        return found
+
+    def string(self, what: str) -> str:
+        """Read a text that begins with its length in groups of 7 bits, the lowest first."""
+        at, length, shift = self.at, 0, 0
+        while (byte := self.take(1, what)[0]) >= 0x80 and shift < 28:
+            length |= (byte & 0x7F) << shift
+            shift += 7
+        length |= (byte & 0x7F) << shift
+        if byte >= 0x80 or length > _LARGEST_I32:
+            reason = f"{what}: its length is not one of 31 bits in at most 5 bytes"
+            raise FormatError(reason, offset=at, rule="StringLength")
+        return self.text(length, what)
+
+
+def written_string(text: str) -> bytes:
+    """Write a text after its length in groups of 7 bits, the lowest first."""
+    data = text.encode()
+    left, length = len(data), bytearray()
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes([*length, left]) + data
+
+
+# --- records --------------------------------------------------------------------------------------
 
 
 class Record(NamedTuple):
-    """What a checkpoint says of a tensor.
-
-    Parameters
-    ----------
-    name : str
-        Its name, unique in its shard.
-    dtype : str
-        Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
-    shape : tuple of int
-        Its shape.
-    nbytes : int
-        Size of its data, which need not be what the shape makes.
-    """
+    """What a checkpoint says of a tensor; the size need not be what the shape makes."""
 
     name: str
     dtype: str
@@ -73,18 +108,20 @@ class Record(NamedTuple):
     nbytes: int
 
     @property
-    def expected(self) -> int:
-        """Size of the data that the shape makes."""
-        return prod(self.shape) * _NBYTES[self.dtype]
-
-    @property
     def fits(self) -> bool:
-        """Whether the size is that."""
+        """Whether the size is what the shape makes."""
         return self.nbytes == prod(self.shape) * _NBYTES[self.dtype]
+
+    def size_error(self, offset: int | None = None) -> FormatError:
+        """Make the error for a size that is not that."""
+        expected = prod(self.shape) * _NBYTES[self.dtype]
+        reason = f"the size {self.nbytes}: expected {expected} for {self.dtype} of shape "
+        reason += str(self.shape)
+        return FormatError(reason, offset=offset, tensor=self.name, rule="Size")
 
 
 def read_block(cursor: NetCursor, *, inline: bool = False) -> tuple[list[Record], list[int]]:
-    """Read the records of a shard."""
+    """Read the records of a shard, and where their data are."""
     records: dict[str, Record] = {}
     offsets = []
     for _ in range(cursor.count("the records of a shard", _SMALLEST_RECORD)):
@@ -97,7 +134,7 @@ def read_block(cursor: NetCursor, *, inline: bool = False) -> tuple[list[Record]
         records[name] = record
         if inline:
             if not record.fits:
-                raise size_error(record)
+                raise record.size_error()
             offsets.append(cursor.at)
             cursor.skip(record.nbytes, "data")
     return list(records.values()), offsets
@@ -107,10 +144,9 @@ def _read_record(cursor: NetCursor) -> Record:
     name = cursor.text(cursor.count("the name of a tensor"), "the name of a tensor")
     at = cursor.at
     try:
-        dtype = _read_dtype(cursor)
+        dtype = element_type(cursor.string("data type"))
         at = cursor.at
-        extents = _EXTENTS_AND_SIZE[_read_rank(cursor)]
-        *shape, nbytes = extents.unpack(cursor.take(extents.size, "shape and size"))
+        *shape, nbytes = cursor.fields(_sizes(cursor), "shape and size")
         check_shape(dtype, shape, nbytes)
     except FormatError as error:
         error.offset = at if error.offset is None else error.offset
@@ -118,40 +154,38 @@ def _read_record(cursor: NetCursor) -> Record:
     return Record(name, dtype, tuple(shape), nbytes)
 
 
-def _read_dtype(cursor: NetCursor) -> str:
-    spelled = cursor.string("data type")
-    dtype = DATA_TYPES.get(spelled)
-    if dtype is None:
-        known = ", ".join(DATA_TYPES)
-        raise FormatError(f"the data type {shown(spelled)} is not one of {known}", rule="DataType")
-    return dtype
-
-
-def _read_rank(cursor: NetCursor) -> int:
+def _sizes(cursor: NetCursor) -> Struct:
     axes = cursor.count("the shape", 8)
-    if axes > MOST_AXES:
-        reason = f"a tensor of {axes} axes; numpy has at most {MOST_AXES}"
+    if axes > kit.MOST_AXES:
+        reason = f"a tensor of {axes} axes; numpy has at most {kit.MOST_AXES}"
         raise FormatError(reason, rule="Shape")
-    return axes
+    return _SIZES[axes]
 
 
 def written_block(records: Sequence[Record]) -> bytes:
     """Write the records of a shard."""
-    written = [pack("<i", len(records))]
+    written = [I32.pack(len(records))]
     for name, dtype, shape, nbytes in records:
-        encoded = name.encode()
-        axes = len(shape)
-        extents = _EXTENTS_AND_SIZE[axes].pack(*shape, nbytes)
-        written += [pack("<i", len(encoded)), encoded, written_string(_SPELLED[dtype])]
-        written += [pack("<i", axes), extents]
+        encoded, axes = name.encode(), len(shape)
+        written += [I32.pack(len(encoded)), encoded, written_string(_SPELLED[dtype])]
+        written += [I32.pack(axes), _SIZES[axes].pack(*shape, nbytes)]
     return b"".join(written)
+
+
+def element_type(spelled: str, where: str = "the") -> str:
+    """Return the element type that a data type is."""
+    dtype = DATA_TYPES.get(spelled)
+    if dtype is None:
+        reason = f"{where} data type {shown(spelled)} is not one of {', '.join(DATA_TYPES)}"
+        raise FormatError(reason, rule="DataType")
+    return dtype
 
 
 def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
     """Check that there can be a tensor like this."""
     if shape and min(shape) < 0:
         raise FormatError(f"the shape {list(shape)} has an extent below zero", rule="Shape")
-    if is_oversized(shape, dtype):
+    if kit.is_oversized(shape, dtype):
         reason = f"the shape {list(shape)} is larger than an array can be"
         raise FormatError(reason, rule="Shape")
     if nbytes < 0:
@@ -159,11 +193,127 @@ def check_shape(dtype: str, shape: Sequence[int], nbytes: int) -> None:
 
 
 def same_tensors(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    """Return whether two lists have the same tensors in the same order, whatever their sizes."""
+    """Whether two lists have the same tensors in the same order, whatever their sizes."""
     return [record[:3] for record in some] == [record[:3] for record in others]
 
 
-def size_error(record: Record) -> FormatError:
-    """Make the error for a tensor of which the size is not what its shape makes."""
-    reason = f"the size {record.nbytes}: expected {record.expected} for {record.dtype} of shape "
-    return FormatError(f"{reason}{record.shape}", tensor=record.name, rule="Size")
+def total_nbytes(records: Iterable[Record]) -> int:
+    """Return the size of the data of some records."""
+    return sum([record.nbytes for record in records])
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class Body(NamedTuple):
+    """What follows the metadata, in one reading: records of each shard, and where their data are.
+
+    Only the reading "none" has no offsets, and can leave a rest of so many bytes.
+    """
+
+    reading: Reading
+    blocks: list[list[Record]]
+    offsets: list[list[int]]
+    rest: int = 0
+
+
+def find_body(
+    source: Readable, start: int, count: int | None, listed: Sequence[list[Record] | None] = ()
+) -> Body:
+    """Find the reading that explains every byte of the file, of `count` shards if that is known."""
+    readings: list[Reading] = ["per_shard", "inline"]
+    fits: list[Body] = []
+    failure = None
+    try:
+        body = read_body("none", source, start, count)
+        if not body.rest:
+            return body
+        fits.append(_with_tail(body, source.size))
+        if count == 1:
+            readings.remove("per_shard")  # the same
+    except FormatError as error:
+        failure = error
+    for reading in readings:
+        try:
+            fits.append(read_body(reading, source, start, count))
+        except FormatError as error:
+            failure = failure or error
+    agreeing = [body for body in fits if _agrees(body, listed)]
+    if not agreeing:
+        raise failure or _disagreement(fits[0], start)
+    if any(body[1:] != agreeing[0][1:] for body in agreeing):
+        readings = [body.reading for body in agreeing]
+        reason = f"the data can be {' or '.join(readings)}: the sizes fit each of them"
+        hint = "payload= says which it is"
+        raise FormatError(reason, offset=start, rule="Ambiguous", hint=hint)
+    return agreeing[0]
+
+
+def _agrees(body: Body, listed: Sequence[list[Record] | None]) -> bool:
+    # Writers leave lists empty that they do not fill.
+    pairs = zip(body.blocks, listed, strict=False)
+    return all(not tensors or same_tensors(tensors, records) for records, tensors in pairs)
+
+
+def _disagreement(body: Body, start: int) -> FormatError:
+    reason = f"with the data {body.reading}, records are other tensors than the metadata list"
+    hint = f"payload={body.reading!r} reads them"
+    return FormatError(reason, offset=start, rule="Payload", hint=hint)
+
+
+def read_body(reading: Reading, source: Readable, start: int, count: int | None) -> Body:
+    """Read the records of a file of which it is known where the data are.
+
+    Where the number of shards is known, that many are read. Else they go on to the end of the
+    file, or to where data would fill it.
+    """
+    cursor = NetCursor(source, start)
+    blocks: list[list[Record]] = []
+    offsets: list[list[int]] = []
+    tail = 0
+    while cursor.left > tail if count is None else len(blocks) < count:
+        records, places = read_block(cursor, inline=reading == "inline")
+        if reading == "per_shard":
+            places = _consecutive(records, cursor.at)
+            cursor.skip(total_nbytes(records), "the data of a shard")
+        elif reading == "tail" and count is None:
+            tail += total_nbytes(records)
+        blocks.append(records)
+        offsets.append(places)
+        if count is None and len(blocks) > _MOST_SHARDS:
+            reason = f"there are more than {_MOST_SHARDS} shards"
+            raise FormatError(reason, offset=cursor.at, rule="Shards")
+    if reading == "none":
+        return Body("none", blocks, [], cursor.left)
+    if reading == "tail":
+        return _with_tail(Body("none", blocks, [], cursor.left), source.size)
+    if cursor.left:
+        raise _unexplained(cursor.at, cursor.left)
+    return Body(reading, blocks, offsets)
+
+
+def _with_tail(body: Body, size: int) -> Body:
+    start = size - body.rest
+    expected = sum(map(total_nbytes, body.blocks))
+    if expected != body.rest:
+        data = f", and the data of all tensors are {expected}"
+        raise _unexplained(start, body.rest, data)
+    offsets = []
+    for records in body.blocks:
+        offsets.append(_consecutive(records, start))
+        start += total_nbytes(records)
+    return Body("tail", body.blocks, offsets)
+
+
+def _consecutive(records: Sequence[Record], start: int) -> list[int]:
+    """Place data one after the other, each of the size that the shape makes."""
+    for record in records:
+        if not record.fits:
+            raise record.size_error(start)
+    return list(accumulate([record.nbytes for record in records], initial=start))[:-1]
+
+
+def _unexplained(at: int, nbytes: int, data: str = "") -> FormatError:
+    reason = f"{nbytes} bytes follow the last record{data}"
+    hint = "payload='none' lists the tensors, without values"
+    return FormatError(reason, offset=at, rule="Payload", hint=hint)
