@@ -325,17 +325,14 @@ def _finish(
     literals, members, end = [], [], 0
     for new, planned, front, alignment, gap in placed:
         place = written[new.tensor, "data"]
-        crc = joined_crc(zlib.crc32(new.front), _crc_of(place), new.part.nbytes)
+        digest = int(str(place.digest).partition(":")[2], 16)
+        crc = joined_crc(zlib.crc32(new.front), digest, new.part.nbytes)
         at, stored = place.offset - gap, len(front) + place.nbytes
         member = planned._replace(crc=crc, stored_nbytes=stored, at=at)
         literals.append(Literal(at, _local_header(member, len(front), alignment) + front))
         members.append(member)
         end = place.offset + place.nbytes
     return (*literals, Literal(end, _directory(members, end)))
-
-
-def _crc_of(place: Written) -> int:
-    return int(str(place.digest).partition(":")[2], 16)
 
 
 def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:

@@ -42,9 +42,8 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from xckpt import plan as plans
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
@@ -62,6 +61,7 @@ from xckpt.formats.mlcp.records import (
     DATA_TYPES,
     I32,
     NetCursor,
+    Payload,
     Record,
     find_body,
     read_body,
@@ -70,12 +70,10 @@ from xckpt.formats.mlcp.records import (
     written_string,
 )
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.plan import Extent, Plan
+from xckpt.plan import Extent, Literal, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-Payload = Literal["none", "inline", "per_shard", "tail", "companion"]
 
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 # What other metadata are unlikely to have.
@@ -128,12 +126,9 @@ class Mlcp(Format):
         if magic == CHECKPOINT_MAGIC:
             listed = _read_checkpoint(source, payload)
         elif magic == SHARD_MAGIC:
-            reason = (
-                "this is one shard of a checkpoint, without the names and shapes of its tensors"
-            )
-            hint = (
-                f"Open {companions.metadata_name(source.name)!r}, or PREFIX.checkpoint, next to it"
-            )
+            reason = "this is one shard of a checkpoint, without names and shapes of tensors"
+            whole = companions.metadata_name(source.name)
+            hint = f"Open {whole!r}, or PREFIX.checkpoint, next to it"
             raise UnsupportedError(reason, offset=0, rule="Shard", hint=hint)
         elif _OBJECT.match(source.read(0, min(64, source.size))):
             listed = _read_metadata(source, payload)
@@ -187,7 +182,7 @@ def variable_name(name: str, rank: int, *, repeated: bool) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-class _Listed(NamedTuple):
+class _Checkpoint(NamedTuple):
     """What a file says, where the data in it are, where they should be, and what is left of it."""
 
     version: str
@@ -198,7 +193,7 @@ class _Listed(NamedTuple):
     rest: int = 0
 
 
-def _read_checkpoint(source: Readable, payload: Payload | None) -> _Listed:
+def _read_checkpoint(source: Readable, payload: Payload | None) -> _Checkpoint:
     cursor = NetCursor(source, len(CHECKPOINT_MAGIC))
     version = cursor.string("version")
     length = cursor.count("metadata")
@@ -222,10 +217,10 @@ def _read_checkpoint(source: Readable, payload: Payload | None) -> _Listed:
         ranks = list(range(len(body.blocks)))
     offsets = body.offsets or [[]] * len(body.blocks)
     shards = list(map(ListedShard, ranks, body.blocks, listed, offsets))
-    return _Listed(version, stated, body.reading, shards, wanted, body.rest)
+    return _Checkpoint(version, stated, body.reading, shards, wanted, body.rest)
 
 
-def _read_metadata(source: Readable, payload: Payload | None) -> _Listed:
+def _read_metadata(source: Readable, payload: Payload | None) -> _Checkpoint:
     if payload not in {None, "none", "companion"}:
         raise ValueError(f"payload={payload!r}: metadata alone have their data in other files")
     if source.size > _LARGEST_JSON:
@@ -250,7 +245,7 @@ def _read_metadata(source: Readable, payload: Payload | None) -> _Listed:
                 reason = f"{times} tensors of one shard have this name"
                 raise FormatError(reason, offset=0, tensor=name, rule="DuplicateName")
     wanted: Payload = "companion" if stated.shards and payload != "none" else "none"
-    return _Listed(stated.version, stated, "none", shards, wanted)
+    return _Checkpoint(stated.version, stated, "none", shards, wanted)
 
 
 def _look_for_data(
@@ -288,13 +283,9 @@ def _warnings(stated: Metadata, shards: Sequence[ListedShard], rest: int) -> lis
     notes = kit.Notes()
     for number, shard in enumerate(shards):
         rank, listed = shard.rank, shard.stated
-        if listed is not None and listed.rank != rank:
+        if listed and listed.rank != rank:
             texts.append(f"the metadata of shard {number} have rank {listed.rank}, as others do")
-        if (
-            listed is not None
-            and listed.records
-            and not same_tensors(listed.records, shard.records)
-        ):
+        if listed and listed.records and not same_tensors(listed.records, shard.records):
             texts.append(f"the metadata of shard {number} list other tensors than its records")
         for record in shard.records:
             if not record.fits:
@@ -392,7 +383,7 @@ def _in_one(
     for shard, group in zip(shards, tensors, strict=True):
         extents += _extents(shard, group, offset)
         offset += shard.file_size
-    return Plan((plans.Literal(0, head),), tuple(extents), nbytes=offset)
+    return Plan((Literal(0, head),), tuple(extents), nbytes=offset)
 
 
 def _in_several(
@@ -408,12 +399,11 @@ def _in_several(
 
     def with_names(of: Sequence[ShardMetadata]) -> Plan:
         text = metadata.write(index.attrs, of, {"payload": None, kit.DIMS_KEY: dims})
-        return Plan((plans.Literal(0, text),), (), nbytes=len(text))
+        return Plan((Literal(0, text),), (), nbytes=len(text))
 
     def renamed(names: Mapping[str, str]) -> Plan:
-        return with_names(
-            [each._replace(file_path=names[each.file_path], checksum=MOVING) for each in placed]
-        )
+        moving = [s._replace(file_path=names[s.file_path], checksum=MOVING) for s in placed]
+        return with_names(moving)
 
     return replace(with_names(placed), companions=files, renamed=renamed)
 
@@ -424,7 +414,7 @@ def _shard_file(shard: ShardMetadata, tensors: Sequence[Tensor]) -> Plan:
         end = (extent.offset or 0) - start + extent.part.nbytes
         _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
     head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
-    return Plan((plans.Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
+    return Plan((Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
 
 
 def _extents(shard: ShardMetadata, tensors: Sequence[Tensor], start: int) -> list[Extent]:

@@ -56,6 +56,7 @@ _SMALLEST_RECORD = 17
 _MOST_SHARDS = 1 << 16
 
 Reading = Literal["none", "inline", "per_shard", "tail"]
+Payload = Literal[Reading, "companion"]
 
 
 class NetCursor(kit.Cursor):
@@ -239,8 +240,13 @@ def find_body(
         except FormatError as error:
             failure = failure or error
     agreeing = [body for body in fits if _agrees(body, listed)]
+    if not agreeing and failure:
+        raise failure
     if not agreeing:
-        raise failure or _disagreement(fits[0], start)
+        reading = fits[0].reading
+        reason = f"with the data {reading}, records are other tensors than the metadata list"
+        hint = f"payload={reading!r} reads them"
+        raise FormatError(reason, offset=start, rule="Payload", hint=hint)
     if any(body[1:] != agreeing[0][1:] for body in agreeing):
         readings = [body.reading for body in agreeing]
         reason = f"the data can be {' or '.join(readings)}: the sizes fit each of them"
@@ -253,12 +259,6 @@ def _agrees(body: Body, listed: Sequence[list[Record] | None]) -> bool:
     # Writers leave lists empty that they do not fill.
     pairs = zip(body.blocks, listed, strict=False)
     return all(not tensors or same_tensors(tensors, records) for records, tensors in pairs)
-
-
-def _disagreement(body: Body, start: int) -> FormatError:
-    reason = f"with the data {body.reading}, records are other tensors than the metadata list"
-    hint = f"payload={body.reading!r} reads them"
-    return FormatError(reason, offset=start, rule="Payload", hint=hint)
 
 
 def read_body(reading: Reading, source: Readable, start: int, count: int | None) -> Body:

@@ -58,7 +58,6 @@ from xckpt.plan import Extent, Literal, Plan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    Content = tuple[dict[str, Tensor], dict[str, Any]]
     # What is written: bytes, and tensors in the place of their data.
     Pieces = Iterator[bytes | Tensor]
 
@@ -130,7 +129,7 @@ class Primitiv(Format):
                 raise _misplaced(found[0], owner, kind)
         header = bytearray(packed_uint32(0, 1, _CODES[kind]))
         literals, extents, at = [], [], 0
-        for piece in _WRITERS[kind](index):
+        for piece in _content(index, kind):
             if not isinstance(piece, Tensor):
                 header += piece
                 continue
@@ -175,7 +174,7 @@ def _line_ends(source: Readable, offset: int) -> str | None:
 # --- shapes and tensors ---------------------------------------------------------------------------
 
 
-def _read_content(objects: Objects, notes: kit.Notes) -> Content:
+def _read_content(objects: Objects, notes: kit.Notes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a whole file, but the data."""
     if not objects.left:
         raise FormatError("the file is empty", offset=0, rule="EndOfFile")
@@ -189,11 +188,46 @@ def _read_content(objects: Objects, notes: kit.Notes) -> Content:
         known = ", ".join(f"0x{known:x}" for known in _KINDS)
         reason = f"data type 0x{code:x} is not one of {known}"
         raise FormatError(reason, offset=start, rule="DataType")
-    tensors, attrs = _READERS[_KINDS[code]](objects, notes)
+    kind = _KINDS[code]
+    tensors: list[Tensor] = []
+    attrs: dict[str, Any] = {}
+    if kind == "Shape":
+        attrs["dims"], attrs["batch"] = _read_shape(objects)
+    elif kind == "Tensor":
+        tensors.append(_read_tensor(objects, _UNNAMED[0], {}, value_path(_UNNAMED)))
+    elif kind == "Parameter":
+        tensors = _read_parameter(objects, notes, _UNNAMED, {})
+    elif kind == "Model":
+        tensors = _read_model(objects, notes)
+    else:
+        attrs = _read_optimizer(objects, notes)
     if objects.left:
         trailing = f"trailing bytes ({objects.left} from byte {objects.at} on)"
         notes.add("ignored, as by primitiv", trailing)
-    return tensors, {"data_type": _KINDS[code], **attrs}
+    return {each.name: each for each in tensors}, {"data_type": kind, **attrs}
+
+
+def _content(index: Index, kind: str) -> Pieces:
+    """Write the content of a file of a type."""
+    if kind in _OWN_ATTRS:
+        for tensor in index.tensors.values():
+            reason = f"a file of type {kind} has no tensors"
+            hint = "Write them to a file of their own, with data_type='Model'"
+            raise _refused(tensor, reason, "Count", hint)
+        yield from (_shape if kind == "Shape" else _optimizer)(index)
+        return
+    parameters = _parameters(index)
+    if kind == "Model":
+        yield from _model(parameters)
+        return
+    count = len(index.tensors) if kind == "Tensor" else len(parameters)
+    if count != 1 or not parameters:
+        reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
+        hint = "data_type='Model' holds any number of parameters by their names"
+        name = parameters[-1].value.name if parameters else None
+        raise UnsupportedError(reason, tensor=name, rule="Count", hint=hint)
+    [parameter] = parameters
+    yield from _pieces(parameter.value) if kind == "Tensor" else _packed_parameter(parameter)
 
 
 def _read_shape(objects: Objects) -> tuple[list[int], int]:
@@ -270,13 +304,7 @@ def _pieces(tensor: Tensor, *, batched: bool = True) -> tuple[bytes, Tensor]:
     raise _refused(tensor, reason, rule, hint)
 
 
-def _read_shape_file(objects: Objects, _notes: kit.Notes) -> Content:
-    dims, batch = _read_shape(objects)
-    return {}, {"dims": dims, "batch": batch}
-
-
-def _shape_file(index: Index) -> Pieces:
-    _refuse_tensors(index, "Shape")
+def _shape(index: Index) -> Pieces:
     dims, batch = index.attrs.get("dims", []), index.attrs.get("batch", 1)
     sizes: list[Any] = [*dims, batch] if isinstance(dims, list | tuple) else [None]
     if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) >= _U32:
@@ -288,16 +316,6 @@ def _shape_file(index: Index) -> Pieces:
         reason = f"{len(kept)} dims, but primitiv has at most {_MOST_DIMS}"
         raise UnsupportedError(reason, rule="ShapeDepth", hint="Correct the attribute dims")
     yield _packed_shape(kept, batch)
-
-
-def _read_tensor_file(objects: Objects, _notes: kit.Notes) -> Content:
-    name = variable_name(_UNNAMED)
-    return {name: _read_tensor(objects, name, {}, value_path(_UNNAMED))}, {}
-
-
-def _tensor_file(index: Index) -> Pieces:
-    parameter = _only(_parameters(index), "Tensor", len(index.tensors))
-    yield from _pieces(parameter.value)
 
 
 # --- parameters and models ------------------------------------------------------------------------
@@ -339,16 +357,7 @@ def _packed_parameter(parameter: _Parameter) -> Pieces:
         yield from _pieces(stat)
 
 
-def _read_parameter_file(objects: Objects, notes: kit.Notes) -> Content:
-    return {each.name: each for each in _read_parameter(objects, notes, _UNNAMED, {})}, {}
-
-
-def _parameter_file(index: Index) -> Pieces:
-    parameters = _parameters(index)
-    yield from _packed_parameter(_only(parameters, "Parameter", len(parameters)))
-
-
-def _read_model(objects: Objects, notes: kit.Notes) -> Content:
+def _read_model(objects: Objects, notes: kit.Notes) -> list[Tensor]:
     parameters: dict[str, list[Tensor]] = {}
     for _ in range(objects.uint32("number of parameters")):
         start = objects.at
@@ -365,11 +374,10 @@ def _read_model(objects: Objects, notes: kit.Notes) -> Content:
     for key, _ in _modules(sorted(each[0].attrs["key"] for each in parameters.values())):
         reason = "a parameter and also a module, which no model of primitiv can have"
         notes.add(reason, _named(variable_name(key)))
-    return {each.name: each for tensors in parameters.values() for each in tensors}, {}
+    return [each for tensors in parameters.values() for each in tensors]
 
 
-def _model(index: Index) -> Pieces:
-    parameters = _parameters(index)
+def _model(parameters: list[_Parameter]) -> Pieces:
     yield packed_uint32(len(parameters))
     for parameter in parameters:
         yield ARRAY.pack(len(parameter.key)) + b"".join(map(packed_string, parameter.key))
@@ -438,24 +446,15 @@ def _add(tensors: dict[_N, Tensor], key: _N, tensor: Tensor) -> None:
         raise _refused(tensor, reason, "DuplicateName", "Rename one of them")
 
 
-def _only(parameters: list[_Parameter], kind: str, count: int) -> _Parameter:
-    if count == len(parameters) == 1:
-        return parameters[0]
-    reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
-    hint = "data_type='Model' holds any number of parameters by their names"
-    tensor = parameters[-1].value.name if parameters else None
-    raise UnsupportedError(reason, tensor=tensor, rule="Count", hint=hint)
-
-
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def _read_optimizer(objects: Objects, notes: kit.Notes) -> Content:
+def _read_optimizer(objects: Objects, notes: kit.Notes) -> dict[str, Any]:
     integers = _read_settings(objects, notes, "uint_configs", objects.uint32)
     floats = _read_settings(objects, notes, "float_configs", objects.float32)
     optimizer = _optimizer_class([*integers, *floats])
     more = {} if optimizer is None else {"optimizer": optimizer}
-    return {}, {**more, "uint_configs": integers, "float_configs": floats}
+    return {**more, "uint_configs": integers, "float_configs": floats}
 
 
 def _read_settings(
@@ -481,10 +480,8 @@ def _optimizer_class(names: list[str]) -> str | None:
 
 
 def _optimizer(index: Index) -> Pieces:
-    _refuse_tensors(index, "Optimizer")
     names: list[str] = []
-    packers: dict[str, Callable[[Any], bytes]] = {"uint_configs": _uint32, "float_configs": _float}
-    for attr, pack in packers.items():
+    for attr, pack in (("uint_configs", _uint32), ("float_configs", _float)):
         settings = index.attrs.get(attr, {})
         if not isinstance(settings, dict):
             raise _bad_setting(attr, f"is {settings!r}, not a dict")
@@ -518,7 +515,7 @@ def _bad_setting(attr: str, reason: str) -> UnsupportedError:
     return UnsupportedError(f"the attribute {attr!r} {reason}", rule="Settings", hint=hint)
 
 
-# --- all of them ----------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _kind(index: Index) -> str:
@@ -541,13 +538,6 @@ def _misplaced(attr: str, owner: str, kind: str) -> UnsupportedError:
     return UnsupportedError(reason, rule="Attribute", hint=hint)
 
 
-def _refuse_tensors(index: Index, kind: str) -> None:
-    for tensor in index.tensors.values():
-        reason = f"a file of type {kind} has no tensors"
-        hint = "Write them to a file of their own, with data_type='Model'"
-        raise _refused(tensor, reason, "Count", hint)
-
-
 def _refused(tensor: Tensor, reason: str, rule: str, hint: str) -> UnsupportedError:
     return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
@@ -559,19 +549,3 @@ def _check_utf8(notes: kit.Notes, what: str, name: str) -> None:
 
 def _named(name: str) -> str:
     return f"tensor {shown(name)}"
-
-
-_READERS: dict[str, Callable[[Objects, kit.Notes], Content]] = {
-    "Shape": _read_shape_file,
-    "Tensor": _read_tensor_file,
-    "Parameter": _read_parameter_file,
-    "Model": _read_model,
-    "Optimizer": _read_optimizer,
-}
-_WRITERS: dict[str, Callable[[Index], Pieces]] = {
-    "Shape": _shape_file,
-    "Tensor": _tensor_file,
-    "Parameter": _parameter_file,
-    "Model": _model,
-    "Optimizer": _optimizer,
-}

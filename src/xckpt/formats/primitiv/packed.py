@@ -15,7 +15,7 @@ _NAMES = {_UINT32: "uint32", _FLOAT32: "float32"}
 _INTEGER, _FLOAT = Struct(">BI"), Struct(">Bf")
 
 
-class Kind(NamedTuple):
+class LengthType(NamedTuple):
     """A type that begins with a length: its type bytes that are the length too, and the others.
 
     For each of those, how many bytes of the length follow.
@@ -33,10 +33,10 @@ class Kind(NamedTuple):
         return bytes([code]) + length.to_bytes(width, "big")
 
 
-STR = Kind("str", range(0xA0, 0xC0), {0xD9: 1, 0xDA: 2, 0xDB: 4})
-BIN = Kind("bin", range(0), {0xC4: 1, 0xC5: 2, 0xC6: 4})
-ARRAY = Kind("array", range(0x90, 0xA0), {0xDC: 2, 0xDD: 4})
-MAP = Kind("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
+STR = LengthType("str", range(0xA0, 0xC0), {0xD9: 1, 0xDA: 2, 0xDB: 4})
+BIN = LengthType("bin", range(0), {0xC4: 1, 0xC5: 2, 0xC6: 4})
+ARRAY = LengthType("array", range(0x90, 0xA0), {0xDC: 2, 0xDD: 4})
+MAP = LengthType("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 
 
 class Objects(kit.Cursor):
@@ -67,7 +67,7 @@ class Objects(kit.Cursor):
         found: float = _FLOAT.unpack(self._number(_FLOAT32, what))[1]
         return found
 
-    def length(self, kind: Kind, what: str) -> int:
+    def length(self, kind: LengthType, what: str) -> int:
         """Read the length that an object begins with."""
         code = self.take(1, what)[0]
         if code in kind.short:
