@@ -426,5 +426,5 @@ def test_settings_that_cannot_be(attrs: dict[str, Any]) -> None:
 def test_types_of_data_that_there_are_not(data_type: Any) -> None:
     if data_type is not None:
         refused(index_of(data_type=data_type), "DataType")
-    with pytest.raises(ValueError, match="Shape, Tensor, Parameter, Model, Optimizer"):
+    with pytest.raises(ValueError, match="'Shape', 'Tensor', 'Parameter', 'Model', 'Optimizer'"):
         primitiv.plan(index_of(), data_type="model")

@@ -328,6 +328,12 @@ def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
     return count > LARGEST >> 4 and _LARGEST_BITS.get(dtype or "", 128) * count // 8 > LARGEST
 
 
+def check_option(name: str, value: str | None, known: Iterable[str]) -> None:
+    """Check the value of an option of a format's own; None is not given."""
+    if value is not None and value not in (known := tuple(known)):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
 def check_text(what: str, text: str, tensor: str | None = None) -> str:
     """Return text that is to be written, which UTF-8 must have: no lone surrogates."""
     try:

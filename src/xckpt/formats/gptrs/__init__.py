@@ -128,8 +128,8 @@ class Gptrs(Format):
         ids: str | None = None,
     ) -> Plan:
         """Lay out a checkpoint or an archive of version 2."""
-        _check_option("container", container, ("checkpoint", "tensors"))
-        _check_option("ids", ids, ("stored", "zero"))
+        kit.check_option("container", container, ("checkpoint", "tensors"))
+        kit.check_option("ids", ids, ("stored", "zero"))
         self.check(index)
         model = _model(index, container, kind, config)
         if model is None and (ids or kind or config is not None):
@@ -350,11 +350,6 @@ def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
 
 
 # --- writing --------------------------------------------------------------------------------------
-
-
-def _check_option(name: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
 def _model(index: Index, container: str | None, kind: str | None, config: Any) -> bytes | None:

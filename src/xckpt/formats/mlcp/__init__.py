@@ -41,7 +41,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from xckpt.elements import nbytes_of
@@ -64,6 +63,7 @@ from xckpt.formats.mlcp.records import (
     Payload,
     Record,
     find_body,
+    places,
     read_body,
     same_tensors,
     written_block,
@@ -119,9 +119,7 @@ class Mlcp(Format):
 
     def read(self, source: Readable, *, payload: Payload | None = None) -> Index:
         """Read metadata and records, no data."""
-        if payload is not None and payload not in get_args(Payload):
-            known = ", ".join(map(repr, get_args(Payload)))
-            raise ValueError(f"payload={payload!r} is not one of {known}")
+        kit.check_option("payload", payload, get_args(Payload))
         magic = bytes(source.read(0, min(4, source.size)))
         if magic == CHECKPOINT_MAGIC:
             listed = _read_checkpoint(source, payload)
@@ -365,7 +363,7 @@ def _new_shard(rank: int, group: Mapping[str, Tensor]) -> ShardMetadata:
         Record(name, tensor.dtype, tensor.shape, nbytes_of(tensor.dtype, tensor.size))
         for name, tensor in group.items()
     ]
-    *offsets, nbytes = accumulate([record.nbytes for record in records], initial=0)
+    *offsets, nbytes = places(records)
     return ShardMetadata(rank, records, offsets, "", nbytes)
 
 

@@ -23,13 +23,12 @@ upstream refuses these shards then, rather than to take old ones for them.
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, PayloadMissingError, shown
 from xckpt.formats import kit
-from xckpt.formats.mlcp.records import I32, NetCursor, Record, total_nbytes
+from xckpt.formats.mlcp.records import I32, NetCursor, Record, places
 from xckpt.index import Shard
 
 if TYPE_CHECKING:
@@ -189,12 +188,11 @@ def _offsets(shard: ListedShard, file: ShardFile) -> list[int]:
     if any(offsets) and all(record in listed for record in records):
         _check_ranges(records, offsets, nbytes)
     else:
-        total = total_nbytes(records)
+        *offsets, total = places(records)
         if total != nbytes:
             reason = f"{shown(file.name)} has {nbytes} bytes of data: not the values of its "
             reason += f"tensors, which have {total}"
             raise PayloadMissingError(reason, rule="DataLength")
-        offsets = list(accumulate([record.nbytes for record in records], initial=0))[:-1]
     return [file.start + offset for offset in offsets]
 
 

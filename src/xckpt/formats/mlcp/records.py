@@ -24,7 +24,7 @@ from xckpt.errors import FormatError, shown
 from xckpt.formats import kit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from xckpt.formats import Readable
 
@@ -198,9 +198,9 @@ def same_tensors(some: Sequence[Record], others: Sequence[Record]) -> bool:
     return [record[:3] for record in some] == [record[:3] for record in others]
 
 
-def total_nbytes(records: Iterable[Record]) -> int:
-    """Return the size of the data of some records."""
-    return sum([record.nbytes for record in records])
+def places(records: Sequence[Record], start: int = 0) -> list[int]:
+    """Return where the data of each begin if they follow each other, and where all end."""
+    return [*accumulate([record.nbytes for record in records], initial=start)]
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -272,14 +272,14 @@ def read_body(reading: Reading, source: Readable, start: int, count: int | None)
     offsets: list[list[int]] = []
     tail = 0
     while cursor.left > tail if count is None else len(blocks) < count:
-        records, places = read_block(cursor, inline=reading == "inline")
+        records, found = read_block(cursor, inline=reading == "inline")
         if reading == "per_shard":
-            places = _consecutive(records, cursor.at)
-            cursor.skip(total_nbytes(records), "the data of a shard")
+            *found, end = _consecutive(records, cursor.at)
+            cursor.skip(end - cursor.at, "the data of a shard")
         elif reading == "tail" and count is None:
-            tail += total_nbytes(records)
+            tail += places(records)[-1]
         blocks.append(records)
-        offsets.append(places)
+        offsets.append(found)
         if count is None and len(blocks) > _MOST_SHARDS:
             reason = f"there are more than {_MOST_SHARDS} shards"
             raise FormatError(reason, offset=cursor.at, rule="Shards")
@@ -294,23 +294,23 @@ def read_body(reading: Reading, source: Readable, start: int, count: int | None)
 
 def _with_tail(body: Body, size: int) -> Body:
     start = size - body.rest
-    expected = sum(map(total_nbytes, body.blocks))
+    expected = sum([places(records)[-1] for records in body.blocks])
     if expected != body.rest:
         data = f", and the data of all tensors are {expected}"
         raise _unexplained(start, body.rest, data)
     offsets = []
     for records in body.blocks:
-        offsets.append(_consecutive(records, start))
-        start += total_nbytes(records)
+        *found, start = _consecutive(records, start)
+        offsets.append(found)
     return Body("tail", body.blocks, offsets)
 
 
 def _consecutive(records: Sequence[Record], start: int) -> list[int]:
-    """Place data one after the other, each of the size that the shape makes."""
+    """Return places of data, each of the size that the shape makes."""
     for record in records:
         if not record.fits:
             raise record.size_error(start)
-    return list(accumulate([record.nbytes for record in records], initial=start))[:-1]
+    return places(records, start)
 
 
 def _unexplained(at: int, nbytes: int, data: str = "") -> FormatError:

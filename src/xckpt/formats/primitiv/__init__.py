@@ -120,8 +120,7 @@ class Primitiv(Format):
 
     def plan(self, index: Index, *, data_type: str | None = None) -> Plan:
         """Lay out a file of any of the five types of data."""
-        if data_type is not None and data_type not in _CODES:
-            raise ValueError(f"data_type={data_type!r} is not one of {', '.join(_CODES)}")
+        kit.check_option("data_type", data_type, _CODES)
         self.check(index)
         kind = data_type or _kind(index)
         for owner, attrs in _OWN_ATTRS.items():
