@@ -127,7 +127,23 @@ class Gptrs(Format):
         config: Any = None,
         ids: str | None = None,
     ) -> Plan:
-        """Lay out a checkpoint or an archive of version 2."""
+        """Lay out a checkpoint or an archive of version 2.
+
+        Parameters
+        ----------
+        index : Index
+            What is written.
+        container : {"checkpoint", "tensors"}, optional
+            ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default a
+            checkpoint where a kind of model is known.
+        kind : str, optional
+            Kind of the model. By default the attribute ``kind`` of the index.
+        config : object, optional
+            Config of the model, any JSON. By default the attribute ``config`` of the index.
+        ids : {"stored", "zero"}, optional
+            Whether the base ids of names are stored, or 0, of which gpt.rs makes them. By default
+            as the attribute ``ids`` of the index says, else 0, as gpt.rs's exporter writes it.
+        """
         kit.check_option("container", container, ("checkpoint", "tensors"))
         kit.check_option("ids", ids, ("stored", "zero"))
         self.check(index)

@@ -118,7 +118,22 @@ class Mlcp(Format):
         return unsure or _OWN_FIELD.search(head) is not None
 
     def read(self, source: Readable, *, payload: Payload | None = None) -> Index:
-        """Read metadata and records, no data."""
+        """Read metadata and records, no data.
+
+        Parameters
+        ----------
+        source : Readable
+            A ``.checkpoint``, or a ``.metadata.json`` with the files of its shards next to it.
+        payload : {"none", "inline", "per_shard", "tail", "companion"}, optional
+            Where the data are: nowhere, after each record, each shard or all shards, or in files
+            next to the checkpoint. By default the sizes tell.
+
+        Returns
+        -------
+        Index
+            Every tensor; where there are no data, with a `problem`. Its attributes are the fields
+            of the metadata, ``payload`` (where the data are) and ``metadata_json`` (the text).
+        """
         kit.check_option("payload", payload, get_args(Payload))
         magic = bytes(source.read(0, min(4, source.size)))
         if magic == CHECKPOINT_MAGIC:
@@ -145,7 +160,17 @@ class Mlcp(Format):
         return Index(self.name, version, tensors, attrs, source.name, size, files, texts)
 
     def plan(self, index: Index, *, multi_shard: bool | None = None) -> Plan:
-        """Lay out a checkpoint in one file, or metadata and a file for each shard."""
+        """Lay out a checkpoint in one file, or metadata and a file for each shard.
+
+        Parameters
+        ----------
+        index : Index
+            What is written. Tensors are in the shard that the attribute ``rank`` says, else in that
+            of rank 0; their own names are in the attribute ``name`` where several shards have them.
+        multi_shard : bool, optional
+            Whether to write ``PREFIX.metadata.json`` and a ``PREFIX_shard_RANK.shard`` for each
+            rank, in place of one file. By default if the path ends like that.
+        """
         is_named = index.source.lower().endswith(METADATA_SUFFIX)
         if multi_shard and not is_named:
             reason = f"the file to be opened is a PREFIX{METADATA_SUFFIX}, not {index.source!r}"

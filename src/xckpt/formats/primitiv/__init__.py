@@ -106,7 +106,20 @@ class Primitiv(Format):
         return head[:13] == _MAGIC and int.from_bytes(head[13:15].rjust(2, b"\xff")) in _KINDS
 
     def read(self, source: Readable, *, with_stats: bool = True) -> Index:
-        """Read all headers, no data."""
+        """Read all headers, no data.
+
+        Parameters
+        ----------
+        source : Readable
+            The file.
+        with_stats : bool, default True
+            Whether to list the statistics that optimizers keep of parameters.
+
+        Returns
+        -------
+        Index
+            Every tensor; of a Shape or an Optimizer nothing but attributes.
+        """
         objects, notes = Objects(source), kit.Notes()
         try:
             tensors, attrs = _read_content(objects, notes)
@@ -119,7 +132,17 @@ class Primitiv(Format):
         return Index(self.name, "0.1", tensors, attrs, source.name, source.size, warnings=texts)
 
     def plan(self, index: Index, *, data_type: str | None = None) -> Plan:
-        """Lay out a file of any of the five types of data."""
+        """Lay out a file of any of the five types of data.
+
+        Parameters
+        ----------
+        index : Index
+            What is written. An axis named ``batch`` that is the last one is the batch; of the
+            others trailing ones of length 1 are left out.
+        data_type : {"Shape", "Tensor", "Parameter", "Model", "Optimizer"}, optional
+            What the file holds. By default what the attribute ``data_type`` of the index says; else
+            an Optimizer if there are settings and no tensors; else a Model.
+        """
         kit.check_option("data_type", data_type, _CODES)
         self.check(index)
         kind = data_type or _kind(index)
@@ -220,7 +243,7 @@ def _content(index: Index, kind: str) -> Pieces:
         yield from _model(parameters)
         return
     count = len(index.tensors) if kind == "Tensor" else len(parameters)
-    if count != 1 or not parameters:
+    if count != 1:
         reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
         hint = "data_type='Model' holds any number of parameters by their names"
         name = parameters[-1].value.name if parameters else None
@@ -293,10 +316,7 @@ def _pieces(tensor: Tensor, *, batched: bool = True) -> tuple[bytes, Tensor]:
         reason, rule = f"{len(dims)} axes, but primitiv has at most {_MOST_DIMS}", "ShapeDepth"
         hint = "Reshape it"
     elif batch > 1 and not batched:
-        reason, rule = (
-            f"a parameter with a batch of {batch}, which primitiv would not load",
-            "Batch",
-        )
+        reason, rule = f"a batch of {batch}: primitiv would not load the parameter", "Batch"
         hint = "Rename its axis 'batch', so that it is one like the others"
     else:
         return _packed_shape(dims, batch) + BIN.pack(4 * tensor.size), tensor
