@@ -15,6 +15,7 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Index, Shard, Tensor
 from xckpt.storage import is_remote, local_path, open_source
+from xckpt.storage.network import own_options
 from xckpt.storage.shard import ShardedSource
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
 
     links = pattern.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
-    options = dict(storage_options or {})
+    options, _ = own_options(storage_options)
     if at:
         # As fsspec has it, the options of a link in a chain are under its protocol.
         protocol = links[at].partition("://")[0]

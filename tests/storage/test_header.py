@@ -73,6 +73,7 @@ def test_a_second_open_is_one_request(web: WebServer, tmp_path: Path) -> None:
     assert entry.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*neither ETag:xckpt.errors.CheckpointWarning")
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
 def test_what_has_no_sure_version_is_not_kept(
     web: WebServer, tmp_path: Path, etag: str | None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,47 @@ def test_a_copy_in_another_process_asks_once(told: Told, monkeypatch: pytest.Mon
     told.info_now = {"size": 10, "type": "file", "ETag": "b"}
     with pytest.raises(FileChangedError):
         pickle.loads(pickled).read(0, 5)
+
+
+class Blocking(Told):
+    """A file system that never answers."""
+
+    def info(self, path: str) -> dict[str, Any]:
+        time.sleep(5)
+        raise AssertionError
+
+
+def test_a_file_system_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FsspecSource, "_file_system", lambda _: (Blocking(), "m.zt"))
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"told://m\.zt"):
+        open_source("told://m.zt", storage_options={"xckpt": {"timeout": 0.2}})
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("error", [ValueError("no number"), IndexError("no range"), KeyError("x")])
+def test_errors_of_file_systems_are_errors_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    source = open_source("told://" + uuid4().hex)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for name in ("cat_file", "info"):
+        monkeypatch.setattr(Told, name, fail)
+    for call in (lambda: source.read(0, 5), lambda: open_source(source.name)):
+        with pytest.raises(OSError, match="told://") as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError | ValueError)
+
+
+@pytest.mark.parametrize("size", [1 << 63, 10**30])
+def test_a_size_that_is_none_is_an_error(told: Told, size: int) -> None:
+    told.info_now["size"] = size
+    with pytest.raises(UnsupportedError, match="size"):
+        open_source("told://m.zt")
 
 
 def test_a_short_answer_is_an_error(told: Told) -> None:

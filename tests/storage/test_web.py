@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
 from tests.storage.web_server import WebServer
-from xckpt.errors import FileChangedError, UnsupportedError
-from xckpt.storage import Source, open_source
+from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
+from xckpt.statistics.store import _is_lasting
+from xckpt.storage import Source, open_source, remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +123,8 @@ def test_a_weak_etag_of_a_proxy_is_the_same_version(web: WebServer, source: Sour
 @pytest.mark.parametrize("length", [len(DATA) + 1, 1000])
 def test_another_size_is_a_change_without_any_etag(web: WebServer, length: int) -> None:
     web.behaviour.etag = None
-    source = open_source(f"{web.url}/m.zt")
+    with pytest.warns(CheckpointWarning, match="neither ETag nor time"):
+        source = open_source(f"{web.url}/m.zt")
     web.behaviour.files["/m.zt"] = bytes(length)
     for offset in (0, 2_000_000):
         with pytest.raises(FileChangedError):
@@ -231,3 +236,169 @@ def test_the_first_bytes_come_with_size_and_version(web: WebServer) -> None:
         open_source(f"{web.url}/none.zt", first=1000)
     web.behaviour.ranges = False
     assert open_source(f"{web.url}/m.zt", first=1000).size == len(DATA)
+
+
+QUICK = {"xckpt": {"timeout": 0.6, "min_rate": 1000}}
+
+
+def test_a_silent_server_is_a_time_out(web: WebServer) -> None:
+    source = open_source(f"{web.url}/m.zt", storage_options=QUICK)
+    web.behaviour.silent = True
+    for call in (
+        lambda: source.read(0, 5),
+        lambda: pickle.loads(pickle.dumps(source)).read(0, 5),
+        lambda: open_source(f"{web.url}/m.zt", storage_options=QUICK),
+        lambda: open_source(f"{web.url}/m.zt", storage_options=QUICK, first=1000),
+        lambda: source.sibling("n.zt"),
+    ):
+        web.requests.clear()
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"'xckpt'.*'timeout'") as caught:
+            call()
+        assert 0.5 < time.monotonic() - start < 2
+        assert web.url in str(caught.value)
+        assert len(web.requests) == 2  # an attempt is silent for half of the time
+
+
+@pytest.mark.parametrize("trickle", [0.05, float("inf")])
+def test_a_body_that_hardly_comes_is_a_time_out(web: WebServer, trickle: float) -> None:
+    source = open_source(f"{web.url}/m.zt", storage_options=QUICK)
+    web.behaviour.trickle = trickle
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"bytes came in 0\.6 seconds"):
+        source.read(0, 5000)
+    assert time.monotonic() - start < 2
+
+
+def test_a_body_that_comes_slowly_comes(web: WebServer) -> None:
+    options = {"xckpt": {"timeout": 0.6, "min_rate": 10}}
+    source = open_source(f"{web.url}/m.zt", storage_options=options)
+    web.behaviour.trickle = 0.02
+    start = time.monotonic()
+    assert source.read(0, 60) == DATA[:60]
+    assert time.monotonic() - start > 1  # longer than the limit, which is about what arrives
+
+
+def test_a_silent_server_behind_a_cache_is_a_time_out(web: WebServer) -> None:
+    web.behaviour.silent = True
+    with pytest.raises(TimeoutError, match="'timeout'"):
+        open_source(f"simplecache::{web.url}/m.zt", storage_options=QUICK)
+
+
+@pytest.mark.parametrize(
+    "own", [{"time_out": 1}, {"timeout": 0}, {"timeout": "1"}, {"min_rate": -1}, {"timeout": 1e999}]
+)
+def test_options_of_ours_that_are_wrong(web: WebServer, own: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="xckpt"):
+        open_source(f"{web.url}/m.zt", storage_options={"xckpt": own})
+
+
+@pytest.mark.parametrize("first", [0, 1000, 1 << 16])
+def test_another_content_without_any_validator(
+    web: WebServer, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.behaviour.etag = None
+    with pytest.warns(CheckpointWarning, match="neither ETag nor time"):
+        source = open_source(f"{web.url}/m.zt", first=first)
+    with pytest.warns(CheckpointWarning):
+        again = open_source(f"{web.url}/m.zt", first=first)
+    assert source != again
+    assert not _is_lasting(source.name, source.identity)
+    assert pickle.loads(pickle.dumps(source)) == source
+    web.requests.clear()
+    assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
+    assert len(web.requests) == 1
+    monkeypatch.setattr(remote, "_TRUSTED_SECONDS", -1)
+    assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]
+    web.behaviour.files["/m.zt"] = bytes(len(DATA))
+    with pytest.raises(FileChangedError, match="begins with other bytes"):
+        source.read(1_000_000, 5)
+    with pytest.raises(FileChangedError):
+        again.check()
+
+
+def test_a_copy_of_a_file_without_validators_is_not_warned_of(web: WebServer) -> None:
+    web.behaviour.etag = None
+    assert open_source(f"simplecache::{web.url}/m.zt").read(5, 5) == DATA[5:10]
+
+
+DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Range": f"bytes 0-99/{DIGITS}"},
+        {"Content-Range": f"bytes {DIGITS}-99/100"},
+        {"Content-Range": "bytes 0-99/\u0661\u0662"},
+        {"Content-Range": "none"},
+        {"Content-Range": f"bytes 0-99/{DIGITS}", "Content-Length": None},
+        {"Content-Length": DIGITS},
+        {"Content-Length": "9" * 19},
+        {"ETag": "e" * 5000},
+        {"ETag": '"\x1b[2J"'},
+        {"Last-Modified": "\x80\xff"},
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1000])
+@pytest.mark.filterwarnings("ignore::xckpt.errors.CheckpointWarning")
+def test_absurd_headers_are_errors_with_the_url(
+    web: WebServer, headers: dict[str, Any], first: int
+) -> None:
+    source = open_source(f"{web.url}/m.zt")
+    web.behaviour.headers = {
+        key: value if value is None else value.encode().decode("latin-1")
+        for key, value in headers.items()
+    }
+    if "Content-Range" not in headers or first:
+        web.behaviour.ranges = "Content-Range" in headers
+    for call in (
+        lambda: source.read(0, 100),
+        lambda: open_source(f"{web.url}/m.zt", first=first).read(0, 10),
+    ):
+        with contextlib.suppress(OSError, UnsupportedError):  # and nothing else
+            call()
+            continue
+        with pytest.raises((OSError, UnsupportedError)) as caught:
+            call()
+        assert web.url in str(caught.value)
+        assert "\x1b" not in str(caught.value)
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("location", ["/m.zt", "http://[::1", "http://a b:99999/", "ftp://h/m"])
+def test_redirects_that_lead_nowhere_are_final(web: WebServer, location: str) -> None:
+    source = open_source(f"{web.url}/m.zt")
+    web.behaviour.location = location
+    web.requests.clear()
+    with pytest.raises(OSError, match=r"m\.zt") as caught:
+        source.read(0, 10)
+    assert not isinstance(caught.value, FileNotFoundError | FileChangedError)
+    assert len(web.requests) <= 11  # what aiohttp follows in one attempt
+    for first in (0, 1000):
+        with pytest.raises(OSError, match=r"m\.zt") as caught:
+            open_source(f"{web.url}/m.zt", first=first)
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("url", ["http://[::1/m.zt", "http://h:999999/m.zt", "http:///m.zt"])
+def test_invalid_urls(url: str) -> None:
+    for first in (0, 1000):
+        with pytest.raises((OSError, ValueError)) as caught:
+            open_source(url, first=first)
+        assert url in str(caught.value)
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_our_options_do_not_reach_a_glob_or_an_upload() -> None:
+    from xckpt.sharding import list_files
+    from xckpt.storage.upload import UploadSink
+
+    memory = "memory://" + uuid4().hex
+    sink = UploadSink(f"{memory}/m.zt", storage_options=QUICK)
+    sink.write(b"bytes", 0)
+    sink.commit()
+    listed = list_files(f"{memory}/*.zt", QUICK)
+    assert listed is not None
+    (url,) = listed.files.values()
+    assert bytes(open_source(url, storage_options=QUICK).read(0, 5)) == b"bytes"

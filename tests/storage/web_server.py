@@ -32,6 +32,10 @@ class Behaviour:
     status: int | None = None  # for every request
     latency: float = 0.0
     failing: float = 0.0  # share of requests that fail with 500, or whose body is cut
+    trickle: float | None = None  # seconds between the bytes of a body; infinite: none comes
+    silent: bool = False  # never answers
+    headers: dict[str, str] = field(default_factory=dict)  # instead of its own
+    location: str | None = None  # where every request is sent to
 
 
 class WebServer:
@@ -45,6 +49,7 @@ class WebServer:
         self.lock = threading.Lock()
         self.random = np.random.default_rng(0)
         self.faults = 0
+        self.closing = threading.Event()
         handler = type("Handler", (_Handler,), {"web": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -66,6 +71,7 @@ class WebServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.closing.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -107,6 +113,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
         time.sleep(how.latency)
+        if how.silent:
+            web.closing.wait()
+            self.close_connection = True
+            return
+        if how.location is not None:
+            self.send_response(302)
+            self.send_header("Location", how.location)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         data = how.files.get(path)
         status = how.status or (404 if data is None else 200)
         if fault and not self.cut:
@@ -134,13 +150,15 @@ class _Handler(BaseHTTPRequestHandler):
         cut = int(self.cut * len(body)) if 0 < self.cut < 1 else int(self.cut)
         sent = body[: len(body) - cut] if with_body else body
         self.send_response(200 if asked is None else 206)
-        self.send_header("Content-Length", str(len(sent if how.honest_length else body)))
-        for name, value in (
-            ("ETag", how.etag),
-            ("Last-Modified", how.modified),
-            ("Content-Encoding", how.encoding if with_body else None),
-            ("Content-Range", content_range if how.content_range else None),
-        ):
+        headers = {
+            "Content-Length": str(len(sent if how.honest_length else body)),
+            "ETag": how.etag,
+            "Last-Modified": how.modified,
+            "Content-Encoding": how.encoding if with_body else None,
+            "Content-Range": content_range if how.content_range else None,
+            **how.headers,
+        }
+        for name, value in headers.items():
             if value is not None:
                 self.send_header(name, value)
         self.end_headers()
@@ -148,7 +166,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_body(sent, complete=len(sent) == len(body))
 
     def _send_body(self, sent: bytes, *, complete: bool) -> None:
+        how = self.web.behaviour
         try:
+            for byte in sent if how.trickle is not None else b"":
+                if self.web.closing.wait(None if how.trickle == float("inf") else how.trickle):
+                    self.close_connection = True
+                    return
+                self.wfile.write(bytes([byte]))
+            if how.trickle is not None:
+                return
             for start in range(0, len(sent), 1 << 16):
                 piece = sent[start : start + (1 << 16)]
                 with self.web.lock:  # before the client has it, and a test looks

@@ -22,6 +22,7 @@ import numpy as np
 from xckpt.statistics.plausible import require_sketch
 from xckpt.statistics.sketch import Sketch
 from xckpt.storage import cache
+from xckpt.storage.remote import is_of_one_opening
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -192,7 +193,7 @@ def _origin(identity: tuple[Any, ...] | None) -> tuple[Any, Any] | None:
 
 def _is_lasting(name: str, version: Any) -> bool:
     """Return whether a file is known by its name and version; bytes in memory are not."""
-    if name.startswith("<"):
+    if name.startswith("<") or is_of_one_opening(version):
         return False
     if "://" in name or not isinstance(version, tuple):
         return True

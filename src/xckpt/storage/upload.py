@@ -7,8 +7,8 @@ import tempfile
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from xckpt.storage.network import is_transient, own_options
 from xckpt.storage.partial import create, remove_left_over
-from xckpt.storage.retrying import is_transient
 from xckpt.storage.sink import Place, Sink, exists
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class UploadSink(Sink):
     ) -> None:
         from fsspec.core import url_to_fs
 
-        self._filesystem, self._remote = url_to_fs(url, **(storage_options or {}))
+        self._filesystem, self._remote = url_to_fs(url, **own_options(storage_options)[0])
         self._options = storage_options
         self._alias: str | None = None
         self._is_there = False

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
-import re
 from typing import TYPE_CHECKING, Any, cast
 
-from xckpt.errors import UnsupportedError
-from xckpt.storage import retrying
+from xckpt.errors import UnsupportedError, shown
 from xckpt.storage.local import empty
+from xckpt.storage.network import content_range, is_transient_status, version_text
 from xckpt.storage.remote import FsspecSource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp import ClientResponse
+
+    from xckpt.storage.network import Patience
 
 __all__ = ["HttpSource"]
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_VERSION = ("ETag", "Last-Modified")
 _GONE = {404, 410}
 _DENIED = {401, 403}
 _OUT_OF_RANGE = 416
@@ -37,47 +41,50 @@ class HttpSource(FsspecSource):
 
     __slots__ = ()
 
-    def _look(self, first: int) -> tuple[dict[str, Any], memoryview]:
+    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview]:
         if not first:
-            return super()._look(first)
-        from fsspec.asyn import sync
-
-        fs, url = self._file_system()
-        found = sync(fs.loop, self._request_first, fs, url, first)
+            return super()._look(first, patience)
+        found: Any = self._requested(0, first, patience, self._first_answer)
         # What is wrong, if something is, asking without a range tells better.
-        return super()._look(0) if found is None else found
+        return super()._look(0, patience) if found is None else found
 
-    async def _request_first(
-        self, fs: Any, url: str, nbytes: int
-    ) -> tuple[dict[str, Any], memoryview] | None:
-        async with await self._get(fs, url, 0, nbytes) as response:
-            if retrying.is_transient_status(response.status):
-                raise self._refused(response)
-            size = _size_told(response)
-            if size is None or response.headers.get("Content-Encoding", "identity") != "identity":
-                return None
-            said = {key: response.headers.get(key) for key in ("ETag", "Last-Modified")}
-            return {"size": size, **said}, await _body(response, min(nbytes, size))
+    def _first_answer(self, response: ClientResponse) -> dict[str, Any] | None:
+        if is_transient_status(response.status):
+            raise self._refused(response)
+        size = _size_told(response)
+        if size is None or response.headers.get("Content-Encoding", "identity") != "identity":
+            return None
+        return {"size": size, **{key: response.headers.get(key) for key in _VERSION}}
 
-    def _fetch(self, offset: int, nbytes: int) -> memoryview:
-        from aiohttp import ClientError
-        from fsspec.asyn import sync
-
-        fs, url = self._file_system()
-        try:
-            data: memoryview = sync(fs.loop, self._request, fs, url, offset, nbytes)
-        except ClientError as error:
-            raise OSError(errno.EIO, f"the request failed: {error}", self.name) from error
-        return data
-
-    async def _request(self, fs: Any, url: str, offset: int, nbytes: int) -> memoryview:
-        async with await self._get(fs, url, offset, nbytes) as response:
+    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
+        def checked(response: ClientResponse) -> dict[str, Any]:
             self._check_status(response)
             self._check_version(response)
             self._check_answer(response, offset, nbytes)
-            return await _body(response, nbytes)
+            return {"size": offset + nbytes}
 
-    async def _get(self, fs: Any, url: str, offset: int, nbytes: int) -> Any:
+        found: Any = self._requested(offset, nbytes, patience, checked)
+        return cast("memoryview", found[1])
+
+    def _requested(
+        self,
+        offset: int,
+        nbytes: int,
+        patience: Patience,
+        look: Callable[[ClientResponse], dict[str, Any] | None],
+    ) -> tuple[dict[str, Any], memoryview] | None:
+        """Request a range, and read its body if what `look` makes of the headers is something."""
+        from fsspec.asyn import sync
+
+        fs, url = self._file_system()
+        how = {"patience": patience, "look": look}
+        return sync(fs.loop, self._request, fs, url, offset, nbytes, **how)  # type: ignore[no-any-return]
+
+    async def _request(
+        self, fs: Any, url: str, offset: int, nbytes: int, *, patience: Patience, look: Any
+    ) -> tuple[dict[str, Any], memoryview] | None:
+        from aiohttp import ClientTimeout
+
         session = await fs.set_session()
         options = dict(fs.kwargs)
         options["headers"] = {
@@ -85,11 +92,20 @@ class HttpSource(FsspecSource):
             "Range": f"bytes={offset}-{offset + nbytes - 1}",
             "Accept-Encoding": "identity",
         }
-        return session.get(fs.encode_url(url), **options)
+        if "timeout" not in fs.client_kwargs:
+            # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
+            options.setdefault("timeout", ClientTimeout(total=None))
+        async with asyncio.timeout(patience.silence()):
+            answer = await session.get(fs.encode_url(url), **options)
+        async with answer as response:
+            found = look(response)
+            if found is None:
+                return None
+            return found, await _body(response, min(nbytes, found["size"] - offset), patience)
 
     def _refused(self, response: ClientResponse) -> OSError:
-        passes = retrying.is_transient_status(response.status)
-        answer = f"the server answered {response.status} {response.reason}"
+        passes = is_transient_status(response.status)
+        answer = f"the server answered {response.status} {shown(response.reason or '')}"
         return OSError(errno.EIO if passes else errno.EINVAL, answer, self.name)
 
     def _check_status(self, response: ClientResponse) -> None:
@@ -104,14 +120,15 @@ class HttpSource(FsspecSource):
             raise self._refused(response)
 
     def _check_version(self, response: ClientResponse) -> None:
-        known = dict(self._said())
-        for key in ("ETag", "Last-Modified"):
-            before, now = known.get(key), response.headers.get(key)
+        identity: Any = self.identity  # what the server said when the file was opened
+        known = dict(identity[1:])
+        for key in _VERSION:
+            before, now = known.get(key), version_text(response.headers.get(key))
             if before is None or now is None:
                 continue
             # A proxy may turn a strong ETag into a weak one.
             if before.removeprefix("W/") != now.removeprefix("W/"):
-                raise self._changed(f"its {key} was {before} and is {now}")
+                raise self._changed(f"its {key} was {shown(before)} and is {shown(now)}")
             return  # servers behind one address agree on ETags more often than on times
 
     def _check_answer(self, response: ClientResponse, offset: int, nbytes: int) -> None:
@@ -124,19 +141,17 @@ class HttpSource(FsspecSource):
             if offset != 0:
                 raise self._unsupported("ignores the range of a request and sends the whole file")
             return
-        found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        found = content_range(response.headers.get("Content-Range"))
         if found is None:
             if response.content_length != nbytes:
                 raise OSError(errno.EIO, "an answer does not tell which bytes it has", self.name)
             return
-        if found[3] not in {"*", str(self.size)}:
-            raise self._changed(f"it had {self.size} bytes and has {found[3]} now")
-        if int(found[1]) != offset:
-            raise OSError(errno.EIO, f"asked for bytes from {offset}, got {found[0]}", self.name)
-
-    def _said(self) -> tuple[tuple[str, str], ...]:
-        """Return what the server said of the version of the file when it was opened."""
-        return cast("tuple[Any, ...]", self.identity)[1:]
+        first, last, size = found
+        if size not in {None, self.size}:
+            raise self._changed(f"it had {self.size} bytes and has {size} now")
+        if first != offset:
+            told = f"asked for bytes from {offset}, got {first}-{last}"
+            raise OSError(errno.EIO, told, self.name)
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
@@ -146,7 +161,7 @@ class HttpSource(FsspecSource):
         )
 
 
-async def _body(response: ClientResponse, nbytes: int) -> memoryview:
+async def _body(response: ClientResponse, nbytes: int, patience: Patience) -> memoryview:
     """Read the body, or no more than its beginning; shorter where the body is."""
     from aiohttp import ClientError
 
@@ -154,12 +169,15 @@ async def _body(response: ClientResponse, nbytes: int) -> memoryview:
     done = 0
     # What came before a connection broke is not requested again.
     with contextlib.suppress(ClientError, ConnectionError, TimeoutError):
-        async for piece in response.content.iter_any():
-            count = min(len(piece), nbytes - done)
-            memory[done : done + count] = piece[:count]
-            done += count
-            if count < len(piece):
-                break  # the rest of the file: the connection is dropped with it
+        async with asyncio.timeout(patience.silence()) as limit:
+            async for piece in response.content.iter_any():
+                count = min(len(piece), nbytes - done)
+                memory[done : done + count] = piece[:count]
+                done += count
+                if count < len(piece):
+                    break  # the rest of the file: the connection is dropped with it
+                patience.arrived(count)
+                limit.reschedule(asyncio.get_running_loop().time() + patience.silence())
     return memory[:done]
 
 
@@ -167,9 +185,5 @@ def _size_told(response: ClientResponse) -> int | None:
     """Find the size of the file in the answer to a request for its first bytes."""
     if response.status == _WHOLE:
         return response.content_length
-    if response.status != _PARTIAL:
-        return None
-    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    if found is None or found[3] == "*" or int(found[1]) != 0:
-        return None
-    return int(found[3])
+    found = content_range(response.headers.get("Content-Range"))
+    return found[2] if response.status == _PARTIAL and found and found[0] == 0 else None
