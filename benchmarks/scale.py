@@ -20,8 +20,7 @@ from benchmarks.measuring import Result, table
 from xckpt.dataset import make_dataset
 from xckpt.index import Index, Part, Shard, Tensor, paused_collector
 from xckpt.options import OpenOptions
-from xckpt.storage.shard import ShardedSource
-from xckpt.storage.source import Source
+from xckpt.storage.source import ShardedSource, Source
 
 if TYPE_CHECKING:
     import xarray as xr

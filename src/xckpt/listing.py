@@ -11,7 +11,7 @@ from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.labels.selection import closest
 from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree, words
-from xckpt.storage.shard import sources_of
+from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

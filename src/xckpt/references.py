@@ -21,7 +21,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, MissingShardError, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.opening import open_index
-from xckpt.storage.shard import sources_of
+from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

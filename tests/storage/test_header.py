@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.storage import header, header_cache
+from xckpt.storage import header
 from xckpt.storage.header import HeaderSource
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_the_oldest_entries_make_room(
 ) -> None:
     assert_opens(web, 3)
     (first,) = (tmp_path / "headers").iterdir()
-    monkeypatch.setattr(header_cache, "_MOST_NBYTES", first.stat().st_size + 10)
+    monkeypatch.setattr(header, "_MOST_NBYTES", first.stat().st_size + 10)
     web.behaviour.etag = '"second"'
     assert_opens(web, 3)
     assert len(list((tmp_path / "headers").iterdir())) == 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from xckpt.errors import FormatError
-from xckpt.storage.siblings import components
+from xckpt.storage.source import components
 
 
 @pytest.mark.parametrize(

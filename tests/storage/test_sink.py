@@ -25,8 +25,7 @@ from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.storage import partial
 from xckpt.storage.local import LocalSource
 from xckpt.storage.partial import PARTIAL_SUFFIX, alone
-from xckpt.storage.sink import Sink, publish
-from xckpt.storage.upload import UploadSink
+from xckpt.storage.sink import Sink, UploadSink, publish
 
 
 def names(folder: Path) -> list[str]:

@@ -392,7 +392,7 @@ def test_invalid_urls(url: str) -> None:
 
 def test_our_options_do_not_reach_a_glob_or_an_upload() -> None:
     from xckpt.sharding import list_files
-    from xckpt.storage.upload import UploadSink
+    from xckpt.storage.sink import UploadSink
 
     memory = "memory://" + uuid4().hex
     sink = UploadSink(f"{memory}/m.zt", storage_options=QUICK)

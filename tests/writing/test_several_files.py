@@ -22,8 +22,8 @@ from tests.writing.killed import die_at_each_step, kill_at_random_moments
 from xckpt import CheckpointWarning, FileChangedError, read_index
 from xckpt.opening import open_index
 from xckpt.storage.partial import new_aliases
-from xckpt.storage.shard import sources_of
 from xckpt.storage.sink import Sink
+from xckpt.storage.source import sources_of
 from xckpt.writing import convert, save, verify
 
 RANKS = 4

@@ -12,7 +12,7 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.storage import digests, encodings
 from xckpt.storage.pool import Pool
-from xckpt.storage.source import Blocks
+from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -109,11 +109,11 @@ class PartReader:
             return memoryview(self.part.inline or b"")  # for no bytes no file is needed
         return self.source.view(self.part.offset, self.part.nbytes)
 
-    def stored_blocks(self) -> memoryview | Blocks:
+    def stored_blocks(self) -> memoryview | StoredRange:
         """Return all bytes as they are stored, to be read block by block."""
         if self.part.inline is not None or not self.part.nbytes:
             return memoryview(self.part.inline or b"")
-        return Blocks(self.source, self.part.offset, self.part.nbytes)
+        return StoredRange(self.source, self.part.offset, self.part.nbytes)
 
     def stated_nbytes(self) -> int | None:
         """Return the decoded size as the file or the headers of zstd frames state it, if so."""

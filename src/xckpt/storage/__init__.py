@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from xckpt.storage.local import LocalSource, is_file_url, is_mapped, local_path
-from xckpt.storage.memory import BytesSource, FileObjectSource
+from xckpt.storage.local import (
+    BytesSource,
+    FileObjectSource,
+    LocalSource,
+    is_file_url,
+    is_mapped,
+    local_path,
+)
 from xckpt.storage.remote import FsspecSource, is_url
 from xckpt.storage.source import Source
 
@@ -50,7 +56,7 @@ def _open_url(url: str, storage_options: Mapping[str, Any] | None, first: int) -
 
         return HttpSource(url, storage_options, first=first)
     if url.startswith(("s3://", "s3a://")) and "::" not in url:
-        from xckpt.storage.s3 import S3Source
+        from xckpt.storage.web import S3Source
 
         return S3Source(url, storage_options, first=first)
     return FsspecSource(url, storage_options, first=first)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
-from xckpt.storage.source import Blocks
+from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -188,9 +188,9 @@ class Hasher:
         return f"{self.algorithm}:{self._format(self.value())}"
 
 
-def check(digest: str, data: bytes | bytearray | memoryview | Blocks) -> None:
+def check(digest: str, data: bytes | bytearray | memoryview | StoredRange) -> None:
     """Compare bytes with the digest that a file states for them; see `checked`."""
-    for _ in checked(digest, data if isinstance(data, Blocks) else [memoryview(data)]):
+    for _ in checked(digest, data if isinstance(data, StoredRange) else [memoryview(data)]):
         pass
 
 

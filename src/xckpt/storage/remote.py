@@ -19,11 +19,11 @@ from urllib.parse import quote
 
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.storage import network
+from xckpt.storage.header import reading_header
 from xckpt.storage.local import empty
 from xckpt.storage.network import OWN_OPTIONS, Patience, on_thread, version_text, words_of
 from xckpt.storage.pool import Pool
-from xckpt.storage.siblings import components
-from xckpt.storage.source import Source
+from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +112,7 @@ class FsspecSource(Source):
         source when it is pickled.
     first : int
         Bytes of the beginning that are wanted at once, where they can come with the answer that
-        tells size and version; see `take_first`.
+        tells size and version; see `reading_header`.
 
     Raises
     ------
@@ -177,19 +177,13 @@ class FsspecSource(Source):
         self._last_check().time = float("-inf")
         self.read(0, min(1, self.size))
 
-    def take_first(self) -> memoryview:
-        """Hand over the bytes of the beginning that were read when the file was opened, if any."""
-        first, self._first = memoryview(self._first), memoryview(b"")
-        return first
-
     def reading_header(self) -> AbstractContextManager[Source]:
         """Read ahead, and remember; see `Source.reading_header`."""
-        from xckpt.storage.header import reading_header
-
-        return reading_header(self)
+        first, self._first = memoryview(self._first), memoryview(b"")
+        return reading_header(self, first, self.storage_options)
 
     def sibling(self, name: str) -> Source:
-        """Open another file beside this one; see `Source.sibling`."""
+        """Open another file next to this one; see `Source.sibling`."""
         options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
         return type(self)(_sibling_url(self.name, components(name)), options)
 

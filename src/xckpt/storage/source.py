@@ -1,23 +1,54 @@
-"""What a file is to the rest of the package: a name, a size, an identity, and random reads."""
+"""What a file is to the rest of the package: a name, a size, an identity, and random reads.
+
+Files that other files refer to, and several files as one, are sources too.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from xckpt.errors import FormatError
-from xckpt.storage.ranges import merge, split
+from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
+from xckpt.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from xckpt.index import Shard
 
-__all__ = ["Blocks", "Source"]
+__all__ = [
+    "ShardSource",
+    "ShardedSource",
+    "Source",
+    "StoredRange",
+    "components",
+    "files_of",
+    "sources_of",
+]
 
+# Joined are ranges that are so near, and no more of them than this, so that several requests can
+# be under way at a time.
 _GAP = 1 << 20
+_LARGEST_MERGED = 64 << 20
+
+# Besides the separators: what Windows takes for a drive, a stream or a pattern, controls, and lone
+# surrogates that stand for no byte.
+_UNSAFE = re.compile(r'[\x00-\x1f\\:*?"<>|\ud800-\udc7f\udd00-\udfff]')
+
+
+def components(name: str) -> list[str]:
+    """Split the relative path of a file, as another file gives it: no way out of the folder.
+
+    This is about names. Symbolic links in the folder are its user's and are followed: the caches of
+    Hugging Face, git-annex and DVC consist of links that lead out of it.
+    """
+    parts = name.split("/")
+    if _UNSAFE.search(name) or any(part in {"", ".", ".."} for part in parts):
+        raise FormatError(f"{shown(name)} is not the name of a file in the same folder")
+    return parts
 
 
 class Source(ABC):
@@ -39,6 +70,9 @@ class Source(ABC):
     """
 
     __slots__ = ("identity", "name", "size")
+
+    #: Whether `check` costs no request.
+    is_free_to_check: ClassVar[bool] = False
 
     name: str
     size: int
@@ -80,9 +114,14 @@ class Source(ABC):
             self._check_range(offset, nbytes)
         if gap is None:
             gap = self.worth_skipping or _GAP
-        spans = merge(ranges, gap)
-        blocks = self._read_each([(span.start, span.nbytes) for span in spans])
-        return split(ranges, spans, blocks)
+        spans = _merged(ranges, gap)
+        pieces = [memoryview(b"")] * len(ranges)
+        read = self._read_each([(start, stop - start) for start, stop, _ in spans])
+        for (start, _, members), block in zip(spans, read, strict=True):
+            for member in members:
+                offset, nbytes = ranges[member]
+                pieces[member] = block[offset - start :][:nbytes]
+        return pieces
 
     def check(self) -> None:  # noqa: B027  bytes in memory do not change
         """Raise `FileChangedError` if the file is no longer the one that was opened."""
@@ -100,8 +139,6 @@ class Source(ABC):
 
     def shard(self, label: str, shard: Shard) -> Source:
         """Return a file that this one refers to."""
-        from xckpt.storage.shard import ShardSource  # which is a Source
-
         return ShardSource(self, shard, label)
 
     def __eq__(self, other: object) -> bool:
@@ -127,7 +164,23 @@ class Source(ABC):
         return [self.read(offset, nbytes) for offset, nbytes in ranges]
 
 
-class Blocks:
+def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int, list[int]]]:
+    """Join ranges that are near each other: start, stop, and which of the ranges lie in it."""
+    # `fsspec.utils.merge_offset_ranges` does not say what lies where.
+    spans: list[tuple[int, int, list[int]]] = []
+    for member in sorted(range(len(ranges)), key=ranges.__getitem__):
+        start, stop = ranges[member][0], sum(ranges[member])
+        if spans:
+            first, end, members = spans[-1]
+            if stop <= end or (start - end <= gap and stop - first <= _LARGEST_MERGED):
+                members.append(member)
+                spans[-1] = first, max(end, stop), members
+                continue
+        spans.append((start, stop, [member]))
+    return spans
+
+
+class StoredRange:
     """A range of bytes of a file that is read block by block; a block is valid until the next."""
 
     __slots__ = ("nbytes", "offset", "source")
@@ -141,3 +194,210 @@ class Blocks:
 
     def __iter__(self) -> Iterator[memoryview]:
         return self.source.blocks(self.offset, self.nbytes)
+
+
+# Files that this process found for shards that came to it by pickle, without the file.
+_files: Pool[Source] = Pool(limit=1024)
+
+
+class ShardSource(Source):
+    """The bytes of a shard; absent shards are noticed when they are read, not when listed.
+
+    A shard without a digest is looked for at once: what is computed from it must have another
+    name when it is another file.
+
+    Parameters
+    ----------
+    root : Source
+        The file that refers to the shard.
+    shard : Shard
+        Its size and where it may lie.
+    label : str
+        What the referring file calls it.
+    """
+
+    __slots__ = ("_found", "label", "root", "shard_entry")
+
+    def __init__(self, root: Source, shard: Shard, label: str) -> None:
+        self.root = root
+        self.shard_entry = shard
+        self.label = label
+        self.name = f"{root.name} (shard {label})"
+        self.size = shard.size
+        self._found: Source | None = None
+        version: Hashable = shard.digest
+        if version is None:
+            self._found = self._present()
+            version = None if self._found is None else self._found.identity
+        self.identity = (root.name, root.identity, label, shard.size, version)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        told = (self.root, self.shard_entry, self.label, self.identity, self._found)
+        return _restored, told
+
+    @property
+    def worth_skipping(self) -> int | None:
+        """See `Source.worth_skipping`."""
+        return self.found.worth_skipping
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes; see `Source.read`."""
+        with self._file() as file:
+            return file.read(offset, nbytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range of bytes without a copy where the shard is mapped; see `Source.view`."""
+        with self._file() as file:
+            return file.view(offset, nbytes)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into given memory; see `Source.read_into`."""
+        with self._file() as file:
+            file.read_into(offset, memory)
+
+    def read_pieces(self, offsets: Sequence[int], nbytes: int, memory: memoryview) -> None:
+        """Read ranges of equal length; see `Source.read_pieces`."""
+        with self._file() as file:
+            file.read_pieces(offsets, nbytes, memory)
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Read a range of bytes block by block; see `Source.blocks`."""
+        with self._file() as file:
+            yield from file.blocks(offset, nbytes, block_nbytes)
+
+    def check(self) -> None:
+        """Look at the referring file, and at the shard; see `Source.check`."""
+        self.root.check()
+        if self._found is not None:
+            self._found.check()
+
+    def sibling(self, name: str) -> Source:
+        """Open another file next to the referring one."""
+        return self.root.sibling(name)
+
+    def close(self) -> None:
+        """Let go of the file; see `Source.close`."""
+        if self._found is not None:
+            self._found.close()
+
+    @property
+    def found(self) -> Source:
+        """The file itself."""
+        if self._found is None:
+            self._found = _files.get(self.identity, self._find)
+        return self._found
+
+    @contextmanager
+    def _file(self) -> Iterator[Source]:
+        try:
+            yield self.found
+        except FileChangedError:
+            _files.discard(self.identity)
+            raise
+
+    def _present(self) -> Source | None:
+        try:
+            return self._find()
+        except (OSError, CheckpointError):
+            return None
+
+    def _find(self) -> Source:
+        shard = self.shard_entry
+        for candidate in shard.candidates:
+            try:
+                found = self.root.sibling(candidate)
+            except FileNotFoundError:
+                continue
+            if found.size != shard.size:
+                raise FormatError(
+                    f"shard {self.label!r} has {found.size} bytes, but {self.root.name} says "
+                    f"{shard.size}",
+                    path=found.name,
+                    rule="ShardIdentity",
+                )
+            return found
+        places = ", ".join(shard.candidates)
+        raise MissingShardError(
+            f"shard {self.label!r} is missing",
+            path=self.root.name,
+            hint=f"Looked next to it for: {places}",
+        )
+
+
+def _restored(
+    root: Source, shard: Shard, label: str, identity: Hashable, found: Source | None
+) -> ShardSource:
+    source = object.__new__(ShardSource)
+    source.root, source.shard_entry, source.label = root, shard, label
+    source.name = f"{root.name} (shard {label})"
+    source.size, source.identity = shard.size, identity
+    source._found = found
+    return source
+
+
+class ShardedSource(Source):
+    """Several files that are one checkpoint: all bytes are in the shards.
+
+    Parameters
+    ----------
+    name : str
+        Of all of them, for messages.
+    files : mapping of str to Source
+        By the names that `Part.shard` uses.
+    """
+
+    __slots__ = ("files",)
+
+    def __init__(self, name: str, files: Mapping[str, Source]) -> None:
+        self.name = name
+        self.files = dict(files)
+        self.size = sum(file.size for file in files.values())
+        self.identity = tuple([(label, f.name, f.identity) for label, f in files.items()])
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """There are no bytes but those of the shards."""
+        raise FormatError(
+            f"no {nbytes} bytes at {offset}: these are several files, and data are in each",
+            path=self.name,
+        )
+
+    def check(self) -> None:
+        """Look at all files; see `Source.check`."""
+        for file in self.files.values():
+            file.check()
+
+    def sibling(self, name: str) -> Source:
+        """Return one of the files; see `Source.sibling`."""
+        try:
+            return self.files[name]
+        except KeyError:
+            raise FileNotFoundError(f"{name} is not one of the files of {self.name}") from None
+
+    def shard(self, label: str, shard: Shard) -> Source:
+        """Return one of the files, which is open; see `Source.shard`."""
+        return self.files[label] if label in self.files else super().shard(label, shard)
+
+    def close(self) -> None:
+        """Let go of all files; see `Source.close`."""
+        for file in self.files.values():
+            file.close()
+
+
+def sources_of(source: Source, shards: Mapping[str, Shard]) -> dict[str | None, Source]:
+    """Return the files that parts are in: the shards by the names that `Part.shard` uses."""
+    found: dict[str | None, Source] = {n: source.shard(n, shard) for n, shard in shards.items()}
+    if found and source.is_free_to_check:
+        # Who replaces shards replaces the file that refers to them first: what is found now is
+        # not newer than this file.
+        source.check()
+    found[None] = source
+    return found
+
+
+def files_of(source: Source) -> list[Source]:
+    """Return the files that a source reads, but for shards: those that refer to these."""
+    if isinstance(source, ShardSource):
+        return files_of(source.root)
+    if isinstance(source, ShardedSource):
+        return [file for each in source.files.values() for file in files_of(each)]
+    return [source]

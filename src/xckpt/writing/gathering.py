@@ -28,7 +28,7 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError, shown
 from xckpt.index import Part, Tensor
 from xckpt.labels import stated_name
-from xckpt.storage.shard import files_of
+from xckpt.storage.source import files_of
 from xckpt.tensors import flatten, member_variables
 from xckpt.writing.casting import element_type
 from xckpt.writing.data import Payload, StoredData

@@ -17,7 +17,7 @@ from xckpt.errors import IntegrityError, locating
 from xckpt.index import Part
 from xckpt.plan import Extent, Written
 from xckpt.storage.digests import Hasher
-from xckpt.storage.encodings.compress import DEFAULT_LEVEL, new_encoder
+from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
 from xckpt.writing.data import PIECE_NBYTES, StoredData, VerbatimData
 

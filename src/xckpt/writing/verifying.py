@@ -25,7 +25,7 @@ from xckpt.errors import (
 )
 from xckpt.opening import open_index
 from xckpt.progress import Progress
-from xckpt.storage.shard import sources_of
+from xckpt.storage.source import sources_of
 from xckpt.writing.data import StoredData
 
 if TYPE_CHECKING:

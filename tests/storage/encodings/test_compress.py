@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.storage import encodings
-from xckpt.storage.encodings.compress import new_encoder
+from xckpt.storage.encodings import new_encoder
 
 MiB = 1 << 20
 
@@ -36,15 +36,13 @@ def sample(nbytes: int) -> bytes:
 def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
     data = sample(nbytes)
     plain = compressed("zstd", data, cuts, threads=threads)
-    assert encodings.zstd.decompress(plain, nbytes) == data
+    assert encodings.STREAMS["zstd"].decompress(plain, nbytes) == data
     assert zstandard.ZstdDecompressor().decompress(plain) == data
     seekable = compressed("zstd-seekable", data, cuts, threads=threads)
     read = memoryview(seekable)
-    found = encodings.read_seekable(
-        lambda o, n: read[o : o + n], 0, len(seekable), nbytes, 0, nbytes
-    )
-    assert found == data
     table = encodings.read_seek_table(lambda o, n: read[o : o + n], 0, len(seekable), nbytes)
+    found = encodings.read_frames(lambda o, n: read[o : o + n], 0, table, 0, nbytes)
+    assert found == data
     assert set(np.diff(table.decoded)[:-1].tolist()) <= {MiB}
 
 
@@ -52,13 +50,13 @@ def test_round_trips(nbytes: int, cuts: list[int], threads: int) -> None:
 def test_blocks_of_a_plain_stream(nbytes: int) -> None:
     data = sample(nbytes)
     stored = compressed("zstd", data, [])
-    blocks = [bytes(b) for b in encodings.zstd.decompressed_blocks(stored, nbytes, 1000)]
+    blocks = [bytes(b) for b in encodings.STREAMS["zstd"].decompressed_blocks(stored, nbytes, 1000)]
     assert b"".join(blocks) == data
     assert {len(block) for block in blocks[:-1]} <= {1000}
     for wrong, count in [(stored, nbytes + 1), (stored, nbytes - 1), (stored[:-1], nbytes)]:
         if count >= 0:  # nothing is fewer than no bytes
             with pytest.raises(FormatError, match="zstd"):
-                list(encodings.zstd.decompressed_blocks(wrong, count, 1000))
+                list(encodings.STREAMS["zstd"].decompressed_blocks(wrong, count, 1000))
 
 
 def test_cuts_and_threads_do_not_matter_to_a_seekable_stream() -> None:

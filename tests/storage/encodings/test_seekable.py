@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,12 +14,21 @@ from xxhash import xxh64_intdigest
 
 from tests.sources import CountingSource
 from xckpt.errors import FormatError
-from xckpt.storage.encodings import read_frames, read_seek_table, read_seekable, seekable
+from xckpt.storage import encodings
+from xckpt.storage.encodings import read_frames, read_seek_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 DATA = np.random.default_rng(0).integers(0, 20, 300_000, "u1").tobytes()
+
+
+def read_seekable(
+    read: Any, offset: int, nbytes: int, decoded_nbytes: int, start: int, stop: int
+) -> memoryview:
+    """Decode a range of a seekable stream, reading only its table and the frames needed."""
+    table = read_seek_table(read, offset, nbytes, decoded_nbytes)
+    return read_frames(read, offset, table, start, stop)
 
 
 @dataclass
@@ -93,7 +102,7 @@ def test_one_row_costs_two_reads() -> None:
 
 
 def test_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seekable, "_THREADS_FROM_NBYTES", 0)
+    monkeypatch.setattr(encodings, "_THREADS_FROM_NBYTES", 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     stored = bytearray(SEEKABLE[True])
     got = read_seekable(CountingSource(bytes(stored)).read, 0, len(stored), len(DATA), 5, 290_000)

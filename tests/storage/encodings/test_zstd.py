@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.errors import FormatError, TooLargeError
-from xckpt.storage.encodings import decompressed_nbytes, stated_nbytes, zstd
-from xckpt.storage.encodings.zstd import decompress, decompress_range
+from xckpt.storage import encodings
+from xckpt.storage.encodings import ZstdDecoder, decompressed_nbytes, stated_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+decompress, decompress_range = ZstdDecoder.decompress, ZstdDecoder.decompress_range
 
 DATA = np.random.default_rng(0).integers(0, 20, 300_000, "u1").tobytes()
 
@@ -196,8 +198,8 @@ def test_any_bytes(stored: bytes, nbytes: int) -> None:
 
 
 def test_the_end_mark_in_the_data_is_data() -> None:
-    end = zstd._END
-    for data in (end, zstd._end_frame(), end * 2, DATA + end):
+    end = ZstdDecoder.END
+    for data in (end, ZstdDecoder.end_frame(), end * 2, DATA + end):
         stored = frame(data)
         assert decompress(stored, len(data)) == data
         assert decompressed_nbytes(stored, len(data)) == len(data)
@@ -216,7 +218,7 @@ def test_an_empty_stream() -> None:
 def test_counting_does_not_stop_at_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = frame(DATA)
     for size in (1, 7, 16, 4096):
-        monkeypatch.setattr(zstd, "_COUNTING_NBYTES", size)
+        monkeypatch.setattr(encodings, "_COUNTING_NBYTES", size)
         assert decompressed_nbytes(stored, len(DATA)) == len(DATA)
 
 
@@ -241,7 +243,8 @@ def test_a_claimed_content_size_is_not_believed() -> None:
 BOMB = """
 import resource
 from xckpt.errors import FormatError
-from xckpt.storage.encodings.zstd import decompress, decompress_range, decompressed_nbytes
+from xckpt.storage.encodings import ZstdDecoder, decompressed_nbytes
+decompress, decompress_range = ZstdDecoder.decompress, ZstdDecoder.decompress_range
 
 stored = open(__import__("sys").argv[1], "rb").read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
