@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.chunks import target_nbytes
+from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.graph import tensor_array
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths

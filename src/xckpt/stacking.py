@@ -15,8 +15,8 @@ import numpy as np
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.chunks import target_nbytes
 from xckpt.arrays.graph import TensorGraph, tensor_array
+from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.stacked import StackedArray
 from xckpt.dataset import StackMarks, add_coords
 from xckpt.errors import shown

@@ -16,7 +16,7 @@ from xckpt.arrays.selection import normalize
 from xckpt.labels.stacking import flat_names
 
 if TYPE_CHECKING:
-    from xckpt.arrays.chunks import Chunks
+    from xckpt.arrays.selection import Chunks
 
 __all__ = ["LazyVariable", "Member", "StackRecord", "preferred_chunks"]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from xckpt.arrays.elements import elements
+from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.writing.casting import check_cast, choose_type, convert, element_type

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
-from xckpt.arrays.quantized import QuantizedArray
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError
@@ -36,21 +35,14 @@ _COUNTED_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How values are to be read.
+    """How values are to be read."""
 
-    Parameters
-    ----------
-    decode : bool
-        Give types that numpy computes well with and composite tensors as a whole, or the stored
-        types and the parts.
-    sparse : bool
-        Give sparse tensors as `sparse.COO` chunks instead of dense ones.
-    verify : bool or None
-        When digests are checked; see `PartReader`.
-    """
-
+    # Whether to return types that numpy computes well with and composite tensors as a whole, or the
+    # stored types and the parts.
     decode: bool = True
+    # Return sparse tensors as `sparse.COO` chunks instead of dense ones.
     sparse: bool = False
+    # When digests are checked; see `PartReader`.
     verify: bool | None = None
 
 

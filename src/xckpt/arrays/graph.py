@@ -19,7 +19,8 @@ from dask.array.core import finalize, getter
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
-from xckpt.arrays.sliced import SlicedArray, cut_chunks
+from xckpt.arrays.lazy import SlicedArray
+from xckpt.arrays.selection import cut_chunks
 from xckpt.errors import locating
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
 
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
-    from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.arrays.selection import AxisKey
+    from xckpt.arrays.selection import AxisKey, Chunks
 
 __all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_array"]
 
@@ -81,15 +81,6 @@ class TensorGraph(HighLevelGraph):
 
     Nine objects for each of 90,000 tensors would be made for nothing, and walked by the garbage
     collector ever after.
-
-    Parameters
-    ----------
-    lazy : LazyArray
-        The array in the file.
-    name : str
-        Name of the dask array.
-    chunks : tuple of tuple of int
-        In dask's form.
     """
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
@@ -132,15 +123,6 @@ class TensorLayer(Layer):
     15,000 tensors is megabytes, and a task that goes to a worker is to be small. The form lets dask
     fuse a later slice into the read (``dask.array.optimization._optimize_slices``), so that a row
     of a tensor reads a row.
-
-    Parameters
-    ----------
-    lazy : LazyArray
-        The array in the file.
-    name : str
-        Name of the dask array.
-    chunks : tuple of tuple of int
-        In dask's form.
     """
 
     # What Layer.__init__ sets; it looks for annotations in the configuration each time.

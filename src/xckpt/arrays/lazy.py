@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from xckpt.arrays.chunks import Chunks, chunks_along_slowest
-from xckpt.arrays.selection import AxisKey, contiguous_run, normalize, result_shape, take, whole
+from xckpt.arrays.selection import (
+    AxisKey,
+    Chunks,
+    chunks_along_slowest,
+    compose,
+    contiguous_run,
+    cut_chunks,
+    normalize,
+    result_shape,
+    take,
+    whole,
+)
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 
 if TYPE_CHECKING:
@@ -18,7 +28,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
 
-__all__ = ["LazyArray", "Origin", "RowBlockArray", "UnreadableArray"]
+__all__ = ["LazyArray", "Origin", "RowBlockArray", "SlicedArray", "UnreadableArray"]
 
 
 class Origin(NamedTuple):
@@ -32,18 +42,7 @@ class LazyArray(ABC):
     """An array in a file: indexing it reads what is asked for, and nothing else does.
 
     It has what `dask.array.from_array` wants, is safe to use from several threads, and pickles by
-    reference.
-
-    Attributes
-    ----------
-    name : str
-        Name of the tensor, for messages.
-    source : Source
-        The file it is in.
-    shape : tuple of int
-        Logical shape.
-    dtype : numpy.dtype
-        Of what indexing gives.
+    reference. `name` is that of the tensor, for messages; `dtype` that of what indexing returns.
     """
 
     # What has no origin does not have the attribute either: tasks are smaller without it.
@@ -104,8 +103,6 @@ class LazyArray(ABC):
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
         """Return a selection as an array, from which nothing is read yet."""
-        from xckpt.arrays.sliced import SlicedArray  # which is a LazyArray
-
         return self if key == whole(self.shape) else SlicedArray(self, key)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
@@ -176,3 +173,46 @@ class UnreadableArray(LazyArray):
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         # A copy: one error object raised in several threads would mix their tracebacks.
         raise copy(self.problem)
+
+
+class SlicedArray(LazyArray):
+    """What integers and slices with positive steps, a normalised key, select of an array."""
+
+    __slots__ = ("base", "key")
+
+    def __init__(self, base: LazyArray, key: tuple[AxisKey, ...]) -> None:
+        super().__init__(base.name, base.source, result_shape(base.shape, key), base.dtype)
+        self.base = base
+        self.key = key
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """Those of the base; see `LazyArray.sources`."""
+        return self.base.sources
+
+    @property
+    def advice(self) -> str:  # type: ignore[override]  # that of the base
+        """What to do where all of it does not fit in memory."""
+        return self.base.advice
+
+    def chunks(self, target: int) -> Chunks:
+        """Return the chunks of the base, cut; see `LazyArray.chunks`."""
+        return cut_chunks(self.base.chunks(target), self.key)
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """Return an array without elements, of the kind that the base gives."""
+        return self.base.empty(shape)
+
+    def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
+        """Select of the base at once; see `LazyArray.sliced`."""
+        return self.base.sliced(compose(self.key, key))
+
+    def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
+        """Leave it to the base; see `LazyArray.narrowed`."""
+        return self.base.narrowed(compose(self.key, key))
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        return self.base[compose(self.key, key)]
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        self.base.read_into(out, compose(self.key, key))

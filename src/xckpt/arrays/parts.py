@@ -41,15 +41,8 @@ _ANY = 1 << 63
 class PartReader:
     """The decoded bytes of one part of a tensor; pickles by reference.
 
-    Parameters
-    ----------
-    source : Source
-        The file that holds the part.
-    part : Part
-        Where and how it is stored.
-    verify : bool or None
-        True checks the digest once per process before the first use; None checks that of a
-        compressed part whenever all of it is decoded; False never.
+    ``verify=True`` checks the digest once per process before the first use; None checks that of a
+    compressed part whenever all of it is decoded; False never.
     """
 
     source: Source

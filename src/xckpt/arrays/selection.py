@@ -1,7 +1,9 @@
-"""Which bytes a basic index needs: the smallest contiguous run, and what to take of it."""
+"""Indices and chunks: which run of elements an index needs, and how arrays are cut into runs."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
 from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,8 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
-    "Run",
+    "Chunks",
+    "ElementRun",
+    "chunks_along_slowest",
+    "compose",
     "contiguous_run",
+    "cut_chunks",
     "groups",
     "is_all",
     "leading_axes",
@@ -21,28 +27,19 @@ __all__ = [
     "positions",
     "result_shape",
     "take",
+    "target_nbytes",
     "whole",
 ]
 
 AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Run(NamedTuple):
-    """A contiguous run of the elements of a C-ordered array.
+class ElementRun(NamedTuple):
+    """A contiguous run of the elements of a C-ordered array."""
 
-    Parameters
-    ----------
-    start : int
-        Position of the first element in the flat array.
-    shape : tuple of int
-        Shape of the block that the run makes; it has the axes of the whole array.
-    key : tuple
-        What to take of that block, one entry for each axis.
-    """
-
-    start: int
-    shape: tuple[int, ...]
-    key: tuple[AxisKey, ...]
+    start: int  # of the first element in the flat array
+    shape: tuple[int, ...]  # of the block that the run makes; it has the axes of the whole array
+    key: tuple[AxisKey, ...]  # what to take of that block, one entry for each axis
 
 
 def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
@@ -118,7 +115,7 @@ def _shifted(entry: AxisKey, low: int) -> AxisKey:
     return entry - low
 
 
-def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> Run:
+def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
     """Find the smallest contiguous run of a C-ordered array that holds a selection."""
     start, narrowed = 0, True
     block: list[int] = []
@@ -133,7 +130,7 @@ def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> Run:
         block.append(high - low)
         inner.append(_shifted(entry, low))
         narrowed = high - low == 1
-    return Run(start, tuple(block), tuple(inner))
+    return ElementRun(start, tuple(block), tuple(inner))
 
 
 def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...]:
@@ -147,7 +144,7 @@ def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...
     return tuple(sizes)
 
 
-def is_all(run: Run) -> bool:
+def is_all(run: ElementRun) -> bool:
     """Whether what is taken of a run is all of it, in its order."""
     key = tuple([slice(0, 1, 1) if isinstance(entry, int) else entry for entry in run.key])
     return all(isinstance(entry, slice) for entry in key) and key == whole(run.shape)
@@ -189,3 +186,82 @@ def take(block: Any, key: Sequence[AxisKey]) -> Any:
     for axis in arrays:
         block = block[(slice(None),) * axis + (key[axis],)]
     return block[tuple(slice(None) if isinstance(e, np.ndarray) else e for e in key)]
+
+
+def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:
+    """Return the index that selects at once what two select one after the other."""
+    rest = iter(second)
+    return tuple([e if isinstance(e, int) else _within(e, next(rest)) for e in first])
+
+
+def _within(outer: Any, inner: AxisKey) -> AxisKey:
+    steps = range(outer.start, outer.stop, outer.step)
+    if isinstance(inner, int):
+        return steps[inner]
+    if not isinstance(inner, slice):
+        return np.asarray(outer.start + inner * outer.step)
+    chosen = steps[inner]
+    if not chosen:
+        return slice(0, 0, 1)
+    # A negative stop would count from the end; None means "to the start".
+    return slice(chosen.start, chosen.stop if chosen.stop >= 0 else None, chosen.step)
+
+
+def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
+    """Return the chunks of a selection as dask does: those of the whole without the rest."""
+    kept = zip(chunks, key, strict=True)
+    return tuple([_cut(sizes, entry) for sizes, entry in kept if isinstance(entry, slice)])
+
+
+def _cut(sizes: tuple[int, ...], entry: slice) -> tuple[int, ...]:
+    start, stop, step = entry.start, entry.stop, entry.step
+    if (start, stop, step) == (0, sum(sizes), 1):
+        return sizes
+    left = []
+    for begin, end in pairwise(accumulate(sizes, initial=0)):
+        first = max(start, begin + (start - begin) % step)
+        # Like dask's (``dask.array.slicing._slice_1d``), a chunk in which the next step would be
+        # is there without an element if the end comes first: variables that are cut alike must
+        # have chunks alike, or their Dataset has none.
+        if begin < stop and first < end:
+            left.append(len(range(first, min(stop, end), step)))
+    return tuple(left) or (0,)
+
+
+# Sparse tensors claim any shape in a few bytes; a chunk of a real file is no smaller for this.
+_MOST_CHUNKS = 1 << 17
+
+Chunks = tuple[tuple[int, ...], ...]
+
+
+def target_nbytes() -> int:
+    """Return the wanted size of a chunk in bytes: dask's ``array.chunk-size``."""
+    import dask
+    from dask.utils import parse_bytes
+
+    return max(1, int(parse_bytes(dask.config.get("array.chunk-size", "128MiB"))))
+
+
+@lru_cache(maxsize=4096)
+def chunks_along_slowest(
+    shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
+) -> Chunks:
+    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order."""
+    if order == "F":
+        return chunks_along_slowest(shape[::-1], itemsize, target)[::-1]
+    chunks: list[tuple[int, ...]] = []
+    rest = itemsize
+    for length in shape:
+        rest *= length
+    target = max(target, rest // _MOST_CHUNKS)
+    if rest <= target:
+        return tuple((length,) for length in shape)
+    for length in shape:
+        rest //= length
+        step = min(length, max(1, target // rest)) if rest else length
+        whole, left = divmod(length, step)
+        chunks.append((step,) * whole + ((left,) if left else ()))
+        # Once a chunk holds several positions of an axis, the faster axes must stay whole.
+        if step > 1:
+            target = rest
+    return tuple(chunks)

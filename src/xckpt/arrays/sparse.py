@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.chunks import chunks_along_slowest
-from xckpt.arrays.elements import elements
+from xckpt.arrays.dense import elements
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import contiguous_run, result_shape, take
+from xckpt.arrays.selection import chunks_along_slowest, contiguous_run, result_shape, take
 from xckpt.elements import decoded_dtype, nbytes_of
 from xckpt.errors import FormatError, TooLargeError
 from xckpt.storage import is_mapped
@@ -28,9 +27,8 @@ from xckpt.storage.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-    from xckpt.arrays.chunks import Chunks
     from xckpt.arrays.parts import PartReader
-    from xckpt.arrays.selection import AxisKey
+    from xckpt.arrays.selection import AxisKey, Chunks
     from xckpt.index import Tensor
 
 __all__ = ["COOArray", "CSRArray", "SparseArray", "StoredElements", "flat_positions"]
@@ -53,21 +51,11 @@ _TOGETHER = "So many stored elements have to be in memory together"
 
 
 class StoredElements(NamedTuple):
-    """The elements of some rows that are stored, in the order of their positions, each once.
+    """The elements of some rows that are stored, in the order of their positions, each once."""
 
-    Parameters
-    ----------
-    start, stop : int
-        Half-open range of rows.
-    coords : tuple of array of int64
-        For each axis, where in the tensor they are.
-    values : array
-        The elements.
-    """
-
-    start: int
+    start: int  # half-open range of rows
     stop: int
-    coords: tuple[Array, ...]
+    coords: tuple[Array, ...]  # for each axis, where in the tensor they are, as int64
     values: Array
 
     @property
@@ -88,17 +76,7 @@ _loading = tuple(threading.Lock() for _ in range(16))
 
 
 class SparseArray(LazyArray):
-    """What CSR and COO share: typed parts, order, and selections as a dense or sparse block.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        With the layout's parts.
-    readers : mapping of str to PartReader
-        Their bytes, by role.
-    sparse : bool
-        Whether to give `sparse.COO` blocks instead of dense ones.
-    """
+    """What CSR and COO share: typed parts, order, selections as dense or `sparse.COO` blocks."""
 
     __slots__ = ("readers", "shapes", "sparse", "strict")
 
@@ -311,8 +289,11 @@ class CSRArray(SparseArray):
         """Read all stored elements; see `SparseArray.blocks`."""
         nrows = self.shape[0]
         count = self._count()
-        pointers = _Stream(self, "indptr", nrows + 1)
-        columns, values = _Stream(self, "indices", count), _Stream(self, "values", count)
+        pointers = _ElementStream(self, "indptr", nrows + 1)
+        columns, values = (
+            _ElementStream(self, "indices", count),
+            _ElementStream(self, "values", count),
+        )
         known = pointers.take(1)
         self._check_indptr(known, count, first=True)
         for start in range(0, nrows, _MOST_ROWS):
@@ -404,7 +385,7 @@ class CSRArray(SparseArray):
             )
 
 
-class _Stream:
+class _ElementStream:
     """The elements of a part one after the other."""
 
     def __init__(self, array: SparseArray, role: str, count: int) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from math import prod
-from operator import index
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from xckpt.arrays import lazy_arrays
-from xckpt.arrays.chunks import Chunks, chunks_along_slowest
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import AxisKey, positions, result_shape, whole
+from xckpt.arrays.selection import (
+    AxisKey,
+    Chunks,
+    chunks_along_slowest,
+    result_shape,
+    take,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -33,19 +37,7 @@ _MOST_SHARED = 1024
 
 
 class TensorArrays(Sequence[LazyArray]):
-    """The lazy arrays of many tensors, each made when it is asked for.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        From an index.
-    role : str or None
-        Which part of them is shown, None where it is the whole.
-    sources : mapping of (str or None) to Source
-        The file under None, its shards under their names.
-    options : ReadOptions
-        How to read values.
-    """
+    """The lazy arrays of many tensors, or of one part of each, made when they are asked for."""
 
     __slots__ = ("options", "role", "sources", "tensors")
 
@@ -84,16 +76,9 @@ class TensorArrays(Sequence[LazyArray]):
 
 
 class StackedArray(LazyArray):
-    """Arrays of one shape and dtype as one array with more axes in front.
+    """Arrays of one shape and dtype, in C order over a grid, as one array with more axes in front.
 
-    Parameters
-    ----------
-    name : str
-        Of the variable, for messages; a member's errors have the member's.
-    members : sequence of LazyArray
-        In C order over the grid, at least one.
-    grid : tuple of int
-        Extents of the leading axes.
+    `name` is that of the variable, for messages; errors of a member have that of the member.
     """
 
     __slots__ = ("grid", "members")
@@ -132,87 +117,61 @@ class StackedArray(LazyArray):
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
         """Return fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
-        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
-        if all(isinstance(entry, int) for entry in outer):
-            return self.members[self._position(outer)].sliced(inner)
-        places, grid = self._places(outer)
-        if not places:
+        numbers, inner = self._split(key)
+        if numbers.ndim == 0:
+            return self.members[int(numbers)].sliced(inner)
+        if not numbers.size:
             return LazyArray.sliced(self, key)
-        fewer = self if grid == self.grid else self._with(places, grid)
-        return LazyArray.sliced(fewer, whole(grid) + inner)
+        fewer = self
+        if numbers.shape != self.grid:
+            chosen, members = numbers.ravel().tolist(), self.members
+            some: Sequence[LazyArray] = (
+                members.take(chosen)
+                if isinstance(members, TensorArrays)
+                else tuple([members[number] for number in chosen])
+            )
+            fewer = StackedArray(self.name, some, numbers.shape)
+        return LazyArray.sliced(fewer, whole(numbers.shape) + inner)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Return the members that are needed; see `LazyArray.narrowed`."""
-        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
-        if all(isinstance(entry, int) for entry in outer):
-            return self.members[self._position(outer)].narrowed(inner)
-        places, grid = self._places(outer)
-        if not places:
+        numbers, inner = self._split(key)
+        if numbers.ndim == 0:
+            return self.members[int(numbers)].narrowed(inner)
+        if not numbers.size:
             return self, key
-        members = tuple([self.members[place].bare() for place in places])
-        return StackedArray(self.name, members, grid), whole(grid) + inner
+        members = tuple([self.members[number].bare() for number in numbers.ravel().tolist()])
+        return StackedArray(self.name, members, numbers.shape), whole(numbers.shape) + inner
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
-        if all(isinstance(entry, int) for entry in outer):
-            return self.members[self._position(outer)][inner]
-        places = product(*map(positions, outer, self.grid))
-        chosen = [self.members[self._position(place)] for place in places]
-        if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
-            return _sparse_stack([member[inner] for member in chosen], shape)
+        numbers, inner = self._split(key)
+        chosen = [self.members[number] for number in numbers.ravel().tolist()]
         if len(chosen) == 1:
-            return chosen[0][inner].reshape(shape)
+            found = chosen[0][inner]
+            return found if numbers.ndim == 0 else found.reshape(shape)
+        if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
+            import sparse
+
+            return sparse.stack([member[inner] for member in chosen]).reshape(shape)
         stacked = np.empty(shape, self.dtype)
-        _stack_into(stacked, chosen, inner)
+        self._select_into(key, stacked)
         return stacked
 
     def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
         if not out.flags.c_contiguous or not out.size:
             super()._select_into(key, out)
             return
-        outer, inner = key[: len(self.grid)], key[len(self.grid) :]
-        places = product(*map(positions, outer, self.grid))
-        _stack_into(out, [self.members[self._position(place)] for place in places], inner)
+        numbers, inner = self._split(key)
+        # One after another, as they lie in memory.
+        flat = out.reshape(numbers.size, *out.shape[numbers.ndim :])
+        for place, number in enumerate(numbers.ravel().tolist()):
+            self.members[number].read_into(flat[place, ...], inner)
 
-    def _places(self, outer: Sequence[AxisKey]) -> tuple[list[int], tuple[int, ...]]:
-        """Return the members at some positions of the grid, and the grid that they make."""
-        along = list(map(positions, outer, self.grid))
-        grid = [len(s) for s, e in zip(along, outer, strict=True) if not isinstance(e, int)]
-        return [self._position(place) for place in product(*along)], tuple(grid)
-
-    def _with(self, places: list[int], grid: tuple[int, ...]) -> LazyArray:
-        """Return an array of some members only."""
-        members = self.members
-        if isinstance(members, TensorArrays):
-            return StackedArray(self.name, members.take(places), grid)
-        return StackedArray(self.name, tuple([members[place] for place in places]), grid)
-
-    def _position(self, place: Sequence[AxisKey]) -> int:
-        position = 0
-        for step, count in zip(place, self.grid, strict=True):
-            position = position * count + index(step)  # type: ignore[arg-type]  # only integers
-        return position
-
-
-def _stack_into(
-    out: np.ndarray[Any, Any], members: list[LazyArray], inner: tuple[AxisKey, ...]
-) -> None:
-    """Read members one after another into a contiguous array."""
-    flat = out.reshape(len(members), *_tail(out.shape, inner))
-    for place, member in enumerate(members):
-        member.read_into(flat[place, ...], inner)
-
-
-def _tail(shape: tuple[int, ...], inner: tuple[AxisKey, ...]) -> tuple[int, ...]:
-    """Return the axes that the selection of a member has."""
-    kept = sum(not isinstance(entry, int) for entry in inner)
-    return shape[len(shape) - kept :]
-
-
-def _sparse_stack(blocks: list[Any], shape: tuple[int, ...]) -> Any:
-    import sparse
-
-    return sparse.stack(blocks).reshape(shape)
+    def _split(self, key: tuple[AxisKey, ...]) -> tuple[Any, tuple[AxisKey, ...]]:
+        """Return the numbers of the members that an index selects, and the index of each."""
+        depth = len(self.grid)
+        numbers = np.arange(len(self.members)).reshape(self.grid)
+        return take(numbers, key[:depth]), key[depth:]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import QuantizedArray
+from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.statistics.comparison import Comparison
 from xckpt.statistics.kinds import kind_named

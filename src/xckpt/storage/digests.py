@@ -19,6 +19,7 @@ import threading
 import warnings
 import zlib
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -42,29 +43,15 @@ class _State(Protocol):
     def digest(self) -> bytes: ...
 
 
-class _Crc32:
-    """CRC-32 with the interface of `hashlib`, big-endian."""
+class _Crc:
+    """A CRC of 32 bits with the interface of `hashlib`, big-endian."""
 
-    def __init__(self) -> None:
+    def __init__(self, extend: Callable[[memoryview, int], int]) -> None:
+        self._extend = extend
         self._value = 0
 
     def update(self, data: memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def digest(self) -> bytes:
-        return self._value.to_bytes(4, "big")
-
-
-class _Crc32c:
-    """CRC-32C with the interface of `hashlib`, big-endian."""
-
-    def __init__(self) -> None:
-        self._extend = _crc32c_extend()
-        self._value = 0
-
-    def update(self, data: memoryview, /) -> None:
-        # The C extension refuses memoryviews (googleapis/python-crc32c), but takes arrays.
-        self._value = self._extend(self._value, np.frombuffer(data, np.uint8))
+        self._value = self._extend(data, self._value)
 
     def digest(self) -> bytes:
         return self._value.to_bytes(4, "big")
@@ -73,26 +60,21 @@ class _Crc32c:
 _importing = threading.Lock()
 
 
-def _crc32c_extend() -> Callable[[int, Any], int]:
+def _crc32c() -> _Crc:
     # Without its C extension the package warns on import that it is slow. Nobody who opens a file
     # can do anything about that, and where warnings are errors the import would fail.
     with _importing, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         from google_crc32c import extend
-
-    return extend  # type: ignore[no-any-return]
-
-
-def _xxh3() -> _State:
-    from xxhash import xxh3_64
-
-    return xxh3_64()
+    # The C extension refuses memoryviews (googleapis/python-crc32c), but takes arrays.
+    return _Crc(lambda data, value: extend(value, np.frombuffer(data, np.uint8)))
 
 
-def _blake3() -> _State:
-    from blake3 import blake3
+def _imported(module: str, name: str) -> Callable[[], _State]:
+    def start() -> Any:
+        return getattr(import_module(module), name)()
 
-    return blake3()
+    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +92,11 @@ class _Algorithm:
 
 
 _ALGORITHMS = {
-    "crc32": _Algorithm(re.compile("[0-9a-fA-F]{8}"), 8, _Crc32),
-    "crc32c": _Algorithm(re.compile("0[xX][0-9a-fA-F]{1,8}"), 8, _Crc32c, "0x"),
+    "crc32": _Algorithm(re.compile("[0-9a-fA-F]{8}"), 8, lambda: _Crc(zlib.crc32)),
+    "crc32c": _Algorithm(re.compile("0[xX][0-9a-fA-F]{1,8}"), 8, _crc32c, "0x"),
     "sha256": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, hashlib.sha256),
-    "xxh3": _Algorithm(re.compile("[0-9a-f]{16}"), 16, _xxh3),
-    "blake3": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, _blake3),
+    "xxh3": _Algorithm(re.compile("[0-9a-f]{16}"), 16, _imported("xxhash", "xxh3_64")),
+    "blake3": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, _imported("blake3", "blake3")),
 }
 
 
@@ -140,18 +122,6 @@ def is_known(digest: str) -> bool:
 class Hasher:
     """Hashes bytes as they come.
 
-    Parameters
-    ----------
-    algorithm : str
-        One of those above.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is none of them.
-
-    Examples
-    --------
     >>> hasher = Hasher("crc32c")
     >>> hasher.update(b"1234")
     >>> hasher.update(b"56789")

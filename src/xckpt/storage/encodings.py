@@ -381,19 +381,11 @@ _MOST_THREADS = 4
 
 
 class SeekTable(NamedTuple):
-    """Where the frames of a seekable stream begin, stored and decoded.
+    """Where the frames of a seekable stream begin, and where the last one ends."""
 
-    Parameters
-    ----------
-    stored, decoded : numpy.ndarray of uint64
-        Offset of each frame from the start of the stream, and of the end of the last one.
-    checksums : numpy.ndarray of uint32 or None
-        Low 32 bits of XXH64 of each decoded frame, where the file has them.
-    """
-
-    stored: NDArray[np.uint64]
-    decoded: NDArray[np.uint64]
-    checksums: NDArray[np.uint32] | None
+    stored: NDArray[np.uint64]  # offsets in the stream
+    decoded: NDArray[np.uint64]  # offsets in what it decodes to
+    checksums: NDArray[np.uint32] | None  # low 32 bits of XXH64 of each decoded frame
 
 
 def read_seek_table(

@@ -1,12 +1,10 @@
-r"""The headers of remote files: read with few requests, and kept from one session to the next.
+"""The headers of remote files: read with few requests, and kept from one session to the next.
 
 What is kept of a file is a file in the cache (`xckpt.storage.cache`), named by the URL, the version
 as the server tells it, and the options. Bytes are kept as they were read, not what was made of
 them::
 
-    "XCKPTHD1"
-    length u32, JSON: {"name", "identity", "segments": [[offset, length], ...]}
-    bytes of the segments
+    msgpack: ["XCKPTHD2", name and identity, [[offset, bytes], ...]]
     BLAKE2b-128 of all before
 
 There are at most 512 MiB in total.
@@ -14,11 +12,9 @@ There are at most 512 MiB in total.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from xckpt.storage import cache
@@ -44,7 +40,7 @@ _NEAR = 1 << 20
 # Kept in memory, so that what is read twice is requested once.
 _MOST_KEPT = 64 << 20
 
-_ENTRY_MAGIC = b"XCKPTHD1"
+_ENTRY_MAGIC = "XCKPTHD2"
 _DIGEST_NBYTES = 16
 _FOLDER = "headers"
 _SUFFIX = ".header"
@@ -75,18 +71,6 @@ class HeaderSource(Source):
 
     Where values lie between headers, each header costs a request of 64 KiB; where they are less
     than 1 MiB apart, the file is read through in requests of up to 16 MiB.
-
-    Parameters
-    ----------
-    source : Source
-        The file.
-
-    Attributes
-    ----------
-    requests : int
-        How many were made.
-    complete : bool
-        Whether all that was read is still there.
     """
 
     __slots__ = ("_ahead", "_last", "complete", "requests", "segments", "source")
@@ -95,8 +79,8 @@ class HeaderSource(Source):
         self.source = source
         self.name, self.size, self.identity = source.name, source.size, source.identity
         self.segments: list[tuple[int, memoryview]] = []
-        self.requests = 0
-        self.complete = True
+        self.requests = 0  # how many were made
+        self.complete = True  # whether all that was read is still there
         self._ahead = _SMALLEST_AHEAD
         self._last = 0
 
@@ -164,20 +148,29 @@ def _load(
     content = None if path is None else cache.read(path, 2 * _LARGEST_ENTRY)
     if content is None:
         return None
-    try:
-        segments = _decoded(content, source)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    import msgpack
+
+    entry, digest = memoryview(content)[:-_DIGEST_NBYTES], content[-_DIGEST_NBYTES:]
+    if blake2b(entry, digest_size=_DIGEST_NBYTES).digest() != digest:
         return None
-    start, data = segments[0]
+    magic, version, segments = msgpack.unpackb(entry)
+    if (magic, version) != (_ENTRY_MAGIC, repr((source.name, source.identity))):
+        return None
+    found = [(start, memoryview(data)) for start, data in segments]
+    start, data = found[0]
     shared = min(len(data), len(first))
-    return segments if start == 0 and data[:shared] == first[:shared] else None
+    return found if start == 0 and data[:shared] == first[:shared] else None
 
 
 def _store(path: Path | None, source: Source, segments: Sequence[tuple[int, memoryview]]) -> None:
     """Keep what was read of a file; that it cannot be kept is not an error."""
     if path is None or sum(len(data) for _, data in segments) > _LARGEST_ENTRY:
         return
-    if cache.write(path, _encoded(source, segments)):
+    import msgpack
+
+    version = repr((source.name, source.identity))
+    entry = msgpack.packb((_ENTRY_MAGIC, version, segments))
+    if cache.write(path, entry + blake2b(entry, digest_size=_DIGEST_NBYTES).digest()):
         cache.make_room(path.parent, _MOST_NBYTES)
 
 
@@ -190,38 +183,3 @@ def _path(source: Source, options: Mapping[str, Any]) -> Path | None:
         return None
     told = repr((source.name, identity, sorted(options.items())))
     return folder / (blake2b(told.encode(), digest_size=20).hexdigest() + _SUFFIX)
-
-
-def _encoded(source: Source, segments: Sequence[tuple[int, memoryview]]) -> bytes:
-    places = [[start, len(data)] for start, data in segments]
-    said = {"name": source.name, "identity": repr(source.identity), "segments": places}
-    head = json.dumps(said).encode()
-    parts: list[bytes | memoryview] = [
-        _ENTRY_MAGIC,
-        len(head).to_bytes(4, "little"),
-        head,
-        *(data for _, data in segments),
-    ]
-    content = b"".join(parts)
-    return content + blake2b(content, digest_size=_DIGEST_NBYTES).digest()
-
-
-def _decoded(content: bytes, source: Source) -> list[tuple[int, memoryview]]:
-    """Take an entry apart; whatever is wrong with it is an error."""
-    body, digest = memoryview(content)[:-_DIGEST_NBYTES], content[-_DIGEST_NBYTES:]
-    if body[:8] != _ENTRY_MAGIC or blake2b(body, digest_size=_DIGEST_NBYTES).digest() != digest:
-        raise ValueError("not an entry, or damaged")
-    begin = 12 + int.from_bytes(body[8:12], "little")
-    said = json.loads(bytes(body[12:begin]))
-    if (said["name"], said["identity"]) != (source.name, repr(source.identity)):
-        raise ValueError("of another file")
-    places = said["segments"]
-    if not places or any(type(number) is not int for place in places for number in place):
-        raise ValueError("not of numbers")
-    bounds = [0, *(at for start, nbytes in places for at in (start, start + nbytes)), source.size]
-    if any(a > b for a, b in pairwise(bounds)):
-        raise ValueError("ranges that overlap, or lie outside of the file")
-    ends = list(accumulate([nbytes for _, nbytes in places], initial=begin))
-    if ends[-1] != len(body):
-        raise ValueError("of another size")
-    return [(places[n][0], body[a:b]) for n, (a, b) in enumerate(pairwise(ends))]

@@ -116,21 +116,9 @@ def _attributes(status: os.stat_result) -> tuple[int, ...]:
 
 
 class Descriptor:
-    """An open file that reads at any position, from any number of threads.
+    """An open regular file that reads at any position, from any number of threads.
 
     It closes when it is no longer referred to.
-
-    Parameters
-    ----------
-    path : str
-        A regular file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    UnsupportedError
-        If it is a pipe or a device.
     """
 
     __slots__ = ("__weakref__", "_lock", "fileno")
@@ -184,20 +172,8 @@ _pool: Pool[Any] = Pool(_most_open())
 class LocalSource(Source):
     """A file of the local file system.
 
-    Parameters
-    ----------
-    path : str
-        As `local_path` returns it.
-    mmap : bool
-        Whether `view` maps the file into memory. A file that another program cuts short while a
-        view of it is in use then ends the process (``SIGBUS``); without maps that is an error.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be opened: `FileNotFoundError`, `IsADirectoryError`, `PermissionError`.
-    UnsupportedError
-        If it is a pipe or a device.
+    ``mmap=True`` lets `view` map the file into memory. A file that another program cuts short while
+    a view of it is in use then ends the process (``SIGBUS``); without maps that is an error.
     """
 
     __slots__ = ("_version", "mmap")
@@ -293,9 +269,6 @@ class LocalSource(Source):
         # Not the source itself: its __hash__ and __eq__ are Python, and a scan reads often.
         return kind, self.name, self.identity
 
-    def _read_each(self, ranges: Any) -> list[memoryview]:
-        return [self.view(offset, nbytes) for offset, nbytes in ranges]
-
     def _fill(self, offset: int, memory: memoryview, *, again: bool = False) -> None:
         try:
             found = self.descriptor().read_into(memory, offset)
@@ -364,13 +337,7 @@ def is_mapped(view: object) -> bool:
 
 
 class BytesSource(Source):
-    """Bytes in memory. It pickles with its contents.
-
-    Parameters
-    ----------
-    data : bytes, bytearray or memoryview
-        Not copied; it must not be modified while the source is in use.
-    """
+    """Bytes in memory, not copied, which must not be modified. It pickles with its contents."""
 
     __slots__ = ("_data",)
 
@@ -403,19 +370,9 @@ class BytesSource(Source):
 
 
 class FileObjectSource(Source):
-    """An open binary file object. It pickles if the object does.
+    """An open binary file object that can seek. It pickles if the object does.
 
     Reads take turns, and leave the position of the object as they found it.
-
-    Parameters
-    ----------
-    file : file object
-        Binary and seekable, such as `io.BytesIO`, ``open(path, "rb")`` or a file of fsspec.
-
-    Raises
-    ------
-    TypeError
-        If it is opened in text mode or cannot seek.
     """
 
     __slots__ = ("_file", "_folder", "_lock", "_version")
@@ -429,7 +386,9 @@ class FileObjectSource(Source):
         self._lock = threading.Lock()
         status = _status_of(file)
         self.name, self._folder = _place_of(file, on_disk=status is not None)
-        self.size = _size_of(file)
+        position = file.tell()
+        self.size = int(file.seek(0, os.SEEK_END))
+        file.seek(position)
         self._version = None if status is None else FileVersion(status)
         told: Hashable = uuid4().hex if self._version is None else self._version.identity
         self.identity = (self.size, told)
@@ -472,7 +431,8 @@ class FileObjectSource(Source):
 
     def check(self, offset: int | None = None) -> None:
         """Look at the file; see `Source.check`."""
-        if not self._is_unchanged():
+        status = None if self._version is None else _status_of(self._file)
+        if status is not None and self._version is not None and not self._version.matches(status):
             raise self._changed(offset)
 
     def _changed(self, offset: int | None) -> FileChangedError:
@@ -484,10 +444,6 @@ class FileObjectSource(Source):
         if self._folder is None:
             raise _without_folder(self, name)
         return LocalSource(str(Path(self._folder, *components(name))))
-
-    def _is_unchanged(self) -> bool:
-        status = None if self._version is None else _status_of(self._file)
-        return status is None or self._version is None or self._version.matches(status)
 
 
 def _without_folder(source: Source, name: str) -> UnsupportedError:
@@ -515,14 +471,6 @@ def _place_of(file: Any, *, on_disk: bool) -> tuple[str, str | None]:
         return name, None
     path = Path(name).absolute()
     return str(path), str(path.parent)
-
-
-def _size_of(file: Any) -> int:
-    position = file.tell()
-    try:
-        return int(file.seek(0, os.SEEK_END))
-    finally:
-        file.seek(position)
 
 
 def _fill(file: Any, memory: memoryview) -> int:

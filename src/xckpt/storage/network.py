@@ -62,18 +62,10 @@ class GivenUpError(OSError):
 
 
 class Limits(NamedTuple):
-    """How slow a server may be: ``storage_options={"xckpt": {...}}``.
+    """How slow a server may be: ``storage_options={"xckpt": {...}}``."""
 
-    Parameters
-    ----------
-    timeout : float
-        Seconds within which a request must get ahead.
-    min_rate : float
-        Bytes a second, on average over `timeout`, that count as getting ahead.
-    """
-
-    timeout: float = 30.0
-    min_rate: float = 16384.0
+    timeout: float = 30.0  # seconds within which a request must get ahead
+    min_rate: float = 16384.0  # bytes a second, on average over these, that count as getting ahead
 
 
 def own_options(storage_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], Limits]:

@@ -23,24 +23,11 @@ class Pool(Generic[T]):
 
     Letting go drops the pool's reference and no more: whoever still uses the thing keeps it, so
     a memory map lives as long as views of it do. The things themselves are to close when they
-    are no longer referred to.
+    are no longer referred to. `measure` says what one counts for the limit, by default 1; what
+    counts for more than the limit is not held.
 
     A forked child starts with an empty pool: it must not share seek positions with its parent,
     nor wait for locks that a thread of the parent held.
-
-    Parameters
-    ----------
-    limit : int
-        How many are held at most.
-    measure : callable, optional
-        What one of them counts for the limit, by default 1. What counts for more than the limit is
-        not held.
-
-    Examples
-    --------
-    >>> pool: Pool[list[int]] = Pool(limit=2)
-    >>> pool.get("a", list) is pool.get("a", list)
-    True
     """
 
     def __init__(self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1) -> None:

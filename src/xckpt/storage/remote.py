@@ -12,7 +12,6 @@ import re
 import time
 import uuid
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -26,7 +25,7 @@ from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
 __all__ = ["FsspecSource", "is_of_one_opening", "is_url"]
@@ -71,7 +70,6 @@ _COPYING = ("simplecache::", "filecache::", "blockcache::", "cached::")
 # How long an answer about the version of a file is trusted before it costs another request.
 _TRUSTED_SECONDS = 10.0
 _FREE_TO_ASK = frozenset({"memory", "file", "local"})
-_LARGEST_CONCURRENCY = 8
 # Of so many bytes one more failure is tolerated.
 _NBYTES_PER_FAILURE = 16 << 20
 
@@ -101,35 +99,17 @@ def is_url(path: str) -> bool:
 
 
 class FsspecSource(Source):
-    """A file behind a URL.
+    """A file behind any URL of fsspec, also a chained one.
 
-    Parameters
-    ----------
-    url : str
-        Any URL of fsspec, also a chained one.
-    storage_options : dict, optional
-        For fsspec, but for those under "xckpt", which are `network.Limits`. They travel with the
-        source when it is pickled.
-    first : int
-        Bytes of the beginning that are wanted at once, where they can come with the answer that
-        tells size and version; see `reading_header`.
-
-    Raises
-    ------
-    OSError
-        If the file is not there, may not be read, or is a directory.
-    ImportError
-        If a package for this kind of URL is not installed.
-    UnsupportedError
-        If the server does not tell its size.
-
-    Warns
-    -----
-    CheckpointWarning
-        If nothing tells one version of the file from another.
+    `storage_options` are for fsspec, but for those under "xckpt", which are `network.Limits`; they
+    travel with the source when it is pickled. `first` bytes of the beginning are wanted at once,
+    where they can come with the answer that tells size and version. A file of which nothing tells
+    one version from another is warned of.
     """
 
     __slots__ = ("_first", "limits", "storage_options")
+
+    concurrency = 8
 
     def __init__(
         self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
@@ -238,12 +218,6 @@ class FsspecSource(Source):
         found = on_thread(call, patience.blocked(nbytes))
         patience.arrived(nbytes)
         return found
-
-    def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        if len(ranges) < 2:
-            return [self.read(*each) for each in ranges]
-        with ThreadPoolExecutor(min(len(ranges), _LARGEST_CONCURRENCY)) as threads:
-            return list(threads.map(lambda each: self.read(*each), ranges))
 
     def _file_system(self) -> tuple[Any, str]:
         # fsspec keeps one instance per process and options, and knows about forks.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,27 +57,20 @@ class Source(ABC):
 
     A source is a light reference: it pickles by path or URL and identity, never by content
     (bytes in memory excepted). What is open for it, a descriptor or a memory map, belongs to the
-    process and is shared by all equal sources in it.
-
-    Attributes
-    ----------
-    name : str
-        Absolute path or URL, for messages and for ``encoding["source"]``.
-    size : int
-        Size in bytes when it was opened.
-    identity : hashable
-        What tells this version of the file from others: size, time, inode, or ETag. Two sources
-        with equal names and identities hold equal bytes.
+    process and is shared by all equal sources in it: those with equal names and identities, which
+    hold equal bytes.
     """
 
     __slots__ = ("identity", "name", "size")
 
+    #: How many reads are worth making at the same time.
+    concurrency: ClassVar[int] = 1
     #: Whether `check` costs no request.
     is_free_to_check: ClassVar[bool] = False
 
-    name: str
-    size: int
-    identity: Hashable
+    name: str  # absolute path or URL, for messages and for ``encoding["source"]``
+    size: int  # in bytes, when it was opened
+    identity: Hashable  # what tells this version from others: size, time, inode, or ETag
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> memoryview:
@@ -112,11 +106,14 @@ class Source(ABC):
         """Read several ranges of bytes with few requests."""
         for offset, nbytes in ranges:
             self._check_range(offset, nbytes)
-        if gap is None:
-            gap = self.worth_skipping or _GAP
-        spans = _merged(ranges, gap)
+        spans = _merged(ranges, (self.worth_skipping or _GAP) if gap is None else gap)
         pieces = [memoryview(b"")] * len(ranges)
-        read = self._read_each([(start, stop - start) for start, stop, _ in spans])
+        places = [start for start, _, _ in spans], [stop - start for start, stop, _ in spans]
+        if len(spans) < 2 or self.concurrency == 1:
+            read = list(map(self.view, *places))
+        else:
+            with ThreadPoolExecutor(min(len(spans), self.concurrency)) as threads:
+                read = list(threads.map(self.view, *places))
         for (start, _, members), block in zip(spans, read, strict=True):
             for member in members:
                 offset, nbytes = ranges[member]
@@ -160,9 +157,6 @@ class Source(ABC):
                 offset=offset,
             )
 
-    def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.read(offset, nbytes) for offset, nbytes in ranges]
-
 
 def _merged(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int, list[int]]]:
     """Join ranges that are near each other: start, stop, and which of the ranges lie in it."""
@@ -204,16 +198,7 @@ class ShardSource(Source):
     """The bytes of a shard; absent shards are noticed when they are read, not when listed.
 
     A shard without a digest is looked for at once: what is computed from it must have another
-    name when it is another file.
-
-    Parameters
-    ----------
-    root : Source
-        The file that refers to the shard.
-    shard : Shard
-        Its size and where it may lie.
-    label : str
-        What the referring file calls it.
+    name when it is another file. `label` is what the referring file calls it.
     """
 
     __slots__ = ("_found", "label", "root", "shard_entry")
@@ -336,15 +321,7 @@ def _restored(
 
 
 class ShardedSource(Source):
-    """Several files that are one checkpoint: all bytes are in the shards.
-
-    Parameters
-    ----------
-    name : str
-        Of all of them, for messages.
-    files : mapping of str to Source
-        By the names that `Part.shard` uses.
-    """
+    """Several files, by the names that `Part.shard` uses, that are one checkpoint."""
 
     __slots__ = ("files",)
 

@@ -26,10 +26,8 @@ from xckpt.labels import select
 from xckpt.opening import open_index
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import Descriptor, LocalSource
-from xckpt.storage.source import ShardedSource, files_of, sources_of
-from xckpt.storage.source import components
-from xckpt.storage.sink import Sink
-from xckpt.storage.sink import UploadSink
+from xckpt.storage.sink import Sink, UploadSink
+from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import check_cast
 from xckpt.writing.data import StoredData, lazy_dask_array
 from xckpt.writing.fitting import Changes, Requests, fit
