@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.graph import tensor_array
+from xckpt.arrays.selection import target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
 from xckpt.labels.stacking import StackedAttrs, stacked_attrs

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 
 from xckpt.arrays.dense import elements, unpack_codes
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:

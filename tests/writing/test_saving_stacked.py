@@ -14,7 +14,7 @@ import xarray as xr
 from tests.conftest import golden_files
 from tests.writing.saved import ENGINES, OPTIONS, assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, read_index
-from xckpt.arrays import elements
+from xckpt.arrays import dense
 from xckpt.errors import UnsupportedError
 from xckpt.writing import save
 from xckpt.writing.data import StoredData
@@ -191,7 +191,7 @@ def test_what_nobody_touched_is_copied_as_it_is_stored(
     stacked = xr.open_dataset(tmp_path / "m.zt", engine="ztensor", stack=True)
     if select is not None:
         stacked = SELECTIONS[select](stacked)
-    monkeypatch.setattr(elements, "_decoded", _never)
+    monkeypatch.setattr(dense, "_float_table", _never)
     payloads, _ = gather(stacked, Changes())
     assert all(isinstance(payload.parts["data"], StoredData) for payload in payloads)
     save(stacked, tmp_path / "again.zt", version="2")

@@ -238,10 +238,17 @@ def elements(
         array = np.frombuffer(data, stored.newbyteorder(">")).astype(stored)
     else:
         array = np.frombuffer(data, stored)
-    if decode and ELEMENT_TYPES[dtype].decoded != dtype:
-        return _decoded(array, dtype, strict=strict)
-    # Unaligned arrays are legal in numpy but slow everywhere and refused by compiled kernels.
-    return array if array.flags.aligned else array.copy()
+    if not decode or ELEMENT_TYPES[dtype].decoded == dtype:
+        # Unaligned arrays are legal in numpy but slow everywhere and refused by compiled kernels.
+        return array if array.flags.aligned else array.copy()
+    if ELEMENT_TYPES[dtype].decoded == "bool":
+        return _booleans(array, strict=strict)
+    if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
+        # is several times faster than ml_dtypes' element-wise cast.
+        shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
+        return shifted.view(np.float32)
+    return np.take(_float_table(dtype), array.view(np.uint8))
 
 
 def _booleans(codes: Array, *, strict: bool) -> Array:
@@ -251,17 +258,6 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
             f"element {where} is {codes[where]}, but a boolean is 0 or 1", rule="LayoutData"
         )
     return np.not_equal(codes, 0)
-
-
-def _decoded(array: Array, dtype: str, *, strict: bool) -> Array:
-    if ELEMENT_TYPES[dtype].decoded == "bool":
-        return _booleans(array, strict=strict)
-    if dtype == "bfloat16":
-        # bfloat16 is the upper half of a float32: a shift keeps every bit, NaN payloads too, and
-        # is several times faster than ml_dtypes' element-wise cast.
-        shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
-        return shifted.view(np.float32)
-    return np.take(_float_table(dtype), array.view(np.uint8))
 
 
 @cache
@@ -310,12 +306,20 @@ class QuantizedArray(RowBlockArray):
         block = scheme.block[0]
         grid_rows = slice(start // block, -(-stop // block))
         codes = self._codes(start, stop)
-        zeros: Array | int = 0 if scheme.zero is None else scheme.zero
-        if scheme.zero is None:
-            zeros = self._spread(self._zero_grid()[grid_rows], start, stop)
+        zeros: Array | int | None = scheme.zero
+        if zeros is None:
+            packed = scheme.packed_zeros
+            grid = self._packed("zeros", self._grid) if packed else self._grid_of("zeros")
+            zeros = self._spread(grid[grid_rows], start, stop)
         # Scales that are infinite or NaN are what the file says, not a fault of this computation.
         with np.errstate(over="ignore", invalid="ignore"):
-            scales = self._spread(self._scale_grid()[grid_rows], start, stop)
+            scales = self._grid_of("scales")
+            if scheme.global_scale:
+                dtype = self.readers["global"].part.dtype
+                nbytes = nbytes_of(dtype, 1)
+                (scale,) = elements(self._part("global", 0, nbytes, nbytes), dtype, decode=True)
+                scales = np.float32(scale) * scales
+            scales = self._spread(scales[grid_rows], start, stop)
             return np.asarray((codes - zeros) * scales, np.float32)
 
     @property
@@ -370,28 +374,13 @@ class QuantizedArray(RowBlockArray):
             codes = np.left_shift(codes, shift, dtype=np.uint8).view(np.int8) >> shift
         return codes.astype(np.float32)
 
-    def _scale_grid(self) -> Array:
-        scales = self._grid_of("scales").astype(np.float32)
-        return self._global_scale() * scales if self.quantization.global_scale else scales
-
-    def _global_scale(self) -> np.float32:
-        dtype = self.readers["global"].part.dtype
-        nbytes = nbytes_of(dtype, 1)
-        (scale,) = elements(self._part("global", 0, nbytes, nbytes), dtype, decode=True)
-        return np.float32(scale)
-
-    def _zero_grid(self) -> Array:
-        if self.quantization.packed_zeros:
-            return self._packed("zeros", self._grid)
-        return self._grid_of("zeros").astype(np.float32)
-
     def _grid_of(self, role: str) -> Array:
-        """Return the entries of a stored grid, with the axes of the tensor."""
+        """Return the entries of a stored grid as float32, with the axes of the tensor."""
         part = self.readers[role].part
         nbytes = nbytes_of(part.dtype, prod(self._grid))
         flat = elements(self._part(role, 0, nbytes, nbytes), part.dtype, decode=True)
         axes = self.quantization.scale_axes or tuple(range(self.ndim))
-        stored = flat.reshape([self._grid[axis] for axis in axes])
+        stored = flat.astype(np.float32).reshape([self._grid[axis] for axis in axes])
         return np.transpose(stored, np.argsort(axes))
 
     def _spread(self, grid: Array, start: int, stop: int) -> Array:

@@ -92,19 +92,16 @@ def _normalize_array(entry: np.ndarray[Any, Any], length: int) -> AxisKey:
     return np.where(positions < 0, positions + length, positions)
 
 
-def _bounds(entry: AxisKey) -> tuple[int, int]:
+def _bounds(entry: AxisKey, length: int) -> tuple[int, int]:
     """Return the half-open hull of what an entry selects; ``(0, 0)`` for nothing."""
-    if isinstance(entry, slice):
-        chosen = range(entry.start, -1 if entry.stop is None else entry.stop, entry.step)
-        if not chosen:
-            return 0, 0
-        first, last = chosen[0], chosen[-1]
-        return min(first, last), max(first, last) + 1
     if isinstance(entry, int):
         return entry, entry + 1
-    if entry.size == 0:
+    chosen = positions(entry, length)
+    if not len(chosen):
         return 0, 0
-    return int(entry.min()), int(entry.max()) + 1
+    if isinstance(chosen, range):
+        return min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1
+    return int(chosen.min()), int(chosen.max()) + 1
 
 
 def _shifted(entry: AxisKey, low: int) -> AxisKey:
@@ -125,7 +122,7 @@ def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
             block.append(length)
             inner.append(entry)
             continue
-        low, high = _bounds(entry)
+        low, high = _bounds(entry, length)
         start += low * prod(shape[axis + 1 :])
         block.append(high - low)
         inner.append(_shifted(entry, low))

@@ -231,17 +231,14 @@ class SparseArray(LazyArray):
 
     def _check_below(self, indices: Array, bound: int, role: str) -> None:
         """Refuse indices outside their axis, comparing as unsigned before any cast to signed."""
-        if indices.size == 0:
-            return
-        highest = int(indices.max())
-        lowest = int(indices.min())
-        if highest >= bound or lowest < 0:
-            bad = highest if highest >= bound else lowest
-            raise FormatError(
-                f"index {bad} in {role!r} is outside its axis of size {bound}",
-                offset=self.readers[role].part.offset,
-                rule="LayoutData",
-            )
+        for index in (indices.max(), indices.min()) if indices.size else ():
+            if not 0 <= int(index) < bound:
+                raise self._broken(
+                    role, f"index {index} in {role!r} is outside its axis of size {bound}"
+                )
+
+    def _broken(self, role: str, reason: str) -> FormatError:
+        return FormatError(reason, offset=self.readers[role].part.offset, rule="LayoutData")
 
 
 def flat_positions(coords: Sequence[Array], shape: Sequence[int]) -> Array:
@@ -338,8 +335,8 @@ class CSRArray(SparseArray):
         stop = start + len(indptr) - 1
         row = np.repeat(np.arange(start, stop), np.diff(indptr))
         columns = columns.astype(np.int64)
-        if self.strict:
-            self._check_increasing(row, columns)
+        if self.strict and (columns[1:] <= columns[:-1])[row[1:] == row[:-1]].any():
+            raise self._broken("indices", "column indices do not increase within a row")
         coords, values = self._in_order([row, columns], values)
         return StoredElements(start, stop, tuple(coords), values)
 
@@ -349,40 +346,21 @@ class CSRArray(SparseArray):
         if last is None:
             (last,) = self._part("indptr", nrows, nrows + 1, nrows + 1)
         count = int(last)
-        offset = self.readers["indptr"].part.offset
         for role in ("indices", "values"):
             shape = self.shapes[role]
             if shape is not None and count != shape[0]:
-                raise FormatError(
-                    f"the last row pointer is {count}, but {role!r} has {shape[0]} elements",
-                    offset=offset,
-                    rule="LayoutData",
-                )
+                reason = f"the last row pointer is {count}, but {role!r} has {shape[0]} elements"
+                raise self._broken("indptr", reason)
         if count > prod(self.shape):
-            raise FormatError(
-                f"the last row pointer is {count}, more than the matrix has elements",
-                offset=offset,
-                rule="LayoutData",
-            )
+            reason = f"the last row pointer is {count}, more than the matrix has elements"
+            raise self._broken("indptr", reason)
         return count
 
     def _check_indptr(self, indptr: Array, count: int, *, first: bool = False) -> None:
-        offset = self.readers["indptr"].part.offset
         if first and indptr[0] != 0:
-            raise FormatError(
-                f"the first row pointer is {indptr[0]}, not 0", offset=offset, rule="LayoutData"
-            )
+            raise self._broken("indptr", f"the first row pointer is {indptr[0]}, not 0")
         if (indptr[1:] < indptr[:-1]).any() or indptr[-1] > count or indptr[0] < 0:
-            raise FormatError("row pointers decrease", offset=offset, rule="LayoutData")
-
-    def _check_increasing(self, row: Array, columns: Array) -> None:
-        same_row = row[1:] == row[:-1]
-        if (columns[1:][same_row] <= columns[:-1][same_row]).any():
-            raise FormatError(
-                "column indices do not increase within a row",
-                offset=self.readers["indices"].part.offset,
-                rule="LayoutData",
-            )
+            raise self._broken("indptr", "row pointers decrease")
 
 
 class _ElementStream:

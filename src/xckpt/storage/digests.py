@@ -38,7 +38,7 @@ _BLOCK_NBYTES = 8 << 20
 _FORM = re.compile(r"([a-z0-9_]+):(.+)", re.DOTALL)
 
 
-class _State(Protocol):
+class _HashState(Protocol):
     def update(self, data: Any, /) -> object: ...
     def digest(self) -> bytes: ...
 
@@ -70,7 +70,7 @@ def _crc32c() -> _Crc:
     return _Crc(lambda data, value: extend(value, np.frombuffer(data, np.uint8)))
 
 
-def _imported(module: str, name: str) -> Callable[[], _State]:
+def _imported(module: str, name: str) -> Callable[[], _HashState]:
     def start() -> Any:
         return getattr(import_module(module), name)()
 
@@ -81,7 +81,7 @@ def _imported(module: str, name: str) -> Callable[[], _State]:
 class _Algorithm:
     value: re.Pattern[str]
     digits: int
-    start: Callable[[], _State]
+    start: Callable[[], _HashState]
     prefix: str = ""
 
     def parse(self, text: str) -> bytes:

@@ -32,7 +32,7 @@ FIRST_NBYTES = 1 << 16
 
 # A read near the end brings the end: footers say where headers are.
 _TAIL_NBYTES = 1 << 16
-# Reads that go on where the last one ended, or not far behind, bring more each time: 1 MiB, then
+# Reads that go on where the last one ended, or not far after, bring more each time: 1 MiB, then
 # 16. A format that does not say how long its header is has 17 MiB of it in three requests.
 _SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 16 << 20
 _GROWTH = 16
@@ -91,7 +91,7 @@ class HeaderSource(Source):
         self.segments.append((start, data))
         self.segments.sort(key=lambda segment: segment[0])
         while sum(len(each) for _, each in self.segments) > _MOST_KEPT and len(self.segments) > 1:
-            # Whoever reads on needs what is behind.
+            # Whoever reads on needs what comes after.
             drop = 0 if self.segments[0][0] != start else 1
             self.segments.pop(drop)
             self.complete = False
@@ -109,7 +109,7 @@ class HeaderSource(Source):
         return memory.toreadonly()
 
     def sibling(self, name: str) -> Source:
-        """Open another file beside this one, to read its header; see `Source.sibling`."""
+        """Open another file next to this one, to read its header; see `Source.sibling`."""
         return HeaderSource(self.source.sibling(name))
 
     def close(self) -> None:

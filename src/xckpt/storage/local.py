@@ -320,20 +320,16 @@ class LocalSource(Source):
         )
 
 
-def _map_of(obj: object) -> mmap.mmap | None:
-    while not isinstance(obj, mmap.mmap):
-        if isinstance(obj, np.ndarray):
-            obj = obj.base
-        elif isinstance(obj, memoryview):
-            obj = obj.obj
-        else:
-            return None
-    return obj
-
-
 def is_mapped(view: object) -> bool:
     """Return whether an array or memoryview looks into a memory map."""
-    return _map_of(view) is not None
+    while not isinstance(view, mmap.mmap):
+        if isinstance(view, np.ndarray):
+            view = view.base
+        elif isinstance(view, memoryview):
+            view = view.obj
+        else:
+            return False
+    return True
 
 
 class BytesSource(Source):
@@ -440,7 +436,7 @@ class FileObjectSource(Source):
         return FileChangedError(reason, path=self.name, offset=offset, hint="Open it again")
 
     def sibling(self, name: str) -> Source:
-        """Open another file beside the one on disk that the object reads; see `Source.sibling`."""
+        """Open another file next to the one on disk that the object reads; see `Source.sibling`."""
         if self._folder is None:
             raise _without_folder(self, name)
         return LocalSource(str(Path(self._folder, *components(name))))

@@ -89,7 +89,7 @@ def create(
 
 
 def _take_over(fileno: int, replaced: os.stat_result) -> None:
-    """Return a file the owner and the permissions of the one that it is to replace."""
+    """Give a file the owner and the permissions of the one that it is to replace."""
     if not hasattr(os, "fchown"):
         return
     made = os.fstat(fileno)
@@ -122,26 +122,22 @@ def _is_same(fileno: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(fileno), found)
 
 
-def _left_over(target: str) -> Iterator[Path]:
+def remove_left_over(target: str) -> None:
+    """Remove temporary files of a target whose writers ended without removing them."""
     start, end = _pattern(target)
     with contextlib.suppress(OSError), os.scandir(Path(target).parent) as entries:
         for entry in entries:
             middle = entry.name[len(start) : -len(end)]
-            if entry.name.startswith(start) and entry.name.endswith(end) and "." not in middle:
-                yield Path(entry.path)
-
-
-def remove_left_over(target: str) -> None:
-    """Remove temporary files of a target whose writers ended without removing them."""
-    for path in _left_over(target):
-        # Somebody else's, gone by now, or in use on Windows: none of our business.
-        with contextlib.suppress(OSError):
-            fileno = os.open(path, _FLAGS)
-            try:
-                if _lock(fileno):
-                    path.unlink()
-            finally:
-                os.close(fileno)
+            if not (entry.name.startswith(start) and entry.name.endswith(end)) or "." in middle:
+                continue
+            # Somebody else's, gone by now, or in use on Windows: none of our business.
+            with contextlib.suppress(OSError):
+                fileno = os.open(entry.path, _FLAGS)
+                try:
+                    if _lock(fileno):
+                        Path(entry.path).unlink()
+                finally:
+                    os.close(fileno)
 
 
 def discard(fileno: int, path: str, owner: int) -> None:

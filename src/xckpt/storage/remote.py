@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 import warnings
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -19,7 +20,6 @@ from urllib.parse import quote
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.storage import network
 from xckpt.storage.header import reading_header
-from xckpt.storage.local import empty
 from xckpt.storage.network import OWN_OPTIONS, Patience, on_thread, version_text, words_of
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
@@ -118,7 +118,7 @@ class FsspecSource(Source):
         self.storage_options, self.limits = network.own_options(storage_options)
         self._first = memoryview(b"")
         self._file_system()  # an unknown protocol or a missing package is not a failed request
-        patience = self._patience()
+        patience = Patience(url, self.limits)
         info, self._first = network.retried(url, lambda: self._look(first, patience), patience)
         self.size, self.identity = self._version_of(info)
         if self.identity == (self.size,) and not url.startswith(_COPYING):
@@ -139,18 +139,29 @@ class FsspecSource(Source):
     def _read(self, offset: int, nbytes: int) -> memoryview:
         self._check_range(offset, nbytes)
         pieces: list[memoryview] = []
-        patience = self._patience()
+        patience = Patience(self.name, self.limits)
         done = failures = 0
         while done < nbytes:
-            piece, problem = self._attempt(offset + done, nbytes - done, patience)
-            pieces.append(piece)
-            done += len(piece)
-            if done < nbytes:
-                failures += 1
-                if failures >= network.ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
-                    raise self._given_up(offset, nbytes, done, problem) from problem
-                patience.pause(failures)
-        return pieces[0] if len(pieces) == 1 else _joined(pieces, nbytes)
+            request = partial(self._fetch, offset + done, nbytes - done, patience)
+            try:
+                piece, problem = network.attempted(self.name, request)
+            except FileNotFoundError as error:
+                raise self._changed("it is no longer there") from error
+            if piece is not None:
+                pieces.append(piece)
+                done += len(piece)
+            if done == nbytes:
+                break
+            if piece is not None:
+                patience.left()
+                self._check_unchanged(patience, trusted=0)
+            failures += 1
+            if failures >= network.ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
+                told = f"asked for {nbytes} bytes at {offset}, got {done}, in {failures} attempts"
+                told += "" if problem is None else f"; the last one failed: {problem}"
+                raise OSError(errno.EIO, told, self.name) from problem
+            patience.pause(failures)
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def check(self) -> None:
         """Ask for a byte, and by that for the version; see `Source.check`."""
@@ -169,33 +180,6 @@ class FsspecSource(Source):
 
     def _last_check(self) -> _LastCheck:
         return _checks.get((self.name, self.identity), _LastCheck)
-
-    def _patience(self) -> Patience:
-        return Patience(self.name, self.limits)
-
-    def _attempt(
-        self, offset: int, nbytes: int, patience: Patience
-    ) -> tuple[memoryview, Exception | None]:
-        """Make a request; return what came of the range, and what went wrong if that passes."""
-        try:
-            data, problem = network.attempted(
-                self.name, lambda: self._fetch(offset, nbytes, patience)
-            )
-        except FileNotFoundError as error:
-            raise self._changed("it is no longer there") from error
-        if data is None:
-            return memoryview(b""), problem
-        if len(data) < nbytes:
-            patience.left()
-            self._check_unchanged(patience, trusted=0)
-        return data, None
-
-    def _given_up(self, offset: int, nbytes: int, found: int, problem: Exception | None) -> OSError:
-        told = f"asked for {nbytes} bytes at {offset}, got {found}, after {network.ATTEMPTS} or "
-        told += "more attempts"
-        if problem is not None:
-            told += f"; the last one failed: {problem}"
-        return OSError(errno.EIO, told, self.name)
 
     def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview]:
         """Find size and version, with the first bytes where these come with the answer."""
@@ -309,15 +293,6 @@ class FsspecSource(Source):
         return FileChangedError(
             f"the file changed after it was opened: {how}", path=self.name, hint="Open it again"
         )
-
-
-def _joined(pieces: list[memoryview], nbytes: int) -> memoryview:
-    memory = empty(nbytes)
-    at = 0
-    for piece in pieces:
-        memory[at : at + len(piece)] = piece
-        at += len(piece)
-    return memory
 
 
 def _cat(fs: Any, path: str, start: int, stop: int) -> bytes:

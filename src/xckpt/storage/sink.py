@@ -89,15 +89,13 @@ class Place(NamedTuple):
         except OSError as error:
             if isinstance(error, CheckpointError) or error.filename == self.name:
                 raise
-            raise self._error(error) from error
-
-    def _error(self, error: OSError) -> OSError:
-        number = error.errno or _NUMBERS.get(type(error), errno.EIO)
-        text = error.strerror or str(error)
-        advice = _ADVICE.get(number)
-        if self.is_upload:
-            advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
-        return OSError(number, text if advice is None else f"{text} ({advice})", self.name)
+            number = error.errno or _NUMBERS.get(type(error), errno.EIO)
+            text = error.strerror or str(error)
+            advice = _ADVICE.get(number)
+            if self.is_upload:
+                advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
+            text = text if advice is None else f"{text} ({advice})"
+            raise OSError(number, text, self.name) from error
 
 
 class Sink:
@@ -147,7 +145,7 @@ class Sink:
         return Sink(self.name, overwrite=True)
 
     def resize(self, nbytes: int) -> None:
-        """Return the file its size; what is not written reads as zero and takes no space."""
+        """Give the file its size; what is not written reads as zero and takes no space."""
         with self.place.named():
             if nbytes > sys.maxsize:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -212,7 +210,7 @@ class Sink:
         return os.path.lexists(self.target)
 
     def take_name(self) -> None:
-        """Return the file its name, in one step."""
+        """Give the file its name, in one step."""
         with self.place.named():
             if self.overwrite:
                 Path(self.path).replace(self.target)
@@ -230,7 +228,7 @@ class Sink:
         Path(self.target).unlink(missing_ok=True)
 
     def add_alias(self, name: str) -> None:
-        """Return the file another name in the same folder."""
+        """Give the file another name in the same folder."""
         with self.place.named():
             _link_or_copy(self.path, self._next_to(name))
 
@@ -289,7 +287,7 @@ def publish(
 
 
 def _take_names(main: Sink, companions: Mapping[str, Sink]) -> None:
-    """Return files their names, those of companions being free."""
+    """Give files their names, those of companions being free."""
     try:
         for sink in companions.values():
             sink.take_name()
@@ -315,8 +313,10 @@ def _replace(
             for label, sink in companions.items():
                 sink.add_alias(aliases[label])
             _sync_folders(main, companions.values())
-            # To free the space of a file takes longer than all renames.
-            stack.callback(_close, _opened(sinks))
+            for sink in sinks if sys.platform != "win32" else ():
+                # To free the space of a file takes longer than all renames.
+                with suppress(OSError):  # too many files, for example
+                    stack.callback(os.close, os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
             interim.take_name()
         except BaseException:
             if not interim.has_name():
@@ -342,20 +342,6 @@ def _replace(
     return problem
 
 
-def _opened(sinks: Iterable[Sink]) -> list[int]:
-    """Open the files that are about to be replaced, as far as that can be done."""
-    held: list[int] = []
-    for sink in sinks if sys.platform != "win32" else ():
-        with suppress(OSError):  # too many files, for example
-            held.append(os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
-    return held
-
-
-def _close(filenos: Iterable[int]) -> None:
-    for fileno in filenos:
-        os.close(fileno)
-
-
 def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
     """Make names durable, and return what goes wrong: the files have them."""
     try:
@@ -374,18 +360,15 @@ def write_at(fileno: int, data: Any, offset: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         # One call writes at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
-        done = _write_once(fileno, view[:_WRITE_NBYTES], offset)
+        piece = view[:_WRITE_NBYTES]
+        if hasattr(os, "pwrite"):
+            done = os.pwrite(fileno, piece, offset)
+        else:  # Windows: positions belong to the descriptor, so threads take turns
+            with _taking_turns:
+                os.lseek(fileno, offset, os.SEEK_SET)
+                done = os.write(fileno, piece)
         view = view[done:]
         offset += done
-
-
-def _write_once(fileno: int, data: memoryview, offset: int) -> int:
-    if hasattr(os, "pwrite"):
-        return os.pwrite(fileno, data, offset)
-    # Windows: positions belong to the descriptor, so threads take turns.
-    with _taking_turns:
-        os.lseek(fileno, offset, os.SEEK_SET)
-        return os.write(fileno, data)
 
 
 _taking_turns = threading.Lock()
@@ -430,7 +413,7 @@ def _rename_to_new(path: str, target: str, name: str) -> None:
 
 
 def _link_or_copy(path: str, new: Path) -> None:
-    """Return a file a second name; where there are no hard links, to a copy."""
+    """Give a file a second name; where there are no hard links, to a copy."""
     with suppress(OSError, AttributeError):
         os.link(path, new)
         return

@@ -20,7 +20,7 @@ from xckpt.storage.network import (
 from xckpt.storage.remote import FsspecSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from aiohttp import ClientResponse
 
@@ -113,7 +113,8 @@ class HttpSource(FsspecSource):
             found = look(response)
             if found is None:
                 return None
-            return found, await _body(response, min(nbytes, found["size"] - offset), patience)
+            wanted = min(nbytes, found["size"] - offset)
+            return found, await _body(response.content.iter_any(), wanted, patience)
 
     def _refused(self, response: ClientResponse) -> OSError:
         passes = is_transient_status(response.status)
@@ -173,16 +174,18 @@ class HttpSource(FsspecSource):
         )
 
 
-async def _body(response: ClientResponse, nbytes: int, patience: Patience) -> memoryview:
-    """Read the body, or no more than its beginning; shorter where the body is."""
+async def _body(
+    pieces: AsyncIterator[bytes], nbytes: int, patience: Patience, *others: type[Exception]
+) -> memoryview:
+    """Read a body, or no more than its beginning; shorter where the body is."""
     from aiohttp import ClientError
 
     memory = empty(nbytes)
     done = 0
     # What came before a connection broke is not requested again.
-    with contextlib.suppress(ClientError, ConnectionError, TimeoutError):
+    with contextlib.suppress(ClientError, ConnectionError, TimeoutError, *others):
         async with asyncio.timeout(patience.silence()) as limit:
-            async for piece in response.content.iter_any():
+            async for piece in pieces:
                 count = min(len(piece), nbytes - done)
                 memory[done : done + count] = piece[:count]
                 done += count
@@ -280,7 +283,6 @@ async def _get_object(
     condition: Mapping[str, str],
     patience: Patience,
 ) -> tuple[dict[str, Any], memoryview]:
-    from aiohttp import ClientError
     from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
 
     bucket, key, version = fs.split_path(path)
@@ -289,18 +291,13 @@ async def _get_object(
     span = f"bytes={offset}-{offset + nbytes - 1}"
     async with asyncio.timeout(patience.silence()):
         answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=span, **condition)  # noqa: SLF001
-    memory = empty(nbytes)
-    done = 0
-    # What came before a connection broke is not requested again.
-    with contextlib.suppress(ClientError, BotoCoreError, ConnectionError, TimeoutError):
-        async with asyncio.timeout(patience.silence()) as limit, answer["Body"] as body:
-            while done < nbytes and (piece := await body.read(_PIECE_NBYTES)):
-                count = min(len(piece), nbytes - done)
-                memory[done : done + count] = piece[:count]
-                done += count
-                patience.arrived(count)
-                limit.reschedule(asyncio.get_running_loop().time() + patience.silence())
-    return answer, memory[:done]
+    async with answer["Body"] as body:
+        return answer, await _body(_pieces(body), nbytes, patience, BotoCoreError)
+
+
+async def _pieces(body: Any) -> AsyncIterator[bytes]:
+    while piece := await body.read(_PIECE_NBYTES):
+        yield piece
 
 
 def _status(error: BaseException) -> int:

@@ -18,9 +18,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays.dense import DenseArray, elements, unpack_codes
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
-from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.dense import elements, unpack_codes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import IntegrityError
 from xckpt.storage import digests
