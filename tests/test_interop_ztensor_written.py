@@ -16,14 +16,16 @@ import pytest
 
 from tests.formats.indexes import coo, csr, dense, filled, index_of
 from tests.formats.planned import materialize
+from xckpt import formats
 from xckpt.elements import stored_dtype
-from xckpt.formats import ztensor as ours
+from xckpt.formats.ztensor.layouts import LONG, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from xckpt.index import Index, Tensor
 
+ours = formats.get("ztensor")
 ztensor = pytest.importorskip("ztensor", reason="the reference implementation is not installed")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7, 5), (0, 4), (2, 1, 3))
@@ -106,7 +108,7 @@ def test_the_maintained_reader_reads_version_2(
     tmp_path: Path, encoding: str | None, alignment: int | None
 ) -> None:
     made = [
-        *all_of(ours.WRITES, encoding=encoding),
+        *all_of(ours.can.types, encoding=encoding),
         *sparse("uint32"),
         dense("Ünïcode 名", digest="sha256", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
@@ -129,7 +131,7 @@ def test_the_maintained_reader_reads_version_2(
 def test_version_2_equals_what_the_maintained_writer_makes(tmp_path: Path) -> None:
     shapes = ((7, 5), (), (0, 4), (3, 0), (40, 50, 9))
     dtypes = ("f64", "f32", "f16", "bf16", "i64", "i8", "u16")
-    names = {spelled: ours.elements.SHORT[spelled] for spelled in dtypes}
+    names = {spelled: SHORT[spelled] for spelled in dtypes}
     index = index_of(
         *(dense(f"{at}é{d}", names[d], shape) for d in dtypes for at, shape in enumerate(shapes)),
         a=1.5,
@@ -151,7 +153,7 @@ def test_the_maintained_reader_reads_a_new_generation(tmp_path: Path) -> None:
     old, more = index_of(dense("a"), epoch=1), index_of(dense("b", "float8_e5m2"), epoch=2)
     path = Path(written(tmp_path, old, version="2"))
     file = path.read_bytes()
-    plan = ours.plan_append(_Bytes(file), more)
+    plan = ours.append(_Bytes(file), more)
     path.write_bytes(materialize(plan, filled(more), file))
     source = ztensor.open(str(path))
     assert {name: source[name]["data"].tobytes() for name in source} == {
@@ -223,7 +225,7 @@ def test_the_release_of_version_1_reads_it(
     tmp_path: Path, old_release: Path, of: dict[str, Any]
 ) -> None:
     made = [
-        *all_of(ours.elements.LONG, **of),
+        *all_of(LONG, **of),
         *sparse("uint64"),
         dense("Ünïcode 名", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
@@ -239,7 +241,7 @@ def test_the_release_of_version_1_reads_what_was_added(tmp_path: Path, old_relea
     old, more = index_of(dense("a")), index_of(dense("b", "int64", dims=("x", None)))
     path = Path(written(tmp_path, old))
     file = path.read_bytes()
-    path.write_bytes(materialize(ours.plan_append(_Bytes(file), more), filled(more), file))
+    path.write_bytes(materialize(ours.append(_Bytes(file), more), filled(more), file))
     index = index_of(*old.tensors.values(), *more.tensors.values())
     assert read_old(old_release, str(path)) == _expected(index, filled(index))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.formats.burnpack_files import burnpack, container, dense, raw
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import burnpack as module
 
 if TYPE_CHECKING:
     from xckpt.index import Index
@@ -24,7 +24,7 @@ ONE = np.array([1, 2, 3], "<f4")
 
 
 def read(data: bytes, **options: Any) -> Index:
-    return module.read(CountingSource(data), **options)
+    return formats.get("burnpack").read(CountingSource(data), **options)
 
 
 def error_of(data: bytes, **options: Any) -> FormatError:
@@ -77,7 +77,7 @@ def test_an_index_tells_all() -> None:
 def test_only_header_and_metadata_are_read() -> None:
     data = burnpack({"w": dense(np.zeros(4096, "<f4"))})
     source = CountingSource(data)
-    module.read(source)
+    formats.get("burnpack").read(source)
     assert source.nbytes_read == 10 + int.from_bytes(data[6:10], "little")
 
 
@@ -114,7 +114,7 @@ def test_versions() -> None:
 
 @pytest.mark.parametrize("head", [b"NRUB", b"NRUB\xff\xff", b"BURN\1\0", b"PK\3\4", b"NRU"])
 def test_detection(head: bytes) -> None:
-    assert module.detect(head, len(head), "m.bpk") == head.startswith(b"NRUB")
+    assert formats.get("burnpack").detect(head, len(head), "m.bpk") == head.startswith(b"NRUB")
 
 
 # Layouts

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.formats.burnpack_files import burnpack, container, dense, quantized
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError
-from xckpt.formats import burnpack as module
 
 if TYPE_CHECKING:
     from xckpt.index import Index
@@ -32,7 +32,7 @@ def small_file(*, legacy: bool) -> bytes:
 
 def outcome(data: bytes) -> Index | CheckpointError:
     try:
-        index = module.read(CountingSource(data))
+        index = formats.get("burnpack").read(CountingSource(data))
     except CheckpointError as error:
         assert_told(error, data)
         return error

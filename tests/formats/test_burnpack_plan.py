@@ -31,13 +31,15 @@ from tests.formats.indexes import (
 )
 from tests.formats.planned import materialize, wanted
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.elements import stored_dtype
 from xckpt.errors import UnsupportedError
-from xckpt.formats import burnpack
 from xckpt.index import Index, Part, Quantization, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+burnpack = formats.get("burnpack")
 
 DIALECTS = ["0.20", "0.21", "0.22"]
 
@@ -80,7 +82,7 @@ def scalar(name: str, kind: str, dtype: str, data: bytes | None) -> Tensor:
 
 
 @given(
-    indexes(dense_tensors(burnpack.WRITES, ATTRS) | scalars(), st.dictionaries(texts, texts)),
+    indexes(dense_tensors(burnpack.can.types, ATTRS) | scalars(), st.dictionaries(texts, texts)),
     st.sampled_from(["0.21", "0.22"]),
 )
 def test_it_gives_back_what_was_planned(index: Index, dialect: str) -> None:
@@ -186,7 +188,7 @@ def test_element_types_are_spelled_as_the_dialect_does(
     assert metadata_of(file)["tensors"]["w"]["dtype"] == spelled
 
 
-@pytest.mark.parametrize("dtype", sorted(set(WHOLE_BYTES) - set(burnpack.WRITES)))
+@pytest.mark.parametrize("dtype", sorted(set(WHOLE_BYTES) - set(burnpack.can.types)))
 def test_element_types_that_burn_lacks_are_refused(dtype: str) -> None:
     with pytest.raises(UnsupportedError, match=f"tensor 'w': burnpack has no {dtype}") as caught:
         burnpack.plan(index_of(dense("w", dtype)))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.formats.burnpack_files import PER_TENSOR, burnpack, dense, quantized
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import burnpack as module
 from xckpt.index import Quantization, Tensor
 from xckpt.writing import verify
 
@@ -45,7 +45,7 @@ def size(*extents: int) -> dict[str, Any]:
 
 def tensor_of(shape: tuple[int, ...], nbytes: int, scheme: Any) -> Tensor:
     data = burnpack({"w": quantized(shape, bytes(nbytes), scheme)})
-    return module.read(CountingSource(data)).tensors["w"]
+    return formats.get("burnpack").read(CountingSource(data)).tensors["w"]
 
 
 def extents(tensor: Tensor) -> dict[str, tuple[str, Any, int, int]]:

@@ -9,8 +9,8 @@ import pytest
 import xarray as xr
 
 from tests.formats.burnpack_files import burnpack, dense
-from xckpt.formats import burnpack as burn
-from xckpt.formats import get
+from xckpt import formats
+from xckpt.formats import primitiv
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ CONV = ("channels_out", "channels_in", "kernel_height", "kernel_width")
     ],
 )
 def test_burn(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]) -> None:
-    assert burn.module_axes(shapes) == axes
+    assert formats.get("burnpack").module_axes(shapes) == axes
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_burn(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | No
 def test_primitiv(
     shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]
 ) -> None:
-    assert get("primitiv").module_axes(shapes) == axes
+    assert primitiv.module_axes(shapes) == axes
 
 
 def test_a_tree_of_modules_has_them_and_a_dataset_has_not() -> None:

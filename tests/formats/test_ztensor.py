@@ -25,12 +25,13 @@ from tests.formats.ztensor_files import (
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import ztensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from xckpt.index import Index, Part
+
+ztensor = formats.get("ztensor")
 
 # The element types that expectations name as the file spells them.
 SPELLED = {

@@ -20,11 +20,13 @@ from tests.formats.ztensor_files import (
     v12_file,
 )
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import UnsupportedError
-from xckpt.formats import ztensor
 
 if TYPE_CHECKING:
     from xckpt.index import Index
+
+ztensor = formats.get("ztensor")
 
 VERSIONS = ["1.0", "2"]
 
@@ -45,7 +47,7 @@ def made(version: str) -> bytes:
 
 
 def appended(old: bytes, index: Index, **options: Any) -> bytes:
-    plan = ztensor.plan_append(CountingSource(old), index, **options)
+    plan = ztensor.append(CountingSource(old), index, **options)
     assert plan.literals == ()
     assert all(extent.offset is None or extent.offset >= len(old) for extent in plan.extents)
     return materialize(plan, filled(index), old)

@@ -31,11 +31,13 @@ from tests.formats.ztensor_files import (
     v12_file,
 )
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError
-from xckpt.formats import ztensor
 
 if TYPE_CHECKING:
     from xckpt.index import Index
+
+ztensor = formats.get("ztensor")
 
 DATA = np.arange(12, dtype="<f4").tobytes()
 

@@ -27,16 +27,19 @@ from tests.formats.indexes import (
 )
 from tests.formats.planned import materialize, raw_bytes, wanted
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import ztensor
+from xckpt.formats.ztensor import layouts
 from xckpt.index import Index, Part, Quantization, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-V1_TYPES = [dtype for dtype in ztensor.WRITES if dtype in ztensor.elements.LONG]
+ztensor = formats.get("ztensor")
+
+V1_TYPES = [dtype for dtype in ztensor.can.types if dtype in layouts.LONG]
 V2_NAMES = st.text(min_size=1, max_size=12).filter(lambda name: "\0" not in name)
 
 
@@ -75,12 +78,12 @@ def test_version_1_gives_back_what_was_planned(index: Index) -> None:
 @given(
     indexes(
         dense_tensors(
-            ztensor.WRITES,
+            ztensor.can.types,
             attributes(V2_NAMES),
             encoding=st.sampled_from([None, "zstd-seekable"]),
             digest=st.sampled_from(["xxh3", "sha256"]),
         )
-        | sparse_tensors(ztensor.WRITES, ["uint32", "uint64"]),
+        | sparse_tensors(ztensor.can.types, ["uint32", "uint64"]),
         attributes(V2_NAMES),
         V2_NAMES,
     ),
@@ -276,7 +279,7 @@ def test_names_of_axes_are_a_text_in_the_attributes_of_the_file() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        *(dense("w", dtype) for dtype in sorted(set(ztensor.WRITES) - set(V1_TYPES))),
+        *(dense("w", dtype) for dtype in sorted(set(ztensor.can.types) - set(V1_TYPES))),
         Tensor("w", "float32", (4,), {"data": part("int8", (4,))}, "quantized"),
         Tensor(
             "w",
@@ -518,8 +521,8 @@ def test_options_that_do_not_exist(options: dict[str, Any]) -> None:
 
 
 def test_every_declared_element_type_is_one() -> None:
-    assert set(ztensor.WRITES) == set(ELEMENT_TYPES) - {"bool32"}
-    assert len(set(ztensor.WRITES)) == len(ztensor.WRITES)
+    assert set(ztensor.can.types) == set(ELEMENT_TYPES) - {"bool32"}
+    assert len(set(ztensor.can.types)) == len(ztensor.can.types)
 
 
 def test_the_digest_of_a_compressed_part_is_of_its_version_s_bytes() -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from tests.formats.ztensor_files import stored, v2_file
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError
-from xckpt.formats import ztensor
 from xckpt.index import Quantization
+
+ztensor = formats.get("ztensor")
 
 AWQ = {
     "bits": 4,

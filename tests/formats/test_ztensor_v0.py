@@ -10,8 +10,10 @@ import pytest
 
 from tests.formats.ztensor_files import V0_MAGIC, stored, v0_container, v0_file
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import ztensor
+
+ztensor = formats.get("ztensor")
 
 
 def read(data: bytes) -> Any:

@@ -18,8 +18,10 @@ from tests.formats.ztensor_files import (
     v12_file,
 )
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import ztensor
+
+ztensor = formats.get("ztensor")
 
 
 def read(data: bytes) -> Any:

@@ -17,8 +17,10 @@ from tests.formats.ztensor_files import (
     v2_file,
 )
 from tests.sources import CountingSource
+from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats import ztensor
+
+ztensor = formats.get("ztensor")
 
 DIGEST = "xxh3:0123456789abcdef"
 

@@ -418,6 +418,15 @@ def dims_text(tensors: Mapping[str, Tensor]) -> str | None:
     return json.dumps(named, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
+def add_dims(attrs: dict[str, Any], tensors: Mapping[str, Tensor], rule: str) -> dict[str, Any]:
+    """Return attributes of a file that is to be written, with the names of axes of its tensors."""
+    if DIMS_KEY in attrs:
+        reason = f"the attribute {DIMS_KEY!r} is where names of axes are kept"
+        raise UnsupportedError(reason, rule=rule, hint="Rename it")
+    dims = dims_text(tensors)
+    return attrs if dims is None else {**attrs, DIMS_KEY: check_text("names of axes", dims)}
+
+
 def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
     """Return tensors with the names of axes that a file has for them.
 
@@ -446,3 +455,54 @@ def _is_name(value: Any) -> bool:
         return value is None
     # Lone surrogates, which JSON can spell, cannot be printed.
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+# --- fields of decoded JSON and CBOR --------------------------------------------------------------
+
+
+def mistyped(what: str, value: Any, expected: str, rule: str = "Schema") -> FormatError:
+    """Make the error for a field that is missing or of the wrong type."""
+    found = "missing or null" if value is None else type(value).__name__
+    if type(value) in {str, int, float, bool}:
+        found = shown(value) if type(value) is str else str(value)
+    elif type(value) in {list, dict}:
+        found = f"{'an array' if type(value) is list else 'a map'} of {len(value)}"
+    return FormatError(f"{what} is {found}: expected {expected}", rule=rule)
+
+
+def mapping(what: str, value: Any, rule: str = "Schema") -> dict[Any, Any]:
+    """Return a field that must be a map."""
+    if type(value) is not dict:
+        raise mistyped(what, value, "a map", rule)
+    return value
+
+
+def number(what: str, value: Any, rule: str = "Schema") -> int:
+    """Return a field that must be an integer that is not negative."""
+    if type(value) is not int or value < 0:
+        raise mistyped(what, value, "a non-negative integer", rule)
+    return value
+
+
+def as_shape(value: Any, dtype: str = "uint8", rule: str = "Schema") -> tuple[int, ...]:
+    """Return a field that must be a shape, of which numpy could hold an array of the type."""
+    if type(value) is not list:
+        raise mistyped("shape", value, "an array", rule)
+    for extent in value:
+        if type(extent) is not int or extent < 0:
+            raise mistyped("an extent of shape", extent, "a non-negative integer", rule)
+    if len(value) > MOST_AXES:
+        raise FormatError(f"{len(value)} axes are more than {MOST_AXES}", rule="Shape")
+    if is_oversized(value, dtype):
+        raise FormatError(f"an array of the shape {value} cannot be", rule="Shape")
+    return tuple(value)
+
+
+def aligned(offset: int, alignment: int) -> int:
+    """Return the next multiple of an alignment."""
+    return -(-offset // alignment) * alignment
+
+
+def without(tensor: str) -> str:
+    """Say how the rest of a file opens, in a hint."""
+    return f"The rest opens with drop_variables=[{shown(tensor)}]"

@@ -31,156 +31,76 @@ Names are in order of their UTF-8 bytes, data in any order. There are no digests
 burn's reader has and its writer has not (100 MiB of metadata, 100,000 tensors, 10 GiB for one)
 are not imposed: what bounds every number is the size of the file.
 
+Files are written byte for byte as burn does if it has tensors in the same order. Data are in the
+order of the file that they come from, else in that of the index (burn has them in the order of its
+modules), each tensor at a multiple of 256, with nothing after the last. Maps without entries and
+param_ids that there are none of are left out. Integers and floats are in their shortest form.
+Scalars have their value in the metadata, which come first: it must be in the index, as the
+`inline` bytes of their part.
+
 References: crates/burn-store (0.19 to 0.21) and crates/burn-pack (since) in
 github.com/tracel-ai/burn, revision 2c06be35.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+import json
+import struct as binary
+from dataclasses import replace
+from hashlib import blake2b
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats import Can, Format
-from xckpt.formats.burnpack.axes import module_axes
-from xckpt.formats.burnpack.metadata import decode, mapping, mistyped, struct
-from xckpt.formats.burnpack.plan import (
-    FILE_ATTRS,
-    LAYOUTS,
-    TENSOR_ATTRS,
-    WRITES,
-    is_inline,
-    plan,
+from xckpt.elements import nbytes_of
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.burnpack.metadata import (
+    as_shape,
+    decode,
+    encode,
+    mapping,
+    mistyped,
+    number,
+    optional,
+    struct,
+    unit,
+    unknown,
+    variant,
 )
-from xckpt.formats.burnpack.scalars import ScalarNames
-from xckpt.formats.burnpack.tensors import ELEMENTS, check_ranges, listed, scalar, tensor
-from xckpt.formats.kit import DIMS_KEY, with_dims
-from xckpt.index import Index, Tensor
+from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
+from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
+from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Extent, Literal, Plan, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
-
-    from xckpt.formats import Readable
-    from xckpt.formats.burnpack.tensors import Listed
-
-__all__ = ["WRITES", "Burnpack", "detect", "is_inline", "module_axes", "plan", "read"]
-
-Layout = Literal["aligned", "legacy"]
 
 _MAGIC = b"NRUB"
-_HEADER = 10
+_HEADER = binary.Struct("<4sHI")
 _ALIGNMENT = 256
 _NEWEST = 1
+_LAYOUTS = ("aligned", "legacy")
+_DIALECTS = ("0.20", "0.21", "0.22")
 
 _ROOT = frozenset({"tensors", "metadata", "scalars"})
-
-
-def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Return whether a file is a burnpack file by its magic."""
-    return head.startswith(_MAGIC)
-
-
-def read(source: Readable, *, layout: Layout | None = None) -> Index:
-    """Read the index of a burnpack file: header and metadata, no tensor."""
-    if layout is not None and layout not in get_args(Layout):
-        raise ValueError(f"layout={layout!r}: expected 'aligned', 'legacy' or None")
-    version, length = _header(source)
-    end = _HEADER + length
-    try:
-        root = struct("metadata", decode(bytes(source.read(_HEADER, length))), _ROOT)
-        found = listed(mapping("tensors", root.get("tensors")))
-        if layout is None:
-            layout = _layout(found, end, source.size)
-        start = end if layout == "legacy" else _aligned(end)
-        check_ranges(found, start, source.size, hint=_hint(layout, found, end, source.size))
-        tensors = {each.name: tensor(each, start) for each in found}
-        _add_scalars(tensors, mapping("scalars", root.get("scalars", {})))
-        attrs = _attributes(root)
-        tensors = with_dims(tensors, attrs.pop(DIMS_KEY, None))
-    except CheckpointError as error:
-        if error.offset is None:
-            error.offset = _HEADER
-        raise
-    return Index(
-        format=Burnpack.name,
-        version=str(version) if layout == "aligned" else f"{version}-legacy",
-        tensors=tensors,
-        attrs=attrs,
-        source=source.name,
-        nbytes=source.size,
-        warnings=() if version else ("version 0, which no burn has written, is read as 1",),
-    )
-
-
-def _header(source: Readable) -> tuple[int, int]:
-    """Return the version and the size of the metadata."""
-    if source.size < _HEADER:
-        raise FormatError(
-            f"{source.size} bytes are fewer than the {_HEADER} of a header",
-            offset=0,
-            rule="InvalidHeader",
-        )
-    header = bytes(source.read(0, _HEADER))
-    if not header.startswith(_MAGIC):
-        swapped = header.startswith(_MAGIC[::-1])
-        raise FormatError(
-            f"the file begins {header[:4]!r}, not {_MAGIC!r}",
-            offset=0,
-            rule="InvalidMagicNumber",
-            hint="The bytes of its magic number are in big-endian order" if swapped else None,
-        )
-    version = int.from_bytes(header[4:6], "little")
-    if version > _NEWEST:
-        raise UnsupportedError(
-            f"version {version}: the newest known is {_NEWEST}", offset=4, rule="InvalidVersion"
-        )
-    length = int.from_bytes(header[6:], "little")
-    if length > source.size - _HEADER:
-        raise FormatError(
-            f"metadata of {length} bytes, but {source.size - _HEADER} follow the header",
-            offset=6,
-            rule="InvalidHeader",
-            hint="The file may be truncated",
-        )
-    return version, length
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _layout(found: Sequence[Listed], end: int, size: int) -> Layout:
-    """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
-    if end % _ALIGNMENT == 0:
-        return "aligned"
-    ranges = sorted([(each.start, each.end) for each in found])
-    last = ranges[-1][1] if ranges else 0
-    ends = [0, *(stop for _, stop in ranges)]
-    contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
-    return "legacy" if end + last == size and contiguous else "aligned"
-
-
-def _hint(layout: Layout, found: Sequence[Listed], end: int, size: int) -> str:
-    last = max([each.end for each in found], default=0)
-    if layout == "aligned" and end + last <= size:
-        return "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
-    return "The file may be truncated"
-
-
-def _add_scalars(tensors: dict[str, Tensor], scalars: Mapping[str, Any]) -> None:
-    """Add scalars as tensors without axes."""
-    names = ScalarNames(frozenset(tensors))
-    for name, value in scalars.items():
-        free = names.shown(name)
-        tensors[free] = scalar(free, value, _HEADER)
-
-
-def _attributes(root: Mapping[str, Any]) -> dict[str, str]:
-    attrs = mapping("metadata", root.get("metadata", {}))
-    for key, value in attrs.items():
-        if type(value) is not str:
-            raise mistyped(f"metadata {key!r}", value, "text")
-    return attrs
+_FIELDS = frozenset({"dtype", "shape", "data_offsets", "param_id"})
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "Flex32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "Bool": "bool",
+}
+_BOOLEANS = {"Native": "bool", "U8": "bool", "U32": "bool32"}
 
 
 class Burnpack(Format):
@@ -189,11 +109,423 @@ class Burnpack(Format):
     name = "burnpack"
     description = "Burnpack checkpoints"
     suffixes = (".bpk",)
-    types = {spelled: dtype for spelled, (dtype, _) in ELEMENTS.items()}  # noqa: RUF012  never changed
-    can = Can(types=WRITES, layouts=LAYOUTS, tensor_attrs=TENSOR_ATTRS, file_attrs=FILE_ATTRS)
+    types = _TYPES
+    can = Can(
+        types=(*dict.fromkeys(_TYPES.values()), "bool32"),
+        layouts=("dense", "quantized", "structural"),
+        tensor_attrs=("param_id", "burn_dtype", "scalar"),
+        file_attrs=None,
+    )
 
-    detect = staticmethod(detect)
-    read = staticmethod(read)
-    plan = staticmethod(plan)
-    module_axes = staticmethod(module_axes)
-    is_inline = staticmethod(is_inline)
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether the magic is there."""
+        return head.startswith(_MAGIC)
+
+    def read(self, source: Readable, *, layout: str | None = None) -> Index:
+        """Read header and metadata, no data.
+
+        Parameters
+        ----------
+        source : Readable
+            The file.
+        layout : {"aligned", "legacy"}, optional
+            Where data begin: at a multiple of 256, or right after the metadata, as burn 0.19 had
+            it. By default the size of the file tells.
+        """
+        if layout is not None and layout not in _LAYOUTS:
+            raise ValueError(f"layout={layout!r}: expected 'aligned', 'legacy' or None")
+        version, length = _header(source)
+        end = _HEADER.size + length
+        try:
+            root = struct("metadata", decode(bytes(source.read(_HEADER.size, length))), _ROOT)
+            entries = _listed(mapping("tensors", root.get("tensors")))
+            if layout is None:
+                layout = _layout(entries, end, source.size)
+            start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
+            _check_ranges(entries, start, source.size, _hint(layout, entries, end, source.size))
+            tensors = {entry.name: _tensor(entry, start) for entry in entries}
+            names = ScalarNames(frozenset(tensors))
+            for name, value in mapping("scalars", root.get("scalars", {})).items():
+                free = names.shown(name)
+                tensors[free] = _scalar(free, value)
+            attrs = mapping("metadata", root.get("metadata", {}))
+            for key, value in attrs.items():
+                if type(value) is not str:
+                    raise mistyped(f"metadata {key!r}", value, "text")
+            tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
+        except CheckpointError as error:
+            error.located(offset=_HEADER.size)
+            raise
+        dialect = str(version) if layout == "aligned" else f"{version}-legacy"
+        warnings = () if version else ("version 0, which no burn has written, is read as 1",)
+        return Index(
+            self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
+        )
+
+    def plan(self, index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
+        """Lay out the metadata, and the data after it.
+
+        Parameters
+        ----------
+        index : Index
+            What is to be written.
+        dialect : {"0.22", "0.21", "0.20"}
+            Which burn must read the file. 0.20 has another type of booleans than its successors,
+            and both have other schemes of quantised tensors than burn after 0.22.0-pre.2.
+        param_ids : {"keep", "make"}
+            What tensors without a ``param_id`` get: none, or one made from their name. Burn makes
+            random ones when it reads a file that lacks them.
+        """
+        if dialect not in _DIALECTS:
+            raise ValueError(f"dialect={dialect!r}: expected one of {', '.join(_DIALECTS)}")
+        if param_ids not in {"keep", "make"}:
+            raise ValueError(f"param_ids={param_ids!r}: expected 'keep' or 'make'")
+        inline = [tensor for tensor in index.tensors.values() if self.is_inline(tensor)]
+        tensors = {n: each for n, each in index.tensors.items() if not self.is_inline(each)}
+        descriptors: dict[str, Any] = {}
+        extents: list[Extent] = []
+        end = 0
+        for name, tensor in by_source(tensors).items():
+            kit.check_text("the name", name, name)
+            dtype, parts = self._described(tensor, dialect)
+            start = kit.aligned(end, _ALIGNMENT)
+            for role, part in parts.items():
+                raw = Part(part.dtype, part.shape, 0, part.nbytes)
+                extents.append(Extent(name, role, raw, start + part.offset))
+            end = start + sum([part.nbytes for part in parts.values()])
+            fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+            param_id = _param_id(tensor, make=param_ids == "make")
+            descriptors[name] = fields if param_id is None else {**fields, "param_id": param_id}
+        names = ScalarNames(tensors)
+        scalars = {}
+        for scalar in inline:
+            kit.check_text("the name", scalar.name, scalar.name)
+            scalars[names.stored(scalar.name)] = kind_and_value(scalar)
+        metadata = encode(descriptors, _attributes(index), scalars)
+        head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
+        start = kit.aligned(len(head), _ALIGNMENT)
+        placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
+        return Plan((Literal(0, head),), placed, _ALIGNMENT, start + end)
+
+    def is_inline(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a scalar, whose value is in the metadata."""
+        return "scalar" in tensor.attrs and not tensor.shape and tensor.layout == "dense"
+
+    def module_axes(self, shapes: Mapping[str, _Shape]) -> dict[str, _Names]:
+        """Name axes where a bias tells which of them the outputs are."""
+        if "gamma" in shapes:
+            normed = [name for name in _NORM if name in shapes]
+            alike = len({shapes[name] for name in normed}) == len(shapes["gamma"]) == 1
+            return dict.fromkeys(normed, ("channels",)) if alike else {}
+        weight, bias = shapes.get("weight"), shapes.get("bias")
+        size = bias[0] if bias is not None and len(bias) == 1 else None
+        if weight is None or len(weight) not in _AXES:
+            return {}
+        outputs, inputs, *kernel = _AXES[len(weight)]
+        linear = len(weight) == 2
+        if size is not None and size == weight[1 if linear else 0]:
+            names = (inputs, outputs) if linear else (outputs, inputs)
+        elif size is not None and size == weight[0 if linear else 1]:
+            names = (outputs, inputs) if linear else (inputs, outputs)
+        else:
+            return {} if linear else {"weight": (None, None, *kernel)}
+        return {"weight": (*names, *kernel), "bias": (outputs,)}
+
+    def _described(self, tensor: Tensor, dialect: str) -> tuple[Any, Mapping[str, Part]]:
+        """Return the dtype of a tensor as the metadata have it, and its parts with offsets."""
+        if tensor.order != "C":
+            raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
+        for part in tensor.parts.values():
+            if part.encoding is not None or part.digest is not None:
+                reason = "burnpack has neither compression nor digests"
+                raise UnsupportedError(reason, tensor=tensor.name, rule="Encoding")
+        if tensor.layout in {"quantized", "structural"}:
+            scheme = scheme_of(tensor)
+            spelled = scheme.spelled(old=dialect != "0.22")
+            if spelled is None:
+                raise _not_before("0.22", f"the scheme {scheme}", tensor)
+            return {"QFloat": spelled}, placed_parts(tensor, scheme)
+        if tensor.layout != "dense" or set(tensor.parts) != {"data"}:
+            raise UnsupportedError(
+                f"burnpack has no {tensor.layout} layout",
+                tensor=tensor.name,
+                rule="Layout",
+                hint="Save it dense",
+            )
+        found = tensor.parts["data"]
+        spelled = self._spelled_type(tensor, found.dtype, dialect)
+        nbytes = nbytes_of(found.dtype, prod(tensor.shape))
+        if found.nbytes != nbytes:
+            raise ValueError(
+                f"{shown(tensor.name)}: {found.nbytes} bytes, but {found.dtype} of {tensor.shape} "
+                f"has {nbytes}"
+            )
+        return spelled, {"data": Part(found.dtype, tensor.shape, 0, nbytes)}
+
+    def _spelled_type(self, tensor: Tensor, dtype: str, dialect: str) -> Any:
+        stated = tensor.attrs.get("burn_dtype")
+        if dtype == "bool":
+            named = {"Bool": "U8" if stated == json.dumps({"Bool": "U8"}) else "Native"}
+            return "Bool" if dialect == "0.20" else named
+        if dtype == "bool32":
+            if dialect == "0.20":
+                raise _not_before("0.21", "booleans of 32 bits", tensor)
+            return {"Bool": "U32"}
+        if dtype not in self.spelled:
+            raise UnsupportedError(
+                f"burnpack has no {shown(dtype)[1:-1]}",
+                tensor=tensor.name,
+                rule="Dtype",
+                hint=f"It has {', '.join(self.can.types)}",
+            )
+        return stated if dtype == "float32" and stated == "Flex32" else self.spelled[dtype]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _header(source: Readable) -> tuple[int, int]:
+    """Return the version and the size of the metadata."""
+    if source.size < _HEADER.size:
+        reason = f"{source.size} bytes are fewer than the {_HEADER.size} of a header"
+        raise FormatError(reason, offset=0, rule="InvalidHeader")
+    magic, version, length = _HEADER.unpack(source.read(0, _HEADER.size))
+    if magic != _MAGIC:
+        raise FormatError(
+            f"the file begins {magic!r}, not {_MAGIC!r}",
+            offset=0,
+            rule="InvalidMagicNumber",
+            hint="The bytes of its magic number are in big-endian order"
+            if magic == _MAGIC[::-1]
+            else None,
+        )
+    if version > _NEWEST:
+        reason = f"version {version}: the newest known is {_NEWEST}"
+        raise UnsupportedError(reason, offset=4, rule="InvalidVersion")
+    if length > source.size - _HEADER.size:
+        raise FormatError(
+            f"metadata of {length} bytes, but {source.size - _HEADER.size} follow the header",
+            offset=6,
+            rule="InvalidHeader",
+            hint="The file may be truncated",
+        )
+    return version, length
+
+
+class _Listed(NamedTuple):
+    """A tensor as the metadata lists it; its range counts from where data begin."""
+
+    start: int
+    end: int
+    name: str
+    fields: dict[str, Any]
+
+
+def _listed(entries: Mapping[str, Any]) -> list[_Listed]:
+    """List tensors in the order of the metadata."""
+    listed = []
+    for name, entry in entries.items():
+        try:
+            fields = struct("descriptor", entry, _FIELDS)
+            start, end = _range(fields.get("data_offsets"))
+        except FormatError as error:
+            raise error.located(tensor=name) from None
+        listed.append(_Listed(start, end, name, fields))
+    return listed
+
+
+def _range(offsets: Any) -> tuple[int, int]:
+    if type(offsets) is not list or len(offsets) != 2:
+        raise mistyped("data_offsets", offsets, "a start and an end")
+    start, end = offsets
+    if type(start) is not int or type(end) is not int or start < 0 or end < 0:
+        number("the start of data_offsets", start)
+        number("the end of data_offsets", end)
+    if end < start:
+        raise FormatError(f"data from {start} to {end}", rule="DataOffsets")
+    return start, end
+
+
+def _layout(entries: Sequence[_Listed], end: int, size: int) -> str:
+    """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
+    if end % _ALIGNMENT == 0:
+        return "aligned"
+    ranges = sorted([(each.start, each.end) for each in entries])
+    last = ranges[-1][1] if ranges else 0
+    ends = [0, *(stop for _, stop in ranges)]
+    contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
+    return "legacy" if end + last == size and contiguous else "aligned"
+
+
+def _hint(layout: str, entries: Sequence[_Listed], end: int, size: int) -> str:
+    last = max([each.end for each in entries], default=0)
+    if layout == "aligned" and end + last <= size:
+        return "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
+    return "The file may be truncated"
+
+
+def _check_ranges(entries: Sequence[_Listed], start: int, size: int, hint: str) -> None:
+    """Check that ranges are in the file and do not overlap."""
+    end, last = max([(start + each.end, each.name) for each in entries], default=(start, None))
+    if end > size:
+        reason = f"data end at {end}, but the file at {size}"
+        raise FormatError(reason, offset=size, tensor=last, rule="Truncated", hint=hint)
+    for at, name, other in kit.overlaps((each.start, each.end, each.name) for each in entries):
+        reason = f"its data overlap those of {shown(other)}"
+        raise FormatError(reason, offset=start + at, tensor=name, rule="Overlap")
+
+
+def _tensor(entry: _Listed, start: int) -> Tensor:
+    try:
+        dtype, shape = entry.fields.get("dtype"), entry.fields.get("shape")
+        # A list of small numbers may be a byte string.
+        shape = as_shape([*shape] if type(shape) is bytes else shape, "float64")
+        attrs = _tensor_attributes(entry.fields.get("param_id"))
+        offset, nbytes = start + entry.start, entry.end - entry.start
+        if type(dtype) is str and dtype in _TYPES:
+            if dtype == "Flex32":
+                attrs["burn_dtype"] = dtype
+            return _dense(entry.name, Part(_TYPES[dtype], shape, offset, nbytes), shape, attrs)
+        kind, content = variant("dtype", dtype)
+        if kind in _TYPES and kind != "Bool":
+            raise mistyped("dtype", dtype, "a variant without content")
+        parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
+        raw = Tensor(entry.name, kind, shape, parts, attrs=attrs)
+        try:
+            return _composed(raw, kind, content)
+        except UnsupportedError as problem:
+            return _unreadable(raw, problem)
+    except CheckpointError as error:
+        raise error.located(tensor=entry.name) from None
+
+
+def _tensor_attributes(param_id: Any) -> dict[str, Any]:
+    if type(param_id) is int and param_id >= 0:
+        # Text: most of these numbers have more bits than JSON and netCDF keep.
+        return {"param_id": str(param_id)}
+    if optional(param_id) is not None:
+        raise mistyped("param_id", param_id, "a non-negative integer")
+    return {}
+
+
+def _dense(name: str, part: Part, shape: _Shape, attrs: dict[str, Any]) -> Tensor:
+    expected = nbytes_of(part.dtype, prod(shape))
+    if part.nbytes != expected:
+        reason = f"{part.nbytes} bytes != {expected} for {part.dtype} of shape {shape}"
+        raise FormatError(reason, offset=part.offset, rule="TensorSize")
+    return Tensor(name, part.dtype, shape, {"data": part}, attrs=attrs)
+
+
+def _composed(raw: Tensor, kind: str, content: Any) -> Tensor:
+    """Describe a tensor whose type has more to it than a name."""
+    data = raw.parts["data"]
+    if kind == "Bool":
+        store = unit("Bool", content, _BOOLEANS)
+        own = {} if store == "Native" else {"burn_dtype": json.dumps({"Bool": store})}
+        attrs = {**raw.attrs, **own}
+        part = Part(_BOOLEANS[store], raw.shape, data.offset, data.nbytes)
+        return _dense(raw.name, part, raw.shape, attrs)
+    if kind != "QFloat":
+        raise unknown("dtype", kind)
+    scheme = Scheme.parse(content)
+    raw = replace(raw, attrs={**raw.attrs, "burn_dtype": str(scheme)})
+    if not scheme.packs(raw.ndim):
+        reason = f"codes are packed along axis {scheme.packed_axis}, counted from the innermost, "
+        reason += f"of a tensor of {raw.ndim} axes"
+        return _unreadable(raw, FormatError(reason, rule="QuantScheme"))
+    parts, quantization = split(scheme, raw.shape, data.offset, data.nbytes)
+    return replace(
+        raw,
+        dtype=parts["data"].dtype,
+        parts=parts,
+        layout="structural" if quantization is None else "quantized",
+        quantization=quantization,
+    )
+
+
+def _unreadable(raw: Tensor, problem: CheckpointError) -> Tensor:
+    problem.located(tensor=raw.name)
+    problem.offset = raw.parts["data"].offset
+    problem.hint = kit.without(raw.name)
+    # A traceback would keep all of the metadata alive.
+    return replace(raw, problem=problem.with_traceback(None))
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    """Describe a scalar, whose value is in the metadata."""
+    what, attrs = f"scalar {shown(name)}", {}
+    kind, content = variant(what, value)
+    attrs = {"scalar": kind}
+    if kind not in KINDS:
+        none = {"data": Part("uint8", (0,), _HEADER.size, 0)}
+        return _unreadable(Tensor(name, kind, (), none, attrs=attrs), unknown("scalar", kind))
+    dtype, python_type, form = KINDS[kind]
+    if type(content) is not python_type:
+        raise mistyped(what, content, kind)
+    try:
+        data = binary.pack(form, content)
+    except binary.error:
+        raise mistyped(what, content, f"{kind} of 64 bits") from None
+    part = Part(dtype, (), _HEADER.size, len(data), inline=data)
+    return Tensor(name, dtype, (), {"data": part}, attrs=attrs)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _not_before(dialect: str, what: str, tensor: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"burn has {what} from {dialect} on",
+        tensor=tensor.name,
+        rule="Dialect",
+        hint=f"Write dialect={dialect!r}",
+    )
+
+
+def _param_id(tensor: Tensor, *, make: bool) -> int | None:
+    stated = tensor.attrs.get("param_id")
+    if stated is None:
+        digest = blake2b(tensor.name.encode(), digest_size=8).digest() if make else None
+        return None if digest is None else int.from_bytes(digest, "little")
+    text = str(stated)
+    if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64:
+        return int(text)
+    raise UnsupportedError(
+        f"the param_id {shown(text)} is not an unsigned integer of 64 bits",
+        tensor=tensor.name,
+        rule="ParamId",
+        hint="Give it in decimal digits, or leave it out",
+    )
+
+
+def _attributes(index: Index) -> dict[str, str]:
+    """Return the metadata of the file: texts, and what is none as JSON."""
+    texts = {}
+    for key, value in index.attrs.items():
+        if type(key) is not str:
+            reason = f"an attribute is named by a {type(key).__name__}"
+            raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
+        kit.check_text("the attribute", key)
+        texts[key] = kit.check_text("an attribute", kit.as_text(key, value, nan=True))
+    return kit.add_dims(texts, index.tensors, "Metadata")
+
+
+# --- names of axes --------------------------------------------------------------------------------
+
+# The file does not say what a module is, and what a weight's axes are depends on it: a linear layer
+# has weight [d_input, d_output], an embedding weight [n_embedding, d_model], a convolution weight
+# [channels_out, channels_in, kernel...], a transposed one [channels_in, channels_out, kernel...].
+# So axes are named only where a bias tells which of them the outputs are; where both have one size,
+# the usual layer is meant, which is neither transposed nor of the layout Col. A weight that stands
+# alone is left to the sizes, but for the kernel of a convolution. See the layers of crates/burn-nn.
+_Names = tuple[str | None, ...]
+_Shape = tuple[int, ...]
+
+_NORM = ("gamma", "beta", "running_mean", "running_var")
+# Outputs, inputs and others, by the number of axes.
+_AXES = {
+    2: ("d_output", "d_input"),
+    3: ("channels_out", "channels_in", "kernel"),
+    4: ("channels_out", "channels_in", "kernel_height", "kernel_width"),
+    5: ("channels_out", "channels_in", "kernel_depth", "kernel_height", "kernel_width"),
+}

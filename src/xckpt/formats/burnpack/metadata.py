@@ -1,34 +1,27 @@
-"""The CBOR metadata, taken and refused as burn does (ciborium 0.2 under serde's derived readers).
+"""The CBOR metadata, taken, refused and written as burn does (ciborium 0.2 under serde).
 
 Fields of a struct are in any order, their keys text or bytes, and unknown ones are ignored. Tags
 are skipped, but for large integers. An enum is the text of a variant without content, or a map of
 one variant to its content. Two refusals of ciborium are not imitated, because what they refuse
 can be read in one way only: an enum that is a map of indefinite length, and `data_offsets` that
 are an array of indefinite length.
+
+Written maps have their names in order, structs their fields as burn declares them, and the top map
+leaves out what has no entries. All but floats is what cbor2 makes of such a dict.
 """
 
 from __future__ import annotations
 
+import struct as binary
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
-from xckpt.formats.kit import decode_cbor
+from xckpt.formats import kit
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from collections.abc import Set as AbstractSet
-
-__all__ = [
-    "UNIT",
-    "decode",
-    "mapping",
-    "mistyped",
-    "optional",
-    "struct",
-    "unit",
-    "unknown",
-    "variant",
-]
 
 _RULE = "MetadataDeserialization"
 
@@ -36,51 +29,46 @@ _RULE = "MetadataDeserialization"
 UNIT = object()
 
 _LONGEST_KEY = 4096
+_LARGEST = (1 << 32) - 1
+
+mistyped = partial(kit.mistyped, rule=_RULE)
+number = partial(kit.number, rule=_RULE)
+as_shape = partial(kit.as_shape, rule=_RULE)
 
 
-def _tagged(tag: int, value: Any) -> Any:
-    """Tags are skipped, but for those of large integers."""
-    if tag not in {2, 3} or type(value) is not bytes or len(value.lstrip(b"\0")) > 8:
-        return value
-    number = int.from_bytes(value, "big")
-    return ~number if tag == 3 else number
+# --- reading --------------------------------------------------------------------------------------
 
 
 def decode(data: bytes) -> Any:
     """Decode the first CBOR value in some bytes; what follows it is ignored."""
     try:
-        return decode_cbor(data, tagged=_tagged)[0]
+        return kit.decode_cbor(data, tagged=_tagged)[0]
     except FormatError as error:
         error.rule = _RULE
         raise
 
 
-def mistyped(what: str, value: Any, expected: str) -> FormatError:
-    """Make the error for a value that is missing or of the wrong type."""
-    found = "missing or null" if value is None else type(value).__name__
-    if type(value) in {str, int, float, bool}:
-        found = shown(str(value)) if type(value) is str else str(value)
-    elif type(value) in {list, dict}:
-        found = f"{'an array' if type(value) is list else 'a map'} of {len(value)}"
-    return FormatError(f"{what} is {found}: expected {expected}", rule=_RULE)
+def _tagged(tag: int, value: Any) -> Any:
+    if tag not in {2, 3} or type(value) is not bytes or len(value.lstrip(b"\0")) > 8:
+        return value
+    large = int.from_bytes(value, "big")
+    return ~large if tag == 3 else large
 
 
 def mapping(what: str, value: Any) -> dict[str, Any]:
     """Return a map with keys of text."""
-    if type(value) is not dict:
-        raise mistyped(what, value, "a map")
-    for key in value:
+    for key in kit.mapping(what, value, _RULE):
         if type(key) is not str:
             raise mistyped(f"a key of {what}", key, "text")
-    return value
+    found: dict[str, Any] = value
+    return found
 
 
 def struct(what: str, value: Any, known: AbstractSet[str]) -> dict[str, Any]:
     """Return the fields of a struct."""
-    if type(value) is not dict:
-        raise mistyped(what, value, "a map")
-    if value.keys() <= known:
-        return value
+    if kit.mapping(what, value, _RULE).keys() <= known:
+        found: dict[str, Any] = value
+        return found
     fields: dict[str, Any] = {}
     for key, item in value.items():
         name = _field_name(what, key)
@@ -131,3 +119,47 @@ def optional(value: Any) -> Any:
     import cbor2
 
     return None if value is cbor2.undefined else value
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def encode(
+    descriptors: Mapping[str, Any], attrs: Mapping[str, str], scalars: Mapping[str, tuple[str, Any]]
+) -> bytes:
+    """Encode the metadata of a file."""
+    import cbor2
+
+    fields = [cbor2.dumps("tensors") + cbor2.dumps(dict(sorted(descriptors.items())))]
+    if attrs:
+        fields.append(cbor2.dumps("metadata") + cbor2.dumps(dict(sorted(attrs.items()))))
+    if scalars:
+        # The head of a map is that of an integer, with another kind in its highest bits.
+        first, *rest = cbor2.dumps(len(scalars))
+        entries = [
+            cbor2.dumps(name) + b"\xa1" + cbor2.dumps(kind) + _number(value)
+            for name, (kind, value) in sorted(scalars.items())
+        ]
+        fields.append(b"".join((cbor2.dumps("scalars"), bytes((first | 0xA0, *rest)), *entries)))
+    metadata = bytes((0xA0 | len(fields),)) + b"".join(fields)
+    if len(metadata) > _LARGEST:
+        raise UnsupportedError("metadata of more than 4 GiB", rule="Metadata")
+    return metadata
+
+
+def _number(value: float) -> bytes:
+    """Encode a number as ciborium does: a float in the shortest form that keeps its bits."""
+    import cbor2
+
+    if type(value) is not float:
+        return cbor2.dumps(value)
+    bits = binary.pack(">d", value)
+    # cbor2 has one NaN only.
+    for first, form in ((b"\xf9", ">e"), (b"\xfa", ">f")):
+        try:
+            shorter = binary.pack(form, value)
+        except OverflowError:
+            continue
+        if binary.pack(">d", *binary.unpack(form, shorter)) == bits:
+            return first + shorter
+    return b"\xfb" + bits

@@ -1,7 +1,7 @@
 """Scalars: numbers that the metadata spell out, and their names among those of tensors.
 
 They are read as tensors without axes. A file may have a scalar and a tensor of one name: then the
-scalar gets ``:scalar`` behind its own, and as many colons as make that free. So does one whose
+scalar gets ``:scalar`` after its own, and as many colons as make that free. So does one whose
 name would be taken for such a name, so that the names of all variables tell those in the file.
 """
 
@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import UnsupportedError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
 
     from xckpt.index import Tensor
-
-__all__ = ["KINDS", "ScalarNames", "kind_and_value"]
 
 #: Element type, type in CBOR, and struct format, by kind.
 KINDS: dict[str, tuple[str, type, str]] = {
@@ -26,20 +24,28 @@ KINDS: dict[str, tuple[str, type, str]] = {
     "Float": ("float64", float, "<d"),
     "Bool": ("bool", bool, "<?"),
 }
+_HELD = {
+    "Int": lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
+    "UInt": lambda value: type(value) is int and 0 <= value < 1 << 64,
+    "Float": lambda value: type(value) is float or (type(value) is int and float(value) == value),
+    "Bool": lambda value: type(value) is bool,
+}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FORMS = {
+    **dict(zip(_INTEGERS, "bhiqBHIQ", strict=True)),
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "bool": "?",
+}
 
 _MARK = ":scalar"
-# Of marks behind each other: beyond, a name gets another one whatever is before.
+# Of marks in a row: beyond, a name gets another one whatever is before.
 _MOST_MARKS = 8
 
 
 class ScalarNames:
-    """Names of scalars in a file, and those that they are shown under.
-
-    Parameters
-    ----------
-    tensors : container of str
-        Names of the tensors of the file.
-    """
+    """Names of scalars in a file with some tensors, and those that they are shown under."""
 
     def __init__(self, tensors: Container[str]) -> None:
         self._tensors = tensors
@@ -57,7 +63,7 @@ class ScalarNames:
         return name
 
     def _is_taken(self, name: str, marks: int = _MOST_MARKS) -> bool:
-        """Return whether a tensor has the name, or it is what a scalar gets for such a name."""
+        """Whether a tensor has the name, or it is what a scalar gets for such a name."""
         if name in self._tensors:
             return True
         own = _unmarked(name)
@@ -88,7 +94,7 @@ def kind_and_value(tensor: Tensor) -> tuple[str, Any]:
     if not isinstance(kind, str) or kind not in KINDS:
         raise _unfit(tensor, f"a scalar of the kind {shown(str(kind))}")
     try:
-        value = _VALUES[part.dtype](part.inline)
+        value = _value(part.dtype, part.inline)
     except (KeyError, binary.error):
         reason = f"a scalar of the kind {kind} that is {len(part.inline)} bytes of {part.dtype}"
         raise _unfit(tensor, reason) from None
@@ -97,39 +103,15 @@ def kind_and_value(tensor: Tensor) -> tuple[str, Any]:
     return kind, KINDS[kind][1](value)
 
 
-def _unpacker(form: str, before: bytes = b"") -> Callable[[bytes], Any]:
-    return lambda data: binary.unpack(form, before + data)[0]
-
-
-_VALUES = {
-    "int8": _unpacker("<b"),
-    "int16": _unpacker("<h"),
-    "int32": _unpacker("<i"),
-    "int64": _unpacker("<q"),
-    "uint8": _unpacker("<B"),
-    "uint16": _unpacker("<H"),
-    "uint32": _unpacker("<I"),
-    "uint64": _unpacker("<Q"),
-    "float16": _unpacker("<e"),
-    "bfloat16": _unpacker("<f", bytes(2)),  # the upper half of a float32
-    "float32": _unpacker("<f"),
-    "float64": _unpacker("<d"),
-    "bool": _unpacker("<?"),
-    "bool32": any,
-}
-_HELD = {
-    "Int": lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
-    "UInt": lambda value: type(value) is int and 0 <= value < 1 << 64,
-    "Float": lambda value: type(value) is float or (type(value) is int and float(value) == value),
-    "Bool": lambda value: type(value) is bool,
-}
+def _value(dtype: str, data: bytes) -> Any:
+    if dtype == "bool32":
+        return any(data)
+    if dtype == "bfloat16":  # the upper half of a float32
+        return binary.unpack("<f", bytes(2) + data)[0]
+    return binary.unpack(f"<{_FORMS[dtype]}", data)[0]
 
 
 def _unfit(tensor: Tensor, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        reason,
-        tensor=tensor.name,
-        rule="Scalar",
-        hint="Kinds are Int and UInt (integers of 64 bits), Float and Bool; without the "
-        "attribute 'scalar' it is a tensor",
-    )
+    hint = "Kinds are Int and UInt (integers of 64 bits), Float and Bool; without the "
+    hint += "attribute 'scalar' it is a tensor"
+    return UnsupportedError(reason, tensor=tensor.name, rule="Scalar", hint=hint)

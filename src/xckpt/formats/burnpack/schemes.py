@@ -1,30 +1,284 @@
-"""QuantSchemes to be written: of which a tensor is, and how each dialect spells it."""
+"""Quantised tensors: burn's QuantScheme in both dialects, and what lies where in a tensor's range.
+
+A range holds codes, scales and the global scale, back to back::
+
+    codes           Native        one byte each, also those of 4 and 2 bits
+                    PackedU32     in 32-bit words along an axis, the first code in the lowest bits;
+                                  the last word of each line is filled up
+                    PackedNative  two to a byte
+    scales          one, or one for each block of the tensor in row-major order; blocks are counted
+                    from the innermost axis, and the last of an axis may be cut off
+    global scale    one, where there are both `tensor` and `block`
+
+There are no zero points: a value is ``(global * scale) * code`` in float32. burn itself splits
+only signed integers, Native or packed along the innermost axis. What it does not split, and codes
+that are looked up in a table the file does not hold, are shown as their parts: scales lie at the
+end whatever the codes are.
+
+Burn up to 0.22.0-pre.2 wrote `param` and `level` where later versions have `tensor` and `block`.
+These must not be taken for fields to ignore, as burn does: a file with scales for each block then
+reads as one with a single scale.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, UnsupportedError
-from xckpt.formats.burnpack.quantized import MOST_BLOCK_AXES, SCALE_TYPES, Scheme, split
+from xckpt.elements import nbytes_of
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError
+from xckpt.formats.burnpack.metadata import (
+    UNIT,
+    mistyped,
+    number,
+    optional,
+    struct,
+    unit,
+    unknown,
+    variant,
+)
+from xckpt.index import Part, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from xckpt.index import Part, Quantization, Tensor
+    from xckpt.index import Tensor
 
-__all__ = ["placed_parts", "scheme_of", "spelled_scheme"]
+_NEW = frozenset({"value", "store", "mode", "tensor", "block"})
+_OLD = frozenset({"value", "store", "mode", "param", "level"})
+_INTEGER_BITS = {"Q8F": 8, "Q8S": 8, "Q4F": 4, "Q4S": 4, "Q2F": 2, "Q2S": 2}
+_VALUES = frozenset({*_INTEGER_BITS, "E5M2", "E4M3", "E2M1"})
+_MODES = frozenset({"Symmetric", "Lookup"})
+# U32 is what 0.19 called words along the innermost axis.
+_PLAIN_STORES: dict[str, tuple[str, int | None]] = {
+    "Native": ("Native", None),
+    "U32": ("PackedU32", 0),
+}
+_SCALE_TYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "UE8M0": "float8_e8m0fnu",
+    "UE4M3": "float8_e4m3fn",  # its sign bit is never set
+}
+_SPELLED_SCALES = {dtype: spelled for spelled, dtype in _SCALE_TYPES.items()}
+_MOST_BLOCK_AXES = 5
+_WORD_BITS = 32
 
-_SPELLED_SCALES = {dtype: spelled for spelled, dtype in SCALE_TYPES.items()}
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A QuantScheme in the form that burn has now."""
+
+    value: str
+    store: str
+    #: Counted from the innermost.
+    packed_axis: int | None
+    mode: str
+    #: Type of the one scale, or of the global scale where there are blocks; None for neither.
+    tensor: str | None
+    #: Extents along the innermost axes.
+    block: tuple[int, ...] | None
+    block_scale: str | None
+    #: Whether any burn that wrote such a scheme could compute with it.
+    written: bool = True
+
+    @classmethod
+    def parse(cls, value: Any) -> Scheme:
+        """Read a QuantScheme of either dialect."""
+        fields = struct("QuantScheme", value, _NEW | _OLD)
+        old = "level" in fields or "param" in fields
+        if old and ("tensor" in fields or "block" in fields):
+            raise FormatError("a QuantScheme of two dialects at once", rule="QuantScheme")
+        kind = unit("value", fields.get("value"), _VALUES)
+        store, axis = _store(fields.get("store"))
+        mode = unit("mode", fields.get("mode"), _MODES)
+        scales = _old_scales(fields) if old else _new_scales(fields)
+        return cls(kind, store, axis, mode, *scales)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether burn's own code says how codes become numbers, their kind apart."""
+        usual_store = self.store != "PackedNative" and not self.packed_axis
+        return usual_store and self.mode == "Symmetric" and self.written
+
+    def packs(self, rank: int) -> bool:
+        """Whether a tensor of so many axes has the one that codes are packed along."""
+        return self.packed_axis is None or self.packed_axis < rank
+
+    def __str__(self) -> str:
+        """Spell it as an attribute, in which the size of a block is a plain list."""
+        return json.dumps({"QFloat": self._new(self.block)})
+
+    def _new(self, size: Any) -> dict[str, Any]:
+        store = self.store if self.packed_axis is None else {self.store: self.packed_axis}
+        block = None if size is None else {"size": size, "dtype": self.block_scale}
+        scheme = {"value": self.value, "store": store, "mode": self.mode}
+        return {**scheme, "tensor": self.tensor, "block": block}
+
+    def spelled(self, *, old: bool) -> dict[str, Any] | None:
+        """Spell it as the metadata do; None if the old dialect has no such scheme."""
+        size = None if self.block is None else _spelled_size(self.block)
+        new = self._new(size)
+        if not old:
+            return new
+        if self.mode != "Symmetric" or (size is not None and self.tensor is not None):
+            return None
+        return {
+            "value": self.value,
+            "param": self.tensor or "F32" if size is None else self.block_scale,
+            "store": new["store"],
+            "level": "Tensor" if size is None else {"Block": size},
+            "mode": self.mode,
+        }
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _new_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
+    tensor = optional(fields.get("tensor"))
+    if tensor is not None:
+        tensor = unit("tensor", tensor, _SCALE_TYPES)
+    block = optional(fields.get("block"))
+    if block is None:
+        return tensor, None, None
+    inner = struct("block", block, {"size", "dtype"})
+    scale = unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
+    return tensor, _block_size(inner.get("size")), scale
+
+
+def _old_scales(
+    fields: dict[str, Any],
+) -> tuple[str | None, tuple[int, ...] | None, str | None, bool]:
+    param = unit("param", fields.get("param"), _SCALE_TYPES)
+    level, content = variant("level", fields.get("level"))
+    if level == "Tensor":
+        if content is not UNIT:
+            raise mistyped("level", fields["level"], "a variant without content")
+        return param, None, None, True
+    if level == "Block":
+        return None, _block_size(content), param, True
+    if level == "BlockTensor":
+        inner = struct("BlockTensor", content, {"block", "global"})
+        whole = unit("global", inner.get("global"), _SCALE_TYPES)
+        return whole, _block_size(inner.get("block")), param, False
+    raise unknown("level", level)
+
+
+def _store(value: Any) -> tuple[str, int | None]:
+    store, content = variant("store", value)
+    if store in _PLAIN_STORES:
+        if content is not UNIT:
+            raise mistyped("store", value, "a variant without content")
+        return _PLAIN_STORES[store]
+    if store not in {"PackedU32", "PackedNative"}:
+        raise unknown("store", store)
+    return store, number("the axis of 'store'", content)
+
+
+def _block_size(value: Any) -> tuple[int, ...]:
+    fields = struct("block size", value, {"storage", "len"})
+    storage, count = fields.get("storage"), fields.get("len")
+    if type(storage) is not list or len(storage) != _MOST_BLOCK_AXES:
+        raise mistyped("'storage' of a block size", storage, f"{_MOST_BLOCK_AXES} integers")
+    if type(count) is not int or not 0 < count <= _MOST_BLOCK_AXES:
+        raise mistyped("'len' of a block size", count, f"1 to {_MOST_BLOCK_AXES}")
+    for extent in storage[:count]:
+        if type(extent) is not int or not 0 < extent < 256:
+            raise mistyped("an extent of a block", extent, "1 to 255")
+    return _without_leading_ones(tuple(storage[:count]))
+
+
+def _without_leading_ones(block: tuple[int, ...]) -> tuple[int, ...]:
+    while len(block) > 1 and block[0] == 1:
+        block = block[1:]
+    return block
+
+
+def _spelled_size(extents: Any) -> dict[str, Any]:
+    filling = [1] * (_MOST_BLOCK_AXES - len(extents))
+    return {"storage": [*extents, *filling], "len": len(extents)}
+
+
+def split(
+    scheme: Scheme, shape: tuple[int, ...], offset: int, nbytes: int
+) -> tuple[dict[str, Part], Quantization | None]:
+    """Split the range of a quantised tensor."""
+    parts = _scale_parts(scheme, shape, offset + nbytes)
+    size = nbytes - sum(part.nbytes for part in parts.values())
+    bits = _INTEGER_BITS.get(scheme.value)
+    if bits is None or not shape or not scheme.is_pinned:
+        if size < 0:
+            raise _wrong_size(f"{nbytes - size} or more", offset, nbytes)
+        return {"data": Part("uint8", (size,), offset, size), **parts}, None
+    packed = scheme.store == "PackedU32"
+    words = (*shape[:-1], -(-shape[-1] // (_WORD_BITS // bits))) if packed else shape
+    code = "uint32" if packed else "int8"
+    data = Part(code, words, offset, nbytes_of(code, prod(words)))
+    if data.nbytes != size:
+        raise _wrong_size(str(nbytes - size + data.nbytes), offset, nbytes)
+    return {"data": data, **parts}, Quantization(
+        block=_block_extents(scheme, shape),
+        code="int8",
+        bits=bits if packed else 8,
+        word_bits=_WORD_BITS if packed else 8,
+        axis=len(shape) - 1,
+        global_scale="global" in parts,
+    )
+
+
+def _wrong_size(expected: str, offset: int, nbytes: int) -> FormatError:
+    reason = f"{nbytes} bytes for a quantised tensor that needs {expected}"
+    return FormatError(reason, offset=offset, rule="TensorSize")
+
+
+def _block_extents(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the extent along each axis of what has one scale."""
+    whole = tuple(max(size, 1) for size in shape)
+    if scheme.block is None:
+        return whole
+    missing = len(shape) - len(scheme.block)
+    if missing < 0:
+        reason = f"blocks of {scheme.block} for the shape {shape}, which has fewer axes"
+        raise FormatError(reason, rule="QuantScheme")
+    block = (1,) * missing + scheme.block
+    return tuple(min(pair) for pair in zip(block, whole, strict=True))
+
+
+def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, Part]:
+    """Place the scales, which end where the range does."""
+    scales: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if scheme.block is None:
+        scales["scales"] = _SCALE_TYPES[scheme.tensor or "F32"], ()
+    else:
+        blocks = _block_extents(scheme, shape)
+        grid = tuple(-(-n // extent) for n, extent in zip(shape, blocks, strict=True))
+        scales["scales"] = _SCALE_TYPES[scheme.block_scale or "F32"], grid
+        if scheme.tensor is not None:
+            scales["global"] = _SCALE_TYPES[scheme.tensor], ()
+    parts = {}
+    for role, (dtype, grid) in reversed(scales.items()):
+        nbytes = nbytes_of(dtype, prod(grid))
+        end -= nbytes
+        parts[role] = Part(dtype, grid, end, nbytes)
+    return {role: parts[role] for role in scales}
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 def scheme_of(tensor: Tensor) -> Scheme:
-    """Return the scheme of a quantised tensor."""
+    """Return the scheme of a quantised tensor that is to be written."""
     stated = tensor.attrs.get("burn_dtype")
     if type(stated) is str:
         try:
-            return _parsed(json.loads(stated))
+            fields = dict(json.loads(stated)["QFloat"])
+            if (block := fields["block"]) is not None:
+                fields["block"] = {"size": _spelled_size(block["size"]), "dtype": block["dtype"]}
+            return Scheme.parse(fields)
         except (ValueError, TypeError, LookupError, CheckpointError, RecursionError):
             pass
     scheme = _computed(tensor)
@@ -42,36 +296,21 @@ def _no_scheme(tensor: Tensor) -> UnsupportedError:
     )
 
 
-def _parsed(value: Any) -> Scheme:
-    """Parse a scheme from the form that attributes have, where a block's size is a plain list."""
-    fields = dict(value["QFloat"])
-    if fields["block"] is not None:
-        block = fields["block"]
-        fields["block"] = {"size": _spelled_size(block["size"]), "dtype": block["dtype"]}
-    return Scheme.parse(fields)
-
-
-def _spelled_size(extents: Any) -> dict[str, Any]:
-    filling = [1] * (MOST_BLOCK_AXES - len(extents))
-    return {"storage": [*extents, *filling], "len": len(extents)}
-
-
 def _computed(tensor: Tensor) -> Scheme | None:
     """Find the scheme that means what a quantisation does; whether it fits shows its parts."""
     quantization, data, scales = tensor.quantization, *map(tensor.parts.get, ("data", "scales"))
     if quantization is None or data is None or scales is None or quantization.zero != 0:
         return None
-    packed = quantization.word_bits == 32
-    whole = all(
-        extent >= size for extent, size in zip(quantization.block, tensor.shape, strict=True)
-    )
+    extents = zip(quantization.block, tensor.shape, strict=True)
+    whole = all(extent >= size for extent, size in extents)
     scale = _SPELLED_SCALES.get(scales.dtype)
     shared = tensor.parts.get("global")
     if scale is None or (shared is not None and shared.dtype not in _SPELLED_SCALES):
         return None
     block = _without_leading_ones(quantization.block)
-    if not whole and (len(block) > MOST_BLOCK_AXES or max(block) > 255):
+    if not whole and (len(block) > _MOST_BLOCK_AXES or max(block) > 255):
         return None
+    packed = quantization.word_bits == _WORD_BITS
     return Scheme(
         value=f"Q{quantization.bits}F",
         store="PackedU32" if packed else "Native",
@@ -83,61 +322,21 @@ def _computed(tensor: Tensor) -> Scheme | None:
     )
 
 
-def _without_leading_ones(block: tuple[int, ...]) -> tuple[int, ...]:
-    while len(block) > 1 and block[0] == 1:
-        block = block[1:]
-    return block
-
-
 def placed_parts(tensor: Tensor, scheme: Scheme) -> Mapping[str, Part]:
-    """Place the parts of a quantised tensor in its range."""
-    total = sum(part.nbytes for part in tensor.parts.values())
+    """Place the parts of a quantised tensor in its range: as they are read, or not at all."""
     if not scheme.packs(tensor.ndim):
         raise _no_scheme(tensor)
     try:
-        parts, quantization = split(scheme, tensor.shape, 0, total)
+        parts, quantization = split(scheme, tensor.shape, 0, tensor.nbytes)
     except CheckpointError:
         raise _no_scheme(tensor) from None
+    wanted = tensor.quantization
+    if wanted is not None and wanted.scale_axes == tuple(range(tensor.ndim)):
+        # They are named only where they are transposed.
+        wanted = replace(wanted, scale_axes=())
     found, expected = (
         {r: (p.dtype, p.nbytes) for r, p in each.items()} for each in (tensor.parts, parts)
     )
-    if found != expected or quantization != _with_own_axes(tensor):
+    if found != expected or quantization != wanted:
         raise _no_scheme(tensor)
     return parts
-
-
-def _with_own_axes(tensor: Tensor) -> Quantization | None:
-    """Return how a tensor is quantised, with the axes of scales only where they are transposed."""
-    quantization = tensor.quantization
-    if quantization is None or quantization.scale_axes != tuple(range(tensor.ndim)):
-        return quantization
-    return replace(quantization, scale_axes=())
-
-
-def spelled_scheme(scheme: Scheme, *, old: bool) -> dict[str, Any] | None:
-    """Spell a scheme as the metadata does."""
-    store = scheme.store if scheme.packed_axis is None else {scheme.store: scheme.packed_axis}
-    size = None if scheme.block is None else _spelled_size(scheme.block)
-    if old:
-        return _spelled_old(scheme, store, size)
-    return {
-        "value": scheme.value,
-        "store": store,
-        "mode": scheme.mode,
-        "tensor": scheme.tensor,
-        "block": None if size is None else {"size": size, "dtype": scheme.block_scale},
-    }
-
-
-def _spelled_old(
-    scheme: Scheme, store: str | dict[str, int], size: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    if scheme.mode != "Symmetric" or (size is not None and scheme.tensor is not None):
-        return None
-    return {
-        "value": scheme.value,
-        "param": scheme.tensor or "F32" if size is None else scheme.block_scale,
-        "store": store,
-        "level": "Tensor" if size is None else {"Block": size},
-        "mode": scheme.mode,
-    }

@@ -48,55 +48,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xckpt.errors import FormatError
-from xckpt.formats import Can, Format
-from xckpt.formats.ztensor import container_v2, v0, v1, v2
-from xckpt.formats.ztensor.elements import LONG, SHORT_1
-from xckpt.formats.ztensor.plan import (
-    DIGESTS,
-    ENCODINGS,
-    FILE_ATTRS,
-    LAYOUTS,
-    TENSOR_ATTRS,
-    WRITES,
-    plan,
-    plan_append,
-)
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable
+from xckpt.formats.ztensor import v1, v2
+from xckpt.formats.ztensor.layouts import LONG, SHORT_1, WRITTEN
 
 if TYPE_CHECKING:
-    from xckpt.formats import Readable
     from xckpt.index import Index
-
-__all__ = ["WRITES", "ZTensor", "detect", "plan", "plan_append", "read"]
+    from xckpt.plan import Plan
 
 _SMALLEST = 16  # a head and a footer of 8 bytes each
-
-
-def detect(head: bytes, size: int, name: str) -> bool:  # noqa: ARG001 (the registry's signature)
-    """Return whether a file is a zTensor file, of whatever version, by its magic."""
-    return head.startswith((v0.MAGIC, v1.MAGIC, container_v2.MAGIC))
-
-
-def read(source: Readable) -> Index:
-    """Read the index of a zTensor file: head, footer and manifest, no tensor."""
-    size = source.size
-    if size < _SMALLEST:
-        raise FormatError(
-            f"{size} bytes are fewer than the {_SMALLEST} of a head and a footer",
-            offset=0,
-            rule="FileTooSmall",
-        )
-    magic = bytes(source.read(0, 8))
-    if magic == container_v2.MAGIC:
-        return v2.read(source)
-    tail = bytes(source.read(size - 16, 16))
-    if magic == v0.MAGIC:
-        return v0.read(source, tail)
-    if magic == v1.MAGIC:
-        return v1.read(source, tail)
-    raise FormatError(
-        f"the file begins {magic!r}, which is no zTensor magic", offset=0, rule="HeaderMagic"
-    )
 
 
 class ZTensor(Format):
@@ -106,16 +67,86 @@ class ZTensor(Format):
     description = "zTensor checkpoints"
     suffixes = (".zt",)
     types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
-    can = Can(
-        types=WRITES,
-        layouts=LAYOUTS,
-        compressions=ENCODINGS,
-        digests=DIGESTS,
-        tensor_attrs=TENSOR_ATTRS,
-        file_attrs=FILE_ATTRS,
+    can = Can(  # what either version has
+        types=WRITTEN,
+        layouts=("dense", "sparse_csr", "sparse_coo", "quantized", "structural"),
+        compressions=("zstd", "zstd-seekable"),
+        digests=("crc32c", "sha256", "xxh3"),
+        tensor_attrs=None,
+        file_attrs=None,
     )
 
-    detect = staticmethod(detect)
-    read = staticmethod(read)
-    plan = staticmethod(plan)
-    append = staticmethod(plan_append)
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether the magic is that of any version."""
+        return head.startswith((v1.MAGIC_0, v1.MAGIC, v2.MAGIC))
+
+    def read(self, source: Readable) -> Index:
+        """Read head, footer and manifest, no tensor."""
+        if source.size < _SMALLEST:
+            reason = f"{source.size} bytes are fewer than the {_SMALLEST} of a head and a footer"
+            raise FormatError(reason, offset=0, rule="FileTooSmall")
+        magic = bytes(source.read(0, 8))
+        if magic == v2.MAGIC:
+            return v2.read(source)
+        if magic in {v1.MAGIC_0, v1.MAGIC}:
+            return v1.read(source, magic)
+        reason = f"the file begins {magic!r}, which is not a zTensor magic"
+        raise FormatError(reason, offset=0, rule="HeaderMagic")
+
+    def plan(self, index: Index, *, version: str = "1.0", alignment: int | None = None) -> Plan:
+        """Lay out a file of version 1.0, which the specification describes, or 2.
+
+        Parameters
+        ----------
+        index : Index
+            What is to be written.
+        version : {"1.0", "2"}
+            Version 1.0 has 13 element types. Version 2 has more of them, quantised layouts, and is
+            what the maintained reader reads.
+        alignment : int, optional
+            Of the parts of a file of version 2, in bytes: a power of two from 4096. By default
+            65536, which the canonical form of the version demands. Those of version 1.0 are at
+            multiples of 64.
+        """
+        if version not in {"1.0", "2"}:
+            raise ValueError(f"version={version!r}: expected '1.0' or '2'")
+        if version == "2":
+            return v2.plan(index, alignment)
+        _refuse_alignment(alignment)
+        return v1.plan(index)
+
+    def append(
+        self,
+        source: Readable,
+        index: Index,
+        *,
+        version: str | None = None,
+        alignment: int | None = None,
+        replace: bool = False,
+    ) -> Plan:
+        """Lay out what makes a file of version 1.0 or 2 hold more tensors."""
+        magic = bytes(source.read(0, 8)) if source.size >= _SMALLEST else b""
+        # Files of 1.1 and 1.2 end with the magic of 1.0.
+        plain = magic == v1.MAGIC and bytes(source.read(source.size - 8, 8)) != v1.MAGIC
+        if not plain and magic != v2.MAGIC:
+            raise UnsupportedError(
+                "only files of version 1.0 and 2 are added to",
+                path=source.name,
+                rule="Version",
+                hint="Convert it first",
+            )
+        found, old = "1.0" if plain else "2", self.read(source)
+        if version is not None and version != found:
+            raise ValueError(f"version={version!r}, but the file is of version {found}")
+        taken = next((name for name in index.tensors if name in old.tensors), None)
+        if taken is not None and not replace:
+            raise ValueError(f"the file has a tensor {shown(taken)}; replace=True replaces it")
+        if not plain:
+            return v2.append(source, index, old, alignment)
+        _refuse_alignment(alignment)
+        return v1.append(source, index, old)
+
+
+def _refuse_alignment(alignment: int | None) -> None:
+    if alignment is not None:
+        raise ValueError("alignment= is an option of version='2'; version 1.0 has 64")

@@ -1,4 +1,4 @@
-"""Shapes, and how the parts of a tensor fit its shape: what all versions share.
+"""Element types, and how the parts of a tensor fit its shape: what all versions share.
 
 Parts are given with the shape None; the functions for a layout check their sizes and return them
 with their shapes.
@@ -8,58 +8,118 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError
-from xckpt.formats.ztensor.elements import BITS, INTEGERS
-from xckpt.formats.ztensor.manifest import mistyped
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import kit
+from xckpt.formats.ztensor.manifest import text
+from xckpt.plan import Extent, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.index import Part
+    from xckpt.index import Part, Tensor
+    from xckpt.plan import Literal, Written
 
-__all__ = [
-    "checked_shape",
-    "coo",
-    "csr",
-    "decoded_size",
-    "dense_size",
-    "first_dtype",
-    "flat",
-    "require_roles",
-    "wrong_dense_size",
-]
+    _Choices = Mapping[str | None, str | None]
 
-_MOST_AXES = 64  # also numpy's limit
-_SIZES = 1 << 63  # numpy's sizes are signed
-_COUNTS = 1 << 64
+#: The attribute of a tensor that is shown as its parts which says how the file calls its layout.
+LAYOUT_KEY = "ztensor_layout"
+
+#: The parts of arrays; what the values are in comes first.
+ROLES = {
+    "dense": ("data",),
+    "sparse_csr": ("values", "indices", "indptr"),
+    "sparse_coo": ("values", "coords"),
+}
+
+# --- element types --------------------------------------------------------------------------------
+
+BITS = {name: element.bits for name, element in ELEMENT_TYPES.items()}
+
+# Version 2 has no boolean: there it is a logical type.
+SHORT = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+}
+
+# The text of version 1.1 lists the last four as element types; its readers and writers have
+# them in no version. They cannot be mistaken, so they are read.
+SHORT_1 = {
+    **SHORT,
+    "bool": "bool",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "complex64": "complex64",
+    "complex128": "complex128",
+}
+
+# Versions 0.1 and 1.0 use the names of numpy and ml_dtypes, for these only.
+LONG = {name: name for name in (*SHORT.values(), "bool")}
+
+# Logical types of version 2: what they are, and which element type must carry them.
+LOGICAL = {
+    "bool": ("bool", "u8"),
+    "f8_e4m3fn": ("float8_e4m3fn", "u8"),
+    "f8_e5m2": ("float8_e5m2", "u8"),
+    "f8_e4m3fnuz": ("float8_e4m3fnuz", "u8"),
+    "f8_e5m2fnuz": ("float8_e5m2fnuz", "u8"),
+    "f8_e8m0": ("float8_e8m0fnu", "u8"),
+    "f4_e2m1": ("float4_e2m1fn", "u8"),
+    "complex64": ("complex64", "f32"),
+    "complex128": ("complex128", "f64"),
+}
+
+# Version 1.2 has fewer, and 1.1 a name that leaves out what the others say.
+LOGICAL_1 = {
+    "f8_e4m3": LOGICAL["f8_e4m3fn"],
+    **{name: of for name, of in LOGICAL.items() if name not in {"bool", "f8_e8m0", "f4_e2m1"}},
+}
+
+# What version 2 has, and with it every version that is written; wide and common ones first.
+WRITTEN = tuple(dict.fromkeys([*LONG, *(dtype for dtype, _ in LOGICAL.values())]))
 
 
-def checked_shape(value: Any) -> tuple[int, ...]:
-    """Return a shape from a manifest."""
-    if type(value) is not list:
-        raise mistyped("shape", value, "an array")
-    for extent in value:
-        if type(extent) is not int or extent < 0:
-            raise mistyped("shape", extent, "non-negative integers")
-        if extent >= _SIZES:
-            raise FormatError(f"an axis of {extent} elements", rule="Shape")
-    if len(value) > _MOST_AXES:
-        raise FormatError(f"{len(value)} axes are more than {_MOST_AXES}", rule="Shape")
-    # Zeros do not make up for the others: numpy cannot represent such an array.
-    if (prod(value) or prod(filter(None, value))) >= _COUNTS:
-        raise FormatError(f"the shape {value} has more elements than 64 bits count", rule="Shape")
-    return tuple(value)
+def element(
+    fields: Mapping[Any, Any], types: Mapping[str, str], logical: Mapping[str, tuple[str, str]]
+) -> tuple[str, str | None]:
+    """Return the element type of a part as it is spelled, and its name here if it is known."""
+    spelled = text("dtype", fields.get("dtype"))
+    named = fields.get("type")
+    if named is None:
+        return spelled, types.get(spelled)
+    if text("type", named) not in logical:
+        return named, None
+    dtype, carrier = logical[named]
+    if spelled != carrier:
+        reason = f"the type {named!r} needs the dtype {carrier!r}, not {shown(spelled)}"
+        raise FormatError(reason, rule="Schema")
+    return named, dtype
 
 
-def dense_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Compute the size of dense data in bytes."""
-    bits = BITS[dtype]
-    size = (bits * prod(shape) + 7) >> 3
-    if (size or bits * prod(filter(None, shape)) >> 3) >= _SIZES:
-        raise FormatError(f"{dtype} of shape {shape} is larger than an array can be", rule="Shape")
-    return size
+def unknown(what: str, spelled: str, tensor: str, offset: int | None = None) -> UnsupportedError:
+    """Make the error for an element type or an encoding that is not known; the rest is read."""
+    return UnsupportedError(
+        f"unknown {what} {shown(spelled)}",
+        tensor=tensor,
+        offset=offset,
+        rule="Encoding" if what == "encoding" else "Schema",
+        hint=kit.without(tensor),
+    )
+
+
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def decoded_size(part: Part) -> int | None:
@@ -67,29 +127,33 @@ def decoded_size(part: Part) -> int | None:
     return part.nbytes if part.encoding is None else part.decoded_nbytes
 
 
-def wrong_dense_size(dtype: str, shape: tuple[int, ...], size: int, offset: int) -> FormatError:
-    """Make the error for dense data whose size does not fit the shape."""
-    expected = dense_size(dtype, shape)
-    return FormatError(
-        f"{size} bytes != {expected} for {dtype} of shape {shape}", offset=offset, rule="DenseSize"
-    )
+def check_dense(part: Part, shape: tuple[int, ...]) -> None:
+    """Check the size of dense data, as far as the file tells it."""
+    dtype = part.dtype
+    expected = (BITS[dtype] * prod(shape) + 7) >> 3
+    size = part.nbytes if part.encoding is None else part.decoded_nbytes
+    # What is in the file is not too large.
+    if (size != expected or not expected) and kit.is_oversized(shape, dtype):
+        raise FormatError(f"{dtype} of shape {shape} is larger than an array can be", rule="Shape")
+    if size != expected and size is not None:
+        reason = f"{size} bytes != {expected} for {dtype} of shape {shape}"
+        raise FormatError(reason, offset=part.offset, rule="DenseSize")
 
 
 def require_roles(
-    layout: str, parts: Mapping[str, object], *roles: str, exactly: bool = False
+    layout: str, parts: Mapping[str, object], roles: Sequence[str], *, exactly: bool = True
 ) -> None:
     """Check that a tensor has the parts of its layout."""
-    missing = [role for role in roles if role not in parts]
-    if missing:
-        raise FormatError(f"{layout} without the part {missing[0]!r}", rule="LayoutRule")
+    for role in roles:
+        if role not in parts:
+            raise FormatError(f"{layout} without the part {role!r}", rule="LayoutRule")
     if exactly and len(parts) > len(roles):
-        raise FormatError(
-            f"{layout} has {len(parts)} parts: expected only {', '.join(roles)}", rule="LayoutRule"
-        )
+        reason = f"{layout} has {len(parts)} parts: expected only {', '.join(roles)}"
+        raise FormatError(reason, rule="LayoutRule")
 
 
 def flat(part: Part) -> Part:
-    """Return a part that no layout explains its shape: a list of its elements."""
+    """Return a part that no layout explains as a list of its elements."""
     size = decoded_size(part)
     if size is None:
         return part
@@ -99,22 +163,34 @@ def flat(part: Part) -> Part:
     return replace(part, shape=(size * 8 // bits,))
 
 
-def csr(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Check the sizes of compressed sparse rows."""
+def sparse(layout: str, shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Check the sizes of the parts of a sparse array."""
+    for role in ROLES[layout][1:]:
+        if not parts[role].dtype.startswith(("int", "uint")):
+            raise _unfit(parts[role], f"indices of type {parts[role].dtype}: expected integers")
+    if layout == "sparse_csr":
+        return _rows(shape, parts)
+    coords, values = parts["coords"], parts["values"]
+    if not shape:
+        raise _unfit(coords, "COO of no axes")
+    numbers = _count("coords", coords)
+    if numbers is not None and numbers % len(shape):
+        reason = f"'coords' has {numbers} entries, which is not a multiple of {len(shape)} axes"
+        raise _unfit(coords, reason)
+    nonzero = _nonzero(None if numbers is None else numbers // len(shape), values)
+    return {
+        "values": replace(values, shape=None if nonzero is None else (nonzero,)),
+        "coords": replace(coords, shape=None if nonzero is None else (len(shape), nonzero)),
+    }
+
+
+def _rows(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
     if len(shape) != 2:
-        raise FormatError(
-            f"CSR of {len(shape)} axes: expected 2",
-            offset=parts["indptr"].offset,
-            rule="LayoutRule",
-        )
-    _require_integers(parts["indptr"], parts["indices"])
+        raise _unfit(parts["indptr"], f"CSR of {len(shape)} axes: expected 2")
     pointers = _count("indptr", parts["indptr"])
     if pointers is not None and pointers != shape[0] + 1:
-        raise FormatError(
-            f"'indptr' has {pointers} entries: expected {shape[0] + 1} for {shape[0]} rows",
-            offset=parts["indptr"].offset,
-            rule="LayoutRule",
-        )
+        reason = f"'indptr' has {pointers} entries: expected {shape[0] + 1} for {shape[0]} rows"
+        raise _unfit(parts["indptr"], reason)
     nonzero = _nonzero(_count("indices", parts["indices"]), parts["values"])
     listed = None if nonzero is None else (nonzero,)
     return {
@@ -124,34 +200,8 @@ def csr(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
     }
 
 
-def coo(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Check the sizes of a coordinate list."""
-    coords, values = parts["coords"], parts["values"]
-    if not shape:
-        raise FormatError("COO of no axes", offset=coords.offset, rule="LayoutRule")
-    _require_integers(coords)
-    numbers = _count("coords", coords)
-    if numbers is not None and numbers % len(shape):
-        raise FormatError(
-            f"'coords' has {numbers} entries, which is no multiple of {len(shape)} axes",
-            offset=coords.offset,
-            rule="LayoutRule",
-        )
-    nonzero = _nonzero(None if numbers is None else numbers // len(shape), values)
-    return {
-        "values": replace(values, shape=None if nonzero is None else (nonzero,)),
-        "coords": replace(coords, shape=None if nonzero is None else (len(shape), nonzero)),
-    }
-
-
-def _require_integers(*parts: Part) -> None:
-    for part in parts:
-        if part.dtype not in INTEGERS:
-            raise FormatError(
-                f"indices of type {part.dtype}: expected integers",
-                offset=part.offset,
-                rule="LayoutRule",
-            )
+def _unfit(part: Part, reason: str) -> FormatError:
+    return FormatError(reason, offset=part.offset, rule="LayoutRule")
 
 
 def _count(role: str, part: Part) -> int | None:
@@ -160,11 +210,7 @@ def _count(role: str, part: Part) -> int | None:
         return None
     width = BITS[part.dtype] // 8
     if size % width:
-        raise FormatError(
-            f"{role!r} has {size} bytes, which is no multiple of {width}",
-            offset=part.offset,
-            rule="LayoutRule",
-        )
+        raise _unfit(part, f"{role!r} has {size} bytes, which is not a multiple of {width}")
     return size // width
 
 
@@ -175,14 +221,118 @@ def _nonzero(indexed: int | None, values: Part) -> int | None:
     size = decoded_size(values)
     expected = (BITS[values.dtype] * indexed + 7) // 8
     if size is not None and size != expected:
-        raise FormatError(
-            f"'values' has {size} bytes: expected {expected} for {indexed} indices",
-            offset=values.offset,
-            rule="LayoutRule",
-        )
+        reason = f"'values' has {size} bytes: expected {expected} for {indexed} indices"
+        raise _unfit(values, reason)
     return indexed
 
 
-def first_dtype(parts: Iterable[Part]) -> str:
-    """Return the element type that stands for a tensor which is shown as its parts only."""
-    return next((part.dtype for part in parts), "uint8")
+# --- writing --------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A tensor of a manifest that is to be written, but for where its parts are."""
+
+    head: dict[str, Any]
+    parts: dict[str, Part]
+    attrs: dict[str, Any]
+
+
+def storable_parts(tensor: Tensor, index_types: Sequence[str]) -> dict[str, Part]:
+    """Return the parts of a tensor as they are written: little-endian, with their raw sizes."""
+    if tensor.order != "C":
+        raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
+    parts = {}
+    for role, part in tensor.parts.items():
+        if part.dtype not in WRITTEN:
+            raise UnsupportedError(
+                f"no version has {shown(part.dtype)[1:-1]}",
+                tensor=tensor.name,
+                rule="Dtype",
+                hint=f"They have {', '.join(WRITTEN)}",
+            )
+        parts[role] = replace(
+            part,
+            offset=0,
+            encoding=None,
+            decoded_nbytes=None,
+            digest=None,
+            byteorder="little",
+            shard=None,
+            inline=None,
+        )
+    if tensor.layout == "quantized":
+        return parts
+    if tensor.layout == "structural":
+        return {role: flat(part) for role, part in parts.items()}
+    try:
+        require_roles(tensor.layout, parts, ROLES[tensor.layout])
+        if tensor.layout == "dense":
+            check_dense(parts["data"], tensor.shape)
+            return {"data": replace(parts["data"], shape=tensor.shape)}
+        parts = sparse(tensor.layout, tensor.shape, parts)
+    except CheckpointError as error:
+        raise error.located(tensor=tensor.name) from None
+    roles = ROLES[tensor.layout][1:]
+    bits = max(BITS[parts[role].dtype] for role in roles)
+    dtype = next(name for name in index_types if BITS[name] >= bits)
+    for role in roles:
+        part = parts[role]
+        count = part.nbytes * 8 // BITS[part.dtype]
+        parts[role] = replace(part, dtype=dtype, nbytes=count * BITS[dtype] // 8)
+    return parts
+
+
+def wished(
+    tensor: Tensor, parts: Mapping[str, Part], encodings: _Choices, digests: _Choices, of: Any
+) -> dict[str, Part]:
+    """Return parts with the compression and the digest that are wanted for them."""
+
+    def choice(what: str, wanted: str | None, known: _Choices) -> str | None:
+        if wanted in known:
+            return known[wanted]
+        hint = f"Choose one of {', '.join(sorted(filter(None, known)))}"
+        reason, rule = f"the {what} {shown(wanted or '')}", what.capitalize()
+        raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
+
+    return {
+        role: replace(
+            part,
+            encoding=choice("compression", tensor.parts[role].encoding, encodings),
+            digest=choice("digest", tensor.parts[role].digest, digests),
+            digest_of=of,
+        )
+        for role, part in parts.items()
+    }
+
+
+def unnamed_layout(tensor: Tensor, defined: Iterable[str]) -> UnsupportedError:
+    """Make the error for parts that are no array, where nothing says of which layout they are."""
+    return UnsupportedError(
+        "parts of a layout without a name",
+        tensor=tensor.name,
+        rule="Layout",
+        hint=f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}",
+    )
+
+
+def planned(
+    literals: tuple[Literal, ...],
+    entries: Mapping[str, Entry],
+    start: int,
+    alignment: int,
+    finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]],
+) -> Plan:
+    """Place parts one after the other as far as sizes are known: up to the first compressed one."""
+    extents = []
+    end: int | None = start
+    for name, entry in entries.items():
+        for role, part in entry.parts.items():
+            offset = None if end is None else kit.aligned(end, alignment)
+            extents.append(Extent(name, role, part, offset))
+            end = None if offset is None or part.encoding else offset + part.nbytes
+    return Plan(literals, tuple(extents), alignment, finish=finish)
+
+
+def end_of(written: Mapping[tuple[str, str], Written], start: int) -> int:
+    """Return where written parts end."""
+    return max([start, *(each.offset + each.nbytes for each in written.values())])

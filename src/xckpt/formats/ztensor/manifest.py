@@ -1,4 +1,4 @@
-"""The CBOR manifest: where it lies, decoding that trusts nothing, and typed fields.
+"""The CBOR manifest: where it lies, decoding that trusts nothing, and attributes both ways.
 
 cbor2 cannot tell deterministic encoding from any other, and ignores what follows the first value.
 """
@@ -9,28 +9,25 @@ from itertools import pairwise
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import FormatError, shown
-from xckpt.formats.kit import decode_cbor
+from xckpt.errors import FormatError, UnsupportedError
+from xckpt.formats import kit
+from xckpt.formats.kit import mistyped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = [
-    "LARGEST",
-    "attributes",
-    "decode",
-    "decode_deterministic",
-    "locate",
-    "mapping",
-    "mistyped",
-    "text",
-]
+    from xckpt.index import Index, Tensor
 
 LARGEST = 1 << 30
 _HEAD = 8
 
 # Depth 32 counted from the root, as version 2 does, is 33 containers.
 _DEEPEST_2 = 33
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def locate(size: int, footer: int, length: int) -> int:
@@ -45,49 +42,19 @@ def locate(size: int, footer: int, length: int) -> int:
             hint="The file may be truncated",
         )
     if length > LARGEST:
-        raise FormatError(
-            f"a manifest of {length} bytes is larger than {LARGEST}",
-            offset=size - footer,
-            rule="ManifestTooLarge",
-        )
+        reason = f"a manifest of {length} bytes is larger than {LARGEST}"
+        raise FormatError(reason, offset=size - footer, rule="ManifestTooLarge")
     return size - footer - length
-
-
-def _untagged(_tag: int, value: Any) -> Any:
-    return value
-
-
-def _refused(_tag: int, _value: Any) -> Any:
-    raise ValueError("tags are not permitted")
 
 
 def decode(data: bytes) -> Any:
     """Decode any CBOR, as versions 0 and 1 permit."""
-    return _one_value(data, _untagged)
+    return _one_value(data, lambda _tag, value: value)
 
 
 def decode_deterministic(data: bytes) -> Any:
     """Decode core deterministic CBOR (RFC 8949, section 4.2.1) without tags, as version 2 demands.
 
-    Parameters
-    ----------
-    data : bytes
-        The manifest.
-
-    Returns
-    -------
-    object
-        Of the types that CBOR has.
-
-    Raises
-    ------
-    FormatError
-        For the reasons that `decode` has, and if there is a tag, an indefinite length or a simple
-        value other than false, true and null (rule CborSyntax), or if the same value has a
-        shorter or differently ordered encoding (rule CborDeterminism).
-
-    Notes
-    -----
     Encoding the value again and comparing the bytes takes three times as long as decoding. But
     every head that is not the shortest makes an encoding longer, so that of all encodings of a
     value with their keys in order, the deterministic one is the only one of its length: it is
@@ -102,8 +69,12 @@ def decode_deterministic(data: bytes) -> Any:
     return value
 
 
+def _refused(_tag: int, _value: Any) -> Any:
+    raise ValueError("tags are not permitted")
+
+
 def _one_value(data: bytes, tagged: Callable[[int, Any], Any], **limits: Any) -> Any:
-    value, nbytes = decode_cbor(data, tagged=tagged, **limits)
+    value, nbytes = kit.decode_cbor(data, tagged=tagged, **limits)
     if nbytes != len(data):
         reason = f"{len(data) - nbytes} bytes follow the manifest's one value"
         raise FormatError(reason, rule="CborSyntax")
@@ -168,27 +139,10 @@ def _keys_length(keys: tuple[Any, ...]) -> int:
     try:
         encoded = [cbor2.dumps(key, canonical=True) for key in keys]
     except cbor2.CBORError as error:
-        raise FormatError("a map key that is no plain value", rule="CborSyntax") from error
+        raise FormatError("a map key that is not a plain value", rule="CborSyntax") from error
     if any(first >= second for first, second in pairwise(encoded)):
         raise FormatError("map keys are not in bytewise order", rule="CborDeterminism")
     return _head_length(len(keys)) + sum(map(len, encoded))
-
-
-def mistyped(field: str, value: Any, expected: str) -> FormatError:
-    """Make the error for a field that is missing or of the wrong type."""
-    if value is None:
-        return FormatError(f"{field!r} is missing: expected {expected}", rule="Schema")
-    found = shown(value) if type(value) is str else type(value).__name__
-    if type(value) in {int, float, bool}:
-        found = str(value)
-    return FormatError(f"{field!r} is {found}: expected {expected}", rule="Schema")
-
-
-def mapping(field: str, value: Any) -> dict[Any, Any]:
-    """Return a field that must be a map."""
-    if type(value) is not dict:
-        raise mistyped(field, value, "a map")
-    return value
 
 
 def text(field: str, value: Any) -> str:
@@ -198,17 +152,17 @@ def text(field: str, value: Any) -> str:
     return value
 
 
+# --- attributes -----------------------------------------------------------------------------------
+
+
 def attributes(value: Any) -> dict[str, Any]:
-    """Return attributes: a map with text keys, and in it whatever CBOR has."""
+    """Return attributes of a file: a map with text keys, and in it whatever CBOR has."""
     if value is None:
         return {}
-    for key in mapping("attributes", value):
+    for key in kit.mapping("attributes", value):
         text("name of an attribute", key)
     plain: dict[str, Any] = _plain(value)
     return plain
-
-
-_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def _plain(value: Any) -> Any:
@@ -219,15 +173,54 @@ def _plain(value: Any) -> Any:
     if kind is list:
         return [_plain(item) for item in value]
     if kind is not dict:
-        return _undefined(value)
+        import cbor2
+
+        if value is cbor2.undefined:
+            return None
+        raise FormatError("a simple value that has no meaning", rule="CborSyntax")
     for key in value:
         if type(key) not in _SCALARS:
-            raise FormatError("a key in an attribute is no scalar", rule="Schema")
+            raise FormatError("a key in an attribute is not a scalar", rule="Schema")
     return {key: _plain(item) for key, item in value.items()}
 
 
-def _undefined(value: Any) -> None:
-    import cbor2
+def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
+    """Check that CBOR without tags can hold an attribute that is to be written."""
+    kind = type(value)
+    if kind is str:
+        return kit.check_text("an attribute", value, tensor)
+    if kind is int and not -(1 << 64) <= value < 1 << 64:
+        raise _no_attribute(f"{value:.3e}, an integer of more than 64 bits", tensor)
+    if kind in _SCALARS:
+        return value
+    if kind not in {list, tuple, dict}:
+        raise _no_attribute(f"of type {kind.__name__}", tensor)
+    if not levels:
+        raise _no_attribute("nested too deep", tensor)
+    if kind is not dict:
+        return [storable(item, levels - 1, tensor) for item in value]
+    for key in value:
+        if type(key) not in _SCALARS:
+            raise _no_attribute(f"with a key of type {type(key).__name__}", tensor)
+    return {
+        storable(key, 0, tensor): storable(item, levels - 1, tensor) for key, item in value.items()
+    }
 
-    if value is not cbor2.undefined:
-        raise FormatError("a simple value that has no meaning", rule="CborSyntax")
+
+def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
+    return UnsupportedError(
+        f"an attribute is {what}",
+        tensor=tensor,
+        rule="Attributes",
+        hint="Give it as text, or leave it out",
+    )
+
+
+def root_attributes(index: Index, levels: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the attributes of a file to be written, and the names of axes of all its tensors."""
+    attrs = {}
+    for key, value in index.attrs.items():
+        if type(key) is not str:
+            raise _no_attribute(f"named by a {type(key).__name__}", None)
+        attrs[kit.check_text("the attribute", key)] = storable(value, levels)
+    return kit.add_dims(attrs, tensors, "Attributes")

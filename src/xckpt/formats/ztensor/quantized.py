@@ -16,19 +16,20 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import FormatError
-from xckpt.formats.ztensor.elements import BITS, SHORT
-from xckpt.formats.ztensor.layouts import decoded_size, require_roles
+from xckpt.errors import FormatError, UnsupportedError
+from xckpt.formats.kit import number
+from xckpt.formats.ztensor.layouts import BITS, SHORT, decoded_size, require_roles
 from xckpt.index import Quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
-    from xckpt.index import Part
+    from xckpt.index import Part, Tensor
 
-__all__ = ["check_gguf", "group_quantized", "microscaled"]
+    _Pinned = tuple[dict[str, Part], Quantization] | None
 
+_GROUPS, _MICROSCALED = "zt.quant_group/1", "zt.mx/1"
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _SCALE_TYPES = {
     "f32_factors": _FLOATS,
@@ -38,64 +39,80 @@ _SCALE_TYPES = {
 _MX_TYPES = frozenset({"float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "int8"})
 
 
-def group_quantized(
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _group_quantized(
     shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
-) -> tuple[dict[str, Part], Quantization] | None:
+) -> _Pinned:
     """Read ``zt.quant_group/1``: integer codes with a scale for each group along an axis."""
     packing = _map(attrs, "packing")
     zero_point = _map(attrs, "zero_point")
     form = _choice(zero_point, "form", {"none", "implied", "tensor"})
     roles = ("data", "scales", "zeros") if form == "tensor" else ("data", "scales")
-    require_roles("zt.quant_group/1", parts, *roles, exactly=True)
+    require_roles(_GROUPS, parts, roles)
+    data, scales = parts["data"], parts["scales"]
     bits = _choice(attrs, "bits", {2, 3, 4, 5, 6, 8})
-    word_bits = _word_bits(parts["data"], packing)
+    word = SHORT[_choice(packing, "word", {"u8", "u16", "u32", "u64"})]
+    if data.dtype not in {word, word.removeprefix("u")}:
+        raise _broken(f"'word' is {word}, but 'data' is {data.dtype}")
+    word_bits = BITS[word]
     msb_first = _choice(packing, "order", {"lsb_first", "msb_first"}) == "msb_first"
     axis = _axis(shape, attrs)
-    _check_scale_type(parts["scales"], attrs)
+    _check_scale_type(scales, attrs)
     if word_bits % bits:
         return None
     per_word = word_bits // bits
     if _uint(packing, "per_word") != per_word:
         raise _broken(f"'per_word' is {packing['per_word']}: expected {per_word}")
-    _check_size("data", parts["data"], _packed_size(prod(shape), per_word, word_bits))
-    block = _group_block(shape, axis, _uint(attrs, "group_size"), parts["scales"])
+    _check_size("data", data, _packed_size(prod(shape), per_word, word_bits))
+    block = _group_block(shape, axis, _uint(attrs, "group_size"), scales)
     if block is None or shape[-1] % per_word:
         return None
+    last = len(shape) - 1
     scale_axes = _lanes_first(len(shape), axis)
     grid = _grid(shape, block, scale_axes)
     shaped = {
-        "data": replace(parts["data"], shape=(*shape[:-1], shape[-1] // per_word)),
-        "scales": _one_per_block("scales", parts["scales"], grid),
+        "data": replace(data, shape=(*shape[:-1], shape[-1] // per_word)),
+        "scales": _one_per_block("scales", scales, grid),
     }
     packed_zeros = False
     if form == "tensor":
+        zeros = parts["zeros"]
         packed_zeros = _choice(zero_point, "packing", {"same_as_data", "plain"}) == "same_as_data"
         if not packed_zeros:
-            shaped["zeros"] = _one_per_block("zeros", parts["zeros"], grid)
-        elif grid[-1] % per_word or axis != len(shape) - 1:
+            shaped["zeros"] = _one_per_block("zeros", zeros, grid)
+        elif grid[-1] % per_word or axis != last:
             return None
         else:
-            shaped["zeros"] = _packed_like_data(parts["zeros"], parts["data"], grid, per_word)
+            if BITS[zeros.dtype] != word_bits:
+                reason = f"'zeros' is {zeros.dtype}, but packed as 'data', which is {data.dtype}"
+                raise _broken(reason)
+            _check_size("zeros", zeros, _packed_size(prod(grid), per_word, word_bits))
+            shaped["zeros"] = replace(zeros, shape=(*grid[:-1], grid[-1] // per_word))
+    zero = {"none": 0, "tensor": None}.get(form, zero_point.get("value"))
+    if form == "implied" and type(zero) is not int:
+        raise _broken("an implied zero point without an integer 'value'")
     # In a signed word several codes are as unsigned as in its counterpart.
-    signed = parts["data"].dtype.startswith("int") and per_word == 1
+    signed = data.dtype.startswith("int") and per_word == 1
     return shaped, Quantization(
         block=block,
         code="int8" if signed else "uint8",
         bits=bits,
         word_bits=word_bits,
-        axis=len(shape) - 1,
+        axis=last,
         msb_first=msb_first,
-        zero=_fixed_zero(zero_point, form),
+        zero=zero,
         packed_zeros=packed_zeros,
         scale_axes=scale_axes,
     )
 
 
-def microscaled(
+def _microscaled(
     shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
-) -> tuple[dict[str, Part], Quantization] | None:
+) -> _Pinned:
     """Read ``zt.mx/1``: OCP microscaling, small floats with a power of two for each block."""
-    require_roles("zt.mx/1", parts, "data", "scales", exactly=True)
+    require_roles(_MICROSCALED, parts, ("data", "scales"))
     data, scales = parts["data"], parts["scales"]
     _choice(attrs, "scale_form", {"e8m0_exponent"})
     _check_scale_type(scales, attrs)
@@ -111,23 +128,22 @@ def microscaled(
         return None
     block = _block_along(len(shape), axis, extent)
     scale_axes = _lanes_first(len(shape), axis)
+    grid = _grid(shape, block, scale_axes)
     shaped = {
         "data": replace(data, shape=shape),
-        "scales": _one_per_block("scales", scales, _grid(shape, block, scale_axes)),
+        "scales": _one_per_block("scales", scales, grid),
     }
-    return shaped, Quantization(
-        block=block,
-        code=data.dtype,
-        bits=bits,
-        word_bits=bits,
-        axis=len(shape) - 1,
-        scale_axes=scale_axes,
-    )
+    last = len(shape) - 1
+    return shaped, Quantization(block, data.dtype, bits, bits, last, scale_axes=scale_axes)
+
+
+#: What pins down how codes become numbers, by layout; None where a profile leaves it open.
+READERS = {_GROUPS: _group_quantized, _MICROSCALED: _microscaled}
 
 
 def check_gguf(shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> None:
     """Check ``gguf.TYPE/1``, whose blocks are opaque."""
-    require_roles("gguf", parts, "data", exactly=True)
+    require_roles("gguf", parts, ("data",))
     if parts["data"].dtype != "uint8":
         raise _broken(f"blocks of type {parts['data'].dtype}: expected u8")
     elements, nbytes = _uint(attrs, "elems_per_block"), _uint(attrs, "block_bytes")
@@ -143,15 +159,12 @@ def _broken(reason: str) -> FormatError:
 def _map(attrs: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = attrs.get(key)
     if not isinstance(value, dict):
-        raise _broken(f"the attribute {key!r} is no map")
+        raise _broken(f"the attribute {key!r} is not a map")
     return value
 
 
 def _uint(attrs: Mapping[str, Any], key: str) -> int:
-    value = attrs.get(key)
-    if type(value) is not int or value < 0:
-        raise _broken(f"the attribute {key!r} is no unsigned integer")
-    return value
+    return number(f"the attribute {key!r}", attrs.get(key), "LayoutRule")
 
 
 def _choice(attrs: Mapping[str, Any], key: str, choices: AbstractSet[Any]) -> Any:
@@ -171,28 +184,10 @@ def _axis(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> int:
     return axis
 
 
-def _word_bits(data: Part, packing: Mapping[str, Any]) -> int:
-    word = SHORT[_choice(packing, "word", {"u8", "u16", "u32", "u64"})]
-    if data.dtype not in {word, word.removeprefix("u")}:
-        raise _broken(f"'word' is {word}, but 'data' is {data.dtype}")
-    return BITS[word]
-
-
 def _check_scale_type(scales: Part, attrs: Mapping[str, Any]) -> None:
     form = _choice(attrs, "scale_form", _SCALE_TYPES.keys())
     if scales.dtype not in _SCALE_TYPES[form]:
         raise _broken(f"'scales' is {scales.dtype}, which is not for {form}")
-
-
-def _fixed_zero(zero_point: Mapping[str, Any], form: str) -> int | None:
-    if form == "tensor":
-        return None
-    if form == "none":
-        return 0
-    value = zero_point.get("value")
-    if type(value) is not int:
-        raise _broken("an implied zero point without an integer 'value'")
-    return value
 
 
 def _group_block(
@@ -235,13 +230,6 @@ def _one_per_block(role: str, part: Part, grid: tuple[int, ...]) -> Part:
     return replace(part, shape=grid)
 
 
-def _packed_like_data(zeros: Part, data: Part, grid: tuple[int, ...], per_word: int) -> Part:
-    if BITS[zeros.dtype] != BITS[data.dtype]:
-        raise _broken(f"'zeros' is {zeros.dtype}, but packed as 'data', which is {data.dtype}")
-    _check_size("zeros", zeros, _packed_size(prod(grid), per_word, BITS[data.dtype]))
-    return replace(zeros, shape=(*grid[:-1], grid[-1] // per_word))
-
-
 def _packed_size(codes: int, per_word: int, word_bits: int) -> int:
     if codes % per_word:
         raise _broken(f"{codes} codes do not fill words of {per_word}")
@@ -251,8 +239,71 @@ def _packed_size(codes: int, per_word: int, word_bits: int) -> int:
 def _check_size(role: str, part: Part, expected: int) -> None:
     size = decoded_size(part)
     if size != expected:
-        raise FormatError(
-            f"{role!r} has {size} bytes: expected {expected}",
-            offset=part.offset,
-            rule="LayoutRule",
-        )
+        reason = f"{role!r} has {size} bytes: expected {expected}"
+        raise FormatError(reason, offset=part.offset, rule="LayoutRule")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def quantized_layout(tensor: Tensor, parts: Mapping[str, Part]) -> tuple[str, dict[str, Any]]:
+    """Find the layout that a quantised tensor can be read from again, and its attributes."""
+    unshaped = {role: replace(part, shape=None) for role, part in parts.items()}
+    wanted = tensor.quantization
+    if wanted is not None and not wanted.scale_axes:
+        wanted = replace(wanted, scale_axes=tuple(range(tensor.ndim)))
+    for layout, attrs in _candidates(tensor, parts):
+        try:
+            pinned = READERS[layout](tensor.shape, unshaped, attrs)
+        except FormatError:
+            continue
+        if pinned is not None and pinned[1] == wanted:
+            return layout, attrs
+    raise UnsupportedError(
+        "quantised as no layout of version 2 is",
+        tensor=tensor.name,
+        rule="Layout",
+        hint="Save the values that it decodes to",
+    )
+
+
+def _candidates(tensor: Tensor, parts: Mapping[str, Part]) -> Iterator[tuple[str, dict[str, Any]]]:
+    own = dict(tensor.attrs)
+    yield _MICROSCALED if "block_size" in own else _GROUPS, own
+    quantization = tensor.quantization
+    if quantization is None or not tensor.shape or "scales" not in parts:
+        return
+    along = [axis for axis, extent in enumerate(quantization.block) if extent > 1]
+    if len(along) > 1:
+        return
+    axis = along[0] if along else tensor.ndim - 1
+    extent = quantization.block[axis]
+    exponents = {"axis": axis, "block_size": extent, "scale_form": "e8m0_exponent"}
+    yield _MICROSCALED, own | exponents
+    scales = parts["scales"].dtype
+    form = "f16_factors" if BITS[scales] == 16 else "f32_factors"
+    yield (
+        _GROUPS,
+        own
+        | {
+            "bits": quantization.bits,
+            "group_size": extent,
+            "axis": axis,
+            "packing": {
+                "word": f"u{quantization.word_bits}",
+                "order": "msb_first" if quantization.msb_first else "lsb_first",
+                "per_word": quantization.word_bits // quantization.bits,
+            },
+            "scale_form": "e8m0_exponent" if scales == "float8_e8m0fnu" else form,
+            "zero_point": _zero_point(quantization),
+        },
+    )
+
+
+def _zero_point(quantization: Quantization) -> dict[str, Any]:
+    if quantization.zero is None:
+        packing = "same_as_data" if quantization.packed_zeros else "plain"
+        return {"form": "tensor", "packing": packing}
+    if quantization.zero == 0:
+        return {"form": "none"}
+    return {"form": "implied", "value": quantization.zero}

@@ -1,126 +1,268 @@
-"""Versions 1.0, 1.1 and 1.2: a manifest of named tensors made of components.
+"""Versions 0.1 to 1.2: read, and 1.0 written.
 
-The three share a magic. A file of 1.0 ends with the size of the manifest; those of 1.1 and 1.2,
-which differ only in what 1.2 adds, end with the magic once more. Rulings where the specification
-of 1.0 contradicts itself or real files are at the places they concern.
+Version 0.1 is an array of tensors, one blob each, whose entries carry what their writer wanted to
+say of a tensor next to the fields of the format. The sparse layouts pack all their arrays into the
+one blob; no published writer made such a file.
+
+Versions 1.0, 1.1 and 1.2 share a magic: a file of 1.0 ends with the size of the manifest, those of
+1.1 and 1.2, which differ only in what 1.2 adds, end with the magic once more. Rulings where the
+specification of 1.0 contradicts itself or real files are at the places they concern.
+
+Version 1.0 is written byte for byte as its reference implementation does (tag 1.0.1), in one order:
+the head, blobs at multiples of 64 in the order of the file that they come from, else of the
+tensors, right after the last one the manifest with tensors in the order of their UTF-8 bytes, and
+its length. The manifest comes last because the size of a compressed blob, and a digest, are known
+only when it is written. That implementation demands `generator` and `attributes` in the root, and
+texts as values of the latter. The specification does not. It gives tensors no attributes; here they
+have them as in version 1.1, in a field that readers of version 1.0 ignore.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
-from xckpt.formats.kit import DIMS_KEY, with_dims
-from xckpt.formats.ztensor.elements import (
-    LONG,
-    SHORT_1,
-    TYPES_1,
-    wrong_carrier,
-)
-from xckpt.formats.ztensor.extents import Extents
+from xckpt.formats import kit
+from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.ztensor.layouts import (
-    checked_shape,
-    coo,
-    csr,
-    dense_size,
-    first_dtype,
+    BITS,
+    LAYOUT_KEY,
+    LOGICAL_1,
+    LONG,
+    ROLES,
+    SHORT_1,
+    Entry,
+    check_dense,
+    element,
+    end_of,
     flat,
+    planned,
     require_roles,
-    wrong_dense_size,
+    sparse,
+    storable_parts,
+    unknown,
+    unnamed_layout,
+    wished,
 )
-from xckpt.formats.ztensor.manifest import attributes, decode, locate, mapping, mistyped, text
-from xckpt.formats.ztensor.storable import LAYOUT_KEY
-from xckpt.formats.ztensor.unknown import unknown_element, unknown_encoding, unknown_encodings
+from xckpt.formats.ztensor.manifest import (
+    attributes,
+    decode,
+    locate,
+    root_attributes,
+    storable,
+    text,
+)
 from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Literal, Plan, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
+    from xckpt.plan import Written
 
-__all__ = ["MAGIC", "read"]
+MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 
-MAGIC = b"ZTEN1000"
-
+_ALIGNMENT = 64
+_HEAD = _FOOTER = 8
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.[0-9]{1,9})?")
-_ROLES = {
-    "dense": ("data",),
-    "sparse_csr": ("values", "indices", "indptr"),
-    "sparse_coo": ("values", "coords"),
-}
-_ENCODINGS = (None, "raw", "zstd")
+_FIELDS_0 = frozenset(
+    {"name", "offset", "size", "dtype", "layout", "shape", "encoding", "data_endianness"}
+    | {"checksum"}
+)
+_INDEX_NBYTES = 8
 _INDICES = frozenset({"indices", "indptr", "coords"})
+# What is written for each compression and digest that is wanted.
+_ENCODINGS = {None: None, "zstd": "zstd", "zstd-seekable": "zstd"}
+_DIGESTS = {None: None, "crc32c": "crc32c", "sha256": "sha256", "xxh3": "crc32c"}
+_GENERATOR = "xckpt"
+# Of the 128 levels that the reference implementation reads, a tensor's attributes are the fourth.
+_LEVELS = 125
 
 
-def read(source: Readable, tail: bytes) -> Index:
-    """Read the index of a file of version 1.0, 1.1 or 1.2."""
+def read(source: Readable, magic: bytes) -> Index:
+    """Read a file of version 0.1, 1.0, 1.1 or 1.2."""
+    tail = bytes(source.read(source.size - 16, 16))
     # 1.0 has no footer magic: the 16 bytes that its specification subtracts from the size are
     # the head and the footer.
-    plain = tail[8:] != MAGIC
+    plain = tail[8:] != MAGIC or magic == MAGIC_0
     footer = 8 if plain else 16
     length = int.from_bytes(tail[16 - footer :][:8], "little")
     start = locate(source.size, footer, length)
-    extents = Extents(source.size, start)
+    ranges = _Ranges(source.size, start)
+    attrs: dict[str, Any] = {}
+    warnings: tuple[str, ...] = ()
     try:
-        root = mapping("manifest", decode(bytes(source.read(start, length))))
-        version, newer = _version(root, known_minor=0 if plain else 2)
-        tensors = _Reading(extents, plain=plain).tensors(root)
-        attrs = _root_attributes(root)
+        # A file of version 0.1 that is nothing but head and footer lacks even the manifest.
+        empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
+        root: Any = [] if empty else decode(bytes(source.read(start, length)))
+        if magic == MAGIC_0:
+            version, tensors = "0.1", _tensors_0(root, ranges)
+        else:
+            version, warnings = _version(mapping("manifest", root), 0 if plain else 2)
+            tensors = _Reading(ranges, plain=plain).tensors(root)
+            attrs = attributes(root.get("attributes"))
+            if "generator" in root:
+                generator = attributes({"generator": root["generator"]})
+                attrs = {**generator, **attrs}
     except CheckpointError as error:
-        if error.offset is None:
-            error.offset = start
+        error.located(offset=start)
         raise
-    dims = attrs.pop(DIMS_KEY, None)
     return Index(
-        format="ztensor",
-        version=version,
-        tensors=tensors if dims is None else with_dims(tensors, dims),
-        attrs=attrs,
-        source=source.name,
-        nbytes=source.size,
-        warnings=(*newer, *extents.notes.warnings()),
+        "ztensor",
+        version,
+        kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None)),
+        attrs,
+        source.name,
+        source.size,
+        warnings=(*warnings, *ranges.notes.warnings()),
     )
 
 
-def _version(root: Mapping[Any, Any], *, known_minor: int) -> tuple[str, tuple[str, ...]]:
+class _Ranges:
+    """The byte ranges in one file: bounds, and what the specifications let pass."""
+
+    def __init__(self, size: int, data_end: int) -> None:
+        self._size = size
+        self._data_end = data_end
+        self.notes = kit.Notes()
+
+    def check(self, tensor: str, offset: Any, nbytes: Any) -> tuple[int, int]:
+        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+            number("offset", offset)
+            number("length", nbytes)
+        end = offset + nbytes
+        if end > self._size:
+            reason = f"bytes {offset} to {end} are not in a file of {self._size}"
+            raise FormatError(reason, rule="BlobBounds")
+        if offset % _ALIGNMENT:
+            self._note("not at a multiple of 64, which is slower to read", tensor, offset)
+        if nbytes and (offset < _HEAD or end > self._data_end):
+            self._note("overlapping the head or the manifest", tensor, offset)
+        return offset, nbytes
+
+    def check_digest(self, tensor: str, offset: int, digest: str) -> None:
+        """Note a digest of an unknown algorithm. A malformed one fails when the part is read."""
+        algorithm, colon, _ = digest.partition(":")
+        if colon and algorithm not in {"crc32c", "sha256"}:
+            reason = f"with a digest of the unknown algorithm {shown(algorithm)}, not verified"
+            self._note(reason, tensor, offset)
+
+    def _note(self, reason: str, tensor: str, offset: int) -> None:
+        self.notes.add(reason, f"tensor {shown(tensor)} at byte {offset}")
+
+
+# --- reading 0.1 ----------------------------------------------------------------------------------
+
+
+def _tensors_0(entries: Any, ranges: _Ranges) -> dict[str, Tensor]:
+    if type(entries) is not list:
+        raise mistyped("manifest", entries, "an array")
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        name = text("name", mapping("tensor", entry).get("name"))
+        if name in tensors:
+            raise FormatError("two tensors have this name", tensor=name, rule="NameCollision")
+        try:
+            tensors[name] = _tensor_0(name, entry, ranges)
+        except CheckpointError as error:
+            raise error.located(tensor=name) from None
+    return tensors
+
+
+def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
+    shape = kit.as_shape(entry.get("shape"))
+    layout = text("layout", entry.get("layout"))
+    spelled = text("dtype", entry.get("dtype"))
+    dtype = LONG.get(spelled)
+    offset, nbytes = ranges.check(name, entry.get("offset"), entry.get("size"))
+    encoding = entry.get("encoding")
+    if encoding is not None:
+        encoding = None if text("encoding", encoding) == "raw" else encoding
+    digest = entry.get("checksum")
+    if digest is not None:
+        ranges.check_digest(name, offset, text("checksum", digest))
+    more = {key: of for key, of in entry.items() if key not in _FIELDS_0 and type(key) is str}
+    attrs = attributes(more)
+    blob = Part("uint8", None, offset, nbytes, encoding, digest=digest)
+    problem = None
+    if encoding not in {None, "zstd"}:
+        problem = unknown("encoding", encoding, name, offset)
+    if layout == "dense" and dtype is not None and problem is None:
+        order = entry.get("data_endianness")
+        if order is not None and text("data_endianness", order) not in {"little", "big"}:
+            raise FormatError(f"the byte order {shown(order)}", rule="Schema")
+        # Writers state it for raw data only; what they compress is little-endian.
+        is_big = order == "big" and encoding is None
+        part = Part(
+            dtype,
+            shape,
+            offset,
+            nbytes,
+            encoding,
+            digest=digest,
+            byteorder="big" if is_big else "little",
+        )
+        check_dense(part, shape)
+        return Tensor(name, dtype, shape, {"data": part}, attrs=attrs)
+    if layout == "dense":
+        problem = problem or unknown("element type", spelled, name, offset)
+        parts = {"data": flat(blob)}
+        return Tensor(name, dtype or spelled, shape, parts, attrs=attrs, problem=problem)
+    if layout == "sparsecsr" and dtype is not None and encoding is None:
+        return Tensor(name, dtype, shape, _rows_0(dtype, shape, blob), "sparse_csr", attrs=attrs)
+    # The coordinates and values of "sparsecoo" alternate: not an array of anything.
+    attrs[LAYOUT_KEY] = layout
+    parts = {"data": flat(blob)}
+    kind = dtype or "uint8"
+    return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
+
+
+def _rows_0(dtype: str, shape: tuple[int, ...], blob: Part) -> dict[str, Part]:
+    """Split a blob that is row pointers, column indices and values, one after the other."""
+    if len(shape) != 2:
+        raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
+    pointers = _INDEX_NBYTES * (shape[0] + 1)
+    width = BITS[dtype] // 8
+    nonzero, rest = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
+    if nonzero < 0 or rest:
+        reason = f"{blob.nbytes} bytes are not {pointers} of row pointers "
+        reason += f"and a multiple of {_INDEX_NBYTES + width}"
+        raise FormatError(reason, offset=blob.offset, rule="LayoutRule")
+    indices = blob.offset + pointers
+    values = indices + _INDEX_NBYTES * nonzero
+    # The digest is of the whole blob, hence of none of them.
+    return {
+        "values": Part(dtype, (nonzero,), values, width * nonzero),
+        "indices": Part("uint64", (nonzero,), indices, _INDEX_NBYTES * nonzero),
+        "indptr": Part("uint64", (shape[0] + 1,), blob.offset, pointers),
+    }
+
+
+# --- reading 1.0, 1.1 and 1.2 ---------------------------------------------------------------------
+
+
+def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str, ...]]:
     version = text("version", root.get("version"))
     parsed = _VERSION.fullmatch(version)
     if parsed is None:
-        raise FormatError(f"the version {shown(version)} is no version", rule="Version")
+        raise FormatError(f"the version {shown(version)} is not a version", rule="Version")
     if int(parsed[1]) != 1:
-        raise FormatError(
-            f"version {version}: expected 1.x, as the magic says",
-            rule="Version",
-        )
+        reason = f"version {version}: expected 1.x, as the magic says"
+        raise FormatError(reason, rule="Version")
     if int(parsed[2]) > known_minor:
         return version, (f"version {version} is newer than 1.{known_minor}, which is known",)
     return version, ()
 
 
-def _root_attributes(root: Mapping[Any, Any]) -> dict[str, Any]:
-    attrs = attributes(root.get("attributes"))
-    if "generator" in root:
-        attrs.setdefault("generator", attributes({"generator": root["generator"]})["generator"])
-    return attrs
-
-
 class _Reading:
-    """Makes the tensors of one manifest.
+    """Makes the tensors of one manifest; `plain` is version 1.0."""
 
-    Parameters
-    ----------
-    extents : Extents
-        The ranges of the file.
-    plain : bool
-        Whether it is of version 1.0.
-    """
-
-    def __init__(self, extents: Extents, *, plain: bool) -> None:
-        self._check = extents.check
-        self._check_digest = extents.check_digest
+    def __init__(self, ranges: _Ranges, *, plain: bool) -> None:
+        self._ranges = ranges
         self._plain = plain
-        self._element = _element_of_tensor if plain else _element_of_component
 
     def tensors(self, root: Mapping[Any, Any]) -> dict[str, Tensor]:
         """Read all tensors; entries leave the manifest, which spares the garbage collector."""
@@ -136,178 +278,203 @@ class _Reading:
         return tensors
 
     def _tensor(self, name: str, entry: Any) -> Tensor:
-        if type(entry) is not dict:
-            raise mistyped("tensor", entry, "a map")
-        shape = checked_shape(entry.get("shape"))
+        shape = kit.as_shape(mapping("tensor", entry).get("shape"))
         components = mapping("components", entry.get("components"))
-        layout = text("format", entry.get("format"))
-        if layout not in _ROLES:
-            return self._structural(name, entry, shape, components)
+        layout: Any = text("format", entry.get("format"))
+        attrs = attributes(entry["attributes"]) if "attributes" in entry else {}
+        if layout not in ROLES:
+            return self._structural(name, entry, shape, components, attrs)
+        roles = ROLES[layout]
+        require_roles(layout, components, roles, exactly=False)
+        main = components[roles[0]]
+        problem: CheckpointError | None = None
         try:
-            if layout == "dense" and "data" in components:
-                return self._dense(name, entry, shape, components["data"])
-            require_roles(layout, components, *_ROLES[layout])
-            return self._sparse(name, entry, shape, components)
-        except UnsupportedError as problem:
+            whole = shape if layout == "dense" else None
+            parts = {role: self._part(name, role, entry, components[role], whole) for role in roles}
+            kind = parts[roles[0]].dtype
+            if layout == "dense":
+                check_dense(parts["data"], shape)
+        except UnsupportedError as error:
+            parts = {role: flat(self._bare_part(name, components[role])) for role in roles}
+            error.located(offset=parts[roles[0]].offset)
             # A traceback would keep the whole manifest alive.
-            bare = problem.with_traceback(None)
-            return self._unreadable(name, entry, shape, components, bare)
-
-    def _dense(
-        self, name: str, entry: dict[Any, Any], shape: tuple[int, ...], component: Any
-    ) -> Tensor:
-        dtype = self._dtype(name, entry, component, "data")
-        part = self._part(name, component, dtype, shape)
-        size = part.nbytes if part.encoding is None else part.decoded_nbytes
-        if size != dense_size(dtype, shape) and size is not None:
-            raise wrong_dense_size(dtype, shape, size, part.offset)
-        return Tensor(name, dtype, shape, {"data": part}, attrs=self._attrs(entry, component))
-
-    def _sparse(
-        self, name: str, entry: dict[Any, Any], shape: tuple[int, ...], components: dict[Any, Any]
-    ) -> Tensor:
-        layout = entry["format"]
-        parts = {
-            role: self._part(
-                name, components[role], self._dtype(name, entry, components[role], role)
-            )
-            for role in _ROLES[layout]
-        }
-        problem = None
-        # Readers of these versions find out when they assemble the tensor: the rest is fine.
-        try:
-            parts = csr(shape, parts) if layout == "sparse_csr" else coo(shape, parts)
-        except FormatError as error:
-            problem = error.with_traceback(None).located(tensor=name)
-            parts = {role: flat(part) for role, part in parts.items()}
-        return Tensor(
-            name,
-            parts["values"].dtype,
-            shape,
-            parts,
-            layout,
-            attrs=self._attrs(entry, components["values"]),
-            problem=problem,
-        )
+            problem = error.with_traceback(None)
+            spelled, dtype = self._element(entry, main, roles[0])
+            kind = dtype or spelled
+        if layout != "dense" and problem is None:
+            # Readers of these versions find out when they assemble the tensor: the rest is fine.
+            try:
+                parts = sparse(layout, shape, parts)
+            except FormatError as error:
+                problem = error.with_traceback(None).located(tensor=name)
+                parts = {role: flat(part) for role, part in parts.items()}
+        if not self._plain and main.get("type") is not None:
+            attrs.setdefault("type", main["type"])
+        return Tensor(name, kind, shape, parts, layout, attrs=attrs, problem=problem)
 
     def _structural(
-        self, name: str, entry: dict[Any, Any], shape: tuple[int, ...], components: dict[Any, Any]
-    ) -> Tensor:
-        parts = {}
-        for role, component in components.items():
-            _, dtype = self._element(entry, component, text("role", role))
-            # 1.0 states one type for the tensor: for roles it does not define, that is no type.
-            dtype = None if self._plain else dtype
-            part = self._part(name, component, dtype or "uint8", understood=False)
-            parts[role] = flat(part)
-        encodings = [(field.get("encoding"), field["offset"]) for field in components.values()]
-        dtype = LONG.get(text("dtype", entry.get("dtype"))) if self._plain else None
-        dtype = dtype or first_dtype(parts.values())
-        return Tensor(
-            name,
-            dtype,
-            shape,
-            parts,
-            "structural",
-            attrs={**self._attrs(entry, {}), LAYOUT_KEY: entry["format"]},
-            problem=unknown_encodings(name, encodings, _ENCODINGS),
-        )
-
-    def _unreadable(
         self,
         name: str,
         entry: dict[Any, Any],
         shape: tuple[int, ...],
         components: dict[Any, Any],
-        problem: UnsupportedError,
+        attrs: dict[str, Any],
     ) -> Tensor:
-        layout = entry["format"]
-        parts = {
-            role: flat(self._part(name, components[role], "uint8", understood=False))
-            for role in _ROLES[layout]
-        }
-        main = _ROLES[layout][0]
-        if problem.offset is None:
-            problem.offset = parts[main].offset
-        spelled, dtype = self._element(entry, components[main], main)
-        return Tensor(
-            name,
-            dtype or spelled,
-            shape,
-            parts,
-            layout,
-            attrs=self._attrs(entry, components[main]),
-            problem=problem,
-        )
+        parts: dict[str, Part] = {}
+        problem = None
+        for role, component in components.items():
+            _, dtype = self._element(entry, component, text("role", role))
+            # 1.0 states one type for the tensor: for roles it does not define, that is no type.
+            part = self._bare_part(name, component, None if self._plain else dtype)
+            parts[role] = flat(part)
+            if problem is None and part.encoding not in {None, "zstd"}:
+                problem = unknown("encoding", str(part.encoding), name, part.offset)
+        kind = LONG.get(text("dtype", entry.get("dtype"))) if self._plain else None
+        kind = kind or next((part.dtype for part in parts.values()), "uint8")
+        attrs = {**attrs, LAYOUT_KEY: entry["format"]}
+        return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
-    def _dtype(self, name: str, entry: dict[Any, Any], component: Any, role: str) -> str:
-        spelled, dtype = self._element(entry, component, role)
-        if dtype is None:
-            raise unknown_element(spelled, name)
-        return dtype
+    def _element(self, entry: dict[Any, Any], component: Any, role: str) -> tuple[str, str | None]:
+        """Return the element type of a part as it is spelled, and its name here if it is known."""
+        if not self._plain:
+            return element(mapping("component", component), SHORT_1, LOGICAL_1)
+        if role in _INDICES:
+            return "uint64", "uint64"
+        spelled = text("dtype", entry.get("dtype"))
+        return spelled, LONG.get(spelled)
 
     def _part(
         self,
         name: str,
+        role: str,
+        entry: dict[Any, Any],
         component: Any,
-        dtype: str,
-        shape: tuple[int, ...] | None = None,
-        *,
-        understood: bool = True,
+        shape: tuple[int, ...] | None,
     ) -> Part:
+        spelled, dtype = self._element(entry, component, role)
+        if dtype is None:
+            raise unknown("element type", spelled, name)
+        part = self._bare_part(name, component, dtype, shape)
+        if part.encoding not in {None, "zstd"}:
+            raise unknown("encoding", str(part.encoding), name, part.offset)
+        return part
+
+    def _bare_part(
+        self,
+        name: str,
+        component: Any,
+        dtype: str | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Part:
+        """Read a part whose encoding may be unknown."""
         if type(component) is not dict:
             raise mistyped("component", component, "a map")
-        offset, nbytes = self._check(name, component.get("offset"), component.get("length"))
+        get = component.get
+        offset, nbytes = self._ranges.check(name, get("offset"), get("length"))
         encoding = decoded = None
-        if component.get("encoding", "raw") != "raw":
-            encoding = _encoding(component["encoding"])
-            if encoding != "zstd" and encoding is not None and understood:
-                raise unknown_encoding(encoding, name, offset)
-            if encoding is not None and not self._plain:
-                decoded = _decoded_size(component)
-        digest = component.get("digest")
-        if digest is not None:
-            self._check_digest(name, offset, text("digest", digest))
-        return Part(dtype, shape, offset, nbytes, encoding, decoded, digest)
-
-    def _attrs(self, entry: dict[Any, Any], component: dict[Any, Any]) -> dict[str, Any]:
-        attrs = attributes(entry["attributes"]) if "attributes" in entry else {}
-        if component.get("type") is not None and not self._plain:
-            attrs.setdefault("type", component["type"])
-        return attrs
+        if (spelled := get("encoding")) is not None and text("encoding", spelled) != "raw":
+            encoding = spelled
+            if not self._plain and (decoded := get("uncompressed_length")) is not None:
+                number("uncompressed_length", decoded)
+        if (digest := get("digest")) is not None:
+            self._ranges.check_digest(name, offset, text("digest", digest))
+        return Part(dtype or "uint8", shape, offset, nbytes, encoding, decoded, digest)
 
 
-def _element_of_tensor(entry: dict[Any, Any], _component: Any, role: str) -> tuple[str, str | None]:
-    """Return the element type of a part as 1.0 spells it, and its name here if it is known."""
-    if role in _INDICES:
-        return "uint64", "uint64"
-    spelled = text("dtype", entry.get("dtype"))
-    return spelled, LONG.get(spelled)
+# --- writing 1.0 ----------------------------------------------------------------------------------
 
 
-def _element_of_component(
-    _entry: dict[Any, Any], component: Any, _role: str
-) -> tuple[str, str | None]:
-    """Return the element type of a part as 1.1 and 1.2 do."""
-    component = mapping("component", component)
-    spelled = text("dtype", component.get("dtype"))
-    logical = component.get("type")
-    if logical is None:
-        return spelled, SHORT_1.get(spelled)
-    if text("type", logical) not in TYPES_1:
-        return logical, None
-    dtype, carrier = TYPES_1[logical]
-    if spelled != carrier:
-        raise wrong_carrier(logical, spelled, carrier)
-    return logical, dtype
+def plan(index: Index) -> Plan:
+    """Lay out a file of version 1.0."""
+    attrs = root_attributes(index, _LEVELS, index.tensors)
+    generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
+    root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
+    return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC))
 
 
-def _encoding(value: Any) -> str | None:
-    return None if value is None else text("encoding", value)
+def append(source: Readable, index: Index, old: Index) -> Plan:
+    """Lay out what makes a file of version 1.0 hold more tensors."""
+    length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
+    start = locate(source.size, _FOOTER, length)
+    root = mapping("manifest", decode(bytes(source.read(start, length))))
+    added = root_attributes(index, _LEVELS, {**old.tensors, **index.tensors})
+    if "generator" in root:
+        added.pop("generator", None)
+    kept = attributes(root.get("attributes"))
+    kept.pop(kit.DIMS_KEY, None)
+    root["attributes"] = {**kept, **added}
+    return _planned(index, root, (), source.size)
 
 
-def _decoded_size(component: dict[Any, Any]) -> int | None:
-    size = component.get("uncompressed_length")
-    if size is not None and (type(size) is not int or size < 0):
-        raise mistyped("uncompressed_length", size, "a non-negative integer")
-    return size
+def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
+    entries = {name: _entry(tensor) for name, tensor in by_source(index.tensors).items()}
+    return planned(literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start))
+
+
+def _entry(tensor: Tensor) -> Entry:
+    name = kit.check_text("the name", tensor.name, tensor.name)
+    parts = storable_parts(tensor, ("uint64",))
+    main = ROLES.get(tensor.layout, ("",))[0]
+    dtype = parts[main].dtype if main in parts else tensor.dtype
+    if dtype not in LONG:
+        raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
+    head = {"dtype": dtype, "shape": list(tensor.shape)}
+    attrs = dict(tensor.attrs)
+    if tensor.layout in ROLES:
+        head["format"] = tensor.layout
+    elif tensor.layout == "structural":
+        head["format"] = _structural(tensor, parts, attrs.pop(LAYOUT_KEY, None))
+    else:
+        raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
+    parts = wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+    return Entry(head, parts, storable(attrs, _LEVELS, name))
+
+
+def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
+    """Return the layout of a tensor that is its parts, of which the version says no types."""
+    if type(layout) is not str or layout in ROLES:
+        raise unnamed_layout(tensor, ROLES)
+    for role, part in parts.items():
+        if part.dtype != "uint8":
+            reason = f"version 1.0 has no type of its own for the part {shown(role)}, {part.dtype}"
+            raise _lacking(reason, tensor.name, "Layout")
+        kit.check_text("the part", role, tensor.name)
+    return kit.check_text("the layout", layout, tensor.name)
+
+
+def _lacking(reason: str, tensor: str, rule: str) -> UnsupportedError:
+    hint = "Write version='2', which has it"
+    return UnsupportedError(reason, tensor=tensor, rule=rule, hint=hint)
+
+
+def _finish(
+    root: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    start: int,
+    written: Mapping[tuple[str, str], Written],
+) -> tuple[Literal, ...]:
+    """Make the manifest and the footer."""
+    import cbor2
+
+    tensors = dict(root["tensors"])
+    for name, entry in entries.items():
+        roles = sorted(entry.parts)
+        components = {role: _component(entry.parts[role], written[name, role]) for role in roles}
+        tensors[name] = {**entry.head, "components": components}
+        if entry.attrs:
+            tensors[name]["attributes"] = entry.attrs
+    manifest = cbor2.dumps({**root, "tensors": dict(sorted(tensors.items()))})
+    footer = len(manifest).to_bytes(_FOOTER, "little")
+    return (Literal(end_of(written, start), manifest + footer),)
+
+
+def _component(part: Part, written: Written) -> dict[str, Any]:
+    component: dict[str, Any] = {"offset": written.offset, "length": written.nbytes}
+    if part.encoding is not None:
+        component["encoding"] = part.encoding
+    if written.digest is not None:
+        algorithm, _, value = written.digest.partition(":")
+        # As the specification spells it.
+        checksum = f"crc32c:0x{value.removeprefix('0x').upper()}"
+        component["digest"] = checksum if algorithm == "crc32c" else written.digest
+    return component

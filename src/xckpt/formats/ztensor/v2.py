@@ -3,115 +3,197 @@
 Every rule of the reference reader is enforced at open, under its name, and one that it lacks: it
 computes the size of dense data in 64 bits and skips the check where that overflows. Layouts whose
 attributes leave the decoding open are shown as their parts.
+
+What is written is the canonical form as far as that is known before the data are: the head, blobs
+at multiples of 64 KiB in the order of the UTF-8 bytes of tensors and then of roles, the manifest
+likewise, right after it the footer. Every part has a digest of its decoded bytes, XXH3 where no
+other is wanted. Parts without bytes are one blob. Beyond the canonical form there are compressed
+parts (``zt.zstd-seekable/1``), smaller alignments, and equal data that are stored more than once:
+what is equal shows when it has been written. A new generation of a file is blobs, a manifest of all
+tensors and a footer after the old footer.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
-from xckpt.formats.kit import DIMS_KEY, with_dims
-from xckpt.formats.ztensor.container_v2 import (
-    ALIGNMENT,
-    FOOTER_NBYTES,
-    LONGEST_NAME,
-    SMALLEST,
-    Footer,
-    read_manifest,
-)
-from xckpt.formats.ztensor.elements import (
-    REGISTERED_TYPES,
-    SHORT,
-    wrong_carrier,
-)
+from xckpt.formats import kit
+from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.ztensor.layouts import (
-    checked_shape,
-    dense_size,
+    LAYOUT_KEY,
+    LOGICAL,
+    ROLES,
+    SHORT,
+    Entry,
+    check_dense,
+    element,
+    end_of,
+    flat,
+    planned,
     require_roles,
-    wrong_dense_size,
+    sparse,
+    storable_parts,
+    unknown,
+    unnamed_layout,
+    wished,
 )
 from xckpt.formats.ztensor.manifest import (
+    LARGEST,
     attributes,
-    mapping,
-    mistyped,
+    decode_deterministic,
+    root_attributes,
+    storable,
     text,
 )
-from xckpt.formats.ztensor.profiles import ARRAYS, profile, shown_as_parts
-from xckpt.formats.ztensor.storable import LAYOUT_KEY
-from xckpt.formats.ztensor.unknown import unknown_element, unknown_encoding, unknown_encodings
+from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
 from xckpt.index import Index, Part, Shard, Tensor
+from xckpt.plan import Literal, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
+    from xckpt.index import Layout
+    from xckpt.plan import Written
 
-__all__ = ["ENCODINGS", "read"]
+MAGIC = b"\x89ZT2\r\n\x1a\n"
+ALIGNMENT, CANONICAL_ALIGNMENT = 4096, 1 << 16
 
-
+_VERSION = 2
+# Offset, length and XXH3-64 of the manifest, version, zero, magic.
+_FOOTER = Struct("<QQQII8s")
+_SMALLEST = len(MAGIC) + _FOOTER.size
+_LONGEST_NAME = 1024
 _DIGEST = re.compile(r"[a-z0-9]+:[0-9a-f]+")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _ROLES = frozenset({"data", "values", "indices", "indptr", "coords", "scales", "zeros"})
-ENCODINGS = {"zt.zstd-seekable/1": "zstd-seekable"}
+_GGUF = re.compile(r"gguf\.[^/]+/1")
+
+# Layouts that are arrays even where their values cannot be decoded, and their names here.
+_ARRAYS: dict[str, Layout] = {
+    "dense": "dense",
+    "zt.sparse_csr/1": "sparse_csr",
+    "zt.sparse_coo/1": "sparse_coo",
+}
+_LAYOUTS = {layout: spelled for spelled, layout in _ARRAYS.items()}
+_SEEKABLE, _SPELLED_SEEKABLE = "zstd-seekable", "zt.zstd-seekable/1"
+# What is written for each compression and digest that is wanted.
+_ENCODINGS = {None: None, "zstd": _SEEKABLE, _SEEKABLE: _SEEKABLE}
+_DIGESTS = {None: "xxh3", "xxh3": "xxh3", "sha256": "sha256", "crc32c": "xxh3"}
+# The dtype and the type of a part.
+_SPELLED: dict[str, tuple[str, str | None]] = {
+    **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in LOGICAL.items()},
+    **{dtype: (spelled, None) for spelled, dtype in SHORT.items()},
+}
+# Of 33 levels, a value in the root's attributes is the third, a tensor's attributes are the fourth.
+_ROOT_LEVELS, _LEVELS = 31, 30
+
+
+# --- the container --------------------------------------------------------------------------------
+
+
+def _manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
+    """Read a manifest: where it begins and ends, and what it says; None in a data shard."""
+    import xxhash
+
+    found = _footer(source)
+    if found is None:
+        return None
+    start, length, digest = found
+    data = bytes(source.read(start, length))
+    try:
+        computed = xxhash.xxh3_64_intdigest(data)
+        if computed != digest:
+            reason = f"the manifest's hash is {computed:016x}, the footer says {digest:016x}"
+            raise FormatError(reason, rule="ManifestHash")
+        return start, start + length, mapping("manifest", decode_deterministic(data))
+    except CheckpointError as error:
+        error.offset = start
+        raise
+
+
+def _footer(source: Readable) -> tuple[int, int, int] | None:
+    """Return the offset, the length and the hash of the manifest."""
+    size, at = source.size, source.size - _FOOTER.size
+    if size < _SMALLEST:
+        reason = f"{size} bytes: expected {_SMALLEST} or more"
+        raise FormatError(reason, offset=0, rule="FileTooSmall")
+    start, length, digest, version, _, magic = _FOOTER.unpack(source.read(at, _FOOTER.size))
+    if magic != MAGIC:
+        raise FormatError(
+            f"the file ends {magic!r}, not with the magic",
+            offset=size - 8,
+            rule="FooterMagic",
+            hint="It may be truncated",
+        )
+    if version != _VERSION:
+        reason = f"version {version}: expected {_VERSION}"
+        raise FormatError(reason, offset=size - 16, rule="Version")
+    if not length:
+        if start or digest:
+            reason = "a data shard with the offset or the hash of a manifest"
+            raise FormatError(reason, offset=at, rule="ManifestBounds")
+        return None
+    if length > LARGEST:
+        reason = f"a manifest of {length} bytes is larger than {LARGEST}"
+        raise FormatError(reason, offset=at + 8, rule="ManifestTooLarge")
+    if start % ALIGNMENT or start == 0:
+        reason = f"the manifest's offset {start} is not a positive multiple of {ALIGNMENT}"
+        raise FormatError(reason, offset=at, rule="BlobAlignment")
+    if start + length > at:
+        reason = f"the manifest ends at {start + length}, the data at {at}"
+        raise FormatError(reason, offset=at, rule="ManifestBounds")
+    return start, length, digest
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read(source: Readable) -> Index:
-    """Read the index of a file of version 2."""
-    found = read_manifest(source)
+    """Read a file of version 2."""
+    found = _manifest(source)
     if found is None:
-        return Index(
-            format="ztensor", version="2", tensors={}, source=source.name, nbytes=source.size
-        )
-    footer, root = found
+        return Index("ztensor", "2", {}, source=source.name, nbytes=source.size)
+    start, end, root = found
     try:
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
         shards = _shards(root, source.name)
-        reading = _Reading(source.size, footer, shards)
+        reading = _Reading(source.size, (start, end), shards)
         tensors = reading.tensors(entries)
         reading.check_overlaps()
     except CheckpointError as error:
-        if error.offset is None:
-            error.offset = footer.offset
+        error.located(offset=start)
         raise
-    dims = attrs.pop(DIMS_KEY, None)
-    return Index(
-        format="ztensor",
-        version="2",
-        tensors=tensors if dims is None else with_dims(tensors, dims),
-        attrs=attrs,
-        source=source.name,
-        nbytes=source.size,
-        shards=shards,
-    )
+    tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
+    return Index("ztensor", "2", tensors, attrs, source.name, source.size, shards)
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
     if "shards" not in root:
         return {}
-    stem = _stem(source_name)
+    # A URL may have a query.
+    path = source_name.partition("?")[0] if "://" in source_name else source_name
+    stem = PurePath(path).stem
     shards = {}
     for name, entry in mapping("shards", root["shards"]).items():
         _check_shard_name(name)
         fields = mapping("shard", entry)
-        size = _number("size", fields.get("size"))
-        if size < SMALLEST:
+        size = number("size", fields.get("size"))
+        if size < _SMALLEST:
             raise FormatError(f"the shard {name!r} has {size} bytes", rule="Schema")
         digest = _checked_digest(fields.get("digest"))
-        # Where its resolvers look: beside the referring file, then in a store by content.
+        # Where its resolvers look: next to the referring file, then in a store by content.
         candidates = (f"{stem}-{name}.zt", f"blobs/{digest.replace(':', '/')}")
         shards[name] = Shard(size, digest, candidates)
     return shards
-
-
-def _stem(source_name: str) -> str:
-    if "://" in source_name:
-        source_name = source_name.partition("?")[0]
-    return PurePath(source_name).stem
 
 
 def _check_shard_name(name: Any) -> None:
@@ -119,28 +201,23 @@ def _check_shard_name(name: Any) -> None:
         raise FormatError(f"the shard name {shown(name)}", rule="ShardName")
 
 
-def _checked_name(field: str, value: Any) -> str:
-    name = text(field, value)
-    if not name or "\0" in name or (len(name) > 255 and len(name.encode()) > LONGEST_NAME):
-        raise FormatError(
-            f"{field} {shown(name)}: expected 1 to {LONGEST_NAME} bytes without NUL", rule="Name"
-        )
-    return name
+def _is_name(name: str) -> bool:
+    is_short = len(name) <= 255 or len(name.encode()) <= _LONGEST_NAME
+    return bool(name) and "\0" not in name and is_short
+
+
+def _check_name(field: str, value: Any) -> None:
+    if not _is_name(text(field, value)):
+        reason = f"{field} {shown(value)}: expected 1 to {_LONGEST_NAME} bytes without NUL"
+        raise FormatError(reason, rule="Name")
 
 
 def _checked_digest(value: Any) -> str:
     digest = text("digest", value)
     if _DIGEST.fullmatch(digest) is None:
-        raise FormatError(
-            f"the digest {shown(digest)}: expected algorithm:hex in lower case", rule="Schema"
-        )
+        reason = f"the digest {shown(digest)}: expected algorithm:hex in lower case"
+        raise FormatError(reason, rule="Schema")
     return digest
-
-
-def _number(field: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise mistyped(field, value, "a non-negative integer")
-    return value
 
 
 def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
@@ -148,35 +225,25 @@ def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
         return {}
     attrs = attributes(mapping("attributes", entry["attributes"]))
     for key in attrs:
-        _checked_name("name of an attribute", key)
+        _check_name("name of an attribute", key)
     return attrs
 
 
 class _Reading:
-    """Makes the tensors of one manifest.
+    """Makes the tensors of one manifest, which is a range of bytes itself."""
 
-    Parameters
-    ----------
-    size : int
-        Size of the file in bytes.
-    manifest : Footer
-        Where the manifest is.
-    shards : mapping of str to Shard
-        The files that parts may be in.
-    """
-
-    def __init__(self, size: int, manifest: Footer, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, size: int, manifest: tuple[int, int], shards: Mapping[str, Shard]) -> None:
         # By file, None being this one: where data end, and the ranges referred to.
-        self._ends: dict[str | None, int] = {None: size - FOOTER_NBYTES}
-        self._ends.update((name, shard.size - FOOTER_NBYTES) for name, shard in shards.items())
+        self._ends: dict[str | None, int] = {None: size - _FOOTER.size}
+        self._ends.update((name, shard.size - _FOOTER.size) for name, shard in shards.items())
         self._ranges: dict[str | None, list[tuple[int, int]]] = {name: [] for name in self._ends}
-        self._ranges[None].append((manifest.offset, manifest.offset + manifest.length))
+        self._ranges[None].append(manifest)
 
     def tensors(self, entries: dict[Any, Any]) -> dict[str, Tensor]:
         """Read all tensors; entries leave the manifest, which spares the garbage collector."""
         tensors = {}
         for name in list(entries):
-            _checked_name("name of a tensor", name)
+            _check_name("name of a tensor", name)
             try:
                 tensors[name] = self._tensor(name, entries.pop(name))
             except CheckpointError as error:
@@ -196,75 +263,67 @@ class _Reading:
                     )
 
     def _tensor(self, name: str, entry: Any) -> Tensor:
-        if type(entry) is not dict:
-            raise mistyped("object", entry, "a map")
-        shape = checked_shape(entry.get("shape"))
+        shape = kit.as_shape(mapping("object", entry).get("shape"))
         layout = text("layout", entry.get("layout"))
-        parts = mapping("parts", entry.get("parts"))
-        if not parts:
+        fields = mapping("parts", entry.get("parts"))
+        if not fields:
             raise FormatError("an object without parts", rule="Schema")
         attrs = _attributes(entry)
-        tensor = self._assembled(name, shape, layout, parts, attrs)
-        if tensor.layout == "structural":
-            return replace(tensor, attrs={**attrs, LAYOUT_KEY: layout})
-        return tensor
-
-    def _assembled(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        layout: str,
-        parts: dict[Any, Any],
-        attrs: dict[str, Any],
-    ) -> Tensor:
-        try:
-            if layout == "dense":
-                return self._dense(name, shape, parts, attrs)
-            assemble = profile(layout)
-            if assemble is not None:
-                built = {role: self._part(name, role, parts[role]) for role in parts}
-                return assemble(name, shape, built, attrs)
-        except UnsupportedError as problem:
-            tensor = self._structural(name, shape, parts, attrs)
-            # A traceback would keep the whole manifest alive.
-            return _with_problem(tensor, layout, parts, problem.with_traceback(None))
-        return self._structural(name, shape, parts, attrs)
-
-    def _dense(
-        self, name: str, shape: tuple[int, ...], parts: dict[Any, Any], attrs: dict[str, Any]
-    ) -> Tensor:
-        built = {role: self._part(name, role, parts[role], shape) for role in parts}
-        if len(built) != 1 or "data" not in built:
-            require_roles("dense", built, "data", exactly=True)
-        part = built["data"]
-        size = part.nbytes if part.encoding is None else part.decoded_nbytes
-        if size != dense_size(part.dtype, shape):
-            raise wrong_dense_size(part.dtype, shape, size or 0, part.offset)
-        return Tensor(name, part.dtype, shape, built, attrs=attrs, strict=True)
-
-    def _structural(
-        self, name: str, shape: tuple[int, ...], parts: dict[Any, Any], attrs: dict[str, Any]
-    ) -> Tensor:
-        built = {
-            role: self._part(name, role, part, understood=False) for role, part in parts.items()
+        problem: UnsupportedError | None = None
+        if _is_known(layout):
+            try:
+                whole = shape if layout == "dense" else None
+                parts = {
+                    role: self._part(name, role, of, shape=whole) for role, of in fields.items()
+                }
+                if layout == "dense":
+                    require_roles(layout, parts, ROLES[layout])
+                    check_dense(parts["data"], shape)
+                    dtype = parts["data"].dtype
+                    return Tensor(name, dtype, shape, parts, attrs=attrs, strict=True)
+                tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
+                return _assembled(tensor, layout)
+            except UnsupportedError as error:
+                # A traceback would keep the whole manifest alive.
+                problem = error.with_traceback(None)
+        parts = {
+            role: flat(self._part(name, role, of, understood=False)) for role, of in fields.items()
         }
-        encodings = [(part.get("encoding"), part["blob"][0]) for part in parts.values()]
-        problem = unknown_encodings(name, encodings, (None, *ENCODINGS))
-        return shown_as_parts(name, shape, built, attrs, problem)
+        tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
+        kind = _ARRAYS.get(layout, "structural")
+        main = ROLES[kind][0] if kind in ROLES else None
+        if problem is not None and main in parts:
+            # An array that cannot be decoded; other layouts are shown as their parts anyway.
+            problem.located(offset=parts[main].offset)
+            spelled, known = _element(fields[main])
+            return replace(tensor, dtype=known or spelled, layout=kind, problem=problem)
+        encodings = {role: of.get("encoding", _SPELLED_SEEKABLE) for role, of in fields.items()}
+        problems = (
+            unknown("encoding", encoding, name, parts[role].offset)
+            for role, encoding in encodings.items()
+            if encoding != _SPELLED_SEEKABLE
+        )
+        return replace(_as_parts(tensor, layout), problem=next(problems, None))
 
     def _part(
         self,
         name: str,
         role: Any,
         fields: Any,
-        shape: tuple[int, ...] | None = None,
         *,
+        shape: tuple[int, ...] | None = None,
         understood: bool = True,
     ) -> Part:
+        """Read a part; its element type and its encoding may be unknown unless `understood`."""
         if role not in _ROLES:
-            _checked_name("name of a part", role)
+            _check_name("name of a part", role)
         spelled, dtype = _element(fields)
-        offset, nbytes = _blob(fields.get("blob"))
+        blob = fields.get("blob")
+        if type(blob) is not list or len(blob) != 2:
+            raise mistyped("blob", blob, "an offset and a length")
+        offset, nbytes = blob
+        if type(offset) is not int or offset < 0 or type(nbytes) is not int or nbytes < 0:
+            raise FormatError("blob has other than non-negative integers", rule="Schema")
         digest = _checked_digest(fields["digest"]) if "digest" in fields else None
         encoding, decoded = _encoding(fields)
         shard = fields.get("shard")
@@ -272,12 +331,11 @@ class _Reading:
             _check_shard_name(shard)
         self._check_range(shard, offset, nbytes)
         if understood and dtype is None:
-            raise unknown_element(spelled, name)
-        if encoding is not None:
-            known = ENCODINGS.get(encoding)
-            if understood and known is None:
-                raise unknown_encoding(encoding, name, offset)
-            encoding = known or encoding
+            raise unknown("element type", spelled, name)
+        if encoding == _SPELLED_SEEKABLE:
+            encoding = _SEEKABLE
+        elif understood and encoding is not None:
+            raise unknown("encoding", encoding, name, offset)
         return Part(
             dtype or "uint8",
             shape,
@@ -293,63 +351,30 @@ class _Reading:
 
     def _check_range(self, file: str | None, offset: int, nbytes: int) -> None:
         if offset % ALIGNMENT or offset == 0:
-            raise FormatError(
-                f"a blob at {offset}: expected a positive multiple of {ALIGNMENT}",
-                rule="BlobAlignment",
-            )
+            reason = f"a blob at {offset}: expected a positive multiple of {ALIGNMENT}"
+            raise FormatError(reason, rule="BlobAlignment")
         data_end = self._ends.get(file)
         if data_end is None:
             raise FormatError(f"the shard {file!r} is not in the table", rule="ShardRef")
         end = offset + nbytes
         if end > data_end:
             where = "the file" if file is None else f"the shard {file!r}"
-            raise FormatError(
-                f"bytes {offset} to {end}: data of {where} end at {data_end}", rule="BlobBounds"
-            )
+            reason = f"bytes {offset} to {end}: data of {where} end at {data_end}"
+            raise FormatError(reason, rule="BlobBounds")
         if nbytes:
             self._ranges[file].append((offset, end))
-
-
-def _with_problem(
-    tensor: Tensor, layout: str, parts: Mapping[str, Any], problem: UnsupportedError
-) -> Tensor:
-    """Mark an array that cannot be decoded; other layouts are shown as their parts anyway."""
-    kind = ARRAYS.get(layout)
-    main = "data" if kind == "dense" else "values"
-    if kind is None or main not in parts:
-        return tensor
-    if problem.offset is None:
-        problem.offset = tensor.parts[main].offset
-    spelled, dtype = _element(parts[main])
-    return replace(tensor, dtype=dtype or spelled, layout=kind, problem=problem)
 
 
 def _element(fields: Any) -> tuple[str, str | None]:
     """Return the element type of a part as it is spelled, and its name here if it is known."""
     if type(fields) is not dict:
         raise mistyped("part", fields, "a map")
-    spelled = text("dtype", fields.get("dtype"))
-    dtype = SHORT.get(spelled)
-    if dtype is None:
-        raise FormatError(f"the dtype {shown(spelled)} does not exist", rule="Schema")
-    if "type" not in fields:
-        return spelled, dtype
-    logical = text("type", fields["type"])
-    if logical not in REGISTERED_TYPES:
-        return logical, None
-    dtype, carrier = REGISTERED_TYPES[logical]
-    if spelled != carrier:
-        raise wrong_carrier(logical, spelled, carrier)
-    return logical, dtype
-
-
-def _blob(value: Any) -> tuple[int, int]:
-    if type(value) is not list or len(value) != 2:
-        raise mistyped("blob", value, "an offset and a length")
-    offset, nbytes = value
-    if type(offset) is not int or offset < 0 or type(nbytes) is not int or nbytes < 0:
-        raise FormatError("'blob' has other than non-negative integers", rule="Schema")
-    return offset, nbytes
+    found = element(fields, SHORT, LOGICAL)
+    if fields["dtype"] not in SHORT:
+        raise FormatError(f"the dtype {shown(fields['dtype'])} does not exist", rule="Schema")
+    if "type" in fields:
+        text("type", fields["type"])
+    return found
 
 
 def _encoding(fields: dict[Any, Any]) -> tuple[str | None, int | None]:
@@ -357,4 +382,175 @@ def _encoding(fields: dict[Any, Any]) -> tuple[str | None, int | None]:
         return None, None
     if "encoding" not in fields or "decoded_length" not in fields:
         raise FormatError("'encoding' and 'decoded_length' come together", rule="Schema")
-    return text("encoding", fields["encoding"]), _number("decoded_length", fields["decoded_length"])
+    return text("encoding", fields["encoding"]), number("decoded_length", fields["decoded_length"])
+
+
+def _is_known(layout: str) -> bool:
+    return layout in _ARRAYS or layout in READERS or _GGUF.fullmatch(layout) is not None
+
+
+def _assembled(tensor: Tensor, layout: str) -> Tensor:
+    """Return a tensor of a known layout, whose parts are given."""
+    parts, shape = dict(tensor.parts), tensor.shape
+    if layout in _ARRAYS:
+        kind = _ARRAYS[layout]
+        require_roles(layout, parts, ROLES[kind])
+        indices = [parts[role] for role in ROLES[kind][1:]]
+        for part in indices:
+            if part.dtype not in {"uint32", "uint64"}:
+                reason = f"indices of type {part.dtype}: expected u32 or u64"
+                raise FormatError(reason, offset=part.offset, rule="LayoutRule")
+        if indices[0].dtype != indices[-1].dtype:
+            raise FormatError("'indptr' and 'indices' differ in type", rule="LayoutRule")
+        fitting = sparse(kind, shape, parts)
+        return replace(tensor, dtype=parts["values"].dtype, parts=fitting, layout=kind)
+    if layout not in READERS:
+        check_gguf(shape, parts, tensor.attrs)
+    elif (pinned := READERS[layout](shape, parts, tensor.attrs)) is not None:
+        fitting, quantization = pinned
+        return replace(
+            tensor,
+            dtype="float32",
+            parts=fitting,
+            layout="quantized",
+            quantization=quantization,
+        )
+    return _as_parts(tensor, layout)
+
+
+def _as_parts(tensor: Tensor, layout: str) -> Tensor:
+    """Return a tensor that is shown as its parts."""
+    parts = {role: flat(part) for role, part in tensor.parts.items()}
+    dtype = next(iter(parts.values())).dtype
+    attrs = {**tensor.attrs, LAYOUT_KEY: layout}
+    return replace(tensor, dtype=dtype, parts=parts, layout="structural", attrs=attrs)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def plan(index: Index, alignment: int | None) -> Plan:
+    """Lay out a file of version 2."""
+    attrs = _root_attributes(index, index.tensors)
+    root = {"objects": {}, **({"attributes": attrs} if attrs else {})}
+    return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
+
+
+def append(source: Readable, index: Index, old: Index, alignment: int | None) -> Plan:
+    """Lay out a new generation of a file of version 2."""
+    found = _manifest(source)
+    if found is None:
+        raise UnsupportedError("a data shard, which has no manifest", path=source.name)
+    root = dict(found[2])
+    kept = dict(root.pop("attributes", {}))
+    kept.pop(kit.DIMS_KEY, None)
+    attrs = {**kept, **_root_attributes(index, {**old.tensors, **index.tensors})}
+    if attrs:
+        root["attributes"] = attrs
+    return _planned(index, root, (), source.size, alignment)
+
+
+def _root_attributes(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    attrs = root_attributes(index, _ROOT_LEVELS, tensors)
+    for key in attrs:
+        _storable_name("the attribute", key)
+    return attrs
+
+
+def _planned(
+    index: Index,
+    root: dict[str, Any],
+    literals: tuple[Literal, ...],
+    start: int,
+    alignment: int | None,
+) -> Plan:
+    if alignment is None:
+        alignment = CANONICAL_ALIGNMENT
+    elif alignment < ALIGNMENT or alignment & (alignment - 1):
+        raise ValueError(f"alignment={alignment!r}: expected a power of two from 4096")
+    entries = {name: _entry(index.tensors[name]) for name in sorted(index.tensors)}
+    finish = partial(_finish, root, entries, start, alignment)
+    return planned(literals, entries, start, alignment, finish)
+
+
+def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
+    if not _is_name(kit.check_text(what, name, tensor)):
+        reason = f"{what} {shown(name)}: version 2 has names of 1 to {_LONGEST_NAME} bytes "
+        reason += "without NUL"
+        raise UnsupportedError(reason, tensor=tensor, rule="Name", hint="Rename it")
+    return name
+
+
+def _entry(tensor: Tensor) -> Entry:
+    name = _storable_name("the name", tensor.name, tensor.name)
+    parts = storable_parts(tensor, ("uint32", "uint64"))
+    attrs = dict(tensor.attrs)
+    if tensor.layout == "quantized":
+        layout, attrs = quantized_layout(tensor, parts)
+    elif tensor.layout == "structural":
+        layout = _structural(tensor, parts, attrs.pop(LAYOUT_KEY, None), attrs)
+    else:
+        layout = _LAYOUTS[tensor.layout]
+        main = parts[ROLES[tensor.layout][0]]
+        if attrs.get("type") == _SPELLED[main.dtype][1]:
+            attrs.pop("type", None)  # what a component of version 1.2 has, and here the part
+    for key in attrs:
+        _storable_name("the attribute", key, name)
+    ordered = {role: parts[role] for role in sorted(parts)}
+    asked = wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
+    head = {"layout": layout, "shape": list(tensor.shape)}
+    return Entry(head, asked, storable(attrs, _LEVELS, name))
+
+
+def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]) -> str:
+    """Return the layout of a tensor that is its parts, if they may be of it."""
+    if type(layout) is not str or layout in _ARRAYS or not parts:
+        raise unnamed_layout(tensor, _ARRAYS)
+    for role in parts:
+        _storable_name("the part", role, tensor.name)
+    if _is_known(layout):
+        try:
+            _assembled(replace(tensor, parts=parts, attrs=attrs), layout)
+        except CheckpointError as error:
+            raise error.located(tensor=tensor.name) from None
+    return kit.check_text("the layout", layout, tensor.name)
+
+
+def _finish(
+    root: Mapping[Any, Any],
+    entries: Mapping[str, Entry],
+    start: int,
+    alignment: int,
+    written: Mapping[tuple[str, str], Written],
+) -> tuple[Literal, ...]:
+    """Make the manifest and the footer."""
+    import xxhash
+
+    empty = min((each.offset for each in written.values() if not each.nbytes), default=0)
+    objects = dict(root["objects"])
+    for name, entry in entries.items():
+        parts = {
+            role: _fields(part, written[name, role], empty) for role, part in entry.parts.items()
+        }
+        objects[name] = {**entry.head, "parts": parts}
+        if entry.attrs:
+            objects[name]["attributes"] = entry.attrs
+    manifest = kit.encode_cbor({**root, "objects": objects})
+    offset = kit.aligned(end_of(written, start), alignment)
+    digest = xxhash.xxh3_64_intdigest(manifest)
+    footer = _FOOTER.pack(offset, len(manifest), digest, _VERSION, 0, MAGIC)
+    return (Literal(offset, manifest + footer),)
+
+
+def _fields(part: Part, written: Written, empty: int) -> dict[str, Any]:
+    dtype, logical = _SPELLED[part.dtype]
+    offset = written.offset if written.nbytes else empty
+    fields: dict[str, Any] = {"dtype": dtype, "blob": [offset, written.nbytes]}
+    if logical is not None:
+        fields["type"] = logical
+    if part.encoding is not None:
+        fields["encoding"] = _SPELLED_SEEKABLE
+        fields["decoded_length"] = part.nbytes
+    if written.digest is not None:
+        fields["digest"] = written.digest
+    return fields
