@@ -118,6 +118,17 @@ def test_every_byte_changed(small: Small, mask: int) -> None:
             computed(declared, bytes(changed))
 
 
+@small_files
+@given(data=st.data())
+def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
+    declared, _, whole = small
+    changed = bytearray(whole)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    changed[at] ^= data.draw(st.integers(1, 255))
+    if isinstance(outcome(declared, bytes(changed)), Index):
+        computed(declared, bytes(changed))
+
+
 @every_format
 @given(data=st.data())
 def test_bytes_after_what_a_file_begins_with(declared: Declared, data: st.DataObject) -> None:

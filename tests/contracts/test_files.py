@@ -145,7 +145,7 @@ class TestBadFiles:
     def test_an_error_of_ours_in_time(self, declared: Declared, file: Any) -> None:
         bad = declared.verdict(file)
         label = file.stem if isinstance(file, Path) else ""
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             ds, warned = opened(bad.file, engine=declared.name, verify=True)
         except xckpt.CheckpointError as error:
@@ -164,7 +164,7 @@ class TestBadFiles:
             # Several with a bar between them; a text may follow the name.
             wanted = [each.split()[0] for each in bad.when.split("|")]
             assert any(each in when if ":" in each else each == when for each in wanted), when
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 1
 
 
 def _failures(variables: Iterable[tuple[Any, xr.Variable]], file: Any) -> Iterable[str]:

@@ -201,9 +201,9 @@ def _check_part(path: Path, index: Index, part: Part, values: Any) -> None:
 def test_bad_files(path: Path) -> None:
     described = re.match(r"\[(open\|read|open|read|either)", path.with_suffix(".txt").read_text())
     assert described is not None
-    start = time.perf_counter()
+    start = time.process_time()
     found = _outcome(path.read_bytes())
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     if isinstance(found, FormatError):
         assert described[1] != "read"
         assert found.rule is not None

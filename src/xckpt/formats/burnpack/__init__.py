@@ -54,19 +54,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.burnpack.metadata import (
-    as_shape,
-    decode,
-    encode,
-    mapping,
-    mistyped,
-    number,
-    optional,
-    struct,
-    unit,
-    unknown,
-    variant,
-)
+from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
 from xckpt.index import Index, Part, Tensor
@@ -79,6 +67,7 @@ _MAGIC = b"NRUB"
 _HEADER = binary.Struct("<4sHI")
 _ALIGNMENT = 256
 _NEWEST = 1
+_TRUNCATED = "The file may be truncated"
 _LAYOUTS = ("aligned", "legacy")
 _DIALECTS = ("0.20", "0.21", "0.22")
 
@@ -137,21 +126,23 @@ class Burnpack(Format):
         version, length = _header(source)
         end = _HEADER.size + length
         try:
-            root = struct("metadata", decode(bytes(source.read(_HEADER.size, length))), _ROOT)
-            entries = _listed(mapping("tensors", root.get("tensors")))
+            root = cbor.struct(
+                "metadata", cbor.decode(bytes(source.read(_HEADER.size, length))), _ROOT
+            )
+            entries = _listed(cbor.mapping("tensors", root.get("tensors")))
             if layout is None:
                 layout = _layout(entries, end, source.size)
             start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
-            _check_ranges(entries, start, source.size, _hint(layout, entries, end, source.size))
+            _check_ranges(entries, start, end, source.size)
             tensors = {entry.name: _tensor(entry, start) for entry in entries}
             names = ScalarNames(frozenset(tensors))
-            for name, value in mapping("scalars", root.get("scalars", {})).items():
+            for name, value in cbor.mapping("scalars", root.get("scalars", {})).items():
                 free = names.shown(name)
                 tensors[free] = _scalar(free, value)
-            attrs = mapping("metadata", root.get("metadata", {}))
+            attrs = cbor.mapping("metadata", root.get("metadata", {}))
             for key, value in attrs.items():
                 if type(value) is not str:
-                    raise mistyped(f"metadata {key!r}", value, "text")
+                    raise cbor.mistyped(f"metadata {key!r}", value, "text")
             tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
         except CheckpointError as error:
             error.located(offset=_HEADER.size)
@@ -201,7 +192,7 @@ class Burnpack(Format):
         for scalar in inline:
             kit.check_text("the name", scalar.name, scalar.name)
             scalars[names.stored(scalar.name)] = kind_and_value(scalar)
-        metadata = encode(descriptors, _attributes(index), scalars)
+        metadata = cbor.encode(descriptors, _attributes(index), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
         placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
@@ -222,14 +213,11 @@ class Burnpack(Format):
         if weight is None or len(weight) not in _AXES:
             return {}
         outputs, inputs, *kernel = _AXES[len(weight)]
-        linear = len(weight) == 2
-        if size is not None and size == weight[1 if linear else 0]:
-            names = (inputs, outputs) if linear else (outputs, inputs)
-        elif size is not None and size == weight[0 if linear else 1]:
-            names = (outputs, inputs) if linear else (inputs, outputs)
-        else:
-            return {} if linear else {"weight": (None, None, *kernel)}
-        return {"weight": (*names, *kernel), "bias": (outputs,)}
+        usual = (outputs, inputs) if kernel else (inputs, outputs)
+        for names in (usual, usual[::-1]):
+            if weight[names.index(outputs)] == size:
+                return {"weight": (*names, *kernel), "bias": (outputs,)}
+        return {"weight": (None, None, *kernel)} if kernel else {}
 
     def _described(self, tensor: Tensor, dialect: str) -> tuple[Any, Mapping[str, Part]]:
         """Return the dtype of a tensor as the metadata have it, and its parts with offsets."""
@@ -246,21 +234,15 @@ class Burnpack(Format):
                 raise _not_before("0.22", f"the scheme {scheme}", tensor)
             return {"QFloat": spelled}, placed_parts(tensor, scheme)
         if tensor.layout != "dense" or set(tensor.parts) != {"data"}:
-            raise UnsupportedError(
-                f"burnpack has no {tensor.layout} layout",
-                tensor=tensor.name,
-                rule="Layout",
-                hint="Save it dense",
-            )
-        found = tensor.parts["data"]
-        spelled = self._spelled_type(tensor, found.dtype, dialect)
-        nbytes = nbytes_of(found.dtype, prod(tensor.shape))
-        if found.nbytes != nbytes:
-            raise ValueError(
-                f"{shown(tensor.name)}: {found.nbytes} bytes, but {found.dtype} of {tensor.shape} "
-                f"has {nbytes}"
-            )
-        return spelled, {"data": Part(found.dtype, tensor.shape, 0, nbytes)}
+            reason, hint = f"burnpack has no {tensor.layout} layout", "Save it dense"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
+        dtype, found = tensor.parts["data"].dtype, tensor.parts["data"].nbytes
+        spelled = self._spelled_type(tensor, dtype, dialect)
+        nbytes = nbytes_of(dtype, tensor.size)
+        if found != nbytes:
+            what = f"{found} bytes, but {dtype} of {tensor.shape} has {nbytes}"
+            raise ValueError(f"{shown(tensor.name)}: {what}")
+        return spelled, {"data": Part(dtype, tensor.shape, 0, nbytes)}
 
     def _spelled_type(self, tensor: Tensor, dtype: str, dialect: str) -> Any:
         stated = tensor.attrs.get("burn_dtype")
@@ -272,12 +254,9 @@ class Burnpack(Format):
                 raise _not_before("0.21", "booleans of 32 bits", tensor)
             return {"Bool": "U32"}
         if dtype not in self.spelled:
-            raise UnsupportedError(
-                f"burnpack has no {shown(dtype)[1:-1]}",
-                tensor=tensor.name,
-                rule="Dtype",
-                hint=f"It has {', '.join(self.can.types)}",
-            )
+            reason = f"burnpack has no {shown(dtype)[1:-1]}"
+            hint = f"It has {', '.join(self.can.types)}"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
         return stated if dtype == "float32" and stated == "Flex32" else self.spelled[dtype]
 
 
@@ -291,24 +270,16 @@ def _header(source: Readable) -> tuple[int, int]:
         raise FormatError(reason, offset=0, rule="InvalidHeader")
     magic, version, length = _HEADER.unpack(source.read(0, _HEADER.size))
     if magic != _MAGIC:
-        raise FormatError(
-            f"the file begins {magic!r}, not {_MAGIC!r}",
-            offset=0,
-            rule="InvalidMagicNumber",
-            hint="The bytes of its magic number are in big-endian order"
-            if magic == _MAGIC[::-1]
-            else None,
-        )
+        swapped = magic == _MAGIC[::-1]
+        hint = "The bytes of its magic number are in big-endian order" if swapped else None
+        reason = f"the file begins {magic!r}, not {_MAGIC!r}"
+        raise FormatError(reason, offset=0, rule="InvalidMagicNumber", hint=hint)
     if version > _NEWEST:
         reason = f"version {version}: the newest known is {_NEWEST}"
         raise UnsupportedError(reason, offset=4, rule="InvalidVersion")
     if length > source.size - _HEADER.size:
-        raise FormatError(
-            f"metadata of {length} bytes, but {source.size - _HEADER.size} follow the header",
-            offset=6,
-            rule="InvalidHeader",
-            hint="The file may be truncated",
-        )
+        reason = f"metadata of {length} bytes, but {source.size - _HEADER.size} follow the header"
+        raise FormatError(reason, offset=6, rule="InvalidHeader", hint=_TRUNCATED)
     return version, length
 
 
@@ -326,7 +297,7 @@ def _listed(entries: Mapping[str, Any]) -> list[_Listed]:
     listed = []
     for name, entry in entries.items():
         try:
-            fields = struct("descriptor", entry, _FIELDS)
+            fields = cbor.struct("descriptor", entry, _FIELDS)
             start, end = _range(fields.get("data_offsets"))
         except FormatError as error:
             raise error.located(tensor=name) from None
@@ -336,11 +307,11 @@ def _listed(entries: Mapping[str, Any]) -> list[_Listed]:
 
 def _range(offsets: Any) -> tuple[int, int]:
     if type(offsets) is not list or len(offsets) != 2:
-        raise mistyped("data_offsets", offsets, "a start and an end")
+        raise cbor.mistyped("data_offsets", offsets, "a start and an end")
     start, end = offsets
     if type(start) is not int or type(end) is not int or start < 0 or end < 0:
-        number("the start of data_offsets", start)
-        number("the end of data_offsets", end)
+        cbor.number("the start of data_offsets", start)
+        cbor.number("the end of data_offsets", end)
     if end < start:
         raise FormatError(f"data from {start} to {end}", rule="DataOffsets")
     return start, end
@@ -357,18 +328,14 @@ def _layout(entries: Sequence[_Listed], end: int, size: int) -> str:
     return "legacy" if end + last == size and contiguous else "aligned"
 
 
-def _hint(layout: str, entries: Sequence[_Listed], end: int, size: int) -> str:
-    last = max([each.end for each in entries], default=0)
-    if layout == "aligned" and end + last <= size:
-        return "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
-    return "The file may be truncated"
-
-
-def _check_ranges(entries: Sequence[_Listed], start: int, size: int, hint: str) -> None:
+def _check_ranges(entries: Sequence[_Listed], start: int, metadata_end: int, size: int) -> None:
     """Check that ranges are in the file and do not overlap."""
-    end, last = max([(start + each.end, each.name) for each in entries], default=(start, None))
-    if end > size:
-        reason = f"data end at {end}, but the file at {size}"
+    end, last = max([(each.end, each.name) for each in entries], default=(0, None))
+    if start + end > size:
+        hint = _TRUNCATED
+        reason = f"data end at {start + end}, but the file at {size}"
+        if metadata_end < start and metadata_end + end <= size:
+            hint = "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
         raise FormatError(reason, offset=size, tensor=last, rule="Truncated", hint=hint)
     for at, name, other in kit.overlaps((each.start, each.end, each.name) for each in entries):
         reason = f"its data overlap those of {shown(other)}"
@@ -379,16 +346,16 @@ def _tensor(entry: _Listed, start: int) -> Tensor:
     try:
         dtype, shape = entry.fields.get("dtype"), entry.fields.get("shape")
         # A list of small numbers may be a byte string.
-        shape = as_shape([*shape] if type(shape) is bytes else shape, "float64")
+        shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, "float64")
         attrs = _tensor_attributes(entry.fields.get("param_id"))
         offset, nbytes = start + entry.start, entry.end - entry.start
         if type(dtype) is str and dtype in _TYPES:
             if dtype == "Flex32":
                 attrs["burn_dtype"] = dtype
             return _dense(entry.name, Part(_TYPES[dtype], shape, offset, nbytes), shape, attrs)
-        kind, content = variant("dtype", dtype)
+        kind, content = cbor.variant("dtype", dtype)
         if kind in _TYPES and kind != "Bool":
-            raise mistyped("dtype", dtype, "a variant without content")
+            raise cbor.mistyped("dtype", dtype, "a variant without content")
         parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
         raw = Tensor(entry.name, kind, shape, parts, attrs=attrs)
         try:
@@ -403,8 +370,8 @@ def _tensor_attributes(param_id: Any) -> dict[str, Any]:
     if type(param_id) is int and param_id >= 0:
         # Text: most of these numbers have more bits than JSON and netCDF keep.
         return {"param_id": str(param_id)}
-    if optional(param_id) is not None:
-        raise mistyped("param_id", param_id, "a non-negative integer")
+    if cbor.optional(param_id) is not None:
+        raise cbor.mistyped("param_id", param_id, "a non-negative integer")
     return {}
 
 
@@ -420,13 +387,13 @@ def _composed(raw: Tensor, kind: str, content: Any) -> Tensor:
     """Describe a tensor whose type has more to it than a name."""
     data = raw.parts["data"]
     if kind == "Bool":
-        store = unit("Bool", content, _BOOLEANS)
+        store = cbor.unit("Bool", content, _BOOLEANS)
         own = {} if store == "Native" else {"burn_dtype": json.dumps({"Bool": store})}
         attrs = {**raw.attrs, **own}
         part = Part(_BOOLEANS[store], raw.shape, data.offset, data.nbytes)
         return _dense(raw.name, part, raw.shape, attrs)
     if kind != "QFloat":
-        raise unknown("dtype", kind)
+        raise cbor.unknown("dtype", kind)
     scheme = Scheme.parse(content)
     raw = replace(raw, attrs={**raw.attrs, "burn_dtype": str(scheme)})
     if not scheme.packs(raw.ndim):
@@ -454,18 +421,18 @@ def _unreadable(raw: Tensor, problem: CheckpointError) -> Tensor:
 def _scalar(name: str, value: Any) -> Tensor:
     """Describe a scalar, whose value is in the metadata."""
     what, attrs = f"scalar {shown(name)}", {}
-    kind, content = variant(what, value)
+    kind, content = cbor.variant(what, value)
     attrs = {"scalar": kind}
     if kind not in KINDS:
         none = {"data": Part("uint8", (0,), _HEADER.size, 0)}
-        return _unreadable(Tensor(name, kind, (), none, attrs=attrs), unknown("scalar", kind))
+        return _unreadable(Tensor(name, kind, (), none, attrs=attrs), cbor.unknown("scalar", kind))
     dtype, python_type, form = KINDS[kind]
     if type(content) is not python_type:
-        raise mistyped(what, content, kind)
+        raise cbor.mistyped(what, content, kind)
     try:
         data = binary.pack(form, content)
     except binary.error:
-        raise mistyped(what, content, f"{kind} of 64 bits") from None
+        raise cbor.mistyped(what, content, f"{kind} of 64 bits") from None
     part = Part(dtype, (), _HEADER.size, len(data), inline=data)
     return Tensor(name, dtype, (), {"data": part}, attrs=attrs)
 
@@ -474,12 +441,8 @@ def _scalar(name: str, value: Any) -> Tensor:
 
 
 def _not_before(dialect: str, what: str, tensor: Tensor) -> UnsupportedError:
-    return UnsupportedError(
-        f"burn has {what} from {dialect} on",
-        tensor=tensor.name,
-        rule="Dialect",
-        hint=f"Write dialect={dialect!r}",
-    )
+    reason, hint = f"burn has {what} from {dialect} on", f"Write dialect={dialect!r}"
+    return UnsupportedError(reason, tensor=tensor.name, rule="Dialect", hint=hint)
 
 
 def _param_id(tensor: Tensor, *, make: bool) -> int | None:
@@ -490,12 +453,9 @@ def _param_id(tensor: Tensor, *, make: bool) -> int | None:
     text = str(stated)
     if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64:
         return int(text)
-    raise UnsupportedError(
-        f"the param_id {shown(text)} is not an unsigned integer of 64 bits",
-        tensor=tensor.name,
-        rule="ParamId",
-        hint="Give it in decimal digits, or leave it out",
-    )
+    reason = f"the param_id {shown(text)} is not an unsigned integer of 64 bits"
+    hint = "Give it in decimal digits, or leave it out"
+    raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
 
 
 def _attributes(index: Index) -> dict[str, str]:

@@ -29,16 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
-from xckpt.formats.burnpack.metadata import (
-    UNIT,
-    mistyped,
-    number,
-    optional,
-    struct,
-    unit,
-    unknown,
-    variant,
-)
+from xckpt.formats.burnpack import cbor
 from xckpt.index import Part, Quantization
 
 if TYPE_CHECKING:
@@ -88,13 +79,13 @@ class Scheme:
     @classmethod
     def parse(cls, value: Any) -> Scheme:
         """Read a QuantScheme of either dialect."""
-        fields = struct("QuantScheme", value, _NEW | _OLD)
+        fields = cbor.struct("QuantScheme", value, _NEW | _OLD)
         old = "level" in fields or "param" in fields
         if old and ("tensor" in fields or "block" in fields):
             raise FormatError("a QuantScheme of two dialects at once", rule="QuantScheme")
-        kind = unit("value", fields.get("value"), _VALUES)
+        kind = cbor.unit("value", fields.get("value"), _VALUES)
         store, axis = _store(fields.get("store"))
-        mode = unit("mode", fields.get("mode"), _MODES)
+        mode = cbor.unit("mode", fields.get("mode"), _MODES)
         scales = _old_scales(fields) if old else _new_scales(fields)
         return cls(kind, store, axis, mode, *scales)
 
@@ -139,56 +130,56 @@ class Scheme:
 
 
 def _new_scales(fields: dict[str, Any]) -> tuple[str | None, tuple[int, ...] | None, str | None]:
-    tensor = optional(fields.get("tensor"))
+    tensor = cbor.optional(fields.get("tensor"))
     if tensor is not None:
-        tensor = unit("tensor", tensor, _SCALE_TYPES)
-    block = optional(fields.get("block"))
+        tensor = cbor.unit("tensor", tensor, _SCALE_TYPES)
+    block = cbor.optional(fields.get("block"))
     if block is None:
         return tensor, None, None
-    inner = struct("block", block, {"size", "dtype"})
-    scale = unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
+    inner = cbor.struct("block", block, {"size", "dtype"})
+    scale = cbor.unit("dtype of block", inner.get("dtype"), _SCALE_TYPES)
     return tensor, _block_size(inner.get("size")), scale
 
 
 def _old_scales(
     fields: dict[str, Any],
 ) -> tuple[str | None, tuple[int, ...] | None, str | None, bool]:
-    param = unit("param", fields.get("param"), _SCALE_TYPES)
-    level, content = variant("level", fields.get("level"))
+    param = cbor.unit("param", fields.get("param"), _SCALE_TYPES)
+    level, content = cbor.variant("level", fields.get("level"))
     if level == "Tensor":
-        if content is not UNIT:
-            raise mistyped("level", fields["level"], "a variant without content")
+        if content is not cbor.UNIT:
+            raise cbor.mistyped("level", fields["level"], "a variant without content")
         return param, None, None, True
     if level == "Block":
         return None, _block_size(content), param, True
     if level == "BlockTensor":
-        inner = struct("BlockTensor", content, {"block", "global"})
-        whole = unit("global", inner.get("global"), _SCALE_TYPES)
+        inner = cbor.struct("BlockTensor", content, {"block", "global"})
+        whole = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
         return whole, _block_size(inner.get("block")), param, False
-    raise unknown("level", level)
+    raise cbor.unknown("level", level)
 
 
 def _store(value: Any) -> tuple[str, int | None]:
-    store, content = variant("store", value)
+    store, content = cbor.variant("store", value)
     if store in _PLAIN_STORES:
-        if content is not UNIT:
-            raise mistyped("store", value, "a variant without content")
+        if content is not cbor.UNIT:
+            raise cbor.mistyped("store", value, "a variant without content")
         return _PLAIN_STORES[store]
     if store not in {"PackedU32", "PackedNative"}:
-        raise unknown("store", store)
-    return store, number("the axis of 'store'", content)
+        raise cbor.unknown("store", store)
+    return store, cbor.number("the axis of 'store'", content)
 
 
 def _block_size(value: Any) -> tuple[int, ...]:
-    fields = struct("block size", value, {"storage", "len"})
+    fields = cbor.struct("block size", value, {"storage", "len"})
     storage, count = fields.get("storage"), fields.get("len")
     if type(storage) is not list or len(storage) != _MOST_BLOCK_AXES:
-        raise mistyped("'storage' of a block size", storage, f"{_MOST_BLOCK_AXES} integers")
+        raise cbor.mistyped("'storage' of a block size", storage, f"{_MOST_BLOCK_AXES} integers")
     if type(count) is not int or not 0 < count <= _MOST_BLOCK_AXES:
-        raise mistyped("'len' of a block size", count, f"1 to {_MOST_BLOCK_AXES}")
+        raise cbor.mistyped("'len' of a block size", count, f"1 to {_MOST_BLOCK_AXES}")
     for extent in storage[:count]:
         if type(extent) is not int or not 0 < extent < 256:
-            raise mistyped("an extent of a block", extent, "1 to 255")
+            raise cbor.mistyped("an extent of a block", extent, "1 to 255")
     return _without_leading_ones(tuple(storage[:count]))
 
 
@@ -288,12 +279,8 @@ def scheme_of(tensor: Tensor) -> Scheme:
 
 
 def _no_scheme(tensor: Tensor) -> UnsupportedError:
-    return UnsupportedError(
-        "quantised as burn does not",
-        tensor=tensor.name,
-        rule="QuantScheme",
-        hint="Save the values that it decodes to",
-    )
+    reason, hint = "quantised as burn does not", "Save the values that it decodes to"
+    return UnsupportedError(reason, tensor=tensor.name, rule="QuantScheme", hint=hint)
 
 
 def _computed(tensor: Tensor) -> Scheme | None:

@@ -14,12 +14,13 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.ztensor.manifest import text
+from xckpt.index import Part
 from xckpt.plan import Extent, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Tensor
     from xckpt.plan import Literal, Written
 
     _Choices = Mapping[str | None, str | None]
@@ -91,6 +92,22 @@ LOGICAL_1 = {
 WRITTEN = tuple(dict.fromkeys([*LONG, *(dtype for dtype, _ in LOGICAL.values())]))
 
 
+def read_all(
+    entries: dict[Any, Any],
+    check_name: Callable[[str, Any], object],
+    read: Callable[[str, Any], Tensor],
+) -> dict[str, Tensor]:
+    """Read all tensors; entries leave the manifest, which spares the garbage collector."""
+    tensors = {}
+    for name in list(entries):
+        check_name("name of a tensor", name)
+        try:
+            tensors[name] = read(name, entries.pop(name))
+        except CheckpointError as error:
+            raise error.located(tensor=name) from None
+    return tensors
+
+
 def element(
     fields: Mapping[Any, Any], types: Mapping[str, str], logical: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str | None]:
@@ -110,13 +127,9 @@ def element(
 
 def unknown(what: str, spelled: str, tensor: str, offset: int | None = None) -> UnsupportedError:
     """Make the error for an element type or an encoding that is not known; the rest is read."""
-    return UnsupportedError(
-        f"unknown {what} {shown(spelled)}",
-        tensor=tensor,
-        offset=offset,
-        rule="Encoding" if what == "encoding" else "Schema",
-        hint=kit.without(tensor),
-    )
+    reason, hint = f"unknown {what} {shown(spelled)}", kit.without(tensor)
+    rule = "Encoding" if what == "encoding" else "Schema"
+    return UnsupportedError(reason, tensor=tensor, offset=offset, rule=rule, hint=hint)
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -244,22 +257,10 @@ def storable_parts(tensor: Tensor, index_types: Sequence[str]) -> dict[str, Part
     parts = {}
     for role, part in tensor.parts.items():
         if part.dtype not in WRITTEN:
-            raise UnsupportedError(
-                f"no version has {shown(part.dtype)[1:-1]}",
-                tensor=tensor.name,
-                rule="Dtype",
-                hint=f"They have {', '.join(WRITTEN)}",
-            )
-        parts[role] = replace(
-            part,
-            offset=0,
-            encoding=None,
-            decoded_nbytes=None,
-            digest=None,
-            byteorder="little",
-            shard=None,
-            inline=None,
-        )
+            hint = f"They have {', '.join(WRITTEN)}"
+            reason = f"no version has {shown(part.dtype)[1:-1]}"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Dtype", hint=hint)
+        parts[role] = Part(part.dtype, part.shape, 0, part.nbytes)
     if tensor.layout == "quantized":
         return parts
     if tensor.layout == "structural":
@@ -307,12 +308,9 @@ def wished(
 
 def unnamed_layout(tensor: Tensor, defined: Iterable[str]) -> UnsupportedError:
     """Make the error for parts that are no array, where nothing says of which layout they are."""
-    return UnsupportedError(
-        "parts of a layout without a name",
-        tensor=tensor.name,
-        rule="Layout",
-        hint=f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}",
-    )
+    hint = f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}"
+    reason = "parts of a layout without a name"
+    return UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
 
 
 def planned(

@@ -34,13 +34,10 @@ def locate(size: int, footer: int, length: int) -> int:
     """Find a manifest that ends where the footer begins."""
     # Not "<" as section 6 of the 1.0 specification has it: a file without tensors is all manifest.
     if length > size - _HEAD - footer:
-        raise FormatError(
-            f"the footer claims a manifest of {length} bytes, "
-            f"but there are {size - _HEAD - footer} before it",
-            offset=size - footer,
-            rule="ManifestBounds",
-            hint="The file may be truncated",
-        )
+        reason = f"the footer claims a manifest of {length} bytes, "
+        reason += f"but there are {size - _HEAD - footer} before it"
+        hint = "The file may be truncated"
+        raise FormatError(reason, offset=size - footer, rule="ManifestBounds", hint=hint)
     if length > LARGEST:
         reason = f"a manifest of {length} bytes is larger than {LARGEST}"
         raise FormatError(reason, offset=size - footer, rule="ManifestTooLarge")
@@ -208,12 +205,8 @@ def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
 
 
 def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
-    return UnsupportedError(
-        f"an attribute is {what}",
-        tensor=tensor,
-        rule="Attributes",
-        hint="Give it as text, or leave it out",
-    )
+    reason, hint = f"an attribute is {what}", "Give it as text, or leave it out"
+    return UnsupportedError(reason, tensor=tensor, rule="Attributes", hint=hint)
 
 
 def root_attributes(index: Index, levels: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

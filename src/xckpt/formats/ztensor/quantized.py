@@ -259,12 +259,8 @@ def quantized_layout(tensor: Tensor, parts: Mapping[str, Part]) -> tuple[str, di
             continue
         if pinned is not None and pinned[1] == wanted:
             return layout, attrs
-    raise UnsupportedError(
-        "quantised as no layout of version 2 is",
-        tensor=tensor.name,
-        rule="Layout",
-        hint="Save the values that it decodes to",
-    )
+    reason, hint = "quantised as no layout of version 2 is", "Save the values that it decodes to"
+    raise UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
 
 
 def _candidates(tensor: Tensor, parts: Mapping[str, Part]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -282,28 +278,22 @@ def _candidates(tensor: Tensor, parts: Mapping[str, Part]) -> Iterator[tuple[str
     yield _MICROSCALED, own | exponents
     scales = parts["scales"].dtype
     form = "f16_factors" if BITS[scales] == 16 else "f32_factors"
-    yield (
-        _GROUPS,
-        own
-        | {
-            "bits": quantization.bits,
-            "group_size": extent,
-            "axis": axis,
-            "packing": {
-                "word": f"u{quantization.word_bits}",
-                "order": "msb_first" if quantization.msb_first else "lsb_first",
-                "per_word": quantization.word_bits // quantization.bits,
-            },
-            "scale_form": "e8m0_exponent" if scales == "float8_e8m0fnu" else form,
-            "zero_point": _zero_point(quantization),
-        },
-    )
-
-
-def _zero_point(quantization: Quantization) -> dict[str, Any]:
+    zero_point: dict[str, Any] = {"form": "implied", "value": quantization.zero}
     if quantization.zero is None:
         packing = "same_as_data" if quantization.packed_zeros else "plain"
-        return {"form": "tensor", "packing": packing}
-    if quantization.zero == 0:
-        return {"form": "none"}
-    return {"form": "implied", "value": quantization.zero}
+        zero_point = {"form": "tensor", "packing": packing}
+    elif quantization.zero == 0:
+        zero_point = {"form": "none"}
+    groups = {
+        "bits": quantization.bits,
+        "group_size": extent,
+        "axis": axis,
+        "packing": {
+            "word": f"u{quantization.word_bits}",
+            "order": "msb_first" if quantization.msb_first else "lsb_first",
+            "per_word": quantization.word_bits // quantization.bits,
+        },
+        "scale_form": "e8m0_exponent" if scales == "float8_e8m0fnu" else form,
+        "zero_point": zero_point,
+    }
+    yield _GROUPS, own | groups

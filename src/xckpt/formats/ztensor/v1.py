@@ -26,34 +26,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.ztensor.layouts import (
-    BITS,
-    LAYOUT_KEY,
-    LOGICAL_1,
-    LONG,
-    ROLES,
-    SHORT_1,
-    Entry,
-    check_dense,
-    element,
-    end_of,
-    flat,
-    planned,
-    require_roles,
-    sparse,
-    storable_parts,
-    unknown,
-    unnamed_layout,
-    wished,
-)
-from xckpt.formats.ztensor.manifest import (
-    attributes,
-    decode,
-    locate,
-    root_attributes,
-    storable,
-    text,
-)
+from xckpt.formats.ztensor import layouts, manifest
 from xckpt.index import Index, Part, Tensor
 from xckpt.plan import Literal, Plan, by_source
 
@@ -68,10 +41,8 @@ MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 _ALIGNMENT = 64
 _HEAD = _FOOTER = 8
 _VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.[0-9]{1,9})?")
-_FIELDS_0 = frozenset(
-    {"name", "offset", "size", "dtype", "layout", "shape", "encoding", "data_endianness"}
-    | {"checksum"}
-)
+_FIELDS_0 = {"name", "offset", "size", "dtype", "layout", "shape", "encoding", "checksum"}
+_FIELDS_0 |= {"data_endianness"}
 _INDEX_NBYTES = 8
 _INDICES = frozenset({"indices", "indptr", "coords"})
 # What is written for each compression and digest that is wanted.
@@ -90,23 +61,25 @@ def read(source: Readable, magic: bytes) -> Index:
     plain = tail[8:] != MAGIC or magic == MAGIC_0
     footer = 8 if plain else 16
     length = int.from_bytes(tail[16 - footer :][:8], "little")
-    start = locate(source.size, footer, length)
+    start = manifest.locate(source.size, footer, length)
     ranges = _Ranges(source.size, start)
     attrs: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
     try:
         # A file of version 0.1 that is nothing but head and footer lacks even the manifest.
         empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
-        root: Any = [] if empty else decode(bytes(source.read(start, length)))
+        root: Any = [] if empty else manifest.decode(bytes(source.read(start, length)))
         if magic == MAGIC_0:
             version, tensors = "0.1", _tensors_0(root, ranges)
         else:
             version, warnings = _version(mapping("manifest", root), 0 if plain else 2)
-            tensors = _Reading(ranges, plain=plain).tensors(root)
-            attrs = attributes(root.get("attributes"))
+            key = "tensors" if plain else "objects"
+            reading = _Reading(ranges, plain=plain)
+            tensors = layouts.read_all(mapping(key, root.get(key)), manifest.text, reading.tensor)
+            attrs = manifest.attributes(root.get("attributes"))
             if "generator" in root:
-                generator = attributes({"generator": root["generator"]})
-                attrs = {**generator, **attrs}
+                generator = manifest.attributes({"generator": root["generator"]})
+                attrs = {**attrs, **generator, **attrs}
     except CheckpointError as error:
         error.located(offset=start)
         raise
@@ -162,7 +135,7 @@ def _tensors_0(entries: Any, ranges: _Ranges) -> dict[str, Tensor]:
         raise mistyped("manifest", entries, "an array")
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        name = text("name", mapping("tensor", entry).get("name"))
+        name = manifest.text("name", mapping("tensor", entry).get("name"))
         if name in tensors:
             raise FormatError("two tensors have this name", tensor=name, rule="NameCollision")
         try:
@@ -174,25 +147,25 @@ def _tensors_0(entries: Any, ranges: _Ranges) -> dict[str, Tensor]:
 
 def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
     shape = kit.as_shape(entry.get("shape"))
-    layout = text("layout", entry.get("layout"))
-    spelled = text("dtype", entry.get("dtype"))
-    dtype = LONG.get(spelled)
+    layout = manifest.text("layout", entry.get("layout"))
+    spelled = manifest.text("dtype", entry.get("dtype"))
+    dtype = layouts.LONG.get(spelled)
     offset, nbytes = ranges.check(name, entry.get("offset"), entry.get("size"))
     encoding = entry.get("encoding")
     if encoding is not None:
-        encoding = None if text("encoding", encoding) == "raw" else encoding
+        encoding = None if manifest.text("encoding", encoding) == "raw" else encoding
     digest = entry.get("checksum")
     if digest is not None:
-        ranges.check_digest(name, offset, text("checksum", digest))
+        ranges.check_digest(name, offset, manifest.text("checksum", digest))
     more = {key: of for key, of in entry.items() if key not in _FIELDS_0 and type(key) is str}
-    attrs = attributes(more)
+    attrs = manifest.attributes(more)
     blob = Part("uint8", None, offset, nbytes, encoding, digest=digest)
     problem = None
     if encoding not in {None, "zstd"}:
-        problem = unknown("encoding", encoding, name, offset)
+        problem = layouts.unknown("encoding", encoding, name, offset)
     if layout == "dense" and dtype is not None and problem is None:
         order = entry.get("data_endianness")
-        if order is not None and text("data_endianness", order) not in {"little", "big"}:
+        if order is not None and manifest.text("data_endianness", order) not in {"little", "big"}:
             raise FormatError(f"the byte order {shown(order)}", rule="Schema")
         # Writers state it for raw data only; what they compress is little-endian.
         is_big = order == "big" and encoding is None
@@ -205,17 +178,17 @@ def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
             digest=digest,
             byteorder="big" if is_big else "little",
         )
-        check_dense(part, shape)
+        layouts.check_dense(part, shape)
         return Tensor(name, dtype, shape, {"data": part}, attrs=attrs)
     if layout == "dense":
-        problem = problem or unknown("element type", spelled, name, offset)
-        parts = {"data": flat(blob)}
+        problem = problem or layouts.unknown("element type", spelled, name, offset)
+        parts = {"data": layouts.flat(blob)}
         return Tensor(name, dtype or spelled, shape, parts, attrs=attrs, problem=problem)
     if layout == "sparsecsr" and dtype is not None and encoding is None:
         return Tensor(name, dtype, shape, _rows_0(dtype, shape, blob), "sparse_csr", attrs=attrs)
     # The coordinates and values of "sparsecoo" alternate: not an array of anything.
-    attrs[LAYOUT_KEY] = layout
-    parts = {"data": flat(blob)}
+    attrs[layouts.LAYOUT_KEY] = layout
+    parts = {"data": layouts.flat(blob)}
     kind = dtype or "uint8"
     return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
@@ -225,7 +198,7 @@ def _rows_0(dtype: str, shape: tuple[int, ...], blob: Part) -> dict[str, Part]:
     if len(shape) != 2:
         raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
     pointers = _INDEX_NBYTES * (shape[0] + 1)
-    width = BITS[dtype] // 8
+    width = layouts.BITS[dtype] // 8
     nonzero, rest = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
     if nonzero < 0 or rest:
         reason = f"{blob.nbytes} bytes are not {pointers} of row pointers "
@@ -245,7 +218,7 @@ def _rows_0(dtype: str, shape: tuple[int, ...], blob: Part) -> dict[str, Part]:
 
 
 def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str, ...]]:
-    version = text("version", root.get("version"))
+    version = manifest.text("version", root.get("version"))
     parsed = _VERSION.fullmatch(version)
     if parsed is None:
         raise FormatError(f"the version {shown(version)} is not a version", rule="Version")
@@ -264,28 +237,16 @@ class _Reading:
         self._ranges = ranges
         self._plain = plain
 
-    def tensors(self, root: Mapping[Any, Any]) -> dict[str, Tensor]:
-        """Read all tensors; entries leave the manifest, which spares the garbage collector."""
-        key = "tensors" if self._plain else "objects"
-        entries = mapping(key, root.get(key))
-        tensors = {}
-        for name in list(entries):
-            text("name of a tensor", name)
-            try:
-                tensors[name] = self._tensor(name, entries.pop(name))
-            except CheckpointError as error:
-                raise error.located(tensor=name) from None
-        return tensors
-
-    def _tensor(self, name: str, entry: Any) -> Tensor:
+    def tensor(self, name: str, entry: Any) -> Tensor:
+        """Read what the manifest says of a tensor."""
         shape = kit.as_shape(mapping("tensor", entry).get("shape"))
         components = mapping("components", entry.get("components"))
-        layout: Any = text("format", entry.get("format"))
-        attrs = attributes(entry["attributes"]) if "attributes" in entry else {}
-        if layout not in ROLES:
+        layout: Any = manifest.text("format", entry.get("format"))
+        attrs = manifest.attributes(entry["attributes"]) if "attributes" in entry else {}
+        if layout not in layouts.ROLES:
             return self._structural(name, entry, shape, components, attrs)
-        roles = ROLES[layout]
-        require_roles(layout, components, roles, exactly=False)
+        roles = layouts.ROLES[layout]
+        layouts.require_roles(layout, components, roles, exactly=False)
         main = components[roles[0]]
         problem: CheckpointError | None = None
         try:
@@ -293,9 +254,9 @@ class _Reading:
             parts = {role: self._part(name, role, entry, components[role], whole) for role in roles}
             kind = parts[roles[0]].dtype
             if layout == "dense":
-                check_dense(parts["data"], shape)
+                layouts.check_dense(parts["data"], shape)
         except UnsupportedError as error:
-            parts = {role: flat(self._bare_part(name, components[role])) for role in roles}
+            parts = {role: layouts.flat(self._bare_part(name, components[role])) for role in roles}
             error.located(offset=parts[roles[0]].offset)
             # A traceback would keep the whole manifest alive.
             problem = error.with_traceback(None)
@@ -304,10 +265,11 @@ class _Reading:
         if layout != "dense" and problem is None:
             # Readers of these versions find out when they assemble the tensor: the rest is fine.
             try:
-                parts = sparse(layout, shape, parts)
+                parts = layouts.sparse(layout, shape, parts)
             except FormatError as error:
                 problem = error.with_traceback(None).located(tensor=name)
-                parts = {role: flat(part) for role, part in parts.items()}
+                parts = {role: layouts.flat(part) for role, part in parts.items()}
+                kind = parts[roles[0]].dtype
         if not self._plain and main.get("type") is not None:
             attrs.setdefault("type", main["type"])
         return Tensor(name, kind, shape, parts, layout, attrs=attrs, problem=problem)
@@ -323,25 +285,27 @@ class _Reading:
         parts: dict[str, Part] = {}
         problem = None
         for role, component in components.items():
-            _, dtype = self._element(entry, component, text("role", role))
+            _, dtype = self._element(entry, component, manifest.text("role", role))
             # 1.0 states one type for the tensor: for roles it does not define, that is no type.
             part = self._bare_part(name, component, None if self._plain else dtype)
-            parts[role] = flat(part)
+            parts[role] = layouts.flat(part)
             if problem is None and part.encoding not in {None, "zstd"}:
-                problem = unknown("encoding", str(part.encoding), name, part.offset)
-        kind = LONG.get(text("dtype", entry.get("dtype"))) if self._plain else None
+                problem = layouts.unknown("encoding", str(part.encoding), name, part.offset)
+        kind = layouts.LONG.get(manifest.text("dtype", entry.get("dtype"))) if self._plain else None
         kind = kind or next((part.dtype for part in parts.values()), "uint8")
-        attrs = {**attrs, LAYOUT_KEY: entry["format"]}
+        attrs = {**attrs, layouts.LAYOUT_KEY: entry["format"]}
         return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
     def _element(self, entry: dict[Any, Any], component: Any, role: str) -> tuple[str, str | None]:
         """Return the element type of a part as it is spelled, and its name here if it is known."""
         if not self._plain:
-            return element(mapping("component", component), SHORT_1, LOGICAL_1)
+            return layouts.element(
+                mapping("component", component), layouts.SHORT_1, layouts.LOGICAL_1
+            )
         if role in _INDICES:
             return "uint64", "uint64"
-        spelled = text("dtype", entry.get("dtype"))
-        return spelled, LONG.get(spelled)
+        spelled = manifest.text("dtype", entry.get("dtype"))
+        return spelled, layouts.LONG.get(spelled)
 
     def _part(
         self,
@@ -353,10 +317,10 @@ class _Reading:
     ) -> Part:
         spelled, dtype = self._element(entry, component, role)
         if dtype is None:
-            raise unknown("element type", spelled, name)
+            raise layouts.unknown("element type", spelled, name)
         part = self._bare_part(name, component, dtype, shape)
         if part.encoding not in {None, "zstd"}:
-            raise unknown("encoding", str(part.encoding), name, part.offset)
+            raise layouts.unknown("encoding", str(part.encoding), name, part.offset)
         return part
 
     def _bare_part(
@@ -372,12 +336,12 @@ class _Reading:
         get = component.get
         offset, nbytes = self._ranges.check(name, get("offset"), get("length"))
         encoding = decoded = None
-        if (spelled := get("encoding")) is not None and text("encoding", spelled) != "raw":
+        if (spelled := get("encoding")) is not None and manifest.text("encoding", spelled) != "raw":
             encoding = spelled
             if not self._plain and (decoded := get("uncompressed_length")) is not None:
                 number("uncompressed_length", decoded)
         if (digest := get("digest")) is not None:
-            self._ranges.check_digest(name, offset, text("digest", digest))
+            self._ranges.check_digest(name, offset, manifest.text("digest", digest))
         return Part(dtype or "uint8", shape, offset, nbytes, encoding, decoded, digest)
 
 
@@ -386,7 +350,7 @@ class _Reading:
 
 def plan(index: Index) -> Plan:
     """Lay out a file of version 1.0."""
-    attrs = root_attributes(index, _LEVELS, index.tensors)
+    attrs = manifest.root_attributes(index, _LEVELS, index.tensors)
     generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
     root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
     return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC))
@@ -395,12 +359,12 @@ def plan(index: Index) -> Plan:
 def append(source: Readable, index: Index, old: Index) -> Plan:
     """Lay out what makes a file of version 1.0 hold more tensors."""
     length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
-    start = locate(source.size, _FOOTER, length)
-    root = mapping("manifest", decode(bytes(source.read(start, length))))
-    added = root_attributes(index, _LEVELS, {**old.tensors, **index.tensors})
+    start = manifest.locate(source.size, _FOOTER, length)
+    root = mapping("manifest", manifest.decode(bytes(source.read(start, length))))
+    added = manifest.root_attributes(index, _LEVELS, {**old.tensors, **index.tensors})
     if "generator" in root:
         added.pop("generator", None)
-    kept = attributes(root.get("attributes"))
+    kept = manifest.attributes(root.get("attributes"))
     kept.pop(kit.DIMS_KEY, None)
     root["attributes"] = {**kept, **added}
     return _planned(index, root, (), source.size)
@@ -408,32 +372,34 @@ def append(source: Readable, index: Index, old: Index) -> Plan:
 
 def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
     entries = {name: _entry(tensor) for name, tensor in by_source(index.tensors).items()}
-    return planned(literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start))
+    return layouts.planned(
+        literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
+    )
 
 
-def _entry(tensor: Tensor) -> Entry:
+def _entry(tensor: Tensor) -> layouts.Entry:
     name = kit.check_text("the name", tensor.name, tensor.name)
-    parts = storable_parts(tensor, ("uint64",))
-    main = ROLES.get(tensor.layout, ("",))[0]
+    parts = layouts.storable_parts(tensor, ("uint64",))
+    main = layouts.ROLES.get(tensor.layout, ("",))[0]
     dtype = parts[main].dtype if main in parts else tensor.dtype
-    if dtype not in LONG:
+    if dtype not in layouts.LONG:
         raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
     head = {"dtype": dtype, "shape": list(tensor.shape)}
     attrs = dict(tensor.attrs)
-    if tensor.layout in ROLES:
+    if tensor.layout in layouts.ROLES:
         head["format"] = tensor.layout
     elif tensor.layout == "structural":
-        head["format"] = _structural(tensor, parts, attrs.pop(LAYOUT_KEY, None))
+        head["format"] = _structural(tensor, parts, attrs.pop(layouts.LAYOUT_KEY, None))
     else:
         raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
-    parts = wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-    return Entry(head, parts, storable(attrs, _LEVELS, name))
+    parts = layouts.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+    return layouts.Entry(head, parts, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
     """Return the layout of a tensor that is its parts, of which the version says no types."""
-    if type(layout) is not str or layout in ROLES:
-        raise unnamed_layout(tensor, ROLES)
+    if type(layout) is not str or layout in layouts.ROLES:
+        raise layouts.unnamed_layout(tensor, layouts.ROLES)
     for role, part in parts.items():
         if part.dtype != "uint8":
             reason = f"version 1.0 has no type of its own for the part {shown(role)}, {part.dtype}"
@@ -449,7 +415,7 @@ def _lacking(reason: str, tensor: str, rule: str) -> UnsupportedError:
 
 def _finish(
     root: Mapping[str, Any],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, layouts.Entry],
     start: int,
     written: Mapping[tuple[str, str], Written],
 ) -> tuple[Literal, ...]:
@@ -463,9 +429,9 @@ def _finish(
         tensors[name] = {**entry.head, "components": components}
         if entry.attrs:
             tensors[name]["attributes"] = entry.attrs
-    manifest = cbor2.dumps({**root, "tensors": dict(sorted(tensors.items()))})
-    footer = len(manifest).to_bytes(_FOOTER, "little")
-    return (Literal(end_of(written, start), manifest + footer),)
+    data = cbor2.dumps({**root, "tensors": dict(sorted(tensors.items()))})
+    footer = len(data).to_bytes(_FOOTER, "little")
+    return (Literal(layouts.end_of(written, start), data + footer),)
 
 
 def _component(part: Part, written: Written) -> dict[str, Any]:

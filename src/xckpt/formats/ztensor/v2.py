@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import PurePath
 from struct import Struct
 from typing import TYPE_CHECKING, Any
@@ -26,32 +25,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.ztensor.layouts import (
-    LAYOUT_KEY,
-    LOGICAL,
-    ROLES,
-    SHORT,
-    Entry,
-    check_dense,
-    element,
-    end_of,
-    flat,
-    planned,
-    require_roles,
-    sparse,
-    storable_parts,
-    unknown,
-    unnamed_layout,
-    wished,
-)
-from xckpt.formats.ztensor.manifest import (
-    LARGEST,
-    attributes,
-    decode_deterministic,
-    root_attributes,
-    storable,
-    text,
-)
+from xckpt.formats.ztensor import layouts, manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
 from xckpt.index import Index, Part, Shard, Tensor
 from xckpt.plan import Literal, Plan
@@ -89,8 +63,8 @@ _ENCODINGS = {None: None, "zstd": _SEEKABLE, _SEEKABLE: _SEEKABLE}
 _DIGESTS = {None: "xxh3", "xxh3": "xxh3", "sha256": "sha256", "crc32c": "xxh3"}
 # The dtype and the type of a part.
 _SPELLED: dict[str, tuple[str, str | None]] = {
-    **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in LOGICAL.items()},
-    **{dtype: (spelled, None) for spelled, dtype in SHORT.items()},
+    **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in layouts.LOGICAL.items()},
+    **{dtype: (spelled, None) for spelled, dtype in layouts.SHORT.items()},
 }
 # Of 33 levels, a value in the root's attributes is the third, a tensor's attributes are the fourth.
 _ROOT_LEVELS, _LEVELS = 31, 30
@@ -99,7 +73,7 @@ _ROOT_LEVELS, _LEVELS = 31, 30
 # --- the container --------------------------------------------------------------------------------
 
 
-def _manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
+def _read_manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
     """Read a manifest: where it begins and ends, and what it says; None in a data shard."""
     import xxhash
 
@@ -113,7 +87,7 @@ def _manifest(source: Readable) -> tuple[int, int, dict[Any, Any]] | None:
         if computed != digest:
             reason = f"the manifest's hash is {computed:016x}, the footer says {digest:016x}"
             raise FormatError(reason, rule="ManifestHash")
-        return start, start + length, mapping("manifest", decode_deterministic(data))
+        return start, start + length, mapping("manifest", manifest.decode_deterministic(data))
     except CheckpointError as error:
         error.offset = start
         raise
@@ -127,12 +101,8 @@ def _footer(source: Readable) -> tuple[int, int, int] | None:
         raise FormatError(reason, offset=0, rule="FileTooSmall")
     start, length, digest, version, _, magic = _FOOTER.unpack(source.read(at, _FOOTER.size))
     if magic != MAGIC:
-        raise FormatError(
-            f"the file ends {magic!r}, not with the magic",
-            offset=size - 8,
-            rule="FooterMagic",
-            hint="It may be truncated",
-        )
+        reason, hint = f"the file ends {magic!r}, not with the magic", "It may be truncated"
+        raise FormatError(reason, offset=size - 8, rule="FooterMagic", hint=hint)
     if version != _VERSION:
         reason = f"version {version}: expected {_VERSION}"
         raise FormatError(reason, offset=size - 16, rule="Version")
@@ -141,8 +111,8 @@ def _footer(source: Readable) -> tuple[int, int, int] | None:
             reason = "a data shard with the offset or the hash of a manifest"
             raise FormatError(reason, offset=at, rule="ManifestBounds")
         return None
-    if length > LARGEST:
-        reason = f"a manifest of {length} bytes is larger than {LARGEST}"
+    if length > manifest.LARGEST:
+        reason = f"a manifest of {length} bytes is larger than {manifest.LARGEST}"
         raise FormatError(reason, offset=at + 8, rule="ManifestTooLarge")
     if start % ALIGNMENT or start == 0:
         reason = f"the manifest's offset {start} is not a positive multiple of {ALIGNMENT}"
@@ -158,7 +128,7 @@ def _footer(source: Readable) -> tuple[int, int, int] | None:
 
 def read(source: Readable) -> Index:
     """Read a file of version 2."""
-    found = _manifest(source)
+    found = _read_manifest(source)
     if found is None:
         return Index("ztensor", "2", {}, source=source.name, nbytes=source.size)
     start, end, root = found
@@ -167,7 +137,7 @@ def read(source: Readable) -> Index:
         attrs = _attributes(root)
         shards = _shards(root, source.name)
         reading = _Reading(source.size, (start, end), shards)
-        tensors = reading.tensors(entries)
+        tensors = layouts.read_all(entries, _check_name, reading.tensor)
         reading.check_overlaps()
     except CheckpointError as error:
         error.located(offset=start)
@@ -197,7 +167,7 @@ def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
 
 
 def _check_shard_name(name: Any) -> None:
-    if _SHARD_NAME.fullmatch(text("name of a shard", name)) is None:
+    if _SHARD_NAME.fullmatch(manifest.text("name of a shard", name)) is None:
         raise FormatError(f"the shard name {shown(name)}", rule="ShardName")
 
 
@@ -207,13 +177,13 @@ def _is_name(name: str) -> bool:
 
 
 def _check_name(field: str, value: Any) -> None:
-    if not _is_name(text(field, value)):
+    if not _is_name(manifest.text(field, value)):
         reason = f"{field} {shown(value)}: expected 1 to {_LONGEST_NAME} bytes without NUL"
         raise FormatError(reason, rule="Name")
 
 
 def _checked_digest(value: Any) -> str:
-    digest = text("digest", value)
+    digest = manifest.text("digest", value)
     if _DIGEST.fullmatch(digest) is None:
         reason = f"the digest {shown(digest)}: expected algorithm:hex in lower case"
         raise FormatError(reason, rule="Schema")
@@ -223,7 +193,7 @@ def _checked_digest(value: Any) -> str:
 def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
     if "attributes" not in entry:
         return {}
-    attrs = attributes(mapping("attributes", entry["attributes"]))
+    attrs = manifest.attributes(mapping("attributes", entry["attributes"]))
     for key in attrs:
         _check_name("name of an attribute", key)
     return attrs
@@ -232,39 +202,26 @@ def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
 class _Reading:
     """Makes the tensors of one manifest, which is a range of bytes itself."""
 
-    def __init__(self, size: int, manifest: tuple[int, int], shards: Mapping[str, Shard]) -> None:
+    def __init__(self, size: int, own: tuple[int, int], shards: Mapping[str, Shard]) -> None:
         # By file, None being this one: where data end, and the ranges referred to.
         self._ends: dict[str | None, int] = {None: size - _FOOTER.size}
         self._ends.update((name, shard.size - _FOOTER.size) for name, shard in shards.items())
         self._ranges: dict[str | None, list[tuple[int, int]]] = {name: [] for name in self._ends}
-        self._ranges[None].append(manifest)
-
-    def tensors(self, entries: dict[Any, Any]) -> dict[str, Tensor]:
-        """Read all tensors; entries leave the manifest, which spares the garbage collector."""
-        tensors = {}
-        for name in list(entries):
-            _check_name("name of a tensor", name)
-            try:
-                tensors[name] = self._tensor(name, entries.pop(name))
-            except CheckpointError as error:
-                raise error.located(tensor=name) from None
-        return tensors
+        self._ranges[None].append(own)
 
     def check_overlaps(self) -> None:
         """Check that the ranges in each file are identical or disjoint."""
         for file, ranges in self._ranges.items():
-            for (start, end), (following, _) in pairwise(dict.fromkeys(sorted(ranges))):
-                if following < end:
-                    where = "" if file is None else f" of the shard {file!r}"
-                    raise FormatError(
-                        f"bytes {start} to {end}{where} overlap those from {following}",
-                        offset=following if file is None else None,
-                        rule="BlobOverlap",
-                    )
+            for at, _, _ in kit.overlaps((start, end, "") for start, end in {*ranges}):
+                where = "" if file is None else f" of the shard {file!r}"
+                reason = f"data from byte {at}{where} on begin within others"
+                offset = at if file is None else None
+                raise FormatError(reason, offset=offset, rule="BlobOverlap")
 
-    def _tensor(self, name: str, entry: Any) -> Tensor:
+    def tensor(self, name: str, entry: Any) -> Tensor:
+        """Read what the manifest says of a tensor."""
         shape = kit.as_shape(mapping("object", entry).get("shape"))
-        layout = text("layout", entry.get("layout"))
+        layout = manifest.text("layout", entry.get("layout"))
         fields = mapping("parts", entry.get("parts"))
         if not fields:
             raise FormatError("an object without parts", rule="Schema")
@@ -277,8 +234,8 @@ class _Reading:
                     role: self._part(name, role, of, shape=whole) for role, of in fields.items()
                 }
                 if layout == "dense":
-                    require_roles(layout, parts, ROLES[layout])
-                    check_dense(parts["data"], shape)
+                    layouts.require_roles(layout, parts, layouts.ROLES[layout])
+                    layouts.check_dense(parts["data"], shape)
                     dtype = parts["data"].dtype
                     return Tensor(name, dtype, shape, parts, attrs=attrs, strict=True)
                 tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
@@ -287,11 +244,12 @@ class _Reading:
                 # A traceback would keep the whole manifest alive.
                 problem = error.with_traceback(None)
         parts = {
-            role: flat(self._part(name, role, of, understood=False)) for role, of in fields.items()
+            role: layouts.flat(self._part(name, role, of, understood=False))
+            for role, of in fields.items()
         }
         tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
         kind = _ARRAYS.get(layout, "structural")
-        main = ROLES[kind][0] if kind in ROLES else None
+        main = layouts.ROLES[kind][0] if kind in layouts.ROLES else None
         if problem is not None and main in parts:
             # An array that cannot be decoded; other layouts are shown as their parts anyway.
             problem.located(offset=parts[main].offset)
@@ -299,7 +257,7 @@ class _Reading:
             return replace(tensor, dtype=known or spelled, layout=kind, problem=problem)
         encodings = {role: of.get("encoding", _SPELLED_SEEKABLE) for role, of in fields.items()}
         problems = (
-            unknown("encoding", encoding, name, parts[role].offset)
+            layouts.unknown("encoding", encoding, name, parts[role].offset)
             for role, encoding in encodings.items()
             if encoding != _SPELLED_SEEKABLE
         )
@@ -331,23 +289,13 @@ class _Reading:
             _check_shard_name(shard)
         self._check_range(shard, offset, nbytes)
         if understood and dtype is None:
-            raise unknown("element type", spelled, name)
+            raise layouts.unknown("element type", spelled, name)
         if encoding == _SPELLED_SEEKABLE:
             encoding = _SEEKABLE
         elif understood and encoding is not None:
-            raise unknown("encoding", encoding, name, offset)
-        return Part(
-            dtype or "uint8",
-            shape,
-            offset,
-            nbytes,
-            encoding,
-            decoded,
-            digest,
-            "decoded",
-            "little",
-            shard,
-        )
+            raise layouts.unknown("encoding", encoding, name, offset)
+        stored = (offset, nbytes, encoding, decoded, digest)
+        return Part(dtype or "uint8", shape, *stored, digest_of="decoded", shard=shard)
 
     def _check_range(self, file: str | None, offset: int, nbytes: int) -> None:
         if offset % ALIGNMENT or offset == 0:
@@ -369,11 +317,11 @@ def _element(fields: Any) -> tuple[str, str | None]:
     """Return the element type of a part as it is spelled, and its name here if it is known."""
     if type(fields) is not dict:
         raise mistyped("part", fields, "a map")
-    found = element(fields, SHORT, LOGICAL)
-    if fields["dtype"] not in SHORT:
+    found = layouts.element(fields, layouts.SHORT, layouts.LOGICAL)
+    if fields["dtype"] not in layouts.SHORT:
         raise FormatError(f"the dtype {shown(fields['dtype'])} does not exist", rule="Schema")
     if "type" in fields:
-        text("type", fields["type"])
+        manifest.text("type", fields["type"])
     return found
 
 
@@ -382,7 +330,9 @@ def _encoding(fields: dict[Any, Any]) -> tuple[str | None, int | None]:
         return None, None
     if "encoding" not in fields or "decoded_length" not in fields:
         raise FormatError("'encoding' and 'decoded_length' come together", rule="Schema")
-    return text("encoding", fields["encoding"]), number("decoded_length", fields["decoded_length"])
+    return manifest.text("encoding", fields["encoding"]), number(
+        "decoded_length", fields["decoded_length"]
+    )
 
 
 def _is_known(layout: str) -> bool:
@@ -394,15 +344,13 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
     parts, shape = dict(tensor.parts), tensor.shape
     if layout in _ARRAYS:
         kind = _ARRAYS[layout]
-        require_roles(layout, parts, ROLES[kind])
-        indices = [parts[role] for role in ROLES[kind][1:]]
-        for part in indices:
-            if part.dtype not in {"uint32", "uint64"}:
-                reason = f"indices of type {part.dtype}: expected u32 or u64"
-                raise FormatError(reason, offset=part.offset, rule="LayoutRule")
-        if indices[0].dtype != indices[-1].dtype:
-            raise FormatError("'indptr' and 'indices' differ in type", rule="LayoutRule")
-        fitting = sparse(kind, shape, parts)
+        layouts.require_roles(layout, parts, layouts.ROLES[kind])
+        indices = [parts[role] for role in layouts.ROLES[kind][1:]]
+        types = {part.dtype for part in indices}
+        if len(types) > 1 or not types <= {"uint32", "uint64"}:
+            reason = f"indices of type {' and '.join(sorted(types))}: expected u32 or u64"
+            raise FormatError(reason, offset=indices[0].offset, rule="LayoutRule")
+        fitting = layouts.sparse(kind, shape, parts)
         return replace(tensor, dtype=parts["values"].dtype, parts=fitting, layout=kind)
     if layout not in READERS:
         check_gguf(shape, parts, tensor.attrs)
@@ -420,9 +368,9 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
 
 def _as_parts(tensor: Tensor, layout: str) -> Tensor:
     """Return a tensor that is shown as its parts."""
-    parts = {role: flat(part) for role, part in tensor.parts.items()}
+    parts = {role: layouts.flat(part) for role, part in tensor.parts.items()}
     dtype = next(iter(parts.values())).dtype
-    attrs = {**tensor.attrs, LAYOUT_KEY: layout}
+    attrs = {**tensor.attrs, layouts.LAYOUT_KEY: layout}
     return replace(tensor, dtype=dtype, parts=parts, layout="structural", attrs=attrs)
 
 
@@ -438,7 +386,7 @@ def plan(index: Index, alignment: int | None) -> Plan:
 
 def append(source: Readable, index: Index, old: Index, alignment: int | None) -> Plan:
     """Lay out a new generation of a file of version 2."""
-    found = _manifest(source)
+    found = _read_manifest(source)
     if found is None:
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
     root = dict(found[2])
@@ -451,7 +399,7 @@ def append(source: Readable, index: Index, old: Index, alignment: int | None) ->
 
 
 def _root_attributes(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    attrs = root_attributes(index, _ROOT_LEVELS, tensors)
+    attrs = manifest.root_attributes(index, _ROOT_LEVELS, tensors)
     for key in attrs:
         _storable_name("the attribute", key)
     return attrs
@@ -470,7 +418,7 @@ def _planned(
         raise ValueError(f"alignment={alignment!r}: expected a power of two from 4096")
     entries = {name: _entry(index.tensors[name]) for name in sorted(index.tensors)}
     finish = partial(_finish, root, entries, start, alignment)
-    return planned(literals, entries, start, alignment, finish)
+    return layouts.planned(literals, entries, start, alignment, finish)
 
 
 def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
@@ -481,31 +429,31 @@ def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
     return name
 
 
-def _entry(tensor: Tensor) -> Entry:
+def _entry(tensor: Tensor) -> layouts.Entry:
     name = _storable_name("the name", tensor.name, tensor.name)
-    parts = storable_parts(tensor, ("uint32", "uint64"))
+    parts = layouts.storable_parts(tensor, ("uint32", "uint64"))
     attrs = dict(tensor.attrs)
     if tensor.layout == "quantized":
         layout, attrs = quantized_layout(tensor, parts)
     elif tensor.layout == "structural":
-        layout = _structural(tensor, parts, attrs.pop(LAYOUT_KEY, None), attrs)
+        layout = _structural(tensor, parts, attrs.pop(layouts.LAYOUT_KEY, None), attrs)
     else:
         layout = _LAYOUTS[tensor.layout]
-        main = parts[ROLES[tensor.layout][0]]
+        main = parts[layouts.ROLES[tensor.layout][0]]
         if attrs.get("type") == _SPELLED[main.dtype][1]:
             attrs.pop("type", None)  # what a component of version 1.2 has, and here the part
     for key in attrs:
         _storable_name("the attribute", key, name)
     ordered = {role: parts[role] for role in sorted(parts)}
-    asked = wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
+    asked = layouts.wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
     head = {"layout": layout, "shape": list(tensor.shape)}
-    return Entry(head, asked, storable(attrs, _LEVELS, name))
+    return layouts.Entry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]) -> str:
     """Return the layout of a tensor that is its parts, if they may be of it."""
     if type(layout) is not str or layout in _ARRAYS or not parts:
-        raise unnamed_layout(tensor, _ARRAYS)
+        raise layouts.unnamed_layout(tensor, _ARRAYS)
     for role in parts:
         _storable_name("the part", role, tensor.name)
     if _is_known(layout):
@@ -518,7 +466,7 @@ def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict
 
 def _finish(
     root: Mapping[Any, Any],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, layouts.Entry],
     start: int,
     alignment: int,
     written: Mapping[tuple[str, str], Written],
@@ -535,11 +483,11 @@ def _finish(
         objects[name] = {**entry.head, "parts": parts}
         if entry.attrs:
             objects[name]["attributes"] = entry.attrs
-    manifest = kit.encode_cbor({**root, "objects": objects})
-    offset = kit.aligned(end_of(written, start), alignment)
-    digest = xxhash.xxh3_64_intdigest(manifest)
-    footer = _FOOTER.pack(offset, len(manifest), digest, _VERSION, 0, MAGIC)
-    return (Literal(offset, manifest + footer),)
+    data = kit.encode_cbor({**root, "objects": objects})
+    offset = kit.aligned(layouts.end_of(written, start), alignment)
+    digest = xxhash.xxh3_64_intdigest(data)
+    footer = _FOOTER.pack(offset, len(data), digest, _VERSION, 0, MAGIC)
+    return (Literal(offset, data + footer),)
 
 
 def _fields(part: Part, written: Written, empty: int) -> dict[str, Any]:
