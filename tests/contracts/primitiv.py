@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
 from tests.formats.primitiv_files import MODEL, OPTIMIZER, file, model, optimizer, parameter, tensor
-from xckpt.formats.primitiv import variable_name
+from xckpt.formats.primitiv.names import variable_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,6 @@ import xarray as xr
 
 from tests.formats.burnpack_files import burnpack, dense
 from xckpt import formats
-from xckpt.formats import primitiv
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +64,7 @@ def test_burn(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | No
 def test_primitiv(
     shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[str | None, ...]]
 ) -> None:
-    assert primitiv.module_axes(shapes) == axes
+    assert formats.get("primitiv").module_axes(shapes) == axes
 
 
 def test_a_tree_of_modules_has_them_and_a_dataset_has_not() -> None:

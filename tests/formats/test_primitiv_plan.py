@@ -18,8 +18,7 @@ from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
-from xckpt.formats.primitiv import variable_name
-from xckpt.formats.primitiv.names import key_and_stat
+from xckpt.formats.primitiv.names import key_and_stat, variable_name
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:

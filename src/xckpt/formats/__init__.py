@@ -14,7 +14,6 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats.foreign import foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -353,6 +352,8 @@ def detect(source: Readable) -> Format:
         found = get(name)
         if found.detect(head, source.size, source.name):
             return found
+    from xckpt.formats.foreign import foreign
+
     known = foreign(head, source.size, source.name)
     reason = f"the file begins {head[:16]!r}" if known is None else f"it is {known[0]}"
     raise FormatError(
@@ -372,6 +373,8 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
         if get(name).detect(head, source.size, source.name):
             error.hint = f"It is a {name} file: open it with engine={name!r}"
             return
+    from xckpt.formats.foreign import foreign
+
     known = foreign(head, source.size, source.name)
     if known is not None:
         error.hint = f"It is {known[0]}. {known[1]}"

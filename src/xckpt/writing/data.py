@@ -24,7 +24,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import IntegrityError
 from xckpt.storage import digests
 from xckpt.storage.encodings import STREAMS
-from xckpt.storage.source import Blocks
+from xckpt.storage.source import StoredRange
 from xckpt.writing.casting import convert
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class VerbatimData(PartData):
         """Return all bytes in order; see `PartData.blocks`."""
         reader = self.stored.reader
         stored = reader.stored_blocks()
-        blocks = stored if isinstance(stored, Blocks) else (stored,)
+        blocks = stored if isinstance(stored, StoredRange) else (stored,)
         is_due = self.is_checked and reader.part.digest_of == "stored"
         yield from _compared(reader, blocks) if is_due else blocks
 
