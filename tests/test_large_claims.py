@@ -294,6 +294,6 @@ def test_commands_say_what_does_not_fit(
     def ended(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("xckpt.cli.common.Reading.index", ended)
+    monkeypatch.setattr("xckpt.cli.common.FileInput.index", ended)
     assert main(["info", str(path)]) == 2
     assert capsys.readouterr().err == "xckpt: out of memory\n"

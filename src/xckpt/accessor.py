@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.summary import Finding, ModuleTree, Summary
+    from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.tensors import OpenTensors
@@ -56,7 +56,7 @@ class CheckpointAccessor:
         self._names: frozenset[str] = frozenset()
         self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
-        self._findings: tuple[Finding, ...] | None = None
+        self._findings: tuple[TensorFinding, ...] | None = None
 
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
@@ -669,13 +669,13 @@ class CheckpointAccessor:
             dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
         )
 
-    def _known_findings(self) -> tuple[Finding, ...] | None:
+    def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return what the last statistics found, None where there were none."""
         if self._findings is None and self._stats is not None:
-            from xckpt.notebook.summary import Finding
+            from xckpt.notebook.summary import TensorFinding
 
             rows = self.findings(self._stats).itertuples(index=False)
-            self._findings = tuple([Finding(*row) for row in rows])
+            self._findings = tuple([TensorFinding(*row) for row in rows])
         return self._findings
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.browser.lab import guarded_page
 from tests.notebook.checkpoints import mixture_of_experts, row
 from xckpt.notebook.html import render
-from xckpt.notebook.summary import Finding, new_summary
+from xckpt.notebook.summary import TensorFinding, new_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ def a_mixture_of_experts() -> Summary:
         attrs={"license": "MIT"},
         dims={"hidden": 5120},
         notes=["1 warning: version 1.1 is newer"],
-        findings=[Finding("lm_head.weight", "nan", 512.0, "error")],
+        findings=[TensorFinding("lm_head.weight", "nan", 512.0, "error")],
     )
 
 
@@ -123,7 +123,7 @@ def test_what_is_in_names_does_nothing(browser: Browser, tmp_path: Path) -> None
         attrs=dict.fromkeys(HOSTILE, HOSTILE[3]),
         dims=dict.fromkeys(HOSTILE, 4),
         notes=HOSTILE,
-        findings=[Finding(name, name, 1.0, name) for name in HOSTILE],
+        findings=[TensorFinding(name, name, 1.0, name) for name in HOSTILE],
     )
     with summary_page(browser, tmp_path, summary) as page:
         assert page.locator("img, script, style, a").count() == 0

@@ -81,9 +81,9 @@ def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--sort", "size"], "no column 'size'; there are status, count"),
-        (["--tensors", "nothing"], "--tensors matches no tensor of"),
-        (["--rename", "(", ""], "is no regular expression"),
+        (["--sort", "size"], "there is no column 'size', only status, count"),
+        (["--tensors", "nothing"], "--tensors matches no tensor in"),
+        (["--rename", "(", ""], "is not a regular expression"),
     ],
 )
 def test_wrong_usage(

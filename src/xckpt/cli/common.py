@@ -30,7 +30,7 @@ __all__ = [
     "DAMAGED",
     "FAILED",
     "Column",
-    "Reading",
+    "FileInput",
     "complain",
     "engine_type",
     "figure",
@@ -77,7 +77,7 @@ storage_options_option = click.option(
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FileInput:
     """What of a file is read, and how."""
 
     engine: str | None  # the format; None detects it from the content
@@ -122,7 +122,7 @@ class Reading:
 
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that make a `Reading`, which the command gets as ``reading``."""
+    """Add the options that make a `FileInput`, which the command gets as ``reading``."""
 
     @click.option(
         "--engine",
@@ -140,7 +140,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_reading(
         engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
     ) -> Any:
-        return command(reading=Reading(engine, tensors, storage_options), **others)
+        return command(reading=FileInput(engine, tensors, storage_options), **others)
 
     return with_reading
 

@@ -12,7 +12,7 @@ import click
 from xckpt.cli.common import (
     DAMAGED,
     FAILED,
-    Reading,
+    FileInput,
     complain,
     engine_type,
     is_terminal,
@@ -45,7 +45,7 @@ _COLOURS = {"error": "red", "warning": "yellow"}
 @click.argument("file")
 @reading_options
 @json_option
-def info(file: str, reading: Reading, *, as_json: bool) -> int:
+def info(file: str, reading: FileInput, *, as_json: bool) -> int:
     """Print what FILE holds."""
     with warnings.catch_warnings():
         # Both outputs state them.
@@ -76,12 +76,6 @@ def _index_document(index: Index) -> dict[str, Any]:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    # What is nearly always the same is left out where it is.
-    unusual = {
-        "dims": None if tensor.dims is None else list(tensor.dims),
-        "problem": None if tensor.problem is None else tensor.problem.reason,
-        "attrs": tensor.attrs or None,
-    }
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,
@@ -91,24 +85,28 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
         "nbytes": tensor.nbytes,
         "offset": min([p.offset for p in tensor.parts.values() if p.shard is None], default=None),
         "parts": {role: _part(part) for role, part in tensor.parts.items()},
-        **{key: value for key, value in unusual.items() if value is not None},
+        **_unusual(
+            dims=None if tensor.dims is None else list(tensor.dims),
+            problem=None if tensor.problem is None else tensor.problem.reason,
+            attrs=tensor.attrs or None,
+        ),
     }
 
 
 def _part(part: Part) -> dict[str, Any]:
-    unusual = {
-        "encoding": part.encoding,
-        "decoded_nbytes": part.decoded_nbytes,
-        "digest": part.digest,
-        "shard": part.shard,
-    }
+    rarely = ("encoding", "decoded_nbytes", "digest", "shard")
     return {
         "dtype": part.dtype,
         "shape": None if part.shape is None else list(part.shape),
         "offset": part.offset,
         "nbytes": part.nbytes,
-        **{key: value for key, value in unusual.items() if value is not None},
+        **_unusual(**{key: getattr(part, key) for key in rarely}),
     }
+
+
+def _unusual(**values: Any) -> dict[str, Any]:
+    """Leave out what is None, as it nearly always is."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 # --- convert -------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def _part(part: Part) -> dict[str, Any]:
 def convert(
     file: str,
     new: str,
-    reading: Reading,
+    reading: FileInput,
     *,
     to: str | None,
     encodings: tuple[tuple[str, str], ...],

@@ -12,7 +12,7 @@ import click
 
 from xckpt.cli.common import (
     Column,
-    Reading,
+    FileInput,
     complain,
     figure,
     is_terminal,
@@ -81,7 +81,7 @@ _WORDS = {
 @json_option
 def stats(
     file: str,
-    reading: Reading,
+    reading: FileInput,
     *,
     only_findings: bool,
     columns: str,
@@ -214,7 +214,7 @@ def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> d
 def compare(
     a: str,
     b: str,
-    reading: Reading,
+    reading: FileInput,
     *,
     everything: bool,
     sort: str | None,

@@ -225,7 +225,7 @@ class Explorer(ipywidgets.VBox):
         self._one = Background(self._stopped)
         self._many = Background(self._stopped)
         self._table = _Table(rows, statistics)
-        self._progress = _Progress(self._many.cancel)
+        self._progress = _ProgressBar(self._many.cancel)
         super().__init__(children=[self._table, self._progress])
         self._table.on_msg(self._hear)
         self._table.observe(self._picked, "_row")
@@ -372,7 +372,7 @@ def _reason(error: Exception) -> str:
     return shortened(printable(reason), _LONGEST_REASON)
 
 
-class _Progress(ipywidgets.HBox):
+class _ProgressBar(ipywidgets.HBox):
     """A bar, figures and a button while all statistics are being computed; else nothing."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:

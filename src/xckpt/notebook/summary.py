@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Finding",
     "ModuleTree",
     "Summary",
+    "TensorFinding",
     "Total",
     "index_summary",
     "new_summary",
@@ -65,7 +65,7 @@ class Total:
     nbytes: int
 
 
-class Finding(NamedTuple):
+class TensorFinding(NamedTuple):
     """Something in the statistics of a tensor that calls for attention."""
 
     tensor: str
@@ -95,7 +95,9 @@ class Summary:
     dims: Mapping[str, int]  # named dimensions and their sizes
     attrs: Mapping[Any, Any]
     notes: tuple[str, ...]  # what a user should know before relying on the file
-    findings: tuple[Finding, ...] | None = None  # worst first; None where statistics are not known
+    findings: tuple[TensorFinding, ...] | None = (
+        None  # worst first; None where statistics are not known
+    )
 
 
 def new_summary(
@@ -108,7 +110,7 @@ def new_summary(
     dims: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     shards: int = 0,
-    findings: Iterable[Finding] | None = None,
+    findings: Iterable[TensorFinding] | None = None,
 ) -> Summary:
     """Sum up tensors in one pass."""
     rows = iter(rows)
@@ -129,7 +131,7 @@ def new_summary(
         dims=dims or {},
         attrs=attrs,
         notes=tuple(notes),
-        findings=None if findings is None else tuple([Finding(*each) for each in findings]),
+        findings=None if findings is None else tuple([TensorFinding(*each) for each in findings]),
     )
 
 
@@ -208,13 +210,13 @@ def _unexplained(index: Any, stored: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Node:
+class _Modules:
     """A module, or several that only differ in their number."""
 
     count: int = 0
     nbytes: int = 0
     indices: set[str] = field(default_factory=set)
-    children: dict[str | None, _Node] = field(default_factory=dict)
+    children: dict[str | None, _Modules] = field(default_factory=dict)
 
 
 class ModuleTree:
@@ -230,12 +232,12 @@ class ModuleTree:
     """
 
     def __init__(self, rows: Iterable[Row], depth: int) -> None:
-        self._root = _Node()
+        self._root = _Modules()
         for row in rows:
             node = self._root
             parts = row.name.split(".")[:depth]
             for part, word in zip(parts, numbered(parts).template, strict=True):
-                node = node.children.setdefault(word, _Node())
+                node = node.children.setdefault(word, _Modules())
                 node.count += 1
                 node.nbytes += row.nbytes
                 if word is None:
@@ -256,7 +258,7 @@ class ModuleTree:
         return f"<pre style='line-height:1.4'>{escape(repr(self))}</pre>"
 
 
-def _lines(node: _Node, level: int) -> Iterator[tuple[str, str, str]]:
+def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
     for key, child in node.children.items():
         name = indices_text(child.indices) if key is None else printable(key)
         short = shortened(name, _WIDEST_NAME)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.summary import Finding, Summary
+    from xckpt.notebook.summary import Summary, TensorFinding
 
 __all__ = [
     "BREAK",
@@ -204,7 +204,7 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
     return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
 
 
-def findings_text(findings: Sequence[Finding]) -> tuple[str, str]:
+def findings_text(findings: Sequence[TensorFinding]) -> tuple[str, str]:
     """Write how many findings there are, and then what they are and where the first is."""
     if not findings:
         return "no findings", ""
