@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import ipywidgets
@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Row
     from xckpt.notebook.summary import Summary
 
-__all__ = ["Background", "Compute", "Explorer", "Histogram"]
+    Report = Callable[[int, int], object]
+    #: Returns the statistics of those of the named tensors that have any, by name.
+    Compute = Callable[[Sequence[str], Report], Mapping[str, Mapping[str, float]]]
+    #: Returns the edges of the bins of a tensor, and one count fewer.
+    Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
+
+__all__ = ["Background", "Explorer"]
 
 _HERE = Path(__file__).parent
 # Statistics show up, and can be cancelled, after so many tensors or bytes.
@@ -46,24 +52,6 @@ _BATCH_ROWS = 512
 _BATCH_NBYTES = 64 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1
 _LONGEST_REASON = 300
-
-
-class Compute(Protocol):
-    """Computes statistics."""
-
-    def __call__(
-        self, names: Sequence[str], report: Callable[[int, int], object]
-    ) -> Mapping[str, Mapping[str, float]]:
-        """Return the statistics of tensors that have any, by name."""
-
-
-class Histogram(Protocol):
-    """Computes histograms."""
-
-    def __call__(
-        self, name: str, report: Callable[[int, int], object]
-    ) -> tuple[ArrayLike, ArrayLike]:
-        """Return the edges of the bins of a tensor, and one count fewer; `report` as before."""
 
 
 class _Table(anywidget.AnyWidget):
