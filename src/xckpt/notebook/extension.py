@@ -23,8 +23,8 @@ MOST_VARIABLES = 500
 class _DatasetHtml:
     """Shows large Datasets of checkpoints as their summary, and all others as before.
 
-    `before` was registered for Datasets; `otherwise` showed them: that, or what was registered for a
-    class that they inherit from.
+    `before` was registered for Datasets. `otherwise` showed them: that, or what was registered for
+    a class that they inherit from.
     """
 
     def __init__(
