@@ -148,11 +148,11 @@ def test_python_and_the_explorer_select_for_each_other(page: Page, lab: Lab) -> 
     box.locator(".xckpt-list").focus()
     page.keyboard.press("Home")
     page.keyboard.press("b")
-    expect(box.locator(".xckpt-title")).to_have_text("model.embed_tokens.weight")
+    expect(box.locator(".xckpt-title")).to_have_text("lm_head.delta")
     assert page.locator(".jp-CodeCell").count() == 3
     page.locator(".jp-CodeCell").nth(2).locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
-    expect(outputs[2]).to_contain_text("'model.embed_tokens.weight'")
+    expect(outputs[2]).to_contain_text("'lm_head.delta'")
 
 
 def test_all_statistics_are_computed_and_sorted_by(page: Page, lab: Lab) -> None:
