@@ -484,17 +484,19 @@ def number(what: str, value: Any, rule: str = "Schema") -> int:
     return value
 
 
-def as_shape(value: Any, dtype: str = "uint8", rule: str = "Schema") -> tuple[int, ...]:
-    """Return a field that must be a shape, of which numpy could hold an array of the type."""
+def as_shape(value: Any, most: int, rule: str = "Schema") -> tuple[int, ...]:
+    """Return a field that must be a shape, of at most so many elements; zeros do not count."""
     if type(value) is not list:
         raise mistyped("shape", value, "an array", rule)
     for extent in value:
         if type(extent) is not int or extent < 0:
             raise mistyped("an extent of shape", extent, "a non-negative integer", rule)
+        if extent > LARGEST:
+            raise FormatError(f"an axis of {extent} elements", rule="Shape")
     if len(value) > MOST_AXES:
         raise FormatError(f"{len(value)} axes are more than {MOST_AXES}", rule="Shape")
-    if is_oversized(value, dtype):
-        raise FormatError(f"an array of the shape {value} cannot be", rule="Shape")
+    if (prod(value) or prod(filter(None, value))) > most:
+        raise FormatError(f"the shape {value} has more than {most} elements", rule="Shape")
     return tuple(value)
 
 

@@ -346,7 +346,7 @@ def _tensor(entry: _Listed, start: int) -> Tensor:
     try:
         dtype, shape = entry.fields.get("dtype"), entry.fields.get("shape")
         # A list of small numbers may be a byte string.
-        shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, "float64")
+        shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, kit.LARGEST // 8)
         attrs = _tensor_attributes(entry.fields.get("param_id"))
         offset, nbytes = start + entry.start, entry.end - entry.start
         if type(dtype) is str and dtype in _TYPES:

@@ -35,6 +35,9 @@ ROLES = {
     "sparse_coo": ("values", "coords"),
 }
 
+#: Of any tensor: what 64 bits count. numpy has no such arrays, but the parts of sparse ones.
+MOST_ELEMENTS = (1 << 64) - 1
+
 # --- element types --------------------------------------------------------------------------------
 
 BITS = {name: element.bits for name, element in ELEMENT_TYPES.items()}

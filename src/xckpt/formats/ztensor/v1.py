@@ -146,7 +146,7 @@ def _tensors_0(entries: Any, ranges: _Ranges) -> dict[str, Tensor]:
 
 
 def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
-    shape = kit.as_shape(entry.get("shape"))
+    shape = kit.as_shape(entry.get("shape"), layouts.MOST_ELEMENTS)
     layout = manifest.text("layout", entry.get("layout"))
     spelled = manifest.text("dtype", entry.get("dtype"))
     dtype = layouts.LONG.get(spelled)
@@ -239,7 +239,7 @@ class _Reading:
 
     def tensor(self, name: str, entry: Any) -> Tensor:
         """Read what the manifest says of a tensor."""
-        shape = kit.as_shape(mapping("tensor", entry).get("shape"))
+        shape = kit.as_shape(mapping("tensor", entry).get("shape"), layouts.MOST_ELEMENTS)
         components = mapping("components", entry.get("components"))
         layout: Any = manifest.text("format", entry.get("format"))
         attrs = manifest.attributes(entry["attributes"]) if "attributes" in entry else {}

@@ -220,7 +220,7 @@ class _Reading:
 
     def tensor(self, name: str, entry: Any) -> Tensor:
         """Read what the manifest says of a tensor."""
-        shape = kit.as_shape(mapping("object", entry).get("shape"))
+        shape = kit.as_shape(mapping("object", entry).get("shape"), layouts.MOST_ELEMENTS)
         layout = manifest.text("layout", entry.get("layout"))
         fields = mapping("parts", entry.get("parts"))
         if not fields:
