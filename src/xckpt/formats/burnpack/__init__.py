@@ -283,7 +283,7 @@ def _header(source: Readable) -> tuple[int, int]:
     return version, length
 
 
-class _Listed(NamedTuple):
+class _Descriptor(NamedTuple):
     """A tensor as the metadata lists it; its range counts from where data begin."""
 
     start: int
@@ -292,7 +292,7 @@ class _Listed(NamedTuple):
     fields: dict[str, Any]
 
 
-def _listed(entries: Mapping[str, Any]) -> list[_Listed]:
+def _listed(entries: Mapping[str, Any]) -> list[_Descriptor]:
     """List tensors in the order of the metadata."""
     listed = []
     for name, entry in entries.items():
@@ -301,7 +301,7 @@ def _listed(entries: Mapping[str, Any]) -> list[_Listed]:
             start, end = _range(fields.get("data_offsets"))
         except FormatError as error:
             raise error.located(tensor=name) from None
-        listed.append(_Listed(start, end, name, fields))
+        listed.append(_Descriptor(start, end, name, fields))
     return listed
 
 
@@ -317,7 +317,7 @@ def _range(offsets: Any) -> tuple[int, int]:
     return start, end
 
 
-def _layout(entries: Sequence[_Listed], end: int, size: int) -> str:
+def _layout(entries: Sequence[_Descriptor], end: int, size: int) -> str:
     """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
     if end % _ALIGNMENT == 0:
         return "aligned"
@@ -328,7 +328,7 @@ def _layout(entries: Sequence[_Listed], end: int, size: int) -> str:
     return "legacy" if end + last == size and contiguous else "aligned"
 
 
-def _check_ranges(entries: Sequence[_Listed], start: int, metadata_end: int, size: int) -> None:
+def _check_ranges(entries: Sequence[_Descriptor], start: int, metadata_end: int, size: int) -> None:
     """Check that ranges are in the file and do not overlap."""
     end, last = max([(each.end, each.name) for each in entries], default=(0, None))
     if start + end > size:
@@ -342,7 +342,7 @@ def _check_ranges(entries: Sequence[_Listed], start: int, metadata_end: int, siz
         raise FormatError(reason, offset=start + at, tensor=name, rule="Overlap")
 
 
-def _tensor(entry: _Listed, start: int) -> Tensor:
+def _tensor(entry: _Descriptor, start: int) -> Tensor:
     try:
         dtype, shape = entry.fields.get("dtype"), entry.fields.get("shape")
         # A list of small numbers may be a byte string.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     _Choices = Mapping[str | None, str | None]
 
+Shape = tuple[int, ...]
+
 #: The attribute of a tensor that is shown as its parts which says how the file calls its layout.
 LAYOUT_KEY = "ztensor_layout"
 
@@ -143,7 +145,7 @@ def decoded_size(part: Part) -> int | None:
     return part.nbytes if part.encoding is None else part.decoded_nbytes
 
 
-def check_dense(part: Part, shape: tuple[int, ...]) -> None:
+def check_dense(part: Part, shape: Shape) -> None:
     """Check the size of dense data, as far as the file tells it."""
     dtype = part.dtype
     expected = (BITS[dtype] * prod(shape) + 7) >> 3
@@ -179,7 +181,7 @@ def flat(part: Part) -> Part:
     return replace(part, shape=(size * 8 // bits,))
 
 
-def sparse(layout: str, shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
+def sparse(layout: str, shape: Shape, parts: Mapping[str, Part]) -> dict[str, Part]:
     """Check the sizes of the parts of a sparse array."""
     for role in ROLES[layout][1:]:
         if not parts[role].dtype.startswith(("int", "uint")):
@@ -200,7 +202,7 @@ def sparse(layout: str, shape: tuple[int, ...], parts: Mapping[str, Part]) -> di
     }
 
 
-def _rows(shape: tuple[int, ...], parts: Mapping[str, Part]) -> dict[str, Part]:
+def _rows(shape: Shape, parts: Mapping[str, Part]) -> dict[str, Part]:
     if len(shape) != 2:
         raise _unfit(parts["indptr"], f"CSR of {len(shape)} axes: expected 2")
     pointers = _count("indptr", parts["indptr"])
@@ -245,7 +247,7 @@ def _nonzero(indexed: int | None, values: Part) -> int | None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class NewEntry(NamedTuple):
     """A tensor of a manifest that is to be written, but for where its parts are."""
 
     head: dict[str, Any]
@@ -318,7 +320,7 @@ def unnamed_layout(tensor: Tensor, defined: Iterable[str]) -> UnsupportedError:
 
 def planned(
     literals: tuple[Literal, ...],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, NewEntry],
     start: int,
     alignment: int,
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]],

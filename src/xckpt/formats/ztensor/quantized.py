@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
+    from xckpt.formats.ztensor.layouts import Shape
     from xckpt.index import Part, Tensor
 
     _Pinned = tuple[dict[str, Part], Quantization] | None
@@ -42,9 +43,7 @@ _MX_TYPES = frozenset({"float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "int8"})
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _group_quantized(
-    shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
-) -> _Pinned:
+def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> _Pinned:
     """Read ``zt.quant_group/1``: integer codes with a scale for each group along an axis."""
     packing = _map(attrs, "packing")
     zero_point = _map(attrs, "zero_point")
@@ -108,9 +107,7 @@ def _group_quantized(
     )
 
 
-def _microscaled(
-    shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]
-) -> _Pinned:
+def _microscaled(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> _Pinned:
     """Read ``zt.mx/1``: OCP microscaling, small floats with a power of two for each block."""
     require_roles(_MICROSCALED, parts, ("data", "scales"))
     data, scales = parts["data"], parts["scales"]
@@ -129,10 +126,7 @@ def _microscaled(
     block = _block_along(len(shape), axis, extent)
     scale_axes = _lanes_first(len(shape), axis)
     grid = _grid(shape, block, scale_axes)
-    shaped = {
-        "data": replace(data, shape=shape),
-        "scales": _one_per_block("scales", scales, grid),
-    }
+    shaped = {"data": replace(data, shape=shape), "scales": _one_per_block("scales", scales, grid)}
     last = len(shape) - 1
     return shaped, Quantization(block, data.dtype, bits, bits, last, scale_axes=scale_axes)
 
@@ -141,7 +135,7 @@ def _microscaled(
 READERS = {_GROUPS: _group_quantized, _MICROSCALED: _microscaled}
 
 
-def check_gguf(shape: tuple[int, ...], parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> None:
+def check_gguf(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str, Any]) -> None:
     """Check ``gguf.TYPE/1``, whose blocks are opaque."""
     require_roles("gguf", parts, ("data",))
     if parts["data"].dtype != "uint8":
@@ -175,7 +169,7 @@ def _choice(attrs: Mapping[str, Any], key: str, choices: AbstractSet[Any]) -> An
     return value
 
 
-def _axis(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> int:
+def _axis(shape: Shape, attrs: Mapping[str, Any]) -> int:
     if not shape:
         raise _broken("a scalar has no axis to share scales along")
     axis = _uint(attrs, "axis")
@@ -190,9 +184,7 @@ def _check_scale_type(scales: Part, attrs: Mapping[str, Any]) -> None:
         raise _broken(f"'scales' is {scales.dtype}, which is not for {form}")
 
 
-def _group_block(
-    shape: tuple[int, ...], axis: int, group_size: int, scales: Part
-) -> tuple[int, ...] | None:
+def _group_block(shape: Shape, axis: int, group_size: int, scales: Part) -> Shape | None:
     """Return the extent of a group on each axis."""
     if group_size:
         if shape[axis] % group_size:
@@ -213,19 +205,19 @@ def _group_block(
     return fitting.pop() if len(fitting) == 1 else None
 
 
-def _block_along(rank: int, axis: int, extent: int) -> tuple[int, ...]:
+def _block_along(rank: int, axis: int, extent: int) -> Shape:
     return tuple(extent if at == axis else 1 for at in range(rank))
 
 
-def _lanes_first(rank: int, axis: int) -> tuple[int, ...]:
+def _lanes_first(rank: int, axis: int) -> Shape:
     return (*(at for at in range(rank) if at != axis), axis)
 
 
-def _grid(shape: tuple[int, ...], block: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:
+def _grid(shape: Shape, block: Shape, axes: Iterable[int]) -> Shape:
     return tuple(shape[at] // block[at] for at in axes)
 
 
-def _one_per_block(role: str, part: Part, grid: tuple[int, ...]) -> Part:
+def _one_per_block(role: str, part: Part, grid: Shape) -> Part:
     _check_size(role, part, (BITS[part.dtype] * prod(grid) + 7) // 8)
     return replace(part, shape=grid)
 

@@ -74,12 +74,12 @@ def read(source: Readable, magic: bytes) -> Index:
         else:
             version, warnings = _version(mapping("manifest", root), 0 if plain else 2)
             key = "tensors" if plain else "objects"
-            reading = _Reading(ranges, plain=plain)
+            reading = _Components(ranges, plain=plain)
             tensors = layouts.read_all(mapping(key, root.get(key)), manifest.text, reading.tensor)
             attrs = manifest.attributes(root.get("attributes"))
             if "generator" in root:
                 generator = manifest.attributes({"generator": root["generator"]})
-                attrs = {**attrs, **generator, **attrs}
+                attrs.setdefault("generator", generator["generator"])
     except CheckpointError as error:
         error.located(offset=start)
         raise
@@ -193,7 +193,7 @@ def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
     return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
 
-def _rows_0(dtype: str, shape: tuple[int, ...], blob: Part) -> dict[str, Part]:
+def _rows_0(dtype: str, shape: layouts.Shape, blob: Part) -> dict[str, Part]:
     """Split a blob that is row pointers, column indices and values, one after the other."""
     if len(shape) != 2:
         raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
@@ -230,7 +230,7 @@ def _version(root: Mapping[Any, Any], known_minor: int) -> tuple[str, tuple[str,
     return version, ()
 
 
-class _Reading:
+class _Components:
     """Makes the tensors of one manifest; `plain` is version 1.0."""
 
     def __init__(self, ranges: _Ranges, *, plain: bool) -> None:
@@ -278,7 +278,7 @@ class _Reading:
         self,
         name: str,
         entry: dict[Any, Any],
-        shape: tuple[int, ...],
+        shape: layouts.Shape,
         components: dict[Any, Any],
         attrs: dict[str, Any],
     ) -> Tensor:
@@ -313,7 +313,7 @@ class _Reading:
         role: str,
         entry: dict[Any, Any],
         component: Any,
-        shape: tuple[int, ...] | None,
+        shape: layouts.Shape | None,
     ) -> Part:
         spelled, dtype = self._element(entry, component, role)
         if dtype is None:
@@ -328,7 +328,7 @@ class _Reading:
         name: str,
         component: Any,
         dtype: str | None = None,
-        shape: tuple[int, ...] | None = None,
+        shape: layouts.Shape | None = None,
     ) -> Part:
         """Read a part whose encoding may be unknown."""
         if type(component) is not dict:
@@ -377,7 +377,7 @@ def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], 
     )
 
 
-def _entry(tensor: Tensor) -> layouts.Entry:
+def _entry(tensor: Tensor) -> layouts.NewEntry:
     name = kit.check_text("the name", tensor.name, tensor.name)
     parts = layouts.storable_parts(tensor, ("uint64",))
     main = layouts.ROLES.get(tensor.layout, ("",))[0]
@@ -393,7 +393,7 @@ def _entry(tensor: Tensor) -> layouts.Entry:
     else:
         raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
     parts = layouts.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-    return layouts.Entry(head, parts, manifest.storable(attrs, _LEVELS, name))
+    return layouts.NewEntry(head, parts, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
@@ -415,7 +415,7 @@ def _lacking(reason: str, tensor: str, rule: str) -> UnsupportedError:
 
 def _finish(
     root: Mapping[str, Any],
-    entries: Mapping[str, layouts.Entry],
+    entries: Mapping[str, layouts.NewEntry],
     start: int,
     written: Mapping[tuple[str, str], Written],
 ) -> tuple[Literal, ...]:

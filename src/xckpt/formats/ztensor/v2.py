@@ -136,7 +136,7 @@ def read(source: Readable) -> Index:
         entries = mapping("objects", root.get("objects"))
         attrs = _attributes(root)
         shards = _shards(root, source.name)
-        reading = _Reading(source.size, (start, end), shards)
+        reading = _Objects(source.size, (start, end), shards)
         tensors = layouts.read_all(entries, _check_name, reading.tensor)
         reading.check_overlaps()
     except CheckpointError as error:
@@ -199,7 +199,7 @@ def _attributes(entry: dict[Any, Any]) -> dict[str, Any]:
     return attrs
 
 
-class _Reading:
+class _Objects:
     """Makes the tensors of one manifest, which is a range of bytes itself."""
 
     def __init__(self, size: int, own: tuple[int, int], shards: Mapping[str, Shard]) -> None:
@@ -269,7 +269,7 @@ class _Reading:
         role: Any,
         fields: Any,
         *,
-        shape: tuple[int, ...] | None = None,
+        shape: layouts.Shape | None = None,
         understood: bool = True,
     ) -> Part:
         """Read a part; its element type and its encoding may be unknown unless `understood`."""
@@ -357,11 +357,7 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
     elif (pinned := READERS[layout](shape, parts, tensor.attrs)) is not None:
         fitting, quantization = pinned
         return replace(
-            tensor,
-            dtype="float32",
-            parts=fitting,
-            layout="quantized",
-            quantization=quantization,
+            tensor, dtype="float32", parts=fitting, layout="quantized", quantization=quantization
         )
     return _as_parts(tensor, layout)
 
@@ -429,7 +425,7 @@ def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
     return name
 
 
-def _entry(tensor: Tensor) -> layouts.Entry:
+def _entry(tensor: Tensor) -> layouts.NewEntry:
     name = _storable_name("the name", tensor.name, tensor.name)
     parts = layouts.storable_parts(tensor, ("uint32", "uint64"))
     attrs = dict(tensor.attrs)
@@ -447,7 +443,7 @@ def _entry(tensor: Tensor) -> layouts.Entry:
     ordered = {role: parts[role] for role in sorted(parts)}
     asked = layouts.wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
     head = {"layout": layout, "shape": list(tensor.shape)}
-    return layouts.Entry(head, asked, manifest.storable(attrs, _LEVELS, name))
+    return layouts.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]) -> str:
@@ -466,7 +462,7 @@ def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict
 
 def _finish(
     root: Mapping[Any, Any],
-    entries: Mapping[str, layouts.Entry],
+    entries: Mapping[str, layouts.NewEntry],
     start: int,
     alignment: int,
     written: Mapping[tuple[str, str], Written],
