@@ -68,7 +68,6 @@ _HEADER = binary.Struct("<4sHI")
 _ALIGNMENT = 256
 _NEWEST = 1
 _TRUNCATED = "The file may be truncated"
-_LAYOUTS = ("aligned", "legacy")
 _DIALECTS = ("0.20", "0.21", "0.22")
 
 _ROOT = frozenset({"tensors", "metadata", "scalars"})
@@ -121,8 +120,7 @@ class Burnpack(Format):
             Where data begin: at a multiple of 256, or right after the metadata, as burn 0.19 had
             it. By default the size of the file tells.
         """
-        if layout is not None and layout not in _LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected 'aligned', 'legacy' or None")
+        kit.check_option("layout", layout, ("aligned", "legacy"))
         version, length = _header(source)
         end = _HEADER.size + length
         try:
