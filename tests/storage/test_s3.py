@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from tests.storage.s3_server import BUCKET, S3Server
 from tests.test_stacking import zt
 from xckpt.errors import FileChangedError
 from xckpt.storage import open_source
+from xckpt.storage.network import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +108,16 @@ def test_an_object_that_changed(s3: S3Server) -> None:
         with pytest.raises(FileChangedError, match="ETag"):
             each["a"].compute()
     np.testing.assert_array_equal(opened(s3, f"s3://{BUCKET}/{name}")["a"], np.ones(1000))
+
+
+def test_a_store_that_is_silent_is_a_time_out(s3: S3Server) -> None:
+    source: Any = open_source(KEY, storage_options=s3.options, first=100)
+    source.limits = Limits(timeout=0.6, min_rate=1000)
+    s3.latency = 3
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"m\.zt|'timeout'"):
+        source.read(0, 100)
+    assert time.monotonic() - start < 2
 
 
 def test_what_is_no_object(s3: S3Server) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,7 +66,9 @@ def _arrays(
         for role, part in tensor.parts.items()
     }
     if tensor.layout == "dense":
-        return {None: _dense(tensor, readers["data"], options)}
+        how: dict[str, Any] = {"decode": options.decode, "strict": tensor.strict}
+        data = readers["data"]
+        return {None: DenseArray(tensor.name, data, tensor.shape, order=tensor.order, **how)}
     if tensor.layout == "structural" or not options.decode:
         return {role: _part(tensor, role, readers) for role in tensor.parts}
     if tensor.layout == "sparse_csr":
@@ -74,17 +76,6 @@ def _arrays(
     if tensor.layout == "sparse_coo":
         return {None: COOArray(tensor, readers, sparse=options.sparse)}
     return {None: QuantizedArray(tensor, readers)}
-
-
-def _dense(tensor: Tensor, reader: PartReader, options: ReadOptions) -> DenseArray:
-    return DenseArray(
-        tensor.name,
-        reader,
-        tensor.shape,
-        order=tensor.order,
-        decode=options.decode,
-        strict=tensor.strict,
-    )
 
 
 def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> LazyArray:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.lazy import LazyArray, RowBlockArray
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
@@ -288,7 +288,7 @@ def unpack_codes(
     return unpacked
 
 
-class QuantizedArray(RowBlockArray):
+class QuantizedArray(LazyArray):
     """A quantised tensor as float32: of `data`, `scales`, and perhaps `zeros` and `global`."""
 
     __slots__ = ("quantization", "readers")
@@ -300,8 +300,16 @@ class QuantizedArray(RowBlockArray):
         self.readers = dict(readers)
         self.quantization: Quantization = tensor.quantization
 
-    def rows(self, start: int, stop: int) -> Array:
-        """Make a block of rows."""
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        run = contiguous_run(self.shape[:1], key[:1])
+        shape = result_shape(self.shape, key)
+        if 0 in shape or run.shape[0] == 0:
+            return self.empty(shape)
+        first = run.start
+        return take(self._rows(first, first + run.shape[0]), run.key + key[1:])
+
+    def _rows(self, start: int, stop: int) -> Array:
+        """Make some rows, whole along all other axes; a row is one step of axis 0."""
         scheme = self.quantization
         block = scheme.block[0]
         grid_rows = slice(start // block, -(-stop // block))

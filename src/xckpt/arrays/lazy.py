@@ -13,11 +13,9 @@ from xckpt.arrays.selection import (
     Chunks,
     chunks_along_slowest,
     compose,
-    contiguous_run,
     cut_chunks,
     normalize,
     result_shape,
-    take,
     whole,
 )
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
 
-__all__ = ["LazyArray", "Origin", "RowBlockArray", "SlicedArray", "UnreadableArray"]
+__all__ = ["LazyArray", "Origin", "SlicedArray", "UnreadableArray"]
 
 
 class Origin(NamedTuple):
@@ -130,24 +128,6 @@ class LazyArray(ABC):
             return np.empty(shape, self.dtype)
         except ValueError as error:  # numpy wants the other axes to be countable in bytes
             raise UnsupportedError(f"numpy has no array of shape {shape}: {error}") from error
-
-
-class RowBlockArray(LazyArray):
-    """An array that is made block of rows by block of rows, a row being one step of axis 0."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def rows(self, start: int, stop: int) -> Any:
-        """Make the rows from `start` to `stop`, whole along all other axes."""
-
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        run = contiguous_run(self.shape[:1], key[:1])
-        shape = result_shape(self.shape, key)
-        if 0 in shape or run.shape[0] == 0:
-            return self.empty(shape)
-        first = run.start
-        return take(self.rows(first, first + run.shape[0]), run.key + key[1:])
 
 
 class UnreadableArray(LazyArray):

@@ -6,7 +6,7 @@ import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
@@ -69,7 +69,7 @@ class PartReader:
             if self.is_raw:
                 yield from self.source.blocks(part.offset, nbytes, block_nbytes)
             elif part.encoding in encodings.STREAMS:
-                codec, stored = encodings.STREAMS[str(part.encoding)], self.stored_blocks()
+                codec, stored = encodings.STREAMS[part.encoding], self.stored_blocks()
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
                 yield from self._checked(blocks)
             else:
@@ -147,26 +147,19 @@ class PartReader:
                 return memoryview(part.inline)[start:stop]
             return self.source.view(part.offset + start, stop - start)
         if part.encoding in encodings.STREAMS:
-            codec: Any = encodings.STREAMS[part.encoding]
-            decoded: memoryview
+            codec = encodings.STREAMS[part.encoding]
             if (start, stop) == (0, nbytes) and not part.skip:
-                decoded = codec.decompress(self.stored(), nbytes)
-            else:
-                first = part.skip + start
-                decoded = codec.decompress_range(self.stored_blocks(), first, part.skip + stop)
-            return decoded
-        if part.encoding == "zstd-seekable":
-            return self._frames(start, stop, nbytes)
-        raise UnsupportedError(f"encoding {part.encoding!r} is not known")
-
-    def _frames(self, start: int, stop: int, nbytes: int) -> memoryview:
-        part = self.part
+                return codec.decompress(self.stored(), nbytes)
+            first = part.skip + start
+            return codec.decompress_range(self.stored_blocks(), first, part.skip + stop)
+        if part.encoding != "zstd-seekable":
+            raise UnsupportedError(f"encoding {part.encoding!r} is not known")
+        view = self.source.view
         key = (self.source.name, self.source.identity, part.offset, part.nbytes, nbytes)
         table = _tables.get(
-            key,
-            lambda: encodings.read_seek_table(self.source.view, part.offset, part.nbytes, nbytes),
+            key, lambda: encodings.read_seek_table(view, part.offset, part.nbytes, nbytes)
         )
-        return encodings.read_frames(self.source.view, part.offset, table, start, stop)
+        return encodings.read_frames(view, part.offset, table, start, stop)
 
     def _checked(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         """Hand on all decoded bytes, and check their digest, unless asked not to or done before."""

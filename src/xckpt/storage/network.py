@@ -22,6 +22,7 @@ __all__ = [
     "GivenUpError",
     "Limits",
     "Patience",
+    "as_os_error",
     "attempted",
     "content_range",
     "is_transient",
@@ -176,13 +177,13 @@ def words_of(error: BaseException) -> str:
     return shown(str(error)) if str(error) else type(error).__name__
 
 
-def _told(error: Exception, name: str) -> Exception:
+def as_os_error(error: Exception, name: str, what: str = "request") -> Exception:
     """Return errors of libraries, and bare ones, as one of the operating system with the URL."""
     is_bare = isinstance(error, ValueError | LookupError) and not isinstance(error, OSError)
     if isinstance(error, CheckpointError) or not (is_bare or _is_of_network(error)):
         return error
     number = errno.EIO if is_transient(error) else errno.EINVAL
-    return OSError(number, f"the request failed: {words_of(error)}", name)
+    return OSError(number, f"the {what} failed: {words_of(error)}", name)
 
 
 def attempted(name: str, request: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -190,7 +191,7 @@ def attempted(name: str, request: Callable[[], T]) -> tuple[T | None, Exception 
     try:
         return request(), None
     except Exception as error:
-        told = _told(error, name)
+        told = as_os_error(error, name)
         if is_transient(told):
             return None, told
         if told is error:

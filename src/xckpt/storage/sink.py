@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.storage.local import local_path
-from xckpt.storage.network import is_transient, own_options
+from xckpt.storage.network import as_os_error, own_options
 from xckpt.storage.partial import (
     alone,
     create,
@@ -551,6 +551,7 @@ class UploadSink(Sink):
             try:
                 how(start, end or self._remote)
             except Exception as error:
-                if isinstance(error, OSError) or not is_transient(error):
+                told = as_os_error(error, self.name, "upload")
+                if told is error:
                     raise
-                raise OSError(f"the upload failed: {error}") from error
+                raise told from error

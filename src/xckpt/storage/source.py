@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, ClassVar
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
 from xckpt.storage.pool import Pool
@@ -212,13 +212,10 @@ class ShardSource(Source):
         self._found: Source | None = None
         version: Hashable = shard.digest
         if version is None:
-            self._found = self._present()
+            with suppress(OSError, CheckpointError):
+                self._found = self._find()
             version = None if self._found is None else self._found.identity
         self.identity = (root.name, root.identity, label, shard.size, version)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.root, self.shard_entry, self.label, self.identity, self._found)
-        return _restored, told
 
     @property
     def worth_skipping(self) -> int | None:
@@ -280,12 +277,6 @@ class ShardSource(Source):
             _files.discard(self.identity)
             raise
 
-    def _present(self) -> Source | None:
-        try:
-            return self._find()
-        except (OSError, CheckpointError):
-            return None
-
     def _find(self) -> Source:
         shard = self.shard_entry
         for candidate in shard.candidates:
@@ -307,17 +298,6 @@ class ShardSource(Source):
             path=self.root.name,
             hint=f"Looked next to it for: {places}",
         )
-
-
-def _restored(
-    root: Source, shard: Shard, label: str, identity: Hashable, found: Source | None
-) -> ShardSource:
-    source = object.__new__(ShardSource)
-    source.root, source.shard_entry, source.label = root, shard, label
-    source.name = f"{root.name} (shard {label})"
-    source.size, source.identity = shard.size, identity
-    source._found = found
-    return source
 
 
 class ShardedSource(Source):
