@@ -134,7 +134,7 @@ class Blocking(Told):
     """A file system that never answers."""
 
     def info(self, path: str) -> dict[str, Any]:
-        time.sleep(5)
+        time.sleep(8)
         raise AssertionError
 
 
@@ -143,7 +143,7 @@ def test_a_file_system_that_blocks_is_left_behind(monkeypatch: pytest.MonkeyPatc
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"told://m\.zt"):
         open_source("told://m.zt", storage_options={"xckpt": {"timeout": 0.2}})
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.usefixtures("told")

@@ -255,7 +255,7 @@ def test_a_silent_server_is_a_time_out(web: WebServer) -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"'xckpt'.*'timeout'") as caught:
             call()
-        assert 0.5 < time.monotonic() - start < 2
+        assert 0.5 < time.monotonic() - start < 5  # on a busy machine
         assert web.url in str(caught.value)
         assert len(web.requests) == 2  # an attempt is silent for half of the time
 
@@ -267,7 +267,7 @@ def test_a_body_that_hardly_comes_is_a_time_out(web: WebServer, trickle: float) 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"bytes came in 0\.6 seconds"):
         source.read(0, 5000)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
 
 
 def test_a_body_that_comes_slowly_comes(web: WebServer) -> None:

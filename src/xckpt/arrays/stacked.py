@@ -14,8 +14,8 @@ from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
     chunks_along_slowest,
+    positions,
     result_shape,
-    take,
     whole,
 )
 
@@ -117,45 +117,44 @@ class StackedArray(LazyArray):
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
         """Return fewer members, or one of them, where that is all; see `LazyArray.sliced`."""
-        numbers, inner = self._split(key)
-        if numbers.ndim == 0:
-            return self.members[int(numbers)].sliced(inner)
-        if not numbers.size:
+        numbers, grid, inner = self._split(key)
+        if not grid:
+            return self.members[numbers[0]].sliced(inner)
+        if not numbers:
             return LazyArray.sliced(self, key)
         fewer = self
-        if numbers.shape != self.grid:
-            chosen, members = numbers.ravel().tolist(), self.members
+        if grid != self.grid:
+            members = self.members
             some: Sequence[LazyArray] = (
-                members.take(chosen)
+                members.take(numbers)
                 if isinstance(members, TensorArrays)
-                else tuple([members[number] for number in chosen])
+                else tuple([members[number] for number in numbers])
             )
-            fewer = StackedArray(self.name, some, numbers.shape)
-        return LazyArray.sliced(fewer, whole(numbers.shape) + inner)
+            fewer = StackedArray(self.name, some, grid)
+        return LazyArray.sliced(fewer, whole(grid) + inner)
 
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Return the members that are needed; see `LazyArray.narrowed`."""
-        numbers, inner = self._split(key)
-        if numbers.ndim == 0:
-            return self.members[int(numbers)].narrowed(inner)
-        if not numbers.size:
+        numbers, grid, inner = self._split(key)
+        if not grid:
+            return self.members[numbers[0]].narrowed(inner)
+        if not numbers:
             return self, key
-        members = tuple([self.members[number].bare() for number in numbers.ravel().tolist()])
-        return StackedArray(self.name, members, numbers.shape), whole(numbers.shape) + inner
+        members = tuple([self.members[number].bare() for number in numbers])
+        return StackedArray(self.name, members, grid), whole(grid) + inner
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         shape = result_shape(self.shape, key)
         if 0 in shape:
             return self.empty(shape)
-        numbers, inner = self._split(key)
-        chosen = [self.members[number] for number in numbers.ravel().tolist()]
-        if len(chosen) == 1:
-            found = chosen[0][inner]
-            return found if numbers.ndim == 0 else found.reshape(shape)
+        numbers, grid, inner = self._split(key)
+        if len(numbers) == 1:
+            found = self.members[numbers[0]][inner]
+            return found.reshape(shape) if grid else found
         if not isinstance(self.empty((0,) * len(shape)), np.ndarray):
             import sparse
 
-            return sparse.stack([member[inner] for member in chosen]).reshape(shape)
+            return sparse.stack([self.members[n][inner] for n in numbers]).reshape(shape)
         stacked = np.empty(shape, self.dtype)
         self._select_into(key, stacked)
         return stacked
@@ -164,14 +163,20 @@ class StackedArray(LazyArray):
         if not out.flags.c_contiguous or not out.size:
             super()._select_into(key, out)
             return
-        numbers, inner = self._split(key)
+        numbers, grid, inner = self._split(key)
         # One after another, as they lie in memory.
-        flat = out.reshape(numbers.size, *out.shape[numbers.ndim :])
-        for place, number in enumerate(numbers.ravel().tolist()):
+        flat = out.reshape(len(numbers), *out.shape[len(grid) :])
+        for place, number in enumerate(numbers):
             self.members[number].read_into(flat[place, ...], inner)
 
-    def _split(self, key: tuple[AxisKey, ...]) -> tuple[Any, tuple[AxisKey, ...]]:
-        """Return the numbers of the members that an index selects, and the index of each."""
-        depth = len(self.grid)
-        numbers = np.arange(len(self.members)).reshape(self.grid)
-        return take(numbers, key[:depth]), key[depth:]
+    def _split(
+        self, key: tuple[AxisKey, ...]
+    ) -> tuple[list[int], tuple[int, ...], tuple[AxisKey, ...]]:
+        """Return the members that an index selects, the grid that they make, and their index."""
+        numbers, grid = [0], []
+        for entry, count in zip(key, self.grid, strict=False):
+            along = [entry] if isinstance(entry, int) else [*map(int, positions(entry, count))]
+            numbers = [number * count + place for number in numbers for place in along]
+            if not isinstance(entry, int):
+                grid.append(len(along))
+        return numbers, tuple(grid), key[len(self.grid) :]
