@@ -248,7 +248,7 @@ class CheckpointAccessor:
         >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt.sel(layers=17, experts=3)  # doctest: +SKIP
         """
-        from xckpt.choosing import select_modules
+        from xckpt.stacking import select_modules
 
         return select_modules(self._obj, modules)
 
@@ -277,7 +277,7 @@ class CheckpointAccessor:
         >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt.isel(layers=-1)  # doctest: +SKIP
         """
-        from xckpt.choosing import select_modules
+        from xckpt.stacking import select_modules
 
         return select_modules(self._obj, modules, by_position=True)
 
