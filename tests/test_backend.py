@@ -189,7 +189,9 @@ def test_guessing_leaves_a_file_object_where_it_was(path: Path) -> None:
     file = io.BytesIO(path.read_bytes())
     assert ZTensorBackend().guess_can_open(file)
     assert file.tell() == 0
-    for nothing in (3, None, str(path) + ".absent", path.parent, b"", io.StringIO("text")):
+    empty = path.parent / "empty"
+    empty.mkdir()
+    for nothing in (3, None, str(path) + ".absent", empty, b"", io.StringIO("text")):
         assert not ZTensorBackend().guess_can_open(nothing)
     assert ZTensorBackend().guess_can_open("s3://bucket/m.ZT?versionId=3")
     assert not ZTensorBackend().guess_can_open("s3://bucket/m.nc")
@@ -221,8 +223,9 @@ def test_what_cannot_be_opened(path: Path, tmp_path: Path) -> None:
 
     with pytest.raises(FileNotFoundError):
         opening(tmp_path / "absent.zt")
-    with pytest.raises(IsADirectoryError):
-        opening(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="no checkpoint is in this folder"):
+        opening(tmp_path / "folder")
     (tmp_path / "empty.zt").touch()
     with pytest.raises(xckpt.FormatError, match=r"empty\.zt"):
         opening(tmp_path / "empty.zt")

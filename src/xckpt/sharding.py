@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -123,11 +124,10 @@ def _folder(folder: Path) -> FileList:
     names = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
     if len(there) > _MOST_NAMES:
         names += f" and {len(there) - _MOST_NAMES} more"
-    if found:
-        reason = f"{len(found)} checkpoints are in this folder: {names}"
-        raise FormatError(reason, path=str(folder), hint="Open one of them, or a list of them")
     reason = f"no checkpoint is in this folder; it has {names}"
-    raise FormatError(reason, path=str(folder))
+    if found:
+        reason = f"{len(found)} checkpoints are in this folder: {names}; open one, or a list of them"
+    raise IsADirectoryError(errno.EISDIR, reason, str(folder))
 
 
 def _is_checkpoint(path: Path) -> bool:
