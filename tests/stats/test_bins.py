@@ -36,6 +36,22 @@ def test_the_symmetric_scale_is_exact(name: str, bins: int) -> None:
     assert (h["bin"] < h["bin_right"]).all()
 
 
+@pytest.mark.parametrize("name", ["float32", "float64", "int32", "uint64", "bfloat16", "int8"])
+@pytest.mark.parametrize("scale", ["symlog", "linear"])
+@pytest.mark.parametrize("bins", [1, 2, 50])
+def test_the_outer_edges_are_the_extremes(name: str, scale: Any, bins: int) -> None:
+    rng = np.random.default_rng(3)
+    values = (rng.standard_normal(5000) * 40).astype(dtype_of(name))
+    if name.startswith("u"):
+        values = rng.integers(1 << 20, 1 << 40, 5000, name)
+    h = counts(values, bins=bins, scale=scale)
+    wide = values.astype(np.float64)
+    assert h["bin_right"][-1] == wide.max()
+    if not name.startswith("u") or scale == "linear":
+        assert h["bin_left"][0] == wide.min()
+    assert h["x"].sum() == 5000
+
+
 def test_the_bin_around_zero_has_the_zeros() -> None:
     h = counts(np.array([0.0, -0.0, 0, 1e-3, -5, 7]))
     zero = h.where((h["bin_left"] < 0) & (h["bin_right"] > 0), drop=True)

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stats.reference import sketch_of
+from tests.stats.reference import dtype_of, sketch_of, stats_of
+from xckpt.statistics import stats
 from xckpt.statistics.compiled import merge as compiled_merge
 from xckpt.statistics.moments import EMPTY, LEAF, MomentTree, merge, runs
 
@@ -97,3 +99,33 @@ def test_negative_zeros_make_a_dead_row() -> None:
         values[1] = -0.0
         values[2, 39] = 1
         assert sketch_of(values, row=40).dead == 2
+
+
+@pytest.mark.parametrize("exponent", [-85, -100, -123, -154, -161, 85, 150])
+@pytest.mark.parametrize("order", ["zeros first", "zeros last", "between"])
+def test_zeros_next_to_numbers_out_of_range(exponent: int, order: str) -> None:
+    """Zeros have no power of two of their own: they take on that of what they are merged with."""
+    numbers = np.random.default_rng(0).standard_normal(3 * LEAF + 100) + 0.25
+    zeros = np.zeros(2 * LEAF + 50)
+    parts = [zeros, numbers] if order == "zeros first" else [numbers, zeros]
+    parts = [numbers[:LEAF], zeros, numbers[LEAF:]] if order == "between" else parts
+    # A power of two, so that nothing is rounded.
+    scale = 2.0 ** round(exponent * np.log2(10))
+    values = np.concatenate(parts)
+    near, far = stats_of(values), stats_of(values * scale)
+    for name in ("skew", "kurtosis"):
+        assert far[name] == pytest.approx(near[name], rel=1e-12)
+    for name in ("mean", "std", "rms", "l2", "min", "max", "absmax"):
+        assert far[name] / scale == pytest.approx(near[name], rel=1e-14), name
+    whole = facts(sketch_of(values * scale))
+    for cuts in ([LEAF], [len(zeros)], [100, 2 * LEAF, 2 * LEAF + 1], [LEAF - 1, 4 * LEAF]):
+        assert facts(sketch_of(values * scale, cuts)) == whole
+    data = xr.Dataset({"x": ("a", values * scale)})
+    described = stats(data)["x"]
+    for chunks in (LEAF, 1000, 2 * LEAF + 50):
+        xr.testing.assert_equal(stats(data.chunk(a=chunks))["x"], described)
+
+
+def test_a_type_without_zeros_has_no_rows_of_them() -> None:
+    values = np.zeros((3, 40), np.uint8).view(dtype_of("float8_e8m0fnu"))
+    assert sketch_of(values, row=40).dead == 0

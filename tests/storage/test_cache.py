@@ -12,9 +12,12 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.storage.web_server import WebServer
+from tests.test_stacking import zt
 from xckpt.storage import cache
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -32,24 +35,57 @@ def test_the_folder_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert cache.folder("stats-1") == tmp_path / "xckpt" / "stats-1"
 
 
+@pytest.fixture
+def web(checkpoint: Path) -> Iterator[WebServer]:
+    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+    # So many that opening takes several requests, which is when the header is kept.
+    many = {f"t{n}": np.full((2, 2), n, "<f4") for n in range(2000)}
+    served = {"m.zt": checkpoint.read_bytes(), "many.zt": zt(many | {"w": np.arange(9.0)})}
+    with WebServer(**served) as server:
+        yield server
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Write a checkpoint that looks as if it had been there for a while."""
+    path = tmp_path / "m.zt"
+    xckpt.save(xr.Dataset({"w": ("x", np.arange(9.0))}), path, progress=False)
+    os.utime(path, (1, 1))
+    return path
+
+
+def mean(path: Path | str) -> tuple[float, bool]:
+    """Compute a mean, and say whether anything was read for it."""
+    told: list[int] = []
+    found = xckpt.stats(path, progress=lambda done, _: told.append(done))
+    return float(found["w"].sel(statistic="mean")), any(told)
+
+
 def test_nothing_is_kept_where_the_folder_is_empty(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path, web: WebServer
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("XCKPT_CACHE_DIR", "")
     assert cache.folder("stats-1") is None
-    path = tmp_path / "m.zt"
-    xckpt.save(xr.Dataset({"w": ("x", np.arange(9.0))}), path, progress=False)
-    os.utime(path, (1, 1))
-    xckpt.stats(path, progress=False)
+    for path in (checkpoint, f"{web.url}/m.zt"):
+        for _ in range(2):
+            assert mean(path) == (4.0, True)
     assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
+    xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
+    assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
+    # Where there is a folder, both keep something.
+    monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
+    xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
+    mean(f"{web.url}/m.zt")
+    assert mean(f"{web.url}/m.zt") == (4.0, False)
+    assert {each.name for each in (tmp_path / "cache").iterdir()} == {"headers", "stats-1"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no HOME")
-def test_without_a_home_nothing_is_kept_and_nothing_fails(tmp_path: Path) -> None:
-    path = tmp_path / "m.zt"
-    xckpt.save(xr.Dataset({"w": ("x", np.arange(9.0))}), path, progress=False)
+def test_without_a_home_nothing_is_kept_and_nothing_fails(
+    tmp_path: Path, checkpoint: Path, web: WebServer
+) -> None:
     code = """
 import os, pwd, sys
 def unknown(uid):
@@ -58,19 +94,22 @@ pwd.getpwuid = unknown
 import xckpt
 from xckpt.storage import cache
 assert cache.folder("stats-1") is None
-print(float(xckpt.stats(sys.argv[1], progress=False)["w"].sel(statistic="mean")))
+for path in sys.argv[1:]:
+    print(float(xckpt.stats(path, progress=False)["w"].sel(statistic="mean")))
 """
     left_out = {"HOME", "XDG_CACHE_HOME", "XCKPT_CACHE_DIR"}
     environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    # A folder without a cache of compiled loops is one more that the home would have.
+    compiled = {"NUMBA_CACHE_DIR": str(tmp_path.parent / "numba")}
     done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code, str(path)],
-        env=environment,
+        [sys.executable, "-c", code, str(checkpoint), f"{web.url}/m.zt"],
+        env=environment | compiled,
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.strip() == "4.0", done.stderr
+    assert done.stdout.split() == ["4.0", "4.0"], done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["m.zt"]
 
 
@@ -95,6 +134,67 @@ class TestOnlyTheOwner:
         (folder / "link").symlink_to(folder / "a")
         assert cache.read(folder / "link", 4) is None
         assert cache.read(folder / "a", 3) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
+class TestStatisticsThatAreKept:
+    @pytest.fixture
+    def stored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
+        monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
+        assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
+        (path,) = (tmp_path / "cache" / "stats-1").iterdir()
+        return path
+
+    def test_by_another_user_are_neither_read_nor_changed(
+        self, stored: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = stored.read_bytes()
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        assert [mean(checkpoint) for _ in range(2)] == [(4.0, True)] * 2
+        assert [each.read_bytes() for each in stored.parent.iterdir()] == [data]
+
+    def test_where_others_may_write_are_neither_read_nor_changed(
+        self, stored: Path, checkpoint: Path
+    ) -> None:
+        data = stored.read_bytes()
+        stored.parent.chmod(0o770)
+        assert [mean(checkpoint) for _ in range(2)] == [(4.0, True)] * 2
+        assert stored.read_bytes() == data
+        stored.parent.chmod(0o700)
+        assert mean(checkpoint) == (4.0, False)
+
+    def test_behind_a_link_are_not_read_and_the_link_is_replaced(
+        self, stored: Path, checkpoint: Path, tmp_path: Path
+    ) -> None:
+        target = stored.rename(tmp_path / "target")
+        data = target.read_bytes()
+        stored.symlink_to(target)
+        assert mean(checkpoint) == (4.0, True)
+        assert target.read_bytes() == data
+        assert not stored.is_symlink()
+        assert mean(checkpoint) == (4.0, False)
+
+    def test_may_lie_in_a_folder_that_the_user_linked(
+        self, stored: Path, checkpoint: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "cache").rename(tmp_path / "elsewhere")
+        (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+        assert stored.exists()
+        assert mean(checkpoint) == (4.0, False)
+
+    @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+    def test_are_private_whatever_the_umask_is(
+        self, mask: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "new" / "cache"))
+        before = os.umask(mask)
+        try:
+            assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
+        finally:
+            os.umask(before)
+        for path in [tmp_path / "new", *(tmp_path / "new").rglob("*")]:
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_what_was_used_least_recently_makes_room(folder: Path) -> None:

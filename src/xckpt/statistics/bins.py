@@ -73,10 +73,10 @@ def histogram(
     -----
     Elements of 8 and 16 bits are counted exactly. Larger ones are known by their sign, exponent
     and seven bits of their fraction, and all that agree in these are counted together, where the
-    number in their middle belongs. Edges of the symmetric scale are rounded to such numbers, so
-    that the counts are exact, but for elements that are themselves a negative edge, which may be
-    on its left; otherwise elements within 2**-7 of an edge, relative to it, may be
-    counted on its other side.
+    number in their middle belongs. The outer edges are the smallest and the largest element.
+    Others of the symmetric scale are rounded to numbers with so few bits, so that the counts are
+    exact, but for elements that are themselves a negative edge, which may be on its left; otherwise
+    elements within 2**-7 of an edge, relative to it, may be counted on its other side.
 
     Examples
     --------
@@ -122,7 +122,9 @@ def _kept(sketch: Sketch) -> tuple[tuple[float, float, float] | None, bytes]:
     if not len(values):
         return None, packed(sketch)
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
-    return (float(values[0]), float(values[-1]), smallest), packed(sketch)
+    # Those that are known by their codes are clipped to the extremes; these are known.
+    low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
+    return (float(low), float(high), smallest), packed(sketch)
 
 
 def _count(found: Spectrum, edges: Array) -> Array:
@@ -168,12 +170,10 @@ def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Ar
 
 
 def _steps(start: float, stop: float, count: int) -> Array:
-    """Return edges from `start` to beyond `stop`, rounded to eight significant bits."""
+    """Return edges from `start` to `stop`, all but the last rounded to eight significant bits."""
     edges = np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
     fractions, exponents = np.frexp(edges)
     digits = np.rint(fractions * 256)
     digits[0] = np.floor(fractions[0] * 256)
-    if len(edges) > 1:
-        digits[-1] = np.ceil(fractions[-1] * 256)
     rounded: Array = np.ldexp(digits / 256, exponents)
-    return rounded
+    return rounded if len(edges) == 1 else np.append(rounded[:-1][rounded[:-1] < stop], stop)

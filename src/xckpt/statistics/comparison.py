@@ -297,6 +297,9 @@ def unpacked(data: bytes) -> Comparison:
     import msgpack
 
     counts, largest, nodes = msgpack.unpackb(data)
-    numbers: dict[str, Any] = dict(zip(_COUNTS, map(int, counts), strict=True))
+    # As text: msgpack has no large integers, and what is no text is none of them.
+    numbers: dict[str, Any] = {
+        name: int(count, 10) for name, count in zip(_COUNTS, counts, strict=True)
+    }
     tree = tuple(((int(n[0]), int(n[1])), (n[2], n[3], n[4], n[5], n[6])) for n in nodes)
     return Comparison(**numbers, largest=float(largest), nodes=tree)

@@ -61,12 +61,11 @@ class Spectrum:
         if kind.exact:
             exact: Array = kind.values[codes]
             return exact
-        nearest, farthest = kind.bounds(np.maximum(codes, 0))
-        middle = nearest + (farthest - nearest) * 0.5
+        middle = kind.middles(codes)
         if kind.integer:
             # Up to 255 a code is one integer; beyond, the middle is as good rounded as not.
             middle = np.trunc(middle)
-        values: Array = np.clip(np.where(codes < 0, 0.0, middle), self.low, self.high)
+        values: Array = np.where(codes < 0, 0.0, middle).clip(self.low, self.high)
         return values
 
 

@@ -69,6 +69,11 @@ class Kind:
         return bool(self.values[1 << (self.bits - 1)] == 0)
 
     @property
+    def has_zero(self) -> bool:
+        """Whether a pattern without any bit is a zero; the scales of microscaling have none."""
+        return not self.exact or bool(self.values[0] == 0)
+
+    @property
     def magnitude(self) -> int:
         """The bits of a pattern of which none is set in a zero."""
         return (1 << (self.bits - 1 if self.has_negative_zero else self.bits)) - 1
@@ -78,20 +83,21 @@ class Kind:
         """The value of each code of an exact kind, as float64."""
         return _values(self.name)
 
-    def bounds(self, codes: Array) -> tuple[Array, Array]:
-        """Return the values that have certain codes, those of a kind that is not exact."""
-        codes = codes.astype(np.uint64)
+    def middles(self, codes: Array) -> Array:
+        """Return the number in the middle of those with each code, of a kind that is not exact."""
         if self.name == "float32":
-            low = (codes << np.uint64(16)).astype(np.uint32).view(np.float32).astype(np.float64)
-            exponents = (codes >> np.uint64(7)).astype(np.int64) & 0xFF
-            width = np.ldexp(1.0, np.maximum(exponents, 1) - 134)
-        else:
-            low = (codes << np.uint64(45)).view(np.float64)
-            exponents = (codes >> np.uint64(7)).astype(np.int64) & 0x7FF
-            width = np.ldexp(1.0, np.maximum(exponents, 1) - 1030)
-        # Not by adding one to the code: the code after the last finite one is that of infinity.
-        with np.errstate(over="ignore"):
-            return low, low + np.copysign(width, low)
+            middles: Array = _float32_middles().take(codes, mode="wrap")
+            return middles
+        patterns = codes.astype(np.uint64) << np.uint64(45) | np.uint64(1 << 44)
+        return patterns.view(np.float64)
+
+
+@cache
+def _float32_middles() -> Array:
+    patterns = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(1 << 15)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        middles: Array = patterns.view(np.float32).astype(np.float64)
+    return middles
 
 
 def kind_of(dtype: np.dtype[Any]) -> Kind | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.statistics.blocks import SHORTEST_ROW
+from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF, runs
 from xckpt.statistics.readers import SparseReader
 from xckpt.statistics.rows import RowCount
@@ -40,13 +41,13 @@ _SHORT_CODE = 16
 # Of what a code stands for, relative to it: its middle is within half of it. Subnormal numbers are
 # less than the smallest normal one from the middle.
 _CODE_WIDTH = 2.0**-7
-_SMALLEST_NORMAL = 2.0**-126
 # Below it, squares lose digits.
 _SMALLEST_SQUARE = 1e-290
 # Beyond it, that of two finite numbers may be infinite.
 _LARGEST_DIFFERENCE = 1e300
-# Powers of two that elements are divided by.
+# Powers of two that elements are divided by: multiples of one of them.
 _LARGEST_EXPONENT = 2048
+_EXPONENT_STEP = 256
 
 
 def require_sketch(sketch: Sketch, reader: Reader, stretch: tuple[int, int]) -> None:
@@ -110,6 +111,9 @@ def _require_rows(sketch: Sketch, reader: Reader, stretch: tuple[int, int], zero
     if not row:
         _require(not sketch.dead and not sketch.open)
         return
+    # As many rows of zeros as their number allows, and no fewer than it enforces.
+    rows = -(-sketch.count // row)
+    _require(zeros - rows * (row - 1) <= sketch.dead + len(sketch.open))
     _require(sketch.dead * row <= zeros)
     start, stop = stretch
     if not sketch.open and (sparse or start % row == stop % row == 0):
@@ -193,6 +197,7 @@ def _require_moments(sketch: Sketch, at: list[int], kind: Kind, finite: int) -> 
     low, high = float(sketch.low or 0), float(sketch.high or 0)
     for _, node in sketch.nodes:
         _require_node(node, low, high)
+        _require(node[6] == 0.0 or kind.name == "float64")
     n, upper, lower, m2, m3, m4, exponent = sketch.moments()
     mean = upper + lower
     if kind.integer:
@@ -203,36 +208,44 @@ def _require_moments(sketch: Sketch, at: list[int], kind: Kind, finite: int) -> 
     third = m3 + 3 * mean * m2 + mean * square * n
     fourth = m4 + 4 * mean * m3 + 6 * square * m2 + square * square * n
     one, two, three, four = _sums_of_powers(sketch, at, kind, int(exponent))
-    tiny = n * _SMALLEST_NORMAL
-    _require(not abs(mean * n - one) > _CODE_WIDTH * math.sqrt(n * two) + tiny)
-    _require(not abs(m2 + square * n - two) > 2 * _CODE_WIDTH * two + tiny)
-    _require(not abs(third - three) > 3 * _CODE_WIDTH * math.sqrt(two * four) + tiny)
-    _require(not abs(fourth - four) > 4 * _CODE_WIDTH * four + tiny)
+    tiny = math.ldexp(1.0, (-126 if kind.code_bits == _SHORT_CODE else -1022) - int(exponent))
+    _require(not abs(mean * n - one) > _CODE_WIDTH * math.sqrt(n * two) + n * tiny)
+    _require(not abs(m2 + square * n - two) > 2 * _CODE_WIDTH * two + n * tiny**2)
+    _require(
+        not abs(third - three) > 3 * _CODE_WIDTH * math.sqrt(two) * math.sqrt(four) + n * tiny**3
+    )
+    _require(not abs(fourth - four) > 4 * _CODE_WIDTH * four + n * tiny**4)
 
 
 def _sums_of_powers(sketch: Sketch, at: list[int], kind: Kind, exponent: int) -> list[float]:
     """Add up powers of the numbers in the middle of the codes; those beyond float64 are NaN."""
-    codes, counts = sketch.codes, sketch.counts.astype(np.float64)
-    if at[4] > at[2] or len(codes) > at[6]:  # there are some that are not finite
+    counts = sketch.counts.astype(np.float64)
+    if kind.code_bits == _SHORT_CODE:
+        sums: list[float] = (counts @ _float32_powers().take(sketch.codes, axis=0)).tolist()
+        return sums
+    one = kind.middles(sketch.codes)
+    if at[4] > at[2] or len(counts) > at[6]:  # there are some that are not finite
         finite = np.r_[: at[2], at[4] : at[6]]
-        codes, counts = codes[finite], counts[finite]
-    size = kind.itemsize if kind.code_bits == _SHORT_CODE else 8
-    rest = 8 * size - kind.code_bits
-    patterns = codes.astype(f"u{size}") << rest
-    patterns += 1 << (rest - 1)
-    one = patterns.view(f"f{size}").astype(np.float64)
+        one, counts = one[finite], counts[finite]
     if exponent:
         one = np.ldexp(one, -exponent)
     two = one * one
     return [float(counts @ powers) for powers in (one, two, one * two, two * two)]
 
 
+@cache
+def _float32_powers() -> Array:
+    """Return four powers of the middle of each code, zero for what is not finite."""
+    one = kind_named("float32").middles(np.arange(1 << _SHORT_CODE))
+    one[~np.isfinite(one)] = 0.0
+    return np.stack([one, one**2, one**3, one**4], axis=1)
+
+
 def _require_node(node: Sequence[float], low: float, high: float) -> None:
     _require(len(node) == 7 and all(type(number) is float for number in node))
     _require(all(map(math.isfinite, node)))
     n, upper, lower, m2, m3, m4, exponent = node
-    _require(n >= 0 and n.is_integer() and exponent.is_integer())
-    _require(abs(exponent) <= _LARGEST_EXPONENT)
+    _require(n >= 0 and n.is_integer() and _is_exponent(exponent))
     if n == 0:
         _require(not any(node))
         return
@@ -243,6 +256,10 @@ def _require_node(node: Sequence[float], low: float, high: float) -> None:
     width += slack
     most = n * width * width
     _require(0 <= m2 <= most and abs(m3) <= most * width and 0 <= m4 <= most * width * width)
+
+
+def _is_exponent(number: float) -> bool:
+    return abs(number) <= _LARGEST_EXPONENT and number % _EXPONENT_STEP == 0
 
 
 # --- comparisons ---------------------------------------------------------------------------------
@@ -284,7 +301,6 @@ def _require_sums(node: Sequence[float]) -> None:
     _require(len(node) == 5 and all(type(number) is float for number in node))
     _require(all(map(math.isfinite, node)))
     d, a, b, product, exponent = node
-    _require(exponent.is_integer() and abs(exponent) <= _LARGEST_EXPONENT)
-    _require(min(d, a, b) >= 0)
+    _require(_is_exponent(exponent) and min(d, a, b) >= 0)
     _require(abs(product) <= math.sqrt(a) * math.sqrt(b) * (1 + _SLACK))
     _require(abs((a - product) + (b - product) - d) <= _SLACK * (a + b))

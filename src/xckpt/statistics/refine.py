@@ -186,8 +186,8 @@ def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float
 def _keys(kind: Kind, code: int) -> tuple[int, int]:
     """Return the first and the last key of the elements with a code, zeros left out."""
     if kind.integer:
-        nearest, farthest = (float(x[0]) for x in kind.bounds(np.array([code], np.uint32)))
-        low, high = sorted((int(nearest), int(farthest)))
+        ends = np.array([code, code + 1], np.uint64) << np.uint64(64 - kind.code_bits)
+        low, high = sorted(int(end) for end in ends.view(np.float64).tolist())
         offset = 0 if kind.dtype.kind == "u" else 1 << (kind.bits - 1)
         # Large integers are rounded to float64 before they are counted, perhaps to the next code.
         slack = max(1, (high - low) >> 8)

@@ -82,7 +82,7 @@ class Sketch:
         total = SketchSum(kind_named(self.kind), stored)
         total.add(self)
         sketch = total.result()
-        sketch.row, sketch.dead = row, dead
+        sketch.row, sketch.dead = row, dead if row else 0
         return sketch
 
 

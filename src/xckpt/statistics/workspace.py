@@ -90,6 +90,8 @@ class Tables:
         if kind.exact:
             negative = 1 << (kind.bits - 1) if kind.has_negative_zero else 0
             kernels.count_patterns(values, self.counters, negative, self.zeros)
+            if not kind.has_zero:
+                self.zeros[:] = 0
         elif kind.integer:
             kernels.count_integers(values, self.counters, self.out)
         else:
