@@ -57,8 +57,7 @@ def explore(tensors: OpenTensors, summary: Summary) -> Any:
         text = "explore() needs anywidget: pip install 'xckpt[widgets]'; here is the summary"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
         return StaticSummary(summary)
-    from xckpt.statistics.describe import statistic_names
-    from xckpt.statistics.result import QUANTILES
+    from xckpt.statistics import QUANTILES, statistic_names
 
     return Explorer(
         tensors.rows,
@@ -74,7 +73,7 @@ def compute(
     tensors: OpenTensors, names: Sequence[str], report: Callable[[int, int], object]
 ) -> dict[str, dict[str, float]]:
     """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
-    from xckpt.statistics.result import stats
+    from xckpt.statistics import stats
 
     numeric = [name for name in names if _has_numbers(tensors.variable(name))]
     result = stats(_dataset(tensors, numeric), progress=report)
@@ -120,7 +119,7 @@ def _whole_edges(statistics: Mapping[str, float]) -> np.ndarray[Any, Any]:
 
 
 def _has_numbers(variable: xr.Variable) -> bool:
-    from xckpt.statistics.kinds import require_numbers
+    from xckpt.statistics import require_numbers
 
     try:
         require_numbers(variable.dtype)

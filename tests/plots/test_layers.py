@@ -88,7 +88,7 @@ def test_given_statistics_are_not_computed_again(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("xckpt.statistics.result.sketches", fail)
+    monkeypatch.setattr("xckpt.statistics.api.gather", fail)
     ax = Plots(flat).layers("q0.1", "*.attn.w", stats=result)
     expected = [result[f"m.layers.{n}.attn.w"].sel(statistic="q0.1").item() for n in range(6)]
     assert lines(ax)[0] == pytest.approx(expected)

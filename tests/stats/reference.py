@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.blocks import Sketcher
-from xckpt.statistics.describe import describe, statistic_names
+from xckpt.statistics import QUANTILES, statistic_names
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.describe import describe
 from xckpt.statistics.kinds import kind_of
-from xckpt.statistics.result import QUANTILES
-from xckpt.statistics.sketch import Sketch, SketchSum
-from xckpt.statistics.workspace import Workspace
+from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,15 +51,20 @@ def sketch_of(values: Array, cuts: Iterable[int] = (), row: int = 0) -> Sketch:
     kind = kind_of(values.dtype)
     assert kind is not None
     flat = values.reshape(-1)
-    total = SketchSum(kind, flat.size)
-    workspace = Workspace(1 << 18)
+    total = Sketch(kind, flat.size, row)
     bounds = [0, *cuts, flat.size]
     for start, stop in pairwise(bounds):
-        sketcher = Sketcher(kind, flat.size, row, workspace)
+        part = Sketch(kind, flat.size, row)
         if stop > start:
-            sketcher.update(start, flat[start:stop])
-        total.add(sketcher.result())
-    return total.result()
+            part.update(start, flat[start:stop])
+        total.merge(part.close())
+    total.counted()
+    return total
+
+
+def scanned(*readers: Reader) -> list[Sketch]:
+    """Sketch what readers read."""
+    return gather(readers, Sketch, lambda _, sketch: sketch)
 
 
 def stats_of(values: Array, quantiles: Sequence[float] = QUANTILES) -> dict[str, float]:

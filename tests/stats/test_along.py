@@ -10,8 +10,7 @@ import pytest
 import xarray as xr
 
 from tests.stats.reference import exact_stats
-from xckpt.statistics import stats
-from xckpt.statistics.result import QUANTILES
+from xckpt.statistics import QUANTILES, stats
 
 
 def dataset() -> xr.Dataset:
@@ -37,7 +36,7 @@ def test_each_row_is_described_alone(
     dim: Any, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small:  # rows are long then, and sketched like tensors; or a few at a time
-        monkeypatch.setattr("xckpt.statistics.along.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.statistics.describe.LONGEST_ROW", 64)
         monkeypatch.setattr("xckpt.statistics.entries.LONGEST_ROW", 64)
     ds = dataset()
     st = stats(ds, dim=dim)

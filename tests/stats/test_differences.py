@@ -16,8 +16,7 @@ import xarray as xr
 import xckpt
 from tests.stats.checkpoints import model, write
 from tests.stats.pairs import compared
-from xckpt.statistics import compare, table
-from xckpt.statistics.comparison import MEASURES, STATUSES
+from xckpt.statistics import MEASURES, STATUSES, compare, table
 
 if TYPE_CHECKING:
     from pathlib import Path

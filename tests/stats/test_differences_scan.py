@@ -14,8 +14,7 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import model, write
-from xckpt.statistics import compare, scan, stats
-from xckpt.statistics.comparison import STATUSES
+from xckpt.statistics import STATUSES, compare, scan, stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,13 +122,13 @@ def settled(path: Path, seconds: int) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect how many elements are scanned."""
     counted: list[int] = []
-    original = scan.scan_spans
+    original = scan.scan_cuts
 
     def counting(task: Any, *others: Any) -> list[Any]:
-        counted.extend(span.stop - span.start for span in task)
+        counted.extend(cut.stop - cut.start for cut in task)
         return original(task, *others)
 
-    monkeypatch.setattr(scan, "scan_spans", counting)
+    monkeypatch.setattr(scan, "scan_cuts", counting)
     return counted
 
 
@@ -205,7 +204,7 @@ import threading
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.statistics, xckpt.statistics.pair_blocks, xckpt.backend
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak

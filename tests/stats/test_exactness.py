@@ -21,7 +21,7 @@ from tests.stats.reference import (
     sketch_of,
     stats_of,
 )
-from xckpt.statistics.result import QUANTILES
+from xckpt.statistics import QUANTILES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.stats.reference import dtype_of, sketch_of, stats_of
 from xckpt.statistics import stats
-from xckpt.statistics.compiled import merge as compiled_merge
-from xckpt.statistics.moments import EMPTY, LEAF, MomentTree, merge, runs
+from xckpt.statistics.kernels import merge as compiled_merge
+from xckpt.statistics.moments import EMPTY, LEAF, Tree, merge, runs
 
 VALUES = np.random.default_rng(0).standard_normal(7 * LEAF + 1234).astype(np.float32) * 3 + 1
 
@@ -27,7 +27,7 @@ def facts(sketch: Any) -> tuple[Any, ...]:
         sketch.counts.tolist(),
         sketch.low,
         sketch.high,
-        (sketch.dead, sketch.open),
+        (sketch.rows.dead, sketch.rows.open),
         sketch.pieces,
     )
 
@@ -43,7 +43,7 @@ def test_cuts_at_any_positions(cuts: list[int]) -> None:
 def test_leaves_in_any_order(order: list[int]) -> None:
     rng = np.random.default_rng(1)
     leaves = [(10.0, *rng.standard_normal(2), *rng.random(3), 0.0) for _ in range(9)]
-    forward, shuffled = MomentTree(), MomentTree()
+    forward, shuffled = Tree(merge, EMPTY), Tree(merge, EMPTY)
     for number in range(9):
         forward.add(0, number, leaves[number])
         shuffled.add(0, order[number], leaves[order[number]])
@@ -90,7 +90,7 @@ def test_dead_rows_are_counted_across_blocks(row: int) -> None:
         values[dead] = 0
         values[~dead, 0] = 0
         sketch = sketch_of(values, [row // 2, 5 * LEAF // 2], row=row)
-        assert (sketch.dead, sketch.open) == (int(dead.sum()), {}), name
+        assert (sketch.rows.dead, sketch.rows.open) == (int(dead.sum()), {}), name
 
 
 def test_negative_zeros_make_a_dead_row() -> None:
@@ -98,7 +98,7 @@ def test_negative_zeros_make_a_dead_row() -> None:
         values = np.zeros((3, 40), name)
         values[1] = -0.0
         values[2, 39] = 1
-        assert sketch_of(values, row=40).dead == 2
+        assert sketch_of(values, row=40).rows.dead == 2
 
 
 @pytest.mark.parametrize("exponent", [-85, -100, -123, -154, -161, 85, 150])
@@ -128,4 +128,4 @@ def test_zeros_next_to_numbers_out_of_range(exponent: int, order: str) -> None:
 
 def test_a_type_without_zeros_has_no_rows_of_them() -> None:
     values = np.zeros((3, 40), np.uint8).view(dtype_of("float8_e8m0fnu"))
-    assert sketch_of(values, row=40).dead == 0
+    assert sketch_of(values, row=40).rows.dead == 0

@@ -27,24 +27,18 @@ from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError
 from xckpt.index import Part, Tensor
-from xckpt.statistics import compare
-from xckpt.statistics.comparison import MEASURES, ComparisonSum, measures
-from xckpt.statistics.comparison import packed as pack
-from xckpt.statistics.comparison import unpacked as unpack
-from xckpt.statistics.differences import _compare_members, _Options
+from xckpt.statistics import MEASURES, compare
+from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.differences import compare_pairs, measures
 from xckpt.statistics.moments import LEAF
-from xckpt.statistics.pairs import PairReader, SparsePairReader, array_of, pair_of
-from xckpt.statistics.passes import Member
+from xckpt.statistics.pairs import PairReader, SparsePairReader, pair_of, stored_pair
 from xckpt.statistics.readers import ArrayReader, DenseReader, SparseReader, reader_of
-from xckpt.statistics.stored import stored_pair
-from xckpt.statistics.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from xckpt.statistics.comparison import Comparison
-    from xckpt.statistics.reader import Reader
+    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -55,18 +49,16 @@ def compare_readers(
     first: Reader, second: Reader, nbytes: int = 1 << 20, cuts: Sequence[int] = ()
 ) -> Comparison:
     """Compare in this thread, in spans between cuts, the last one first."""
-    from xckpt.statistics.pair_blocks import Comparer
-
     pair: Any = pickle.loads(pickle.dumps(pair_of(first, second)))
-    total = ComparisonSum(pair.sides, pair.size)
+    total = Comparison(pair.kinds, pair.size)
     bounds = [0, *cuts, pair.size]
     for start, stop in reversed(list(pairwise(bounds))):
-        comparer = Comparer(pair.sides, pair.size)
-        for at, values in pair.blocks(start, stop, Workspace(nbytes)):
-            comparer.update(at, values)
-        total.add(comparer.result())
-    assert total.is_complete
-    return total.result()
+        part = Comparison.begin(pair, None)
+        for at, values in pair.blocks(start, stop, np.empty(nbytes, np.uint8)):
+            part.update(at, values)
+        total.merge(part.close())
+    assert total.count == pair.size
+    return total
 
 
 def compare_arrays(a: Array, b: Array, **how: Any) -> dict[str, float]:
@@ -297,26 +289,25 @@ def test_blocks_and_spans_do_not_matter() -> None:
 
 @given(st.lists(st.integers(0, 3 * LEAF + 7), max_size=6))
 def test_chunks_anywhere_do_not_matter(cuts: list[int]) -> None:
-    from xckpt.statistics.pair_blocks import Comparer
-
     rng = np.random.default_rng(0)
     a = rng.standard_normal(3 * LEAF + 7)
     b = a + 1e-3
     pair = pair_of(ArrayReader(a), ArrayReader(b))
     assert isinstance(pair, PairReader)
-    total = ComparisonSum(pair.sides, pair.size)
+    total = Comparison(pair.kinds, pair.size)
     bounds = sorted([0, *cuts, len(a)])
     for start, stop in reversed(list(pairwise(bounds))):
-        comparer = Comparer(pair.sides, pair.size)
-        comparer.update(start, {"a": a[start:stop], "b": b[start:stop]})
-        total.add(comparer.result())
-    assert measures(total.result()) == measures(compare_readers(ArrayReader(a), ArrayReader(b)))
+        part = Comparison(pair.kinds, pair.size)
+        part.update(start, {"a": a[start:stop], "b": b[start:stop]})
+        total.merge(part)
+    assert measures(total) == measures(compare_readers(ArrayReader(a), ArrayReader(b)))
 
 
 def test_comparisons_come_back_as_they_were() -> None:
     a = np.random.default_rng(0).standard_normal(5 * LEAF + 3)
     found = compare_readers(ArrayReader(a), ArrayReader(a * 2))
-    assert unpack(pack(found)) == found
+    again = Comparison.unpack(found.pack(), pair_of(ArrayReader(a), ArrayReader(a)))
+    assert vars(again) | {"tree": again.tree.nodes} == vars(found) | {"tree": found.tree.nodes}
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -411,8 +402,8 @@ def test_stored_bytes_that_are_the_same_are_not_decoded(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(kind, "blocks", blocks)
     for other, status in ((same, 0), (theirs, 1)):
-        members = [Member(name, pair_of(ours[name], other[name])) for name in names]
-        found = _compare_members(members, _Options(progress=False, cache=False))
+        pairs = [pair_of(ours[name], other[name], name) for name in names]
+        found = compare_pairs(pairs, progress=False, cache=False)
         assert [row[:2] for row in found] == [[status, a.size]] * len(names)
         assert bool(decoded) == bool(status)
     assert decoded.count("DenseReader") == 8
@@ -425,7 +416,7 @@ def test_stored_bytes_that_mean_something_else() -> None:
         is_raw = "C" in (name, other) or "F" in (name, other) or "memory" in (name, other)
         pair = stored_pair(pair_of(ours[name], ours[other]))
         assert (pair is None) == (is_raw or name != other), (name, other)
-    lazy = array_of(ours["zstd"])
+    lazy = ours["zstd"].array
     checked = DenseArray("t", PartReader(lazy.source, lazy.reader.part, True), lazy.shape)  # noqa: FBT003
     assert stored_pair(pair_of(reader_of(checked), ours["zstd"])) is None
 

@@ -120,7 +120,9 @@ def of_all_types() -> dict[str, Array]:
         for number, scale in enumerate([info.smallest_subnormal, info.tiny, 1e-30, 1e30]):
             values = rng.integers(-9, 10, 20_000) * np.array(scale, name)
             tensors[f"{name}.scale{number}"] = values.astype(name)
-        ends = rng.choice([info.max, -info.max, 0, -0.0, np.nan, np.inf, -np.inf], 500)
+        ends = rng.choice(
+            np.array([info.max, -info.max, 0, -0.0, np.nan, np.inf, -np.inf], name), 500
+        )
         tensors[f"{name}.ends"] = ends.astype(name)
         tensors[f"{name}.nan"] = np.full(5, np.nan, name)
         tensors[f"{name}.far"] = (1e6 + rng.random(30_000) * 1e-3).astype(name)
@@ -147,7 +149,8 @@ def test_what_is_kept_of_random_numbers_is_believed(tmp_path: Path) -> None:
     for number in range(200):
         name = ("float32", "float64")[number % 2]
         most = np.log10(np.finfo(name).max) - 1
-        magnitudes = 10 ** rng.uniform(*np.sort(rng.uniform(-most, most, 2)), rng.integers(1, 50))
+        low, high = sorted(rng.uniform(-most, most, 2).tolist())
+        magnitudes = 10 ** rng.uniform(low, high, int(rng.integers(1, 50)))
         values = (magnitudes * rng.choice([-1, 1], len(magnitudes))).astype(name)
         values[rng.random(len(values)) < rng.choice([0, 0.3])] = rng.choice([0, np.nan, np.inf])
         tensors[f"w{number}"] = values
@@ -244,7 +247,7 @@ def forged_node(node: list[Any]) -> Iterator[list[Any]]:
     yield node[:-1]
     yield [*node, 0.0]
     for at, number in enumerate(node):
-        wrong = [None, "x"]
+        wrong: list[Any] = [None, "x"]
         if at < 5 or at == 8:
             wrong += [number + 1, number - 1]
         if at > 1:

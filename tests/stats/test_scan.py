@@ -17,6 +17,8 @@ import xarray as xr
 
 from tests.stats.checkpoints import write
 from xckpt.statistics import scan, stats
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.kinds import kind_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,15 +130,11 @@ def test_a_worker_that_is_killed_costs_time_only(
 
 
 def test_an_error_in_a_task_leaves_the_workspace_clean() -> None:
-    from xckpt.statistics.blocks import Sketcher
-    from xckpt.statistics.kinds import kind_named
-    from xckpt.statistics.workspace import Workspace
-
-    workspace, kind = Workspace(), kind_named("float32")
-    Sketcher(kind, 1000, 0, workspace).update(0, np.ones(1000, np.float32))
-    sketcher = Sketcher(kind, 3, 0, workspace)
-    sketcher.update(0, np.array([1, 2, 2], np.float32))
-    assert sketcher.result().counts.tolist() == [1, 2]
+    kind = kind_named("float32")
+    Sketch(kind, 1000).update(0, np.ones(1000, np.float32))
+    sketch = Sketch(kind, 3)
+    sketch.update(0, np.array([1, 2, 2], np.float32))
+    assert sketch.close().counts.tolist() == [1, 2]
 
 
 def test_an_interrupt_ends_all_threads(path: Path) -> None:
@@ -188,7 +186,7 @@ import threading, time
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.statistics, xckpt.statistics.blocks, xckpt.backend
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak

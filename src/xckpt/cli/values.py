@@ -99,9 +99,8 @@ def stats(
     of zeros, or outliers instead; the exit status is 1 if any of that is more than information.
     With --json, print both, with all columns.
     """
-    from xckpt.statistics import QUANTILES, findings, table
+    from xckpt.statistics import QUANTILES, findings, statistic_names, table
     from xckpt.statistics import stats as compute
-    from xckpt.statistics.describe import statistic_names
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
@@ -229,9 +228,8 @@ def compare(
     a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
     listed.
     """
+    from xckpt.statistics import MEASURES, table
     from xckpt.statistics import compare as compute
-    from xckpt.statistics import table
-    from xckpt.statistics.comparison import MEASURES
 
     if rename is not None:
         try:

@@ -117,8 +117,7 @@ def _column(
 ) -> pd.Series[Any]:
     """Return the statistic of every tensor by its name in the file."""
     from xckpt.statistics import stats as compute
-    from xckpt.statistics import table
-    from xckpt.statistics.result import tensor_names
+    from xckpt.statistics import table, tensor_names
     from xckpt.tensors import find
 
     if stats is None:
@@ -199,8 +198,7 @@ def draw_histogram(
     **style: Any,
 ) -> Axes:
     """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
-    from xckpt.statistics import histogram
-    from xckpt.statistics.result import tensor_names
+    from xckpt.statistics import histogram, tensor_names
     from xckpt.tensors import find
 
     require_matplotlib()

@@ -1,8 +1,21 @@
 """Statistics of every tensor in one pass: `stats`, `histogram`, `compare`, `findings`, `table`."""
 
+from xckpt.statistics.api import QUANTILES, findings, stats, table, tensor_names
 from xckpt.statistics.bins import histogram
-from xckpt.statistics.differences import compare
-from xckpt.statistics.result import QUANTILES, stats, table
-from xckpt.statistics.rules import findings
+from xckpt.statistics.describe import statistic_names
+from xckpt.statistics.differences import MEASURES, STATUSES, compare
+from xckpt.statistics.kinds import require_numbers
 
-__all__ = ["QUANTILES", "compare", "findings", "histogram", "stats", "table"]
+__all__ = [
+    "MEASURES",
+    "QUANTILES",
+    "STATUSES",
+    "compare",
+    "findings",
+    "histogram",
+    "require_numbers",
+    "statistic_names",
+    "stats",
+    "table",
+    "tensor_names",
+]

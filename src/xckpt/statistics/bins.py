@@ -8,10 +8,10 @@ import numpy as np
 import xarray as xr
 
 from xckpt.progress import Progress
+from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.entries import contents_of
-from xckpt.statistics.passes import sketches
-from xckpt.statistics.store import packed, unpacked
+from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from xckpt.progress import ProgressOption
     from xckpt.statistics.describe import Spectrum
-    from xckpt.statistics.sketch import Sketch
-
-__all__ = ["histogram"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -87,22 +84,21 @@ def histogram(
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
     contents = contents_of(obj)
     entries = contents.entries()
-    members = [member for entry in entries for member in entry.members]
+    readers = [reader for entry in entries for reader in entry.readers]
     # Packed, because sketches of thousands of tensors take too much memory.
     with Progress(progress, "histogram") as bar:
-        kept = sketches(members, lambda _, s: _kept(s), progress=bar, cache=cache)
+        kept = gather(readers, Sketch, lambda _, s: _kept(s), bar, cache=cache, stretched=True)
     edges = _edges(bins, scale, [span for span, _ in kept if span is not None])
     variables: dict[Hashable, Any] = {}
-    at = 0
+    found = (
+        _count(spectrum(Sketch.unpack(data, reader)), edges)
+        for reader, (_, data) in zip(readers, kept, strict=True)
+    )
     for entry in entries:
-        some = kept[at : at + len(entry.members)]
-        rows = [_count(spectrum(unpacked(data)), edges) for _, data in some]
-        at += len(rows)
+        rows = [next(found) for _ in entry.readers]
         values = np.array(rows, np.int64).reshape(*entry.shape, len(edges) - 1)
-        known = entry.variable.encoding
-        encoding = {key: known[key] for key in ("tensor", "part", "stack") if key in known}
         counts = np.moveaxis(values, -1, 0)
-        variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, encoding)
+        variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {
         name: coord
@@ -120,11 +116,11 @@ def _kept(sketch: Sketch) -> tuple[tuple[float, float, float] | None, bytes]:
     found = spectrum(sketch)
     values = found.values(found.counts > 0)
     if not len(values):
-        return None, packed(sketch)
+        return None, sketch.pack()
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
     # Those that are known by their codes are clipped to the extremes; these are known.
     low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
-    return (float(low), float(high), smallest), packed(sketch)
+    return (float(low), float(high), smallest), sketch.pack()
 
 
 def _count(found: Spectrum, edges: Array) -> Array:

@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import isnan, nan, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import CheckpointWarning
+from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
+from xckpt.labels.selection import select
 from xckpt.progress import Progress
-from xckpt.statistics.comparison import (
-    MEASURES,
-    STATUSES,
-    Comparison,
-    ComparisonSum,
-    measures,
-    packed,
-    unpacked,
-)
-from xckpt.statistics.entries import contents_of
-from xckpt.statistics.layout import deferred, laid_out
-from xckpt.statistics.matching import (
-    Renaming,
-    Row,
-    by_position,
-    differing_shapes,
-    have_no_names_in_common,
-    matched,
-    renaming,
-)
-from xckpt.statistics.passes import Member, one_pass
-from xckpt.statistics.plausible import require_comparison
-from xckpt.statistics.store import Store, open_stores
-from xckpt.statistics.stored import BytesPass, stored_pair
+from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.entries import Described, contents_of, deferred, laid_out
+from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
+from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
+
+    import pandas as pd
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.comparison import Sides
-    from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.pair_blocks import Comparer
-    from xckpt.statistics.workspace import Workspace
+    from xckpt.statistics.readers import Reader
 
-__all__ = ["compare"]
+#: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
+STATUSES = ("same", "changed", "only_a", "only_b", "shape")
+
+#: The statistics of a comparison, in the order that `measures` gives them in.
+MEASURES = (
+    *("status", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine"),
+)
+
+# What counts as the larger change, last.
+_SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
+
+#: How names of `a` become those of `b`.
+Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
+
+
+class _Match(NamedTuple):
+    """A tensor of either side, or a pair."""
+
+    #: Of the tensor, in `a` if it is there.
+    name: str
+    #: All measures, where nothing has to be read for them; else what has to be read.
+    known: list[float]
+    pair: PairReader | ChunkedPair | None = None
+    #: Both, where they differ.
+    shapes: str = ""
 
 
 def compare(
@@ -132,24 +141,28 @@ def compare(
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    rename = renaming(names)
+    rename = _renaming(names)
     ours, theirs = contents_of(a), contents_of(b)
     with paused_collector():
         entries, others = ours.entries(), theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            rename = by_position(entries, others)
-        entries, rows = matched(entries, others, rename, tensors)
-    if have_no_names_in_common(rows):
+            rename = _renaming(
+                {
+                    mine.name: other.name
+                    for entry, counterpart in zip(entries, others, strict=False)
+                    for mine, other in zip(entry.readers, counterpart.readers, strict=False)
+                }
+            )
+        entries, rows = _matched(entries, others, rename, tensors)
+    if _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
-    inputs, options = list(zip(rows, shapes, strict=True)), _Options(progress, cache)
-    values = (
-        _compare_all(inputs, options)
-        if compute
-        else deferred(_compare_all, inputs, options, shapes)
-    )
-    attrs = [{"shapes": text} if (text := differing_shapes(some)) else {} for some in rows]
+    inputs = list(zip(rows, shapes, strict=True))
+    find = partial(_compare_all, progress=progress, cache=cache)
+    values = find(inputs) if compute else deferred(find, inputs, shapes)
+    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
+    attrs = [{"shapes": text} if text else {} for text in texts]
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
     if theirs.source:
@@ -157,50 +170,15 @@ def compare(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How tensors are read."""
-
-    progress: ProgressOption
-    cache: bool
-
-
-class ComparePass:
-    """The operation that compares; its argument are the `Sides`."""
-
-    def start(
-        self, kind: Kind, size: int, row: int, argument: Sides, workspace: Workspace
-    ) -> Comparer:
-        """Begin with some pairs of elements."""
-        from xckpt.statistics.pair_blocks import Comparer
-
-        return Comparer(argument, size)
-
-
-class _ComparisonStore(Store):
-    """Keeps comparisons, beside the sketches of the first of two files."""
-
-    @staticmethod
-    def _packed(kept: Any) -> bytes:
-        return packed(kept)
-
-    @staticmethod
-    def _unpacked(data: bytes) -> Any:
-        return unpacked(data)
-
-    @staticmethod
-    def require(kept: Any, reader: Any, stretch: tuple[int, int]) -> None:
-        """Raise an error if this cannot be what was kept of a pair of tensors."""
-        require_comparison(kept, reader, stretch)
-
-
 def _compare_all(
-    inputs: Sequence[tuple[Sequence[Row], tuple[int, ...]]], options: _Options
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...]]],
+    *,
+    progress: ProgressOption,
+    cache: bool,
 ) -> list[Any]:
-    """Compare all pairs; give the array of each variable, of the shape that is given with it."""
-    pairs = [row for rows, _ in inputs for row in rows if row.pair is not None]
-    members = [Member(row.name, row.pair) for row in pairs if row.pair is not None]
-    found = iter(_compare_members(members, options))
+    """Compare all pairs; return the array of each variable, of the shape that is given with it."""
+    pairs = [row.pair for rows, _ in inputs for row in rows if row.pair is not None]
+    found = iter(compare_pairs(pairs, progress=progress, cache=cache))
     values = []
     for rows, shape in inputs:
         table = [row.known if row.pair is None else next(found) for row in rows]
@@ -208,66 +186,172 @@ def _compare_all(
     return values
 
 
-def _compare_members(members: Sequence[Member], options: _Options) -> list[list[float]]:
-    results: list[Any] = [None] * len(members)
-    totals: dict[int, ComparisonSum] = {}
-    wanted: list[list[tuple[int, int]]] = []
-    readers: list[Any] = [member.reader for member in members]
-    with (
-        Progress(options.progress, "comparison") as progress,
-        open_stores(readers, enabled=options.cache, kind=_ComparisonStore) as stores,
-    ):
+def compare_pairs(
+    pairs: Sequence[PairReader | ChunkedPair], *, progress: ProgressOption, cache: bool
+) -> list[list[float]]:
+    """Return the measures of each pair of tensors."""
+    with Progress(progress, "comparison") as bar:
 
-        def receive(number: int, _: int, part: Comparison) -> None:
-            reader, store = readers[number], stores[number]
-            total = totals.pop(number, None) or ComparisonSum(reader.sides, reader.size)
-            total.add(part)
-            if not total.is_complete:
-                totals[number] = total
-                return
-            whole = total.result()
-            results[number] = measures(whole)
-            if store is not None:
-                store.put((0, reader.size), whole)
+        def same(numbers: list[int]) -> Iterator[tuple[int, Comparison]]:
+            """Find tensors with the same bytes among those that would have to be decoded."""
+            stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
+            readers = list(stored.values())
+            alike = gather(readers, SameBytes, lambda _, each: each.are_same, bar)
+            for number, are_same in zip(stored, alike, strict=True):
+                if are_same:
+                    found = Comparison.begin(pairs[number], None)
+                    found.imply(found.size)
+                    yield number, found
 
-        for number, (reader, store) in enumerate(zip(readers, stores, strict=True)):
-            everything = (0, reader.size)
-            kept = None if store is None else store.get(everything)
-            results[number] = None if kept is None else measures(kept)
-            wanted.append([everything] if kept is None else [])
-        _compare_bytes(members, wanted, receive, progress)
-        sides = [reader.sides for reader in readers]
-        one_pass(members, ComparePass(), sides, receive, progress=progress, wanted=wanted)
-    return results
+        def finish(_: int, found: Comparison) -> list[float]:
+            return measures(found)
+
+        return gather(pairs, Comparison, finish, bar, cache=cache, shortcut=same)
 
 
-def _compare_bytes(
-    members: Sequence[Member],
-    wanted: Sequence[list[tuple[int, int]]],
-    receive: Callable[[int, int, Comparison], None],
-    progress: Progress,
-) -> None:
-    """Find tensors with the same bytes among those that would have to be decoded."""
-    pairs = {number: stored_pair(member.reader) for number, member in enumerate(members)}
-    stored = [
-        (number, Member(members[number].name, pair))
-        for number, pair in pairs.items()
-        if pair is not None and wanted[number]
-    ]
-    if not stored:
-        return
-    found = [Comparison() for _ in stored]
+# --- which tensors belong together ---------------------------------------------------------------
 
-    def add(number: int, _: int, part: Comparison) -> None:
-        found[number].count += part.count
-        found[number].equal += part.equal
 
-    nothing = [None] * len(stored)
-    readers = [member for _, member in stored]
-    one_pass(readers, BytesPass(), nothing, add, progress=progress)
-    for (number, _), each in zip(stored, found, strict=True):
-        if each.equal == each.count:
-            same = Comparison()
-            same.imply(members[number].reader.size)
-            wanted[number].clear()
-            receive(number, 0, same)
+def _renaming(names: Any) -> Callable[[str], str]:
+    """Make a function of what says how names of `a` become those of `b`."""
+    if names is None:
+        return lambda name: name
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    if callable(names):
+        renamed: Callable[[str], str] = names
+        return renamed
+    if isinstance(names, tuple | list) and len(names) == 2:
+        pattern, replacement = names
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return lambda name: compiled.sub(replacement, name)
+    raise TypeError(
+        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
+        f"replacement, not {names!r}"
+    )
+
+
+def _matched(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    rename: Callable[[str], str],
+    tensors: TensorFilter | None,
+) -> tuple[list[Described], list[list[_Match]]]:
+    """Find tensors that belong together."""
+    theirs: dict[str, Reader] = {}
+    for member in (member for other in others for member in other.readers):
+        if theirs.setdefault(member.name, member) is not member:
+            raise ValueError(f"two tensors of b are called {shown(member.name)}")
+    ours = [member.name for entry in entries for member in entry.readers]
+    chosen = set(select([*ours, *theirs], tensors))
+    found: list[Described] = []
+    rows: list[list[_Match]] = []
+    used: set[str] = set()
+    for entry in entries:
+        partners = [rename(member.name) for member in entry.readers]
+        used.update(partners)
+        if not any(member.name in chosen for member in entry.readers):
+            continue
+        found.append(entry)
+        rows.append(
+            [
+                _row(member, theirs.get(partner), member.name in chosen)
+                for member, partner in zip(entry.readers, partners, strict=True)
+            ]
+        )
+    taken = {entry.name for entry in found}
+    for name, member in theirs.items():
+        if name not in used and name in chosen:
+            found.append(_entry_of_b(member, taken))
+            rows.append([_Match(name, _unread("only_b", member.size))])
+    return found, rows
+
+
+def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noqa: FBT001  of a loop
+    if not is_chosen:
+        return _Match(ours.name, [nan] * len(MEASURES))
+    if theirs is None:
+        return _Match(ours.name, _unread("only_a", ours.size))
+    shape, other = ours.array.shape, theirs.array.shape
+    if shape != other:
+        return _Match(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
+    return _Match(ours.name, [], pair_of(ours, theirs, ours.name))
+
+
+def _unread(status: str, count: int) -> list[float]:
+    known: dict[str, float] = {"status": STATUSES.index(status), "count": count}
+    return [known.get(measure, nan) for measure in MEASURES]
+
+
+def _entry_of_b(member: Reader, taken: set[Hashable]) -> Described:
+    """Return a tensor that only `b` has a variable of its own."""
+    name = member.name
+    while name in taken:
+        name += " (b)"
+    taken.add(name)
+    variable = xr.Variable((), np.nan, encoding={"tensor": member.name})
+    return Described(name, (), (), (member,), variable)
+
+
+def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
+    """Return whether each side has tensors, and none of them is on the other."""
+    every = [row for some in rows for row in some]
+    known = {row.known[0] for row in every if row.known and not isnan(row.known[0])}
+    strangers = {float(STATUSES.index(status)) for status in ("only_a", "only_b")}
+    return known == strangers and not any(row.pair for row in every)
+
+
+# --- measures ------------------------------------------------------------------------------------
+
+
+def measures(found: Comparison) -> list[float]:
+    """Compute all statistics of a pair of tensors of one shape."""
+    if found.equal == found.count:
+        return [0.0, found.count, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
+    if not found.finite:
+        return [*head, math.nan, math.nan, math.nan, math.nan]
+    d, a, b, product, exponent = found.tree.total()
+    rmse = _scaled(math.sqrt(d / found.finite), int(exponent))
+    return [*head, found.largest, rmse, _relative(d, a), _cosine(d, a, b, product)]
+
+
+def _relative(difference: float, squares: float) -> float:
+    if squares:
+        return math.sqrt(difference / squares)
+    return math.inf if difference else 0.0
+
+
+def _cosine(difference: float, a: float, b: float, product: float) -> float:
+    if not difference:
+        return 1.0
+    if not (a and b):
+        return math.nan
+    return max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
+
+
+def _scaled(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf
+
+
+def ranked(frame: pd.DataFrame) -> pd.DataFrame:
+    """Name what is said of tensors, and sort them."""
+    import pandas as pd
+
+    frame = frame[frame["status"].notna()]
+    codes = frame["status"].to_numpy(np.int64)
+    severity = np.array([_SEVERITY.index(status) for status in STATUSES])
+    keys: dict[str, Any] = {"severity": severity[codes]}
+    if {"nan", "inf", "count"} <= set(frame.columns):
+        keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).to_numpy()
+    keys |= {name: frame[name].to_numpy() for name in ("rel_l2", "max_abs") if name in frame}
+    # By position: nothing keeps two tensors from having one name.
+    order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
+    names = pd.Categorical.from_codes(codes, list(STATUSES))
+    return frame.assign(status=names).iloc[order]

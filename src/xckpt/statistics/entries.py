@@ -1,4 +1,7 @@
-"""What there is to describe: the variables of an object, and the tensors they are made of."""
+"""What there is to describe: the variables of an object, and the tensors they are made of.
+
+Results are laid out alike, with a dimension for what was found.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
@@ -17,70 +21,50 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import Index
 from xckpt.labels.stacking import flat_names
-from xckpt.statistics.along import LONGEST_ROW
-from xckpt.statistics.chunked import ChunkedTensor
+from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
-from xckpt.statistics.passes import Member
-from xckpt.statistics.readers import ArrayReader, reader_of
+from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.statistics.reader import Reader
-
-__all__ = ["Contents", "Entry", "contents_of", "member_names"]
+    from xckpt.statistics.readers import Reader
 
 # Of the statistics of one row.
 _ROW_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A variable, and the tensors that are described one by one.
+class Described:
+    """A variable, and the tensors that are described one by one."""
 
-    Parameters
-    ----------
-    name : hashable
-        Of the variable in the result.
-    dims : tuple of hashable
-        Those that stay: along which tensors are stacked.
-    shape : tuple of int
-        Extent along them.
-    members : tuple of Member
-        The tensors; the last dimension varies fastest. None where short rows of the variable are
-        described together.
-    variable : xarray.Variable
-        What is described.
-    """
-
+    #: Of the variable in the result.
     name: Hashable
+    #: Those that stay: along which tensors are stacked; and the extent along them.
     dims: tuple[Hashable, ...]
     shape: tuple[int, ...]
-    members: tuple[Member, ...]
+    #: The tensors; the last dimension varies fastest. None where short rows are described together.
+    readers: tuple[Reader, ...]
     variable: xr.Variable
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """What names the tensors, for the variable of the result."""
+        known = self.variable.encoding
+        return {key: known[key] for key in ("tensor", "part", "stack") if key in known}
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """All that is described.
-
-    Parameters
-    ----------
-    variables : dict of hashable to xarray.Variable
-        Data variables by their names in the result.
-    coords : mapping of hashable to xarray.Variable
-        Coordinates.
-    source : str
-        Where it was read from, empty if nobody knows.
-    """
+class Subject:
+    """All that is described: data variables and coordinates, and where they were read from."""
 
     variables: dict[Hashable, xr.Variable]
     coords: Mapping[Hashable, xr.Variable]
     source: str
 
-    def entries(self, dims: Collection[Hashable] | None = None) -> list[Entry]:
+    def entries(self, dims: Collection[Hashable] | None = None) -> list[Described]:
         """List variables of numbers with their tensors; others are left out with a warning."""
         unknown = set(dims or ()) - {dim for v in self.variables.values() for dim in v.dims}
         if unknown:
@@ -98,7 +82,7 @@ class Contents:
 
     def _entry(
         self, name: Hashable, variable: xr.Variable, reduced: Collection[Hashable] | None
-    ) -> Entry:
+    ) -> Described:
         if reduced is None:
             record = variable.encoding.get("stack")
             stacked = () if record is None else record.dims
@@ -110,21 +94,20 @@ class Contents:
                 require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
             if prod(variable.sizes[dim] for dim in reduced if dim in variable.dims) <= LONGEST_ROW:
                 require_numbers(variable.dtype)
-                return Entry(name, dims, _shape(variable, dims), (), variable)
+                return Described(name, dims, _shape(variable, dims), (), variable)
         lazy = _lazy_array(variable)
         shape = _shape(variable, dims)
-        members: tuple[Member, ...]
+        readers: tuple[Reader, ...]
         if lazy is not None and not dims:
-            members = (Member(_flat_name(name, variable), reader_of(lazy)),)
+            readers = (reader_of(lazy, _flat_name(name, variable)),)
         elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
             part = _part_suffix(variable)
-            members = tuple(Member(m.name + part, reader_of(m)) for m in lazy.members)
+            readers = tuple(reader_of(m, m.name + part) for m in lazy.members)
         else:
             names = member_names(name, variable, dims, self.coords)
             arrays = _split(variable.transpose(*dims, ...), len(dims))
-            pairs = zip(names, arrays, strict=True)
-            members = tuple(Member(n, _reader(array)) for n, array in pairs)
-        return Entry(name, dims, shape, members, variable)
+            readers = tuple(_reader(a, n) for a, n in zip(arrays, names, strict=True))
+        return Described(name, dims, shape, readers, variable)
 
 
 def member_names(
@@ -135,30 +118,31 @@ def member_names(
 ) -> list[str]:
     """Name the tensors along stacked dimensions, some of which may have been cut."""
     record = variable.encoding.get("stack")
-    if record is None:
-        return _numbered(name, variable, dims) if dims else [_flat_name(name, variable)]
-    indices = []
-    for dim, along in zip(record.dims, record.indices, strict=True):
-        coord = coords.get(dim)
-        left = along if coord is None else np.atleast_1d(coord.values).tolist()
-        indices.append(tuple(int(i) for i in left))
-    fits = set(dims) <= set(record.dims)
-    if not fits or prod(map(len, indices)) != prod(variable.sizes[dim] for dim in dims):
-        return _numbered(name, variable, dims)
-    names = flat_names(record.template, tuple(indices))
-    return [each + _part_suffix(variable) for each in names]
+    if record is None and not dims:
+        return [_flat_name(name, variable)]
+    if record is not None and set(dims) <= set(record.dims):
+        indices = []
+        for dim, along in zip(record.dims, record.indices, strict=True):
+            coord = coords.get(dim)
+            left = along if coord is None else np.atleast_1d(coord.values).tolist()
+            indices.append(tuple(int(i) for i in left))
+        if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
+            names = flat_names(record.template, tuple(indices))
+            return [each + _part_suffix(variable) for each in names]
+    positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
+    return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
 
 
-def contents_of(obj: Any) -> Contents:
+def contents_of(obj: Any) -> Subject:
     """Find what there is to describe."""
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {n: v for n, v in obj.variables.items() if n not in coords}
-        return Contents(variables, coords, str(obj.encoding.get("source", "")))
+        return Subject(variables, coords, str(obj.encoding.get("source", "")))
     if isinstance(obj, xr.DataArray):
         coords = {name: coord.variable for name, coord in obj.coords.items()}
         name = "data" if obj.name is None else obj.name
-        return Contents({name: obj.variable}, coords, str(obj.encoding.get("source", "")))
+        return Subject({name: obj.variable}, coords, str(obj.encoding.get("source", "")))
     if isinstance(obj, xr.DataTree):
         return _tree_contents(obj)
     if isinstance(obj, Index | str | bytes | os.PathLike) or hasattr(obj, "read"):
@@ -168,17 +152,17 @@ def contents_of(obj: Any) -> Contents:
     )
 
 
-def _file_contents(obj: Any) -> Contents:
+def _file_contents(obj: Any) -> Subject:
     from xckpt.opening import open_index
 
     if isinstance(obj, Index):
         return contents_of(xr.open_dataset(obj.source, engine=obj.format))
     source, index = open_index(obj)
     contents = contents_of(xr.open_dataset(obj, engine=index.format))
-    return Contents(contents.variables, contents.coords, source.name)
+    return Subject(contents.variables, contents.coords, source.name)
 
 
-def _tree_contents(tree: xr.DataTree) -> Contents:
+def _tree_contents(tree: xr.DataTree) -> Subject:
     variables: dict[Hashable, xr.Variable] = {}
     coords: dict[Hashable, xr.Variable] = {}
     for node in tree.subtree:
@@ -189,7 +173,7 @@ def _tree_contents(tree: xr.DataTree) -> Contents:
                 path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
                 name = _flat_name(path, variable)
                 variables[path if name in variables else name] = variable
-    return Contents(variables, coords, str(tree.root.encoding.get("source", "")))
+    return Subject(variables, coords, str(tree.root.encoding.get("source", "")))
 
 
 def _lazy_array(variable: xr.Variable) -> LazyArray | None:
@@ -212,11 +196,10 @@ def _lazy_array(variable: xr.Variable) -> LazyArray | None:
     return None
 
 
-def _reader(array: Any) -> Reader | ChunkedTensor:
-    if hasattr(array, "dask"):
-        return ChunkedTensor(array)
-    reader = ArrayReader(array)
-    reader.local = True
+def _reader(array: Any, name: str) -> Reader:
+    reader: Reader = ChunkedTensor(array) if hasattr(array, "dask") else ArrayReader(array)
+    reader.local = not hasattr(array, "dask")
+    reader.name = name
     return reader
 
 
@@ -256,6 +239,65 @@ def _part_suffix(variable: xr.Variable) -> str:
     return "" if part is None else f":{part}"
 
 
-def _numbered(name: Hashable, variable: xr.Variable, dims: tuple[Hashable, ...]) -> list[str]:
-    positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
-    return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
+# --- results -------------------------------------------------------------------------------------
+
+
+def deferred(
+    find_all: Callable[..., list[Any]], inputs: Any, shapes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Return dask arrays that all come from one call."""
+    from dask._task_spec import DataNode, Task, TaskRef
+    from dask.highlevelgraph import HighLevelGraph
+
+    scan = f"xckpt-stats-{uuid4().hex}"
+    # As data: dask would look for tasks in every argument, down to the last tensor.
+    node = DataNode(f"{scan}-inputs", inputs)
+    task = Task(scan, find_all, TaskRef(node.key))
+    shared: dict[str, Any] = {scan: {scan: task, node.key: node}}
+    arrays = []
+    for number, shape in enumerate(shapes):
+        name = f"{scan}-{number}"
+        key = (name, *([0] * len(shape)))
+        layer: dict[Any, Any] = {key: Task(key, _chosen, TaskRef(scan), number)}
+        graph = HighLevelGraph({**shared, name: layer}, {name: {scan}, scan: set()})
+        chunks = tuple((size,) for size in shape)
+        arrays.append(da.Array(graph, name, chunks, dtype=np.float64))
+    return arrays
+
+
+def _chosen(found: list[Any], number: int) -> Any:
+    return found[number]
+
+
+def laid_out(
+    statistics: Sequence[str],
+    entries: Sequence[Described],
+    values: Sequence[Any],
+    attrs: Sequence[Mapping[str, Any]],
+    contents: Subject,
+) -> xr.Dataset:
+    """Make the Dataset of results."""
+    sizes: dict[Hashable, int] = {}
+    variables: dict[Hashable, Any] = {}
+    for entry, data, told in zip(entries, values, attrs, strict=True):
+        renamed = tuple(
+            _fitting(dim, n, sizes) for dim, n in zip(entry.dims, entry.shape, strict=True)
+        )
+        dims = ("statistic", *renamed)
+        variables[entry.name] = xr.Variable(dims, data, told or None, entry.encoding)
+    coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
+    coords |= {
+        name: coord
+        for name, coord in contents.coords.items()
+        if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
+    }
+    return xr.Dataset(variables, coords, {"source": contents.source} if contents.source else None)
+
+
+def _fitting(dim: Hashable, size: int, sizes: dict[Hashable, int]) -> Hashable:
+    """Return a dimension a name under which it has this size everywhere: nodes of a tree differ."""
+    name, number = dim, 0
+    while sizes.setdefault(name, size) != size:
+        number += 1
+        name = f"{dim}_{number}"
+    return name

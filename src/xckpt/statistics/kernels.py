@@ -1,4 +1,4 @@
-"""Compiled loops over blocks of elements: one element type and one loop each.
+"""Compiled loops over blocks of elements, of one tensor or of two: one purpose each.
 
 A loop with one purpose is vectorised by LLVM; several in one body are not, and take ten times as
 long. They are called one after another on leaves of `LEAF` elements, which stay in the L2 cache.
@@ -15,14 +15,16 @@ use of a type shall not take long.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 
-from xckpt.statistics.compiled import compiled, inlined
+from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 
-__all__ = ["LANES", "count_floats", "count_integers", "count_patterns"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LANES = 256
 #: Rows of lanes that are added before they reach the accumulators.
@@ -31,6 +33,31 @@ ROWS = 4
 SAMPLED = 8
 #: Magnitudes beyond two to this power have fourth powers that leave the range of float64.
 WIDE = 200
+#: Sums of a leaf of pairs: of the squares of the differences, of those of both sides, and of the
+#: products.
+SUMS = 4
+#: A sum of squares below this may have lost much of what is in it.
+TINY = 1e-250
+# Elements between looks at whether two leaves are still the same.
+_STRIDE = 1024
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile when first called, for the types that it is called with, and keep it on disk."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # there is no folder that a cache can be written to
+        return numba.njit(nogil=True)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Make a function a part of the compiled ones that call it, which saves a compilation."""
+    return numba.njit(nogil=True, inline="always")(function)
+
+
+# numba looks at the time of this file only to tell whether what it keeps is still right: whoever
+# changes `moments.merge` touches this file as well.
+merge = compiled(moments.merge)
 
 
 @compiled
@@ -291,3 +318,225 @@ def count_patterns(x: Any, tables: Any, negative_zero: Any, zeros: Any) -> None:
         after = _counted_zeros(one, other, negative_zero)
         zeros[leaf] = after - before
         before = after
+
+
+# --- merging, rows, intervals -------------------------------------------------------------------
+
+
+@compiled
+def mark_rows(  # noqa: PLR0917
+    bits: Any, magnitude: Any, start: Any, length: Any, zeros: Any, alive: Any
+) -> None:
+    """Mark the rows in which a block has an element other than zero."""
+    for leaf in range((bits.size + LEAF - 1) // LEAF):
+        first, last = leaf * LEAF, min(bits.size, (leaf + 1) * LEAF)
+        for row in range((start + first) // length, (start + last - 1) // length + 1):
+            if zeros[leaf] == 0:
+                alive[row] = True
+            i = max(first, row * length - start)
+            stop = min(last, (row + 1) * length - start)
+            while not alive[row] and i < stop:
+                alive[row] = (bits[i] & magnitude) != 0
+                i += 1
+
+
+@compiled
+def fold(nodes: Any, count: Any) -> None:
+    """Merge neighbours until one node is left, in the first row; `count` is a power of two."""
+    while count > 1:
+        count //= 2
+        for i in range(count):
+            a = nodes[2 * i]
+            b = nodes[2 * i + 1]
+            merged = merge(
+                (a[0], a[1], a[2], a[3], a[4], a[5], a[6]),
+                (b[0], b[1], b[2], b[3], b[4], b[5], b[6]),
+            )
+            for j in range(7):
+                nodes[i, j] = merged[j]
+
+
+@compiled
+def narrow(  # noqa: PLR0917
+    keys: Any, codes: Any, slots: Any, intervals: Any, shifts: Any, out: Any
+) -> None:
+    """Count elements by where in certain intervals they are, for exact quantiles."""
+    for i in range(keys.size):
+        if slots[codes[i]]:
+            for k in range(shifts.size):
+                code, low, high = intervals[0, k], intervals[1, k], intervals[2, k]
+                if codes[i] == code and low <= keys[i] <= high:
+                    out[k, (keys[i] - low) >> shifts[k]] += 1
+
+
+# --- two tensors at once --------------------------------------------------------------------------
+
+
+@compiled
+def _widen(bits: Any, table: Any, out: Any) -> None:
+    """Make float32, as patterns, of 16 bits: by a table, or of the upper half of a float32."""
+    if table.size:
+        for i in range(bits.size):
+            out[i] = table[bits[i]]
+    else:
+        for i in range(bits.size):
+            out[i] = np.uint32(bits[i]) << np.uint32(16)
+
+
+@compiled
+def _alike(x: Any, y: Any) -> Any:
+    """Return whether all elements are equal, and none is a NaN; looks no farther than it must."""
+    for start in range(0, x.size, _STRIDE):
+        a, b = x[start : start + _STRIDE], y[start : start + _STRIDE]
+        different = np.int32(0)
+        for i in range(a.size):
+            different = np.int32(different + np.int32(a[i] != b[i]))
+        if different:
+            return False
+    return True
+
+
+@compiled
+def _count_equal(x: Any, y: Any) -> Any:
+    count = np.int32(0)
+    for i in range(x.size):
+        count = np.int32(count + np.int32(x[i] == y[i]))
+    return count
+
+
+@compiled
+def _subtract(x: Any, y: Any, difference: Any) -> None:
+    for i in range(x.size):
+        difference[i] = np.float64(x[i]) - np.float64(y[i])
+
+
+@compiled
+def _all_finite(x: Any, y: Any) -> Any:
+    """Return whether no element is infinite or a NaN."""
+    count = np.int32(0)
+    for i in range(x.size):
+        # What is finite is zero times itself.
+        count = np.int32(count + np.int32((x[i] - x[i]) + (y[i] - y[i]) == 0))
+    return count == x.size
+
+
+@compiled
+def _take_finite_pairs(x: Any, y: Any, out: Any, tally: Any) -> Any:
+    """Move pairs of finite elements to the front of `out`; count the others."""
+    kept = 0
+    for i in range(x.size):
+        if math.isfinite(x[i]) and math.isfinite(y[i]):
+            out[0, kept] = x[i]
+            out[1, kept] = y[i]
+            kept += 1
+        elif x[i] == y[i] or (math.isnan(x[i]) and math.isnan(y[i])):
+            tally[0] += 1
+        elif math.isnan(x[i]) or math.isnan(y[i]):
+            tally[2] += 1
+        else:
+            tally[3] += 1
+    return kept
+
+
+@compiled
+def add_up(x: Any, y: Any, difference: Any, sums: Any) -> None:
+    """Add up squares and products, and find the largest difference."""
+    for j in range((SUMS + 1) * LANES):
+        sums[j] = 0.0
+    step = 2 * LANES
+    whole = x.size // step * step
+    for row in range(0, whole, step):
+        for j in range(LANES):
+            d, e = difference[row + j], difference[row + LANES + j]
+            sums[j] += d * d + e * e
+            sums[SUMS * LANES + j] = max(sums[SUMS * LANES + j], abs(d), abs(e))
+        for j in range(LANES):
+            a, b = np.float64(x[row + j]), np.float64(y[row + j])
+            p, q = np.float64(x[row + LANES + j]), np.float64(y[row + LANES + j])
+            sums[LANES + j] += a * a + p * p
+            sums[2 * LANES + j] += b * b + q * q
+            sums[3 * LANES + j] += a * b + p * q
+    for i in range(whole, x.size):
+        j = (i - whole) % LANES
+        a, b, d = np.float64(x[i]), np.float64(y[i]), difference[i]
+        sums[j] += d * d
+        sums[LANES + j] += a * a
+        sums[2 * LANES + j] += b * b
+        sums[3 * LANES + j] += a * b
+        sums[SUMS * LANES + j] = max(sums[SUMS * LANES + j], abs(d))
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            for k in range(SUMS):
+                sums[k * LANES + j] += sums[k * LANES + width + j]
+            largest = max(sums[SUMS * LANES + j], sums[SUMS * LANES + width + j])
+            sums[SUMS * LANES + j] = largest
+
+
+@compiled
+def _add_squares(x: Any, sums: Any) -> None:
+    """Add up the squares of one side as `add_up` does."""
+    for j in range(LANES):
+        sums[j] = 0.0
+    step = 2 * LANES
+    whole = x.size // step * step
+    for row in range(0, whole, step):
+        for j in range(LANES):
+            a, p = np.float64(x[row + j]), np.float64(x[row + LANES + j])
+            sums[j] += a * a + p * p
+    for i in range(whole, x.size):
+        a = np.float64(x[i])
+        sums[(i - whole) % LANES] += a * a
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            sums[j] += sums[width + j]
+
+
+@compiled
+def _write(sums: Any, exponent: Any, node: Any) -> None:
+    for k in range(SUMS):
+        node[k] = sums[k * LANES]
+    node[SUMS] = exponent
+
+
+@compiled
+def _floats(side: Any, start: Any, stop: Any) -> Any:
+    wide, bits, table, scratch = side
+    if wide.size:
+        return wide[start:stop]
+    _widen(bits[start:stop], table, scratch.view(np.uint32))
+    return scratch[: stop - start]
+
+
+@compiled
+def compare_floats(first: Any, second: Any, out: Any) -> None:
+    """Describe a block of pairs of floats."""
+    nodes, tally, largest, difference, kept, sums = out
+    size = max(first[0].size, first[1].size)
+    for leaf in range((size + LEAF - 1) // LEAF):
+        start, stop = leaf * LEAF, min(size, (leaf + 1) * LEAF)
+        x = _floats(first, start, stop)
+        y = _floats(second, start, stop)
+        if _alike(x, y):
+            _add_squares(x, sums)
+            if sums[0] < math.inf and (x.itemsize == 4 or sums[0] > TINY):
+                tally[0] += x.size
+                tally[1] += x.size
+                sums[LANES] = sums[2 * LANES] = sums[3 * LANES] = sums[0]
+                sums[0] = 0.0
+                _write(sums, 0, nodes[leaf])
+                continue
+        if not _all_finite(x, y):
+            count = _take_finite_pairs(x, y, kept, tally)
+            x, y = kept[0, :count], kept[1, :count]
+        tally[0] += _count_equal(x, y)
+        tally[1] += x.size
+        _subtract(x, y, difference)
+        add_up(x, y, difference, sums)
+        largest[0] = max(largest[0], sums[SUMS * LANES])
+        # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
+        in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
+        _write(sums, 0.0 if in_range else math.nan, nodes[leaf])

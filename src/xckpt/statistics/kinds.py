@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Kind", "kind_named", "kind_of", "require_numbers"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _NUMPY_NAMES = frozenset(
@@ -23,27 +21,18 @@ _WIDE_BITS = 19
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the elements of a type are counted.
+    """How the elements of a type are counted."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the type in numpy or ml_dtypes.
-    bits : int
-        Bits of an element; below 8 the others of its byte mean nothing.
-    code_bits : int
-        Bits of a code: all bits of an element of 8 or 16 bits; sign, exponent and seven bits of
-        the fraction of a larger one.
-    exact : bool
-        Whether a code stands for one value.
-    integer : bool
-        Whether elements are integers of 32 or 64 bits.
-    """
-
+    #: Name of the type in numpy or ml_dtypes.
     name: str
+    #: Bits of an element; below 8 the others of its byte mean nothing.
     bits: int
+    #: Bits of a code: all bits of an element of 8 or 16 bits; sign, exponent and seven bits of the
+    #: fraction of a larger one.
     code_bits: int
+    #: Whether a code stands for one value.
     exact: bool
+    #: Whether elements are integers of 32 or 64 bits.
     integer: bool
 
     @property
@@ -83,6 +72,11 @@ class Kind:
         """The value of each code of an exact kind, as float64."""
         return _values(self.name)
 
+    @property
+    def landmarks(self) -> Array:
+        """The codes of 0.0, what is next to it, infinity, NaN; then of the same below zero."""
+        return _landmarks(self.code_bits)
+
     def middles(self, codes: Array) -> Array:
         """Return the number in the middle of those with each code, of a kind that is not exact."""
         if self.name == "float32":
@@ -90,6 +84,13 @@ class Kind:
             return middles
         patterns = codes.astype(np.uint64) << np.uint64(45) | np.uint64(1 << 44)
         return patterns.view(np.float64)
+
+
+@cache
+def _landmarks(code_bits: int) -> Array:
+    sign, infinity = 1 << (code_bits - 1), 0x7F80 if code_bits == 16 else 0x7FF << 7
+    half = (0, 1, infinity, infinity + 1)
+    return np.array([*half, *(sign + code for code in half)], np.uint32)
 
 
 @cache

@@ -13,13 +13,10 @@ arbitrary-order statistical moments" (SAND2008-6212), for the third and the four
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["EMPTY", "LEAF", "MergeTree", "MomentTree", "Moments", "merge", "runs"]
+    from collections.abc import Callable, Iterable
 
 #: Elements of a leaf: 64 KiB of float32, so that several loops find it in the L2 cache.
 LEAF = 1 << 14
@@ -70,25 +67,16 @@ def merge(a: Moments, b: Moments) -> Moments:
     return n, high, low, m2, m3, m4, scale
 
 
-class MergeTree(ABC, Generic[Node]):
-    """The nodes that are known of a tree, merged as far as they go.
+class Tree(Generic[Node]):
+    """The nodes that are known of a tree, merged as far as they go; leaves come in any order."""
 
-    Leaves come in any order.
-    """
+    __slots__ = ("empty", "merged", "nodes")
 
-    __slots__ = ("nodes",)
-
-    #: Of no elements.
-    empty: ClassVar[Any]
-
-    def __init__(self) -> None:
+    def __init__(self, merged: Callable[[Node, Node], Node], empty: Node) -> None:
+        self.merged = merged
+        self.empty = empty
         #: By level and by number within the level.
         self.nodes: dict[tuple[int, int], Node] = {}
-
-    @staticmethod
-    @abstractmethod
-    def merged(a: Any, b: Any) -> Any:
-        """Return the node of two sequences one after the other."""
 
     def add(self, level: int, number: int, node: Node) -> None:
         """Add a node, and merge it with its neighbours."""
@@ -99,35 +87,12 @@ class MergeTree(ABC, Generic[Node]):
             level, number = level + 1, number >> 1
         nodes[level, number] = node
 
-    def update(self, nodes: Iterable[tuple[tuple[int, int], Node]]) -> None:
-        """Add nodes of another tree over the same sequence."""
-        for (level, number), node in nodes:
-            self.add(level, number, node)
-
     def total(self) -> Node:
         """Return what is known of all elements, once all leaves are there."""
-        total: Node = self.empty
-        for _, node in sorted(self.nodes.items(), key=_position, reverse=True):
-            total = self.merged(node, total)
+        total = self.empty
+        for place in sorted(self.nodes, key=lambda place: place[1] << place[0], reverse=True):
+            total = self.merged(self.nodes[place], total)
         return total
-
-
-class MomentTree(MergeTree[Moments]):
-    """The tree of moments."""
-
-    __slots__ = ()
-
-    empty = EMPTY
-
-    @staticmethod
-    def merged(a: Any, b: Any) -> Any:
-        """Return the moments of two sequences one after the other."""
-        return merge(a, b)
-
-
-def _position(item: tuple[tuple[int, int], Any]) -> int:
-    (level, number), _ = item
-    return number << level
 
 
 def runs(first: int, count: int) -> Iterable[tuple[int, int]]:

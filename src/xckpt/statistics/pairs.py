@@ -1,31 +1,30 @@
-"""Two tensors as one sequence of pairs, whatever their layouts, orders and element types are."""
+"""Two tensors as one sequence of pairs, whatever their layouts, orders and element types are.
+
+Tensors that are stored alike may have the same bytes, which is found out before any is decoded.
+"""
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.sparse import flat_positions
+from xckpt.arrays.dense import DenseArray, QuantizedArray
+from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import locating
-from xckpt.statistics.chunked import ChunkedTensor
-from xckpt.statistics.comparison import Sides
-from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.accumulate import Accumulator
+from xckpt.statistics.kinds import kind_named, require_numbers
 from xckpt.statistics.moments import LEAF
-from xckpt.statistics.reader import Reader
-from xckpt.statistics.readers import ArrayReader, SparseReader
+from xckpt.statistics.readers import ArrayReader, ChunkedTensor, RawReader, Reader, SparseReader
 from xckpt.storage.local import is_mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.arrays.sparse import SparseArray
-    from xckpt.statistics.workspace import Workspace
-
-__all__ = ["ChunkedPair", "PairReader", "array_of", "pair_of", "shape_of"]
+    from xckpt.arrays.parts import PartReader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,49 +32,28 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _TURNED_NBYTES = 64 << 20
 
 
-def shape_of(reader: Reader | ChunkedTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor."""
-    shape: tuple[int, ...] = array_of(reader).shape
-    return shape
-
-
-def array_of(reader: Any) -> Any:
-    """Return the array that a reader reads."""
-    return reader.lazy if hasattr(reader, "lazy") else reader.array
-
-
-def pair_of(
-    first: Reader | ChunkedTensor, second: Reader | ChunkedTensor
-) -> PairReader | ChunkedPair:
-    """Find how two tensors are best read side by side."""
+def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | ChunkedPair:
+    """Find how two tensors are best read next to each other."""
+    pair: PairReader | ChunkedPair
     if isinstance(first, ChunkedTensor) or isinstance(second, ChunkedTensor):
-        return ChunkedPair(first, second)
-    identity = None
-    if first.identity is not None and second.identity is not None:
-        (ours, *ours_read), (theirs, *theirs_read) = first.identity, second.identity
-        identity = ((*ours, *theirs), len(ours), *ours_read, *theirs_read)
-    pair: PairReader
-    if isinstance(first, SparseReader) and isinstance(second, SparseReader):
+        pair = ChunkedPair(first, second)
+    elif isinstance(first, SparseReader) and isinstance(second, SparseReader):
         pair = SparsePairReader(first, second)
     else:
         pair = PairReader(*_aligned(_plain(first), _plain(second)))
-    pair.identity = identity
+    if isinstance(pair, PairReader) and first.identity is not None and second.identity is not None:
+        (ours, *ours_read), (theirs, *theirs_read) = first.identity, second.identity
+        pair.identity = ((*ours, *theirs), len(ours), *ours_read, *theirs_read)
+    pair.name = name
     return pair
 
 
 class PairReader(Reader):
-    """Two tensors whose elements are read in the same order.
+    """Two tensors of one size whose elements are read in the same order.
 
     Its blocks are mappings with both sides as ``"a"`` and ``"b"``; each but the last has whole
     leaves.
-
-    Parameters
-    ----------
-    first, second : Reader
-        Of the same size.
     """
-
-    row = 0
 
     def __init__(self, first: Reader, second: Reader) -> None:
         self.first = first
@@ -89,45 +67,30 @@ class PairReader(Reader):
         self.place = first.place
 
     @property
-    def sides(self) -> Sides:
-        """What the elements are."""
-        return Sides(_type_name(self.first), _type_name(self.second))
+    def kinds(self) -> tuple[str, str]:
+        """What the elements are: names of kinds, or "complex128"."""
+        return _type_name(self.first), _type_name(self.second)
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
-        """Read some of the pairs; see `Reader.blocks`."""
-        from xckpt.statistics.workspace import Workspace
-
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
+        """Read some of the pairs."""
         itemsizes = self.first.kind.itemsize, self.second.kind.itemsize
-        leaves = max(1, workspace.buffer.nbytes // (sum(itemsizes) * LEAF))
+        leaves = max(1, buffer.nbytes // (sum(itemsizes) * LEAF))
         # A power of two: nodes of the tree of sums.
         step = LEAF << (leaves.bit_length() - 1)
         cut = step * itemsizes[0]
-        ours, theirs = Workspace(0), Workspace(0)
-        ours.buffer = workspace.buffer[:cut]
-        theirs.buffer = workspace.buffer[cut : cut + step * itemsizes[1]]
-        first = _Stream(self.first, start, stop, ours)
-        second = _Stream(self.second, start, stop, theirs)
+        first = _Recut(self.first, start, stop, buffer[:cut])
+        second = _Recut(self.second, start, stop, buffer[cut : cut + step * itemsizes[1]])
         for at in range(start, stop, step):
             count = min(step, stop - at)
             yield at, {"a": first.take(count), "b": second.take(count)}
 
 
-class _Stream:
-    """The blocks of a reader, cut anew.
+class _Recut:
+    """The blocks of a reader, cut anew."""
 
-    Parameters
-    ----------
-    reader : Reader
-        Of the elements.
-    start, stop : int
-        Half-open range of them.
-    workspace : Workspace
-        For `reader` alone.
-    """
-
-    def __init__(self, reader: Reader, start: int, stop: int, workspace: Workspace) -> None:
+    def __init__(self, reader: Reader, start: int, stop: int, buffer: Array) -> None:
         self.reader = reader
-        self.blocks = reader.blocks(start, stop, workspace)
+        self.blocks = reader.blocks(start, stop, buffer)
         self.left: Array = np.empty(0)
 
     def take(self, count: int) -> Array:
@@ -152,32 +115,25 @@ class _Stream:
 
     def _next(self) -> Array:
         with locating(path=self.reader.place[0] or None):
-            return next(self.blocks)[1]
+            values: Array = next(self.blocks)[1]
+        return values
 
 
 class SparsePairReader(PairReader):
-    """The values that one of two sparse tensors stores, or both; never made dense.
+    """The values that one of two sparse tensors of one shape stores, or both; never made dense.
 
     Positions are those among these values; of the zeros that neither stores, as many as fill the
     last leaf are given too.
-
-    Parameters
-    ----------
-    first, second : SparseReader
-        Of the same shape.
     """
+
+    omits_zeros = True
 
     def __init__(self, first: SparseReader, second: SparseReader) -> None:
         super().__init__(first, second)
-        self.arrays = first.lazy, second.lazy
+        self.arrays = first.array, second.array
 
-    @property
-    def sides(self) -> Sides:
-        """What the elements are."""
-        return Sides(_type_name(self.first), _type_name(self.second), sparse=True)
-
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Any]]:
-        """Read all stored values; see `Reader.blocks`."""
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
+        """Read all stored values."""
         at = 0
         kept = [np.empty(0, array.dtype) for array in self.arrays]
         for values in self._unions():
@@ -237,33 +193,27 @@ class _StoredRows:
 
 
 class ChunkedPair(ChunkedTensor):
-    """Two tensors of which at least one is a dask array: chunks of pairs.
+    """Two tensors of one shape, of which at least one is a dask array: chunks of pairs."""
 
-    Parameters
-    ----------
-    first, second : Reader or ChunkedTensor
-        Of tensors of one shape; cut as the first of them that is a dask array.
-    """
-
-    def __init__(self, first: Reader | ChunkedTensor, second: Reader | ChunkedTensor) -> None:
+    def __init__(self, first: Reader, second: Reader) -> None:
         import dask.array as da
 
         leading = first if isinstance(first, ChunkedTensor) else second
-        super().__init__(array_of(leading))
+        super().__init__(leading.array)
         chunks = self.array.chunks
         a, b = _dask_array(first, chunks), _dask_array(second, chunks)
         dtype = np.dtype([("a", a.dtype), ("b", b.dtype)])
         meta = np.empty((0,) * a.ndim, dtype)
-        self.sides = Sides(_dtype_name(a.dtype), _dtype_name(b.dtype))
+        self.kinds = _dtype_name(a.dtype), _dtype_name(b.dtype)
         self.array = da.map_blocks(_paired, a, b, dtype=dtype, meta=meta)
         self.nbytes = first.nbytes + second.nbytes
         self.row = 0
 
 
-def _dask_array(reader: Reader | ChunkedTensor, chunks: Any) -> Any:
+def _dask_array(reader: Reader, chunks: Any) -> Any:
     import dask.array as da
 
-    array = array_of(reader)
+    array = reader.array
     if isinstance(reader, ChunkedTensor):
         return array.rechunk(chunks)
     meta = np.empty((0,) * len(array.shape), array.dtype)
@@ -297,9 +247,9 @@ class _LoadedReader(ArrayReader):
 
     whole = True
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements; see `Reader.blocks`."""
-        yield from ArrayReader(self.array[...]).blocks(start, stop, workspace)
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read some of the elements."""
+        yield from ArrayReader(self.array[...]).blocks(start, stop, buffer)
 
 
 def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
@@ -314,7 +264,7 @@ def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
 
 def _order(reader: Reader) -> str:
     """Tell in which order a reader gives the elements."""
-    lazy = array_of(reader)
+    lazy = reader.array
     if isinstance(reader, ArrayReader) or not isinstance(lazy, DenseArray):
         return "C"
     several = 0 not in lazy.shape and sum(size > 1 for size in lazy.shape) > 1
@@ -323,7 +273,7 @@ def _order(reader: Reader) -> str:
 
 def _reordered(reader: Reader, order: str) -> Reader:
     """Read the elements in another order than they are stored in."""
-    array = array_of(reader)
+    array = reader.array
     kind = ArrayReader if _is_sliceable(reader) else _LoadedReader
     new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
     new.place, new.local = reader.place, reader.local
@@ -334,7 +284,7 @@ def _reordered(reader: Reader, order: str) -> Reader:
 
 def _is_sliceable(reader: Reader) -> bool:
     """Return whether any slice costs no more than what is in it."""
-    lazy = array_of(reader)
+    lazy = reader.array
     if not isinstance(lazy, DenseArray):
         return reader.local
     part = lazy.reader.part
@@ -348,7 +298,7 @@ def _is_sliceable(reader: Reader) -> bool:
 def _plain(reader: Reader) -> Reader:
     """Return a reader of all elements as they are: no magnitudes, no zeros left out."""
     if isinstance(reader, SparseReader):
-        lazy = copy(reader.lazy)
+        lazy = copy(reader.array)
         lazy.sparse = False
         dense = ArrayReader(lazy, reader.nbytes)
         dense.place = reader.place
@@ -363,8 +313,117 @@ def _plain(reader: Reader) -> Reader:
 
 
 def _type_name(reader: Reader) -> str:
-    return "complex128" if array_of(reader).dtype.kind == "c" else reader.kind.name
+    return "complex128" if reader.array.dtype.kind == "c" else reader.kind.name
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     return "complex128" if dtype.kind == "c" else require_numbers(dtype).name
+
+
+# --- stored bytes --------------------------------------------------------------------------------
+
+
+def stored_pair(pair: Any) -> PairReader | None:
+    """Return the stored bytes of two tensors, where these mean the same if they are the same."""
+    if not isinstance(pair, PairReader) or pair.identity is None:
+        return None
+    if isinstance(pair.first, RawReader) or isinstance(pair.second, RawReader):
+        return None
+    ours, theirs = (_parts(each.array) for each in (pair.first, pair.second))
+    if (
+        ours is None
+        or theirs is None
+        or _meaning(pair.first, ours) != _meaning(pair.second, theirs)
+    ):
+        return None
+    readers = [StoredReader(list(parts.values())) for parts in (ours, theirs)]
+    if readers[0].size != readers[1].size:
+        return None
+    return PairReader(*readers)
+
+
+class StoredReader(Reader):
+    """The bytes of all parts of a tensor, one part after the other; none is decoded."""
+
+    kind = kind_named("uint8")
+
+    def __init__(self, parts: Sequence[PartReader]) -> None:
+        self.parts = parts
+        self.size = self.nbytes = sum(_nbytes(each) for each in parts)
+        self.place = (parts[0].source.name, parts[0].part.offset)
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read some of the bytes."""
+        first = 0
+        for each in self.parts:
+            end = min(first + _nbytes(each), stop)
+            step = len(buffer)
+            for at in range(max(first, start), end, step):
+                memory = buffer[: min(step, end - at)]
+                _read_into(each, at - first, memory)
+                yield at, memory
+            first += _nbytes(each)
+
+
+class SameBytes(Accumulator):
+    """Looks at the bytes of two tensors until there is a difference."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.are_same = True
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> SameBytes:  # noqa: ARG003
+        """Return one for bytes of two tensors."""
+        return cls()
+
+    def update(self, start: int, values: Any) -> None:
+        """Add bytes."""
+        a, b = values["a"], values["b"]
+        self.count += len(a)
+        if not self.are_same:
+            return
+        # Eight at a time.
+        words = len(a) // 8 * 8
+        self.are_same = np.array_equal(a[words:], b[words:]) and np.array_equal(
+            a[:words].view(np.uint64), b[:words].view(np.uint64)
+        )
+
+    def merge(self, other: SameBytes) -> None:
+        """Add what another one found in other bytes."""
+        self.count += other.count
+        self.are_same &= other.are_same
+
+
+def _parts(lazy: Any) -> dict[str, PartReader] | None:
+    """Return the parts of an array by their roles; None if it is not made of parts."""
+    if isinstance(lazy, DenseArray):
+        return {"data": lazy.reader}
+    if isinstance(lazy, QuantizedArray | SparseArray):
+        return dict(lazy.readers)
+    return None
+
+
+def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
+    """Return what the values depend on besides the bytes; nothing where bytes are not enough."""
+    if any(each.verify for each in parts.values()):
+        return reader  # a digest that disagrees is to be an error
+    lazy = reader.array
+    stored = {
+        role: replace(each.part, offset=0, digest=None, shard=None, inline=None)
+        for role, each in parts.items()
+    }
+    how = [getattr(lazy, name, None) for name in ("order", "quantization", "strict", "decode")]
+    return type(lazy), lazy.shape, stored, how
+
+
+def _nbytes(part: PartReader) -> int:
+    inline = part.part.inline
+    return part.part.nbytes if inline is None else len(inline)
+
+
+def _read_into(part: PartReader, start: int, memory: Array) -> None:
+    if part.part.inline is not None:
+        memory[:] = np.frombuffer(part.part.inline, np.uint8)[start : start + len(memory)]
+        return
+    part.source.read_into(part.part.offset + start, memory.data)

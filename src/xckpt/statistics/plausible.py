@@ -15,21 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.blocks import SHORTEST_ROW
+from xckpt.statistics.accumulate import SHORTEST_ROW, Comparison, Rows, Sketch
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF, runs
-from xckpt.statistics.readers import SparseReader
-from xckpt.statistics.rows import RowCount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.statistics.comparison import Comparison
+    from xckpt.statistics.accumulate import Accumulator
     from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.reader import Reader
-    from xckpt.statistics.sketch import Sketch
-
-__all__ = ["require_comparison", "require_sketch"]
+    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,34 +45,43 @@ _LARGEST_EXPONENT = 2048
 _EXPONENT_STEP = 256
 
 
-def require_sketch(sketch: Sketch, reader: Reader, stretch: tuple[int, int]) -> None:
-    """Raise a ValueError if a sketch cannot be that of a stretch of a tensor."""
+def require(kept: Accumulator, reader: Reader, stretch: tuple[int, int]) -> None:
+    """Raise a ValueError if this cannot be what was found in a stretch of a tensor."""
+    if isinstance(kept, Sketch):
+        _require_sketch(kept, reader, stretch)
+    elif isinstance(kept, Comparison):
+        _require_comparison(kept, reader, stretch)
+
+
+def _require_sketch(sketch: Sketch, reader: Reader, stretch: tuple[int, int]) -> None:
     kind = reader.kind
     start, stop = stretch
-    sparse = isinstance(reader, SparseReader)
-    _require(sketch.kind == kind.name and sketch.count == stop - start and not sketch.pieces)
-    _require(0 <= sketch.implied <= (sketch.count if sparse else 0))
+    _require(sketch.kind == kind and sketch.count == stop - start)
+    _require(0 <= sketch.implied <= (sketch.count if reader.sparse else 0))
     _require_counts(sketch, kind)
-    zeros = _zeros(sketch, kind)
+    zeros = sketch.zero
+    if kind.exact:
+        zeros = int(sketch.counts[kind.values[sketch.codes] == 0].sum())
     _require(sketch.implied <= zeros)
     _require_rows(sketch, reader, stretch, zeros)
+    nodes = sketch.tree.nodes
     if kind.exact:
-        _require(not sketch.nodes and sketch.low is None and sketch.high is None)
+        _require(not nodes and sketch.low is None and sketch.high is None)
         _require(not (sketch.nan or sketch.inf or sketch.zero or sketch.negative_zero))
         _require(sketch.total == 0)
         return
-    at = sketch.codes.searchsorted(_landmarks(kind.code_bits)).tolist()
+    at = sketch.codes.searchsorted(kind.landmarks).tolist()
     finite = _require_tallies(sketch, at, kind)
-    if sparse:
+    if reader.sparse:
         start, stop = 0, sketch.count - sketch.implied
-    _require_places(sketch.nodes, start, stop)
-    _require(sum(node[0] for _, node in sketch.nodes) == finite - sketch.implied)
+    _require_places(nodes, start, stop)
+    _require(sum(node[0] for node in nodes.values()) == finite - sketch.implied)
     if finite:
         _require_extremes(sketch, at, kind)
         _require_moments(sketch, at, kind, finite)
     else:
         _require(sketch.low is None and sketch.high is None and sketch.total == 0)
-        _require(not any(any(node) for _, node in sketch.nodes))
+        _require(not any(any(node) for node in nodes.values()))
 
 
 def _require(condition: Any) -> None:
@@ -98,31 +102,24 @@ def _require_counts(sketch: Sketch, kind: Kind) -> None:
     _require(int(counts.sum()) == sketch.count < 1 << 62)
 
 
-def _zeros(sketch: Sketch, kind: Kind) -> int:
-    if not kind.exact:
-        return sketch.zero
-    return int(sketch.counts[kind.values[sketch.codes] == 0].sum())
-
-
 def _require_rows(sketch: Sketch, reader: Reader, stretch: tuple[int, int], zeros: int) -> None:
-    sparse = isinstance(reader, SparseReader)
-    row = reader.row if sparse or reader.row >= SHORTEST_ROW else 0
-    _require(sketch.row == row and sketch.dead >= 0)
-    if not row:
-        _require(not sketch.dead and not sketch.open)
+    rows = sketch.rows
+    length = reader.row if reader.sparse or reader.row >= SHORTEST_ROW else 0
+    _require(rows.length == length and rows.dead >= 0)
+    if not length:
+        _require(not rows.dead and not rows.open)
         return
     # As many rows of zeros as their number allows, and no fewer than it enforces.
-    rows = -(-sketch.count // row)
-    _require(zeros - rows * (row - 1) <= sketch.dead + len(sketch.open))
-    _require(sketch.dead * row <= zeros)
+    least = zeros - -(-sketch.count // length) * (length - 1)
+    _require(least <= rows.dead + len(rows.open) and rows.dead * length <= zeros)
     start, stop = stretch
-    if not sketch.open and (sparse or start % row == stop % row == 0):
+    if not rows.open and (reader.sparse or start % length == stop % length == 0):
         return
-    expected = RowCount(row)
-    if not sparse and start < stop:
-        expected.add_alive(start, stop - start)
-    seen = {number: (found, True) for number, (found, _) in sketch.open.items()}
-    _require(seen == expected.open and all(type(a) is bool for _, a in sketch.open.values()))
+    expected = Rows(length)
+    if not reader.sparse and start < stop:
+        expected.add(start, stop - start)
+    seen = {number: (found, True) for number, (found, _) in rows.open.items()}
+    _require(seen == expected.open and all(type(a) is bool for _, a in rows.open.values()))
 
 
 def _require_tallies(sketch: Sketch, at: list[int], kind: Kind) -> int:
@@ -148,19 +145,10 @@ def _sum(counts: Array, start: int, stop: int) -> int:
     return int(counts[start:stop].sum()) if start < stop else 0
 
 
-@cache
-def _landmarks(code_bits: int) -> Array:
-    """Return the codes of 0.0, what is next to it, infinity, NaN; then of the same below zero."""
-    sign, infinity = 1 << (code_bits - 1), 0x7F80 if code_bits == 16 else 0x7FF << 7
-    half = (0, 1, infinity, infinity + 1)
-    return np.array([*half, *(sign + code for code in half)], np.uint32)
-
-
-def _require_places(nodes: Sequence[tuple[tuple[int, int], Any]], start: int, stop: int) -> None:
+def _require_places(nodes: dict[tuple[int, int], Any], start: int, stop: int) -> None:
     """Check that nodes stand for all leaves of a range, merged as far as they go."""
     first = start // LEAF
-    expected = set(runs(first, -(-stop // LEAF) - first))
-    _require(len(nodes) == len(expected) and {place for place, _ in nodes} == expected)
+    _require(nodes.keys() == set(runs(first, -(-stop // LEAF) - first)))
 
 
 def _require_extremes(sketch: Sketch, at: list[int], kind: Kind) -> None:
@@ -195,7 +183,7 @@ def _code(number: float, kind: Kind) -> int:
 
 def _require_moments(sketch: Sketch, at: list[int], kind: Kind, finite: int) -> None:
     low, high = float(sketch.low or 0), float(sketch.high or 0)
-    for _, node in sketch.nodes:
+    for node in sketch.tree.nodes.values():
         _require_node(node, low, high)
         _require(node[6] == 0.0 or kind.name == "float64")
     n, upper, lower, m2, m3, m4, exponent = sketch.moments()
@@ -265,25 +253,23 @@ def _is_exponent(number: float) -> bool:
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]) -> None:
-    """Raise a ValueError if a comparison cannot be that of a pair of tensors."""
+def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]) -> None:
     count, equal, finite = found.count, found.equal, found.finite
     special = count - finite
     _require(stretch == (0, count) and count == reader.size and 0 <= finite <= count)
-    _require(not found.pieces)
     _require(min(found.nan, found.inf) >= 0 and found.nan + found.inf <= special)
     different = finite - (equal - (special - found.nan - found.inf))
     _require(0 <= different <= finite)
     largest = found.largest
     _require(type(largest) is float and largest >= 0 and (largest > 0) == (different > 0))
-    for place, node in found.nodes:
+    for place, node in found.tree.nodes.items():
         _require(all(type(at) is int and 0 <= at < 1 << 60 for at in place) and place[0] < 60)
         _require_sums(node)
-    if not reader.sides.sparse and equal != count:
-        _require_places(found.nodes, 0, count)
+    if not reader.omits_zeros and equal != count:
+        _require_places(found.tree.nodes, 0, count)
     if equal == count or not finite:
         return
-    d, *_, exponent = found.sums()
+    d, *_, exponent = found.tree.total()
     _require((d > 0) <= (different > 0))
     try:
         root = math.ldexp(math.sqrt(d), int(exponent))

@@ -1,8 +1,17 @@
-"""How the elements of lazy arrays of all kinds are read."""
+"""The elements of a tensor as a flat sequence, read block by block in the order they are stored.
+
+Dask arrays that are not read from a checkpoint come in chunks. A chunk that is a run of elements in
+C order has a position in the tensor, and the moments do not depend on how the tensor is cut into
+such chunks. Chunks that are no runs are made into runs where a row of them is small; else the
+elements are taken in the order of the chunks, and the last bits of the moments (of nothing else)
+depend on how the array is chunked.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,42 +21,80 @@ from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
-from xckpt.statistics.kinds import kind_named, require_numbers
-from xckpt.statistics.reader import Reader
+from xckpt.statistics.kinds import Kind, kind_named, require_numbers
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.statistics.workspace import Workspace
-
-__all__ = ["ArrayReader", "DenseReader", "RawReader", "SparseReader", "reader_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Of what is decoded or comes from elsewhere, at a time.
 _PIECE_NBYTES = 4 << 20
+_LARGEST_BAND = 64 << 20
+
+
+class Reader:
+    """A tensor as a flat sequence; pickles by reference, so that tasks open the file themselves."""
+
+    #: The tensor's own name in the file.
+    name: str = ""
+    #: Of the elements that `blocks` gives.
+    kind: Kind
+    #: Number of elements, implied zeros of a sparse tensor included.
+    size: int
+    #: What there is to read, for the progress.
+    nbytes: int
+    #: Elements in a row, which is a slice along the axis that is stored slowest; 0 where there is
+    #: but one axis.
+    row: int = 0
+    #: What is read: a lazy array, or anything that is indexed like an array.
+    array: Any
+    #: Whether reading a part costs as much as reading all.
+    whole = False
+    #: Whether the elements are in the memory of this process.
+    local = False
+    #: Whether elements are magnitudes: the kernels know no complex numbers.
+    complex = False
+    #: Whether `rows` gives stored values only; whether pairs of zeros are left out.
+    sparse = False
+    omits_zeros = False
+    #: File and offset, to read in this order.
+    place: tuple[str, int] = ("", 0)
+    #: What it depends on but for the file; None where it has none that lasts.
+    identity: tuple[Any, ...] | None = None
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
+        """Read some of the elements, perhaps into a buffer of bytes that is used again."""
+        raise NotImplementedError
+
+    def share(self, start: int, stop: int) -> int:
+        """Return how many of the bytes a range of the elements counts for."""
+        if not self.size:
+            return self.nbytes
+        return self.nbytes * stop // self.size - self.nbytes * start // self.size
 
 
 class RawReader(Reader):
     """Elements that are stored as the kernels want them: read into one buffer, never decoded."""
 
     def __init__(self, lazy: DenseArray) -> None:
-        self.lazy = lazy
+        self.array = lazy
         part = lazy.reader.part
         self.kind = kind_named(part.dtype)
         _describe_dense(self, lazy)
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements; see `Reader.blocks`."""
-        reader, itemsize = self.lazy.reader, self.kind.itemsize
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read some of the elements."""
+        reader, itemsize = self.array.reader, self.kind.itemsize
         if reader.part.nbytes != self.nbytes or reader.part.digest is not None:
             reader.read(0, 0, self.nbytes)  # checks size and digest, and reads nothing
-        step = workspace.buffer.nbytes // itemsize
+        step = buffer.nbytes // itemsize
         dtype = self.kind.unsigned if self.kind.exact else self.kind.dtype
         for at in range(start, stop, step):
-            memory = workspace.buffer[: (min(at + step, stop) - at) * itemsize]
+            memory = buffer[: (min(at + step, stop) - at) * itemsize]
             reader.source.read_into(reader.part.offset + at * itemsize, memory.data)
             yield at, memory.view(dtype)
 
@@ -56,14 +103,14 @@ class DenseReader(Reader):
     """Dense elements that are compressed, packed, in another byte order, or booleans."""
 
     def __init__(self, lazy: DenseArray) -> None:
-        self.lazy = lazy
+        self.array = lazy
         self.flat = _flat(lazy)
         self.kind = require_numbers(self.flat.dtype)
         _describe_dense(self, lazy)
         self.whole = lazy.reader.part.encoding in STREAMS
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements; see `Reader.blocks`."""
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read some of the elements."""
         if self.whole:
             # A stream that can be decoded only from its start is not kept.
             yield from self._decoded()
@@ -82,23 +129,12 @@ class DenseReader(Reader):
 
 
 class ArrayReader(Reader):
-    """Anything that is indexed like an array, in C order.
-
-    Parameters
-    ----------
-    array : array-like
-        With ``shape`` and ``dtype``; what indexing gives is handed to `numpy.asarray`.
-    nbytes : int, optional
-        What there is to read.
-    """
-
-    piece_nbytes = _PIECE_NBYTES
+    """Anything that is indexed like an array, in C order."""
 
     def __init__(self, array: Any, nbytes: int | None = None) -> None:
         self.array = array
         self.shape: tuple[int, ...] = tuple(array.shape)
         dtype = np.dtype(array.dtype)
-        # The kernels know no complex numbers: they get the magnitudes.
         self.complex = dtype.kind == "c"
         self.kind = require_numbers(dtype)
         self.size = prod(self.shape)
@@ -106,8 +142,8 @@ class ArrayReader(Reader):
         self.row = _row(self.shape)
         self.piece_nbytes = _PIECE_NBYTES
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
-        """Read some of the elements; see `Reader.blocks`."""
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Read some of the elements."""
         if stop <= start:
             return
         if not self.shape:
@@ -145,11 +181,10 @@ class ArrayReader(Reader):
 class SparseReader(Reader):
     """The stored values of a sparse tensor, in the order of their positions."""
 
-    whole = True
+    whole = sparse = True
 
     def __init__(self, lazy: SparseArray) -> None:
-        self.lazy = lazy
-        # The kernels know no complex numbers: they get the magnitudes.
+        self.array = lazy
         self.complex = lazy.dtype.kind == "c"
         self.kind = require_numbers(lazy.dtype)
         self.size = prod(lazy.shape)
@@ -166,15 +201,10 @@ class SparseReader(Reader):
         self.place = (lazy.source.name, min(part.offset for part in parts))
         self.identity = (_stored(lazy), lazy.shape, lazy.strict)
 
-    def blocks(self, start: int, stop: int, workspace: Workspace) -> Iterator[tuple[int, Array]]:
-        """Read the stored values; positions are those among them. See `Reader.blocks`."""
-        for at, values, _ in self.rows():
-            yield at, values
-
     def rows(self) -> Iterator[tuple[int, Array, int]]:
-        """Read all stored values."""
+        """Read all stored values: where they begin, they, and how many rows are zeros."""
         at = 0
-        for block in self.lazy.blocks():
+        for block in self.array.blocks():
             rows = block.coords[0][block.values != 0]
             alive = int(np.count_nonzero(np.diff(rows, prepend=-1)))
             values: Array = np.abs(block.values) if self.complex else block.values
@@ -182,8 +212,36 @@ class SparseReader(Reader):
             at += len(values)
 
 
-def reader_of(lazy: LazyArray) -> Reader:
+class ChunkedTensor(Reader):
+    """A dask array as a sequence of elements."""
+
+    def __init__(self, array: Any) -> None:
+        if any(math.isnan(size) for sizes in array.chunks for size in sizes):
+            array = array.compute_chunk_sizes()
+        self.kind = require_numbers(array.dtype)
+        self.array, runs = _in_runs(array)
+        self.size = int(array.size)
+        self.nbytes = int(array.nbytes)
+        self.row = prod(array.shape[1:]) if runs and array.ndim > 1 else 0
+
+    def chunks(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Return the position of each chunk in the grid, and its first and last elements."""
+        start = 0
+        sizes = [list(enumerate(along)) for along in self.array.chunks]
+        for combination in product(*sizes):
+            stop = start + prod(size for _, size in combination)
+            yield tuple(position for position, _ in combination), start, stop
+            start = stop
+
+
+def reader_of(lazy: LazyArray, name: str = "") -> Reader:
     """Find how the elements of a lazy array are best read."""
+    reader = _reader_of(lazy)
+    reader.name = name
+    return reader
+
+
+def _reader_of(lazy: LazyArray) -> Reader:
     if isinstance(lazy, DenseArray) and lazy.dtype.kind != "c":
         return RawReader(lazy) if _is_raw(lazy) else DenseReader(lazy)
     if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
@@ -239,3 +297,15 @@ def _stored(lazy: Any) -> tuple[Any, ...]:
 
 def _row(shape: tuple[int, ...]) -> int:
     return prod(shape[1:]) if len(shape) > 1 else 0
+
+
+def _in_runs(array: Any) -> tuple[Any, bool]:
+    """Chunk an array so that chunks are runs, where that is cheap; say whether they are."""
+    axis = next((k for k, sizes in enumerate(array.chunks) if max(sizes) > 1), array.ndim)
+    split = [k for k in range(axis + 1, array.ndim) if len(array.chunks[k]) > 1]
+    if not split:
+        return array, True
+    band = max(array.chunks[axis]) * prod(array.shape[axis + 1 :]) * array.dtype.itemsize
+    if band > _LARGEST_BAND:
+        return array, False
+    return array.rechunk(dict.fromkeys(split, -1)), True

@@ -8,24 +8,22 @@ float32, at most four for 64 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from xckpt.statistics import kernels
+from xckpt.statistics.accumulate import Accumulator, codes_of, prepared
 from xckpt.statistics.describe import rank, spectrum
-from xckpt.statistics.kinds import kind_named
-from xckpt.statistics.passes import one_pass
+from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.progress import Progress
+    from xckpt.statistics.accumulate import Sketch
     from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.passes import Member
-    from xckpt.statistics.sketch import Sketch
-    from xckpt.statistics.workspace import Workspace
-
-__all__ = ["Search", "refine"]
+    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -57,114 +55,93 @@ class _Wanted:
         self.low, self.high = low, min(self.high, low + (1 << shift) - 1)
 
 
-class _NarrowPass:
-    """The operation that counts the elements of intervals."""
-
-    def start(
-        self, kind: Kind, size: int, row: int, argument: list[_Wanted], workspace: Workspace
-    ) -> _Counter:
-        """Begin with some elements of a tensor."""
-        return _Counter(kind, argument)
-
-
-class _Counter:
+class _Buckets(Accumulator):
     """Counts the elements of some intervals of a tensor, by buckets."""
 
     def __init__(self, kind: Kind, wanted: list[_Wanted]) -> None:
         self.kind = kind
-        self.slots = np.zeros(1 << kind.code_bits, np.bool_)
-        self.slots[[each.code for each in wanted]] = True
-        bounds = [(each.code, each.low, each.high) for each in wanted]
-        self.intervals = np.ascontiguousarray(np.array(bounds, np.uint64).T)
-        self.shifts = np.array([each.shift for each in wanted], np.uint64)
-        self.counts = np.zeros((len(wanted), 1 << _BUCKET_BITS), np.int64)
-        self.seen = 0
+        self.wanted = wanted
+        self.count = 0
+        #: One row for each interval; while they are on the way, only those that are not empty.
+        self.counts: Array | None = None
+        self.few: list[tuple[Array, Array]] = []
+
+    @classmethod
+    def begin(cls, reader: Reader, argument: list[_Wanted]) -> _Buckets:
+        """Return one for elements of a tensor."""
+        return cls(reader.kind, argument)
 
     def update(self, start: int, values: Array) -> None:
         """Add elements."""
-        from xckpt.statistics.blocks import codes_of, keys_of, prepared
-        from xckpt.statistics.compiled import narrow
-
-        self.seen += len(values)
         values = prepared(values, self.kind)
+        slots = np.zeros(1 << self.kind.code_bits, np.bool_)
+        slots[[each.code for each in self.wanted]] = True
+        bounds = [(each.code, each.low, each.high) for each in self.wanted]
+        intervals = np.ascontiguousarray(np.array(bounds, np.uint64).T)
+        shifts = np.array([each.shift for each in self.wanted], np.uint64)
         codes, keys = codes_of(self.kind, values), keys_of(self.kind, values)
-        narrow(keys, codes, self.slots, self.intervals, self.shifts, self.counts)
+        kernels.narrow(keys, codes, slots, intervals, shifts, self.dense())
+        self.count += len(values)
 
-    def result(self, implied: int = 0) -> tuple[int, list[tuple[Array, Array]]]:
-        """Return how many elements there were, and the buckets that are not empty."""
-        found = []
-        for counts in self.counts:
-            buckets = np.flatnonzero(counts)
-            found.append((buckets, counts[buckets]))
-        return self.seen + implied, found
+    def dense(self) -> Array:
+        """Return the counts of all buckets."""
+        if self.counts is None:
+            self.counts = np.zeros((len(self.wanted), 1 << _BUCKET_BITS), np.int64)
+            for row, (where, counts) in zip(self.counts, self.few, strict=False):
+                row[where] = counts
+            self.few = []
+        return self.counts
 
+    def close(self) -> Self:
+        """Keep only buckets that are not empty."""
+        rows = [np.flatnonzero(row) for row in self.dense()]
+        self.few = [(where, row[where]) for row, where in zip(self.dense(), rows, strict=True)]
+        self.counts = None
+        return self
 
-class Search:
-    """Looks for elements of one tensor, pass by pass.
-
-    Parameters
-    ----------
-    sketch : Sketch
-        Of the tensor.
-    quantiles : sequence of float
-        Between 0 and 1.
-    """
-
-    __slots__ = ("_counts", "_missing", "found", "kind", "size", "wanted")
-
-    def __init__(self, sketch: Sketch, quantiles: Sequence[float]) -> None:
-        self.kind = kind_named(sketch.kind)
-        self.size = sketch.count
-        self.found: dict[float, float] = {}
-        self.wanted = _wanted(sketch, quantiles, self.found)
-        self._missing = self.size
-        self._counts: Array | None = None
-
-    def add(self, part: tuple[int, list[tuple[Array, Array]]]) -> None:
-        """Add what was counted in a part of the tensor; go on after the last one."""
-        seen, buckets = part
-        if self._counts is None:
-            self._counts = np.zeros((len(self.wanted), 1 << _BUCKET_BITS), np.int64)
-        for row, (where, counts) in enumerate(buckets):
-            self._counts[row, where] += counts
-        self._missing -= seen
-        if self._missing == 0:
-            self._narrow(self._counts)
-            # Few tensors are open at a time, but all of them are kept until the next pass.
-            self._missing, self._counts = self.size, None
-
-    def _narrow(self, counted: Array) -> None:
-        for each, counts in zip(self.wanted, counted, strict=True):
-            each.narrow(counts)
-            if each.low == each.high:
-                self.found[each.quantile] = _value(self.kind, each.low)
-        self.wanted = [each for each in self.wanted if each.low != each.high]
+    def merge(self, other: _Buckets) -> None:
+        """Add what another one found in other elements."""
+        self.count += other.count
+        for row, (where, counts) in zip(self.dense(), other.few, strict=True):
+            row[where] += counts
 
 
 def refine(
-    members: Sequence[Member],
-    searches: Sequence[Search],
+    readers: Sequence[Reader],
+    wanted: Sequence[list[_Wanted]],
     progress: Progress,
-) -> None:
-    """Find quantiles without the error that those of a sketch have."""
+) -> list[dict[float, float]]:
+    """Return quantiles of each tensor without the error that those of a sketch have."""
+    found: list[dict[float, float]] = [{} for _ in readers]
+    left = {n: list(some) for n, some in enumerate(wanted)}
+
+    def narrow(number: int, buckets: _Buckets) -> None:
+        for each, counts in zip(left[number], buckets.dense(), strict=True):
+            each.narrow(counts)
+
     while True:
-        left = [n for n, search in enumerate(searches) if search.wanted]
+        for number, some in left.items():
+            kind = readers[number].kind
+            found[number] |= {
+                each.quantile: _value(kind, each.low) for each in some if each.low == each.high
+            }
+            left[number] = [each for each in some if each.low != each.high]
+        left = {number: some for number, some in left.items() if some}
         if not left:
-            return
+            return found
+        numbers = list(left)
+        gather(
+            [readers[n] for n in numbers],
+            _Buckets,
+            lambda at, buckets, numbers=numbers: narrow(numbers[at], buckets),  # type: ignore[misc]
+            progress,
+            arguments=[left[n] for n in numbers],
+        )
 
-        def receive(
-            number: int, _: int, part: tuple[int, list[tuple[Array, Array]]], left: list[int] = left
-        ) -> None:
-            searches[left[number]].add(part)
 
-        arguments = [searches[n].wanted for n in left]
-        some = [members[n] for n in left]
-        one_pass(some, _NarrowPass(), arguments, receive, progress=progress)
-
-
-def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float]) -> list[_Wanted]:
-    """Say what is to be looked for; what is known already goes into `found`."""
-    kind = kind_named(sketch.kind)
+def wanted_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Wanted]:
+    """Say what is to be looked for, of a tensor whose quantiles are not known exactly."""
+    kind = sketch.kind
     ranks = spectrum(sketch)
     if kind.exact or not len(ranks.counts):
         return []
@@ -175,7 +152,8 @@ def _wanted(sketch: Sketch, quantiles: Sequence[float], found: dict[float, float
         where = int(np.searchsorted(cumulated, at, side="right"))
         code = int(ranks.codes[where])
         if code < 0:
-            found[quantile] = 0.0
+            zero = int(keys_of(kind, np.zeros(1, kind.dtype))[0])
+            wanted.append(_Wanted(quantile, code, zero, zero, 0))
             continue
         low, high = _keys(kind, code)
         before = int(cumulated[where - 1]) if where else 0
@@ -200,6 +178,18 @@ def _keys(kind: Kind, code: int) -> tuple[int, int]:
         every = (1 << kind.bits) - 1
         return high ^ every, (low ^ every) - (low == sign)
     return (low ^ sign) + (low == 0), high ^ sign
+
+
+def keys_of(kind: Kind, values: Array) -> Array:
+    """Return integers in the order of the elements, of a kind that is not exact."""
+    bits = values.view(kind.unsigned).astype(np.uint64)
+    if kind.dtype.kind == "u":
+        return bits
+    sign = np.uint64(1 << (kind.bits - 1))
+    if kind.integer:
+        return bits ^ sign
+    every = np.uint64((1 << kind.bits) - 1)
+    return np.where(bits & sign, bits ^ every, bits ^ sign)
 
 
 def _value(kind: Kind, key: int) -> float:

@@ -1,106 +1,163 @@
-"""The scan: spans of elements in file order, on the threads of this machine or on a cluster.
+"""One pass over many tensors, on the threads of this machine or on a cluster.
 
-A task reads its bytes once, and gives back small values that are merged by tree position, never
-by time of arrival.
+A task reads its bytes once, and gives back small values that are merged by their position in the
+tensor, never by the time of their arrival. What is kept of an earlier pass is not read again.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
 
 from xckpt.errors import locating
-from xckpt.statistics import cluster
+from xckpt.index import paused_collector
+from xckpt.progress import Progress
+from xckpt.statistics.accumulate import BLOCK_NBYTES
 from xckpt.statistics.moments import LEAF
-from xckpt.statistics.reader import share
-from xckpt.statistics.readers import SparseReader
+from xckpt.statistics.readers import ChunkedTensor
+from xckpt.statistics.store import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import numpy as np
+    from xckpt.statistics.accumulate import Accumulator
+    from xckpt.statistics.readers import Reader
+    from xckpt.statistics.store import Store
 
-    from xckpt.statistics.kinds import Kind
-    from xckpt.statistics.reader import Reader
-    from xckpt.statistics.workspace import Workspace
-
-__all__ = ["Accumulator", "Job", "Operation", "Span", "Task", "cpu_count", "run", "scan_spans"]
-
+# What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
+_STRETCH = 1 << 28
 # Whole leaves of every type, and a power of two of them: one node of the tree of moments.
 _TASK_NBYTES = 16 << 20
 _CLUSTER_TASK_NBYTES = 64 << 20
 # Tensors that share a task, so that progress is seen; and how many make a task of small ones.
-_MOST_SPANS = 256
+_MOST_CUTS = 256
 _MANY = 64
 
-
-class Accumulator(Protocol):
-    """Takes blocks of elements, gives a small result."""
-
-    def update(self, start: int, values: np.ndarray[Any, Any]) -> None:
-        """Add elements."""
-
-    def result(self, implied: int = 0) -> Any:
-        """Return what was found, with some more zeros that are not stored."""
+_thread = threading.local()
 
 
-class Operation(Protocol):
-    """What is done with elements; pickles."""
+def gather(
+    readers: Sequence[Reader],
+    operation: type[Accumulator],
+    finish: Callable[[int, Any], Any],
+    progress: Progress | None = None,
+    *,
+    arguments: Sequence[Any] | None = None,
+    cache: bool = False,
+    stretched: bool = False,
+    shortcut: Callable[[list[int]], Iterable[tuple[int, Any]]] | None = None,
+) -> list[Any]:
+    """Return what `finish` makes of what is found in each tensor.
 
-    def start(
-        self, kind: Kind, size: int, row: int, argument: Any, workspace: Workspace
-    ) -> Accumulator:
-        """Begin with some elements of a tensor: their kind, their number, and that in a row."""
+    Each is known by its number; `arguments` are for the operation. A `stretched` scan keeps long
+    tensors in stretches. A `shortcut` may find some of those that are not kept without a pass.
+    """
+    with open_stores(readers, operation, enabled=cache) as stores:
+        found = _Found(readers, stores, finish)
+        with paused_collector():
+            found.take_what_is_kept(stretched=stretched)
+        if shortcut is not None:
+            for number, whole in shortcut([n for n, some in enumerate(found.wanted) if some]):
+                found.receive(number, 0, whole)
+                found.wanted[number].clear()
+        cuts = [
+            Cut(number, at, readers[number], arguments and arguments[number], *stretch)
+            for number, some in enumerate(found.wanted)
+            for at, stretch in enumerate(some)
+        ]
+        progress = progress or Progress(False, "")  # noqa: FBT003  nobody is told
+        progress.expect(sum(cut.nbytes for cut in cuts))
+        _scan(cuts, operation, found.receive, progress.advance)
+    return found.results
+
+
+class _Found:
+    """What is found of tensors by and by, and what still has to be read."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        stores: Sequence[Store | None],
+        finish: Callable[[int, Any], Any],
+    ) -> None:
+        self.readers = readers
+        self.stores = stores
+        self.finish = finish
+        self.results: list[Any] = [None] * len(readers)
+        #: Of each tensor: how many stretches are missing, and those to be read.
+        self.missing: list[int] = []
+        self.wanted: list[list[tuple[int, int]]] = []
+        self.wholes: dict[int, Accumulator] = {}
+        self.parts: dict[tuple[int, int], Accumulator | None] = {}
+
+    def take_what_is_kept(self, *, stretched: bool) -> None:
+        """Find out what has to be read."""
+        for number, (reader, store) in enumerate(zip(self.readers, self.stores, strict=True)):
+            stretches = _stretches(reader) if stretched else [(0, reader.size)]
+            self.missing.append(len(stretches))
+            self.wanted.append([])
+            for stretch in stretches:
+                kept = None if store is None else store.get(reader, stretch)
+                if kept is not None:
+                    self._add(number, kept)
+                    continue
+                self.parts[number, len(self.wanted[-1])] = None
+                self.wanted[-1].append(stretch)
+
+    def receive(self, number: int, stretch: int, part: Accumulator) -> None:
+        """Take what was found in a part of a stretch of a tensor."""
+        if (number, stretch) not in self.parts:
+            return  # another chunk without elements, of a tensor that has none
+        total = _merged(self.parts[number, stretch], part)
+        start, stop = self.wanted[number][stretch]
+        if total.count < stop - start:
+            self.parts[number, stretch] = total
+            return
+        del self.parts[number, stretch]
+        store = self.stores[number]
+        if store is not None:
+            store.put(self.readers[number], (start, stop), total)
+        self._add(number, total)
+
+    def _add(self, number: int, found: Accumulator) -> None:
+        self.missing[number] -= 1
+        whole = _merged(self.wholes.pop(number, None), found)
+        if self.missing[number]:
+            self.wholes[number] = whole
+        else:
+            self.results[number] = self.finish(number, whole)
+
+
+def _merged(total: Accumulator | None, part: Accumulator) -> Accumulator:
+    if total is None:
+        return part
+    total.merge(part)
+    return total
+
+
+def _stretches(reader: Reader) -> list[tuple[int, int]]:
+    size = reader.size
+    if isinstance(reader, ChunkedTensor) or reader.whole or size <= _STRETCH:
+        return [(0, size)]
+    return [(start, min(start + _STRETCH, size)) for start in range(0, size, _STRETCH)]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A tensor to scan.
+class Cut:
+    """Elements of a tensor, by its number and that of the stretch, that one task reads."""
 
-    Parameters
-    ----------
-    name : str
-        Of the tensor, for messages.
-    reader : Reader
-        Its elements.
-    argument : object
-        What the operation wants to know of this tensor.
-    stretches : sequence of (int, int)
-        Half-open ranges of elements that are to be scanned.
-    """
-
-    name: str
-    reader: Reader
-    argument: Any
-    stretches: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements of a tensor that one task reads.
-
-    Parameters
-    ----------
-    job, stretch : int
-        Number of the job, and of the stretch in it.
-    name : str
-        Of the tensor.
-    reader : Reader
-        Its elements.
-    argument : object
-        See `Job`.
-    start, stop : int
-        Half-open range.
-    """
-
-    job: int
+    number: int
     stretch: int
-    name: str
-    reader: Reader
+    reader: Any
     argument: Any
     start: int
     stop: int
@@ -108,109 +165,97 @@ class Span:
     @property
     def nbytes(self) -> int:
         """Share of what there is to read."""
-        return share(self.reader, self.start, self.stop)
+        nbytes: int = self.reader.share(self.start, self.stop)
+        return nbytes
 
 
-Task = list[Span]
-
-
-def run(
-    jobs: Sequence[Job],
-    operation: Operation,
+def _scan(
+    cuts: Sequence[Cut],
+    operation: type[Accumulator],
     receive: Callable[[int, int, Any], None],
-    report: Callable[[int], object],
+    report: Callable[[int], None],
 ) -> None:
-    """Scan tensors."""
-    client = cluster.active_client()
-    here = [n for n, job in enumerate(jobs) if client is None or job.reader.local]
-    there = [n for n, job in enumerate(jobs) if not (client is None or job.reader.local)]
+    client = _active_client()
+    chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
+    others = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
+    here = [cut for cut in others if client is None or cut.reader.local]
+    there = [cut for cut in others if client is not None and not cut.reader.local]
 
-    def deliver(task: Task, results: list[Any]) -> None:
-        for span, result in zip(task, results, strict=True):
-            receive(span.job, span.stretch, result)
-        report(sum(span.nbytes for span in task))
+    def deliver_all(task: list[Cut], results: list[Any]) -> None:
+        for cut, result in zip(task, results, strict=True):
+            receive(cut.number, cut.stretch, result)
+        report(sum(cut.nbytes for cut in task))
 
     if there:
-        tasks = _tasks(jobs, there, _CLUSTER_TASK_NBYTES)
-        cluster.run(client, tasks, operation, deliver)
+        _run_on_cluster(client, _tasks(there, _CLUSTER_TASK_NBYTES), operation, deliver_all)
     if here:
-        _run_on_threads(_tasks(jobs, here, _TASK_NBYTES), operation, deliver)
+        _run_on_threads(_tasks(here, _TASK_NBYTES), operation, deliver_all)
+    if chunked:
+        _run_chunks(client, chunked, operation, receive, report)
 
 
-def scan_spans(task: Task, operation: Operation, workspace: Workspace, stop: Any) -> list[Any]:
-    """Do one task."""
-    return [_scan_span(span, operation, workspace, stop) for span in task]
-
-
-def _scan_span(span: Span, operation: Operation, workspace: Workspace, stop: Any) -> Any:
-    reader = span.reader
-    sparse = isinstance(reader, SparseReader)
-    # How many values are stored is known once repeated ones are added up.
-    size, row = (-1, 0) if sparse else (reader.size, reader.row)
-    accumulator = operation.start(reader.kind, size, row, span.argument, workspace)
-    with locating(path=reader.place[0] or None, tensor=span.name):
-        if isinstance(reader, SparseReader):
-            return _scan_sparse(reader, accumulator, stop)
-        for at, values in reader.blocks(span.start, span.stop, workspace):
-            accumulator.update(at, values)
-            if stop.is_set():
-                break
-    return accumulator.result()
-
-
-def _scan_sparse(reader: SparseReader, accumulator: Accumulator, stop: Any) -> Any:
-    stored = dead = 0
-    for at, values, dead_rows in reader.rows():
-        if len(values):
-            accumulator.update(at, values)
-        stored, dead = at + len(values), dead + dead_rows
-        if stop.is_set():
-            break
-    result = accumulator.result(reader.size - stored)
-    return result.closed(stored, reader.row, dead) if hasattr(result, "closed") else result
-
-
-def _tasks(jobs: Sequence[Job], chosen: Sequence[int], target: int) -> Iterator[Task]:
-    """Cut tensors, and put small ones together."""
-    task: Task = []
+def _tasks(cuts: Sequence[Cut], target: int) -> Iterator[list[Cut]]:
+    """Cut tensors in the order of the file, and put small ones together."""
+    task: list[Cut] = []
     nbytes = 0
-    for number in sorted(chosen, key=lambda number: jobs[number].reader.place):
-        for span in _spans(number, jobs[number], target):
-            task.append(span)
-            nbytes += span.nbytes
-            if nbytes >= target or len(task) >= _MOST_SPANS:
+    for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.stretch)):
+        reader, stop = cut.reader, cut.stop
+        step = max(LEAF, target // reader.kind.itemsize)
+        if reader.whole:
+            step = max(1, stop - cut.start)
+        for at in range(cut.start, max(stop, cut.start + 1), step):
+            end = min(at + step, stop)
+            task.append(Cut(cut.number, cut.stretch, reader, cut.argument, at, end))
+            nbytes += task[-1].nbytes
+            if nbytes >= target or len(task) >= _MOST_CUTS:
                 yield task
                 task, nbytes = [], 0
     if task:
         yield task
 
 
-def _spans(number: int, job: Job, target: int) -> Iterator[Span]:
-    reader = job.reader
-    step = max(LEAF, target // reader.kind.itemsize)
-    for stretch, (start, stop) in enumerate(job.stretches):
-        length = max(1, stop - start) if reader.whole else step
-        for at in range(start, max(stop, start + 1), length):
-            end = min(at + length, stop)
-            yield Span(number, stretch, job.name, reader, job.argument, at, end)
+def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
+    """Do one task."""
+    return [_scan_cut(cut, operation, stop) for cut in task]
+
+
+def _scan_cut(cut: Cut, operation: type[Accumulator], stop: Any) -> Accumulator:
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = np.empty(BLOCK_NBYTES, np.uint8)
+    reader = cut.reader
+    found = operation.begin(reader, cut.argument)
+    with locating(path=reader.place[0] or None, tensor=reader.name):
+        if not reader.sparse:
+            for at, values in reader.blocks(cut.start, cut.stop, _thread.buffer):
+                found.update(at, values)
+                if stop.is_set():
+                    break
+            return found.close()
+        dead = 0
+        for at, values, dead_rows in reader.rows():
+            if len(values):
+                found.update(at, values)
+            dead += dead_rows
+            if stop.is_set():
+                break
+        found.close()
+        found.imply(reader.size - found.count, reader.row, dead)
+        return found
 
 
 def _run_on_threads(
-    tasks: Iterator[Task], operation: Operation, deliver: Callable[[Task, list[Any]], None]
+    tasks: Iterator[list[Cut]],
+    operation: type[Accumulator],
+    deliver: Callable[[list[Cut], list[Any]], None],
 ) -> None:
-    from xckpt.statistics.workspace import Workspace
-
-    local = threading.local()
     stop = threading.Event()
     one_at_a_time = threading.Lock()
 
-    def work(task: Task) -> list[Any]:
-        if not hasattr(local, "workspace"):
-            local.workspace = Workspace()
+    def work(task: list[Cut]) -> list[Any]:
         # Of small tensors most time is spent in the interpreter, where threads that take turns
         # are slower than one alone.
         with one_at_a_time if len(task) > _MANY else nullcontext():
-            return scan_spans(task, operation, local.workspace, stop)
+            return scan_cuts(task, operation, stop)
 
     threads = cpu_count()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="xckpt-stats")
@@ -234,3 +279,128 @@ def cpu_count() -> int:
     from dask.system import CPU_COUNT
 
     return int(dask.config.get("num_workers", None) or CPU_COUNT)
+
+
+# --- a cluster -----------------------------------------------------------------------------------
+
+
+class _Never:
+    """Stands for an event that nobody sets: the cluster cancels tasks itself."""
+
+    def is_set(self) -> bool:
+        return False
+
+
+def _active_client() -> Any:
+    """Return the client of the active cluster; None if there is none, or inside its workers."""
+    distributed = sys.modules.get("distributed")
+    if distributed is None:
+        return None
+    try:
+        distributed.get_worker()
+    except ValueError:
+        pass
+    else:
+        # This is a task itself: to wait for others from within it could wait forever.
+        return None
+    try:
+        client = distributed.default_client()
+    except ValueError:
+        return None
+    return None if client.asynchronous else client
+
+
+def _run_on_cluster(
+    client: Any,
+    tasks: Iterator[list[Cut]],
+    operation: type[Accumulator],
+    deliver: Callable[[list[Cut], list[Any]], None],
+) -> None:
+    from distributed import as_completed
+
+    token = f"xckpt-stats-{uuid4().hex}"
+    # A task whose worker died is done again by another; it depends on nothing but the file.
+    futures = {
+        client.submit(scan_cuts, task, operation, _Never(), pure=False, key=f"{token}-{n}"): task
+        for n, task in enumerate(tasks)
+    }
+    done: Any = as_completed  # untyped
+    try:
+        for future, results in done(list(futures), with_results=True):
+            deliver(futures.pop(future), results)
+            future.release()
+    finally:
+        client.cancel(list(futures))
+
+
+# --- chunks of dask arrays -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTask:
+    """What is done with a chunk; pickles."""
+
+    operation: type[Accumulator]
+    reader: Reader
+    argument: Any
+    start: int
+
+    def __call__(self, block: Any) -> Accumulator:
+        values = np.asarray(block.todense() if hasattr(block, "todense") else block).reshape(-1)
+        if values.dtype.kind == "c":
+            values = np.abs(values)
+        found = self.operation.begin(self.reader, self.argument)
+        if values.size:
+            found.update(self.start, values)
+        return found.close()
+
+
+def _run_chunks(
+    client: Any,
+    cuts: Sequence[Cut],
+    operation: type[Accumulator],
+    receive: Callable[[int, int, Any], None],
+    report: Callable[[int], None],
+) -> None:
+    """Do something with all chunks of some arrays."""
+    import dask
+    from dask._task_spec import Task, TaskRef
+
+    arrays = dask.optimize(*(cut.reader.array for cut in cuts))
+    graph: dict[Any, Any] = {}
+    for array in arrays:
+        graph.update(array.__dask_graph__())
+    token = f"xckpt-stats-{uuid4().hex}"
+    sizes = {}
+    for number, (cut, array) in enumerate(zip(cuts, arrays, strict=True)):
+        about = copy(cut.reader)
+        about.array = None  # which is the graph
+        for position, start, stop in cut.reader.chunks():
+            key = (token, number, *position)
+            work = _ChunkTask(operation, about, cut.argument, start)
+            graph[key] = Task(key, work, TaskRef((array.name, *position)))
+            sizes[key] = cut.reader.share(start, stop)
+
+    def done(key: Any, result: Any, *_: Any) -> None:
+        if key in sizes:
+            receive(cuts[key[1]].number, 0, result)
+            report(sizes[key])
+
+    if client is None:
+        import dask.threaded
+        from dask.base import get_scheduler
+        from dask.callbacks import Callback
+
+        get = get_scheduler() or dask.threaded.get
+        with Callback(posttask=done):
+            get(graph, list(sizes))
+        return
+    from distributed import as_completed
+
+    completed: Any = as_completed  # untyped
+    futures = client.get(graph, list(sizes), sync=False)
+    try:
+        for future, result in completed(futures, with_results=True):
+            done(future.key, result)
+    finally:
+        client.cancel(futures)

@@ -11,7 +11,6 @@ time, and where it cannot be written nothing is kept.
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.plausible import require_sketch
-from xckpt.statistics.sketch import Sketch
+from xckpt.statistics.plausible import require
 from xckpt.storage import cache
 from xckpt.storage.remote import is_of_one_opening
 
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["FOLDER", "Store", "TensorStore", "open_stores", "packed", "unpacked"]
+    from xckpt.statistics.accumulate import Accumulator
+    from xckpt.statistics.readers import Reader
 
 FOLDER = "stats-1"
 
@@ -44,27 +43,23 @@ _PENDING_SECONDS = 5.0
 # again without another time.
 _SETTLED_NS = 50_000_000
 
-_thread = threading.local()
-
-_NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied", "row", "dead")
-
 
 @contextmanager
 def open_stores(
-    readers: Sequence[Any], *, enabled: bool, kind: type[Store] | None = None
-) -> Iterator[list[TensorStore | None]]:
+    readers: Sequence[Reader], operation: type[Accumulator], *, enabled: bool
+) -> Iterator[list[Store | None]]:
     """Open what is kept of some tensors."""
     files: dict[tuple[Any, Any], Store] = {}
-    stores: list[TensorStore | None] = []
+    stores: list[Store | None] = []
     folder = cache.folder(FOLDER) if enabled else None
     for reader in readers:
-        origin = None if folder is None else _origin(getattr(reader, "identity", None))
-        if origin is None:
+        origin = None if folder is None else _origin(reader.identity)
+        if folder is None or origin is None:
             stores.append(None)
             continue
         if origin not in files:
-            files[origin] = (kind or Store)(origin)
-        stores.append(TensorStore(files[origin], reader))
+            files[origin] = Store(folder, origin, operation)
+        stores.append(files[origin])
     try:
         yield stores
     finally:
@@ -74,32 +69,12 @@ def open_stores(
 
 
 class Store:
-    """What is kept of one checkpoint.
+    """What is kept of one checkpoint, which is known by its path or URL and its identity."""
 
-    Parameters
-    ----------
-    origin : tuple
-        Path or URL, and identity.
-    """
-
-    # What is kept; those of other things than sketches are other classes.
-    @staticmethod
-    def _packed(kept: Any) -> bytes:
-        return packed(kept)
-
-    @staticmethod
-    def _unpacked(data: bytes) -> Any:
-        return unpacked(data)
-
-    @staticmethod
-    def require(kept: Any, reader: Any, stretch: tuple[int, int]) -> None:
-        """Raise an error if this cannot be what was kept of a stretch of a tensor."""
-        require_sketch(kept, reader, stretch)
-
-    def __init__(self, origin: tuple[Any, Any]) -> None:
+    def __init__(self, folder: Path, origin: tuple[Any, Any], operation: type[Accumulator]) -> None:
         name = blake2b(repr(origin).encode(), digest_size=16).hexdigest()
-        folder = cache.folder(FOLDER)
-        self._path = None if folder is None else folder / name
+        self._path = folder / name
+        self._operation = operation
         self._data = _read(self._path)
         self._records = dict(_records(self._data))
         self._size = len(self._data)
@@ -107,22 +82,25 @@ class Store:
         self._pending_nbytes = 0
         self._written_at = time.monotonic()
 
-    def get(self, key: bytes) -> Any:
-        """Return what is kept under a key; None if nothing that can be read is."""
-        if key not in self._records:
+    def get(self, reader: Reader, stretch: tuple[int, int]) -> Accumulator | None:
+        """Return what is kept of a stretch of a tensor; None if nothing is that can be true."""
+        place = self._records.get(_key(reader, stretch))
+        if place is None:
             return None
-        start, stop = self._records[key]
         try:
-            return self._unpacked(self._data[start:stop])
+            kept = self._operation.unpack(self._data[slice(*place)], reader)
+            with np.errstate(all="ignore"):
+                require(kept, reader, stretch)
         except Exception:  # noqa: BLE001  whatever is wrong with it, it can be made again
             return None
+        return kept
 
-    def put(self, key: bytes, kept: Any) -> None:
-        """Keep a sketch, or whatever else."""
-        payload = self._packed(kept)
+    def put(self, reader: Reader, stretch: tuple[int, int], kept: Accumulator) -> None:
+        """Keep what was found in a stretch of a tensor."""
+        payload = kept.pack()
         if self._size + len(payload) > _LARGEST_FILE or len(payload) > _LARGEST_RECORD:
             return
-        record = _HEAD.pack(key, len(payload), _checksum(payload)) + payload
+        record = _HEAD.pack(_key(reader, stretch), len(payload), _checksum(payload)) + payload
         self._pending.append(record)
         self._pending_nbytes += len(record)
         self._size += len(record)
@@ -137,47 +115,13 @@ class Store:
         data = b"".join(self._pending)
         self._pending, self._pending_nbytes = [], 0
         self._written_at = time.monotonic()
-        if self._path is not None:
-            _append(self._path, data)
+        _append(self._path, data)
         return True
 
 
-class TensorStore:
-    """What is kept of one tensor.
-
-    Parameters
-    ----------
-    store : Store
-        Of its checkpoint.
-    reader : Reader
-        Its elements; they have an identity.
-    """
-
-    __slots__ = ("_base", "_reader", "_store")
-
-    def __init__(self, store: Store, reader: Any) -> None:
-        self._store = store
-        self._reader = reader
-        self._base = repr((reader.kind.name, reader.identity))
-
-    def get(self, stretch: tuple[int, int]) -> Any:
-        """Return what is kept of a stretch of the tensor; None if nothing is that can be true."""
-        kept = self._store.get(self._key(stretch))
-        if kept is None:
-            return None
-        try:
-            with np.errstate(all="ignore"):
-                self._store.require(kept, self._reader, stretch)
-        except Exception:  # noqa: BLE001  whatever is wrong with it, it can be made again
-            return None
-        return kept
-
-    def put(self, stretch: tuple[int, int], kept: Any) -> None:
-        """Keep what was found in a stretch of the tensor."""
-        self._store.put(self._key(stretch), kept)
-
-    def _key(self, stretch: tuple[int, int]) -> bytes:
-        return blake2b(f"{self._base}{stretch}".encode(), digest_size=16).digest()
+def _key(reader: Reader, stretch: tuple[int, int]) -> bytes:
+    base = repr((reader.kind.name, reader.identity))
+    return blake2b(f"{base}{stretch}".encode(), digest_size=16).digest()
 
 
 def _origin(identity: tuple[Any, ...] | None) -> tuple[Any, Any] | None:
@@ -201,8 +145,8 @@ def _is_lasting(name: str, version: Any) -> bool:
     return len(times) != 4 or time.time_ns() - times[1] >= _SETTLED_NS
 
 
-def _read(path: Path | None) -> bytes:
-    data = None if path is None else cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
+def _read(path: Path) -> bytes:
+    data = cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
     return data if data is not None and data.startswith(_MAGIC) else b""
 
 
@@ -233,59 +177,3 @@ def _checksum(data: bytes) -> int:
     from xxhash import xxh3_64_intdigest
 
     return xxh3_64_intdigest(data)
-
-
-def packed(sketch: Sketch) -> bytes:
-    """Write a sketch, without elements of leaves that are not complete; see `unpacked`."""
-    import msgpack
-    import zstandard
-
-    fields: dict[str, Any] = {name: str(getattr(sketch, name)) for name in _NUMBERS}
-    fields |= {
-        "kind": sketch.kind,
-        "count": str(sketch.count),
-        "codes": np.diff(sketch.codes, prepend=sketch.codes.dtype.type(0)).tobytes(),
-        "counts": sketch.counts.tobytes(),
-        "extremes": [_number_text(sketch.low), _number_text(sketch.high)],
-        "nodes": [[*place, *node] for place, node in sketch.nodes],
-        "open": [[row, *seen] for row, seen in sketch.open.items()],
-    }
-    data: bytes = zstandard.ZstdCompressor(level=1).compress(msgpack.packb(fields))
-    return data
-
-
-def unpacked(data: bytes) -> Sketch:
-    """Read what `packed` has written."""
-    import msgpack
-    import zstandard
-
-    if not hasattr(_thread, "decompressor"):
-        _thread.decompressor = zstandard.ZstdDecompressor()
-    # The size that a frame states is allocated, whatever limit is given with it.
-    if not 0 < zstandard.frame_content_size(data) <= _LARGEST_RECORD * 4:
-        raise ValueError("not a record of a sketch")
-    fields = msgpack.unpackb(_thread.decompressor.decompress(data))
-    codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
-    low, high = (_number(text) for text in fields["extremes"])
-    numbers: dict[str, Any] = {name: int(fields[name]) for name in _NUMBERS}
-    return Sketch(
-        kind=fields["kind"],
-        count=int(fields["count"]),
-        codes=codes,
-        counts=np.frombuffer(fields["counts"], np.int64),
-        low=low,
-        high=high,
-        nodes=tuple(((node[0], node[1]), tuple(node[2:])) for node in fields["nodes"]),
-        open={row: (seen, alive) for row, seen, alive in fields["open"]},
-        **numbers,
-    )
-
-
-def _number_text(value: float | None) -> str:
-    return value.hex() if isinstance(value, float) else repr(value)
-
-
-def _number(text: str) -> float | int | None:
-    if text == "None":
-        return None
-    return float.fromhex(text) if "x" in text else int(text)

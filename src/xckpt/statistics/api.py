@@ -1,0 +1,349 @@
+"""`stats`: the statistics of every tensor; `table`: in a DataFrame; `findings`: what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.errors import shown
+from xckpt.index import paused_collector
+from xckpt.progress import Progress
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.describe import describe, describe_rows, statistic_names
+from xckpt.statistics.differences import ranked
+from xckpt.statistics.entries import contents_of, deferred, laid_out, member_names
+from xckpt.statistics.refine import refine, wanted_of
+from xckpt.statistics.scan import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    import pandas as pd
+    import xarray as xr
+
+    from xckpt.progress import ProgressOption
+    from xckpt.statistics.entries import Described
+    from xckpt.statistics.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Those that are given unless others are asked for.
+QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+
+#: Largest magnitude in standard deviations from which a tensor is said to explode. Of a billion
+#: normally distributed elements the largest is at about 6; trained weights reach some tens.
+EXPLODING = 100.0
+
+_WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
+# What has no meaning for the magnitudes of complex numbers, besides quantiles and distinct values.
+_OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
+_SEVERITIES = ("error", "warning", "info")
+
+
+def stats(
+    obj: Any,
+    *,
+    quantiles: Sequence[float] = QUANTILES,
+    exact_quantiles: bool = False,
+    dim: Hashable | Iterable[Hashable] | None = None,
+    progress: ProgressOption = None,
+    compute: bool = True,
+    cache: bool = True,
+) -> xr.Dataset:
+    """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
+
+    It runs on the threads of this machine (dask's ``num_workers``, else as many as it has), or on
+    the cluster of an active `distributed.Client`. The results are the same to the last bit.
+
+    Parameters
+    ----------
+    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        What to describe. Element types are those that are stored: bfloat16 and float8 are never
+        converted; quantised tensors are described as the numbers they stand for.
+    quantiles : sequence of float
+        Between 0 and 1; the statistic ``q0.5`` is the median.
+    exact_quantiles : bool
+        Whether to find the quantiles of float32, float64 and integers of 32 and 64 bits exactly,
+        by one to four more passes. Else they are within 2**-8 of the element, relative to it.
+        Those of smaller types are always exact.
+    dim : hashable or iterable of hashable, optional
+        Dimensions to reduce; by default all but those along which tensors are stacked. Variables
+        without any of them are left out.
+    progress : bool or callable, optional
+        Whether to show a bar; by default one appears in a terminal or notebook if it takes more
+        than a moment. A function is called as ``f(done, total)``, with bytes: `done` never
+        decreases, and `total` grows where more turns out to be needed, as for exact quantiles.
+    compute : bool
+        False gives dask arrays: the pass is made once they are computed.
+    cache : bool
+        Whether to keep what was found of unchanged files in the user's cache, so that a second
+        call reads nothing and an interrupted one goes on (``XCKPT_CACHE_DIR`` says where).
+
+    Returns
+    -------
+    xarray.Dataset
+        Each variable with the dimension ``statistic`` first, then those that were not reduced.
+        ``attrs["dead_rows"]`` of a variable is the number of its rows that are all zeros, for
+        each tensor; a row is a slice along the axis that is stored slowest.
+
+        ============================  =========================================================
+        ``count``                     number of elements
+        ``nan``, ``inf``, ``zero``    how many of them are NaN, infinite, zero
+        ``min``, ``max``, ``absmax``  of the finite elements, as is all that follows
+        ``mean``, ``std``             the latter of the population (``ddof=0``)
+        ``rms``, ``l2``               root of the mean, and of the sum, of the squares
+        ``skew``, ``kurtosis``        standardised; the kurtosis of a normal distribution is 0
+        ``q0.001`` to ``q0.999``      as numpy.quantile(method="nearest")
+        ``unique``                    distinct values, NaN left out, of types of 8 and 16 bits
+        ============================  =========================================================
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor cannot be read.
+    ValueError
+        If a quantile is not between 0 and 1, or a dimension is nowhere.
+
+    Examples
+    --------
+    >>> st = xckpt.stats("m.zt")  # doctest: +SKIP
+    >>> st["blocks.0.attn.w_qkv"].sel(statistic="std").item()  # doctest: +SKIP
+    0.0199
+    """
+    for quantile in quantiles:
+        if not 0.0 <= quantile <= 1.0:
+            raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")
+    contents = contents_of(obj)
+    if dim is not None:
+        dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
+    with paused_collector():
+        entries = contents.entries(dim)
+    names = statistic_names(quantiles)
+    find = partial(
+        _describe_all,
+        quantiles=tuple(quantiles),
+        exact=exact_quantiles,
+        progress=progress,
+        cache=cache,
+    )
+    attrs: list[dict[str, Any]] = [{} for _ in entries]
+    if compute:
+        found, every = find(entries)
+        for attr, entry, dead in zip(attrs, entries, every, strict=True):
+            if dead and None not in dead:
+                attr["dead_rows"] = dead if entry.dims else dead[0]
+    else:
+        shapes = [(len(names), *entry.shape) for entry in entries]
+        found = deferred(partial(_statistics, find), entries, shapes)
+    with paused_collector():
+        return laid_out(names, entries, found, attrs, contents)
+
+
+def _statistics(find: Callable[..., Any], entries: Sequence[Described]) -> list[Any]:
+    """Leave out how many rows are zeros, which has no place in a dask array."""
+    found: list[Any] = find(entries)[0]
+    return found
+
+
+def _describe_all(
+    entries: Sequence[Described],
+    *,
+    quantiles: tuple[float, ...],
+    exact: bool,
+    progress: ProgressOption,
+    cache: bool,
+) -> tuple[list[Array], list[list[int | None]]]:
+    """Return the statistics of each variable, and how many rows of its tensors are zeros."""
+    readers = [reader for entry in entries for reader in entry.readers]
+    described = iter(_describe_tensors(readers, quantiles, progress, exact=exact, cache=cache))
+    found, every = [], []
+    for entry in entries:
+        some = [next(described) for _ in entry.readers]
+        every.append([dead for _, dead in some])
+        if some:
+            found.append(np.array([each for each, _ in some]).T.reshape(-1, *entry.shape))
+        else:
+            found.append(describe_rows(entry.variable, entry.dims, quantiles))
+    return found, every
+
+
+def _describe_tensors(
+    readers: Sequence[Reader],
+    quantiles: tuple[float, ...],
+    progress: ProgressOption,
+    *,
+    exact: bool,
+    cache: bool,
+) -> list[tuple[list[float], int | None]]:
+    """Return the statistics of each tensor, and how many of its rows are zeros."""
+    wanted: list[Any] = [()] * len(readers)
+    first = len(statistic_names(())) - 1
+
+    def finish(number: int, sketch: Sketch) -> tuple[list[float], int | None]:
+        if exact:
+            wanted[number] = wanted_of(sketch, quantiles)
+        values = describe(sketch, quantiles)
+        if readers[number].complex:
+            names = statistic_names(())
+            for name in _OF_REAL_NUMBERS:
+                values[names.index(name)] = np.nan
+            values[first:] = [np.nan] * (len(values) - first)
+        return values, sketch.rows.dead if sketch.rows.length else None
+
+    with Progress(progress, "statistics") as bar:
+        described = gather(readers, Sketch, finish, bar, cache=cache, stretched=True)
+        if exact:
+            refined = refine(readers, wanted, bar)
+            for (values, _), found in zip(described, refined, strict=True):
+                for at, quantile in enumerate(quantiles, first):
+                    values[at] = found.get(quantile, values[at])
+    return described
+
+
+def table(result: xr.Dataset) -> pd.DataFrame:
+    """Lay statistics out with one row for each tensor.
+
+    Parameters
+    ----------
+    result : xarray.Dataset
+        As `stats` or `compare` gives it, or parts of that.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The index ``tensor`` has the names of the tensors in the file, also of those that are
+        stacked; there is one column for each statistic. Of a comparison, what changed most comes
+        first: tensors that cannot be compared, those that differ by NaN or infinities, and others
+        by ``rel_l2``.
+
+    Raises
+    ------
+    ValueError
+        If it has no dimension ``statistic``.
+
+    Examples
+    --------
+    >>> table(xckpt.stats("m.zt")).nlargest(3, "absmax")  # doctest: +SKIP
+    """
+    import pandas as pd
+
+    names = tensor_names(result)
+    columns = result["statistic"].to_numpy().tolist()
+    blocks = [
+        np.asarray(variable.values).reshape(len(columns), -1).T
+        for name, variable in _described(result)
+    ]
+    values = np.concatenate(blocks) if blocks else np.empty((0, len(columns)))
+    frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
+    whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
+    frame = frame.astype(dict.fromkeys(whole, np.int64))
+    return ranked(frame) if "status" in frame else frame
+
+
+def tensor_names(result: xr.Dataset) -> list[str]:
+    """Name the tensors of a result, in the order of `table`."""
+    coords = {name: result.variables[name] for name in result.coords}
+    return [
+        tensor
+        for name, variable in _described(result)
+        for tensor in member_names(name, variable, variable.dims[1:], coords)
+    ]
+
+
+def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
+    """List the variables of a result, statistics first."""
+    coords = set(result.coords)
+    found = [(n, v) for n, v in result.variables.items() if n not in coords]
+    axis = "bin" if "bin" in result.dims else "statistic"
+    for name, variable in found:
+        if axis not in variable.dims:
+            raise ValueError(f"{shown(str(name))} has no dimension {axis!r}: not a result of stats")
+    return [(n, v.transpose(axis, ...)) for n, v in found]
+
+
+def findings(result: xr.Dataset) -> pd.DataFrame:
+    """List the tensors that look wrong.
+
+    ==============  ============================================  ========  ===================
+    rule            holds for tensors                             severity  value
+    ==============  ============================================  ========  ===================
+    ``nan``         with NaN                                      error     how many
+    ``inf``         with infinities                               error     how many
+    ``all_zero``    of nothing but zeros, two elements or more    warning   number of elements
+    ``constant``    of one other value, two elements or more      info      the value
+    ``exploding``   whose ``absmax`` is more than 100 ``std``     warning   ``absmax / std``
+    ``dead_rows``   of other values, with rows of zeros           warning   number of such rows
+    ==============  ============================================  ========  ===================
+
+    Parameters
+    ----------
+    result : xarray.Dataset
+        As `stats` gives it.
+
+    Returns
+    -------
+    pandas.DataFrame
+        With the columns ``tensor, rule, value, severity``; errors first, then warnings, each in
+        the order of the tensors.
+
+    Raises
+    ------
+    ValueError
+        If statistics that the rules need are not in it.
+
+    Examples
+    --------
+    >>> findings(xckpt.stats("m.zt"))  # doctest: +SKIP
+       tensor       rule   value severity
+    0  blocks.3.w    nan     1.0    error
+    """
+    import pandas as pd
+
+    frame = table(result)
+    missing = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"} - set(frame)
+    if missing:
+        raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
+    columns = {name: frame[name].to_numpy(np.float64) for name in frame}
+    count, low, high, std = (columns[name] for name in ("count", "min", "max", "std"))
+    zeros = (columns["zero"] == count) & (count > 1)
+    one_value = (low == high) & (count > 1) & ~zeros
+    dead = _dead_rows(result)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = columns["absmax"] / std
+    # Not of few elements with a mean, rather than about zero: 100 and 101 do not explode.
+    centred = np.abs(columns.get("mean", np.zeros(len(std)))) < columns["absmax"] / 2
+    exploding = (std > 0) & (ratio > EXPLODING) & (centred | ("mean" not in columns))
+    rules = [
+        ("nan", "error", columns["nan"] > 0, columns["nan"]),
+        ("inf", "error", columns["inf"] > 0, columns["inf"]),
+        ("all_zero", "warning", zeros, count),
+        ("constant", "info", one_value, low),
+        ("exploding", "warning", exploding, ratio),
+        ("dead_rows", "warning", (dead > 0) & ~zeros, dead),
+    ]
+    rows = [
+        (frame.index[at], rule, float(measured[at]), severity)
+        for rule, severity, where, measured in rules
+        for at in np.flatnonzero(where)
+    ]
+    position = {name: number for number, name in reversed(list(enumerate(frame.index)))}
+    rows.sort(key=lambda row: (_SEVERITIES.index(row[3]), position[row[0]]))
+    return pd.DataFrame(rows, columns=["tensor", "rule", "value", "severity"])
+
+
+def _dead_rows(result: xr.Dataset) -> Array:
+    """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
+    counts: list[float] = []
+    coords = set(result.coords)
+    for name, variable in result.variables.items():
+        if name in coords:
+            continue
+        size = variable.size // variable.sizes["statistic"]
+        stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
+        counts += stated.tolist() if len(stated) == size else [np.nan] * size
+    if len(counts) != len(tensor_names(result)):
+        raise ValueError("not a result of stats")
+    return np.array(counts)
