@@ -168,6 +168,8 @@ def test_complex_numbers_have_the_statistics_of_their_magnitudes() -> None:
     assert st.sel(statistic="absmax") == 5.0
     assert st.sel(statistic="nan") == st.sel(statistic="zero") == 1
     assert np.isnan(st.sel(statistic=["min", "mean", "q0.5"])).all()
+    for other in (stats(ds.chunk(a=2)), stats(ds, exact_quantiles=True)):
+        xr.testing.assert_equal(other["z"], st)
 
 
 def test_coordinates_are_not_described() -> None:

@@ -183,7 +183,7 @@ def _describe_tensors(
     first = len(statistic_names(())) - 1
 
     def finish(number: int, sketch: Sketch) -> tuple[list[float], int | None]:
-        if exact:
+        if exact and not readers[number].complex:
             wanted[number] = wanted_of(sketch, quantiles)
         values = describe(sketch, quantiles)
         if readers[number].complex:

@@ -152,13 +152,14 @@ def _wide_head(kind: Kind, sketch: Sketch) -> list[float]:
     skew = kurtosis = math.nan
     if variance * variance > 0.0:
         skew, kurtosis = m3 / n / variance**1.5, m4 / n / variance**2 - 3.0
-    l2 = _scaled(math.sqrt(n) * rms, scale)
-    mean = sketch.total / sketch.count if kind.integer else _scaled(mean, scale)
-    std = _scaled(math.sqrt(variance), scale)
-    return [*head, mean, std, _scaled(rms, scale), l2, skew, kurtosis]
+    l2 = scaled(math.sqrt(n) * rms, scale)
+    mean = sketch.total / sketch.count if kind.integer else scaled(mean, scale)
+    std = scaled(math.sqrt(variance), scale)
+    return [*head, mean, std, scaled(rms, scale), l2, skew, kurtosis]
 
 
-def _scaled(value: float, exponent: int) -> float:
+def scaled(value: float, exponent: int) -> float:
+    """Return a number times a power of two, which may be infinite."""
     try:
         return math.ldexp(value, exponent)
     except OverflowError:
@@ -307,21 +308,11 @@ def describe_table(table: Array, quantiles: Sequence[float]) -> Array:
     mean, std, skew, kurtosis = _moments(table, finite, n, low, high)
     rms = np.hypot(mean, std)
     l2 = np.where(n > 0, np.sqrt(n) * rms, 0.0)
-    distinct = _distinct(table, ordered, n)
-    head = [
-        size,
-        nan,
-        inf,
-        zero,
-        low,
-        high,
-        np.maximum(np.abs(low), np.abs(high)),
-        mean,
-        std,
-        rms,
-        l2,
-    ]
-    return np.array([*head, skew, kurtosis, *chosen, distinct], np.float64)
+    distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(axis=1) + (n > 0)
+    for infinity in (np.inf, -np.inf):
+        distinct = distinct + (table == infinity).any(axis=1)
+    head = [size, nan, inf, zero, low, high, np.maximum(np.abs(low), np.abs(high))]
+    return np.array([*head, mean, std, rms, l2, skew, kurtosis, *chosen, distinct], np.float64)
 
 
 def _at(ordered: Array, where: Array, n: Array) -> Array:
@@ -343,9 +334,3 @@ def _moments(table: Array, finite: Array, n: Array, low: Array, high: Array) -> 
         skew = np.where(m2 > 0, m3 / m2**1.5, np.nan)
         kurtosis = np.where(m2 > 0, m4 / m2**2 - 3.0, np.nan)
         return [center + m, np.sqrt(m2), skew, kurtosis]
-
-
-def _distinct(table: Array, ordered: Array, n: Array) -> Array:
-    steps = (ordered[:, 1:] > ordered[:, :-1]).sum(axis=1) + (n > 0)
-    infinite = (table == np.inf).any(axis=1).astype(int) + (table == -np.inf).any(axis=1)
-    return np.asarray(steps + infinite)

@@ -18,12 +18,13 @@ from xckpt.index import paused_collector
 from xckpt.labels.selection import select
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import Described, contents_of, deferred, laid_out
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import pandas as pd
 
@@ -195,6 +196,8 @@ def compare_pairs(
         def same(numbers: list[int]) -> Iterator[tuple[int, Comparison]]:
             """Find tensors with the same bytes among those that would have to be decoded."""
             stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
+            if not stored:
+                return
             readers = list(stored.values())
             alike = gather(readers, SameBytes, lambda _, each: each.are_same, bar)
             for number, are_same in zip(stored, alike, strict=True):
@@ -265,7 +268,12 @@ def _matched(
     taken = {entry.name for entry in found}
     for name, member in theirs.items():
         if name not in used and name in chosen:
-            found.append(_entry_of_b(member, taken))
+            own = name
+            while own in taken:
+                own += " (b)"
+            taken.add(own)
+            variable = xr.Variable((), np.nan, encoding={"tensor": name})
+            found.append(Described(own, (), (), (member,), variable))
             rows.append([_Match(name, _unread("only_b", member.size))])
     return found, rows
 
@@ -284,16 +292,6 @@ def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noq
 def _unread(status: str, count: int) -> list[float]:
     known: dict[str, float] = {"status": STATUSES.index(status), "count": count}
     return [known.get(measure, nan) for measure in MEASURES]
-
-
-def _entry_of_b(member: Reader, taken: set[Hashable]) -> Described:
-    """Return a tensor that only `b` has a variable of its own."""
-    name = member.name
-    while name in taken:
-        name += " (b)"
-    taken.add(name)
-    variable = xr.Variable((), np.nan, encoding={"tensor": member.name})
-    return Described(name, (), (), (member,), variable)
 
 
 def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
@@ -315,29 +313,12 @@ def measures(found: Comparison) -> list[float]:
     if not found.finite:
         return [*head, math.nan, math.nan, math.nan, math.nan]
     d, a, b, product, exponent = found.tree.total()
-    rmse = _scaled(math.sqrt(d / found.finite), int(exponent))
-    return [*head, found.largest, rmse, _relative(d, a), _cosine(d, a, b, product)]
-
-
-def _relative(difference: float, squares: float) -> float:
-    if squares:
-        return math.sqrt(difference / squares)
-    return math.inf if difference else 0.0
-
-
-def _cosine(difference: float, a: float, b: float, product: float) -> float:
-    if not difference:
-        return 1.0
-    if not (a and b):
-        return math.nan
-    return max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-
-
-def _scaled(value: float, exponent: int) -> float:
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.inf
+    rmse = scaled(math.sqrt(d / found.finite), int(exponent))
+    relative = math.sqrt(d / a) if a else math.inf if d else 0.0
+    cosine = 1.0 if not d else math.nan
+    if d and a and b:
+        cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
+    return [*head, found.largest, rmse, relative, cosine]
 
 
 def ranked(frame: pd.DataFrame) -> pd.DataFrame:

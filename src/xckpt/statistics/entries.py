@@ -9,6 +9,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from math import prod
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -258,15 +259,11 @@ def deferred(
     for number, shape in enumerate(shapes):
         name = f"{scan}-{number}"
         key = (name, *([0] * len(shape)))
-        layer: dict[Any, Any] = {key: Task(key, _chosen, TaskRef(scan), number)}
+        layer: dict[Any, Any] = {key: Task(key, getitem, TaskRef(scan), number)}
         graph = HighLevelGraph({**shared, name: layer}, {name: {scan}, scan: set()})
         chunks = tuple((size,) for size in shape)
         arrays.append(da.Array(graph, name, chunks, dtype=np.float64))
     return arrays
-
-
-def _chosen(found: list[Any], number: int) -> Any:
-    return found[number]
 
 
 def laid_out(
@@ -280,10 +277,14 @@ def laid_out(
     sizes: dict[Hashable, int] = {}
     variables: dict[Hashable, Any] = {}
     for entry, data, told in zip(entries, values, attrs, strict=True):
-        renamed = tuple(
-            _fitting(dim, n, sizes) for dim, n in zip(entry.dims, entry.shape, strict=True)
-        )
-        dims = ("statistic", *renamed)
+        dims: list[Hashable] = ["statistic"]
+        for dim, size in zip(entry.dims, entry.shape, strict=True):
+            # A name under which it has this size everywhere: nodes of a tree differ.
+            name, number = dim, 0
+            while sizes.setdefault(name, size) != size:
+                number += 1
+                name = f"{dim}_{number}"
+            dims.append(name)
         variables[entry.name] = xr.Variable(dims, data, told or None, entry.encoding)
     coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
     coords |= {
@@ -292,12 +293,3 @@ def laid_out(
         if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
     }
     return xr.Dataset(variables, coords, {"source": contents.source} if contents.source else None)
-
-
-def _fitting(dim: Hashable, size: int, sizes: dict[Hashable, int]) -> Hashable:
-    """Return a dimension a name under which it has this size everywhere: nodes of a tree differ."""
-    name, number = dim, 0
-    while sizes.setdefault(name, size) != size:
-        number += 1
-        name = f"{dim}_{number}"
-    return name

@@ -264,7 +264,12 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
     _require(type(largest) is float and largest >= 0 and (largest > 0) == (different > 0))
     for place, node in found.tree.nodes.items():
         _require(all(type(at) is int and 0 <= at < 1 << 60 for at in place) and place[0] < 60)
-        _require_sums(node)
+        _require(len(node) == 5 and all(type(number) is float for number in node))
+        _require(all(map(math.isfinite, node)))
+        d, a, b, product, exponent = node
+        _require(_is_exponent(exponent) and min(d, a, b) >= 0)
+        _require(abs(product) <= math.sqrt(a) * math.sqrt(b) * (1 + _SLACK))
+        _require(abs((a - product) + (b - product) - d) <= _SLACK * (a + b))
     if not reader.omits_zeros and equal != count:
         _require_places(found.tree.nodes, 0, count)
     if equal == count or not finite:
@@ -281,12 +286,3 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
     elif d > _SMALLEST_SQUARE:
         most = largest * math.sqrt(different)
         _require(largest * (1 - _SLACK) <= root <= most * (1 + _SLACK))
-
-
-def _require_sums(node: Sequence[float]) -> None:
-    _require(len(node) == 5 and all(type(number) is float for number in node))
-    _require(all(map(math.isfinite, node)))
-    d, a, b, product, exponent = node
-    _require(_is_exponent(exponent) and min(d, a, b) >= 0)
-    _require(abs(product) <= math.sqrt(a) * math.sqrt(b) * (1 + _SLACK))
-    _require(abs((a - product) + (b - product) - d) <= _SLACK * (a + b))

@@ -104,7 +104,10 @@ class DenseReader(Reader):
 
     def __init__(self, lazy: DenseArray) -> None:
         self.array = lazy
-        self.flat = _flat(lazy)
+        # All elements in the order they are stored, in their own type.
+        decode = ELEMENT_TYPES[lazy.reader.part.dtype].decoded == "bool"
+        shape = (prod(lazy.shape),)
+        self.flat = DenseArray(lazy.name, lazy.reader, shape, decode=decode, strict=lazy.strict)
         self.kind = require_numbers(self.flat.dtype)
         _describe_dense(self, lazy)
         self.whole = lazy.reader.part.encoding in STREAMS
@@ -152,7 +155,8 @@ class ArrayReader(Reader):
         wanted = max(1, self.piece_nbytes // self.kind.itemsize)
         axis, inner = 0, prod(self.shape[1:])
         # A slice along the first axis may be too large: then along the next one.
-        while inner > wanted and axis + 1 < len(self.shape) and self._divisible:
+        divisible = not isinstance(self.array, QuantizedArray)  # it makes whole rows only
+        while inner > wanted and axis + 1 < len(self.shape) and divisible:
             axis += 1
             inner = prod(self.shape[axis + 1 :])
         rows = max(1, wanted // inner)
@@ -166,10 +170,6 @@ class ArrayReader(Reader):
             values = values[at - first : stop - first]
             yield at, values
             at += len(values)
-
-    @property
-    def _divisible(self) -> bool:
-        return not isinstance(self.array, QuantizedArray)  # it makes whole rows only
 
     def _values(self, key: tuple[Any, ...]) -> Array:
         values = self.array[key]
@@ -218,6 +218,7 @@ class ChunkedTensor(Reader):
     def __init__(self, array: Any) -> None:
         if any(math.isnan(size) for sizes in array.chunks for size in sizes):
             array = array.compute_chunk_sizes()
+        self.complex = array.dtype.kind == "c"
         self.kind = require_numbers(array.dtype)
         self.array, runs = _in_runs(array)
         self.size = int(array.size)
@@ -268,13 +269,6 @@ def _is_raw(lazy: DenseArray) -> bool:
         and ELEMENT_TYPES[part.dtype].bits >= 8
         and ELEMENT_TYPES[part.dtype].decoded != "bool"
     )
-
-
-def _flat(lazy: DenseArray) -> DenseArray:
-    """Return all elements of an array in the order they are stored, in their own type."""
-    decode = ELEMENT_TYPES[lazy.reader.part.dtype].decoded == "bool"
-    shape = (prod(lazy.shape),)
-    return DenseArray(lazy.name, lazy.reader, shape, decode=decode, strict=lazy.strict)
 
 
 def _describe_dense(reader: Reader, lazy: DenseArray) -> None:
