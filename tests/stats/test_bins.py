@@ -52,6 +52,11 @@ def test_the_outer_edges_are_the_extremes(name: str, scale: Any, bins: int) -> N
     assert h["x"].sum() == 5000
 
 
+def test_an_extreme_next_to_the_edge_of_the_bin_around_zero_is_counted() -> None:
+    for sign in (1, -1):
+        assert counts(sign * np.array([-1.0, 0.0, 9.98e-9]))["x"].sum() == 3
+
+
 def test_the_bin_around_zero_has_the_zeros() -> None:
     h = counts(np.array([0.0, -0.0, 0, 1e-3, -5, 7]))
     zero = h.where((h["bin_left"] < 0) & (h["bin_right"] > 0), drop=True)

@@ -172,4 +172,6 @@ def _steps(start: float, stop: float, count: int) -> Array:
     digits = np.rint(fractions * 256)
     digits[0] = np.floor(fractions[0] * 256)
     rounded: Array = np.ldexp(digits / 256, exponents)
-    return rounded if len(edges) == 1 else np.append(rounded[:-1][rounded[:-1] < stop], stop)
+    if len(edges) == 1:
+        return np.maximum(rounded, stop)
+    return np.append(rounded[:-1][rounded[:-1] < stop], stop)
