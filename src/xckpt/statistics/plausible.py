@@ -263,7 +263,7 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
     largest = found.largest
     _require(type(largest) is float and largest >= 0 and (largest > 0) == (different > 0))
     for place, node in found.tree.nodes.items():
-        _require(all(type(at) is int and 0 <= at < 1 << 60 for at in place) and place[0] < 60)
+        _require(all(0 <= at < 1 << 60 for at in place) and place[0] < 60)
         _require(len(node) == 5 and all(type(number) is float for number in node))
         _require(all(map(math.isfinite, node)))
         d, a, b, product, exponent = node
