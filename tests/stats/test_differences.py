@@ -205,7 +205,7 @@ def test_no_names_in_common_is_said(a: Path, tmp_path: Path) -> None:
 
 
 def test_names_that_are_none(a: Path) -> None:
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         compare(a, a, names=("(", ""))
     with pytest.raises(TypeError, match="a mapping, a function"):
         compare(a, a, names=5)  # type: ignore[arg-type]

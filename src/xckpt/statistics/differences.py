@@ -229,7 +229,7 @@ def _renaming(names: Any) -> Callable[[str], str]:
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return lambda name: compiled.sub(replacement, name)
     raise TypeError(
         "names takes a mapping, a function of a name, or a pair of a regular expression and its "

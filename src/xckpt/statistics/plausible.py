@@ -261,11 +261,10 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
     different = finite - (equal - (special - found.nan - found.inf))
     _require(0 <= different <= finite)
     largest = found.largest
-    _require(type(largest) is float and largest >= 0 and (largest > 0) == (different > 0))
+    _require(largest >= 0 and (largest > 0) == (different > 0))
     for place, node in found.tree.nodes.items():
         _require(all(0 <= at < 1 << 60 for at in place) and place[0] < 60)
-        _require(len(node) == 5 and all(type(number) is float for number in node))
-        _require(all(map(math.isfinite, node)))
+        _require(all(type(number) is float and math.isfinite(number) for number in node))
         d, a, b, product, exponent = node
         _require(_is_exponent(exponent) and min(d, a, b) >= 0)
         _require(abs(product) <= math.sqrt(a) * math.sqrt(b) * (1 + _SLACK))
