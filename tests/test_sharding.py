@@ -263,7 +263,7 @@ def test_a_folder_that_may_mean_several_things(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="no checkpoint is in this folder; it has no files"):
         xckpt.read_index(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(IsADirectoryError, match=r"no checkpoint is in this folder; it has 'notes.txt'"):
+    with pytest.raises(IsADirectoryError, match=r"it has 'notes.txt'"):
         xckpt.read_index(tmp_path)
     write(tmp_path, {"step_9.zt": A, "step_10.zt": A})
     with pytest.raises(IsADirectoryError, match=r"2 checkpoints .* 'step_9.zt', 'step_10.zt'"):

@@ -126,7 +126,7 @@ def _folder(folder: Path) -> FileList:
         names += f" and {len(there) - _MOST_NAMES} more"
     reason = f"no checkpoint is in this folder; it has {names}"
     if found:
-        reason = f"{len(found)} checkpoints are in this folder: {names}; open one, or a list of them"
+        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {names}"
     raise IsADirectoryError(errno.EISDIR, reason, str(folder))
 
 
