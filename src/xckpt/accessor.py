@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import xarray as xr
 
 from xckpt import formats
-from xckpt.errors import shown
 from xckpt.identity import base_id_text, stable_id
 
 if TYPE_CHECKING:
@@ -680,10 +679,9 @@ class CheckpointAccessor:
 
 
 def _no_tensor(name: str, known: frozenset[str]) -> str:
-    from xckpt.labels.selection import closest
+    from xckpt.labels.selection import similar
 
-    alike = ", ".join(shown(other) for other in closest(sorted(known), [str(name)]))
-    hint = f"; similar names: {alike}" if alike else ""
+    hint = similar(sorted(known), [str(name)])
     return f"no tensor {name!r} among {len(known)}{hint}"
 
 

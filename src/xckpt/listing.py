@@ -9,7 +9,7 @@ from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.stacked import StackedArray, TensorArrays
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
-from xckpt.labels.selection import closest
+from xckpt.labels.selection import similar
 from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree, words
 from xckpt.storage.source import sources_of
 
@@ -295,8 +295,7 @@ def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...
 def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
     chosen = select(index.tensors, wanted)
     if wanted is not None and not chosen and index.tensors:
-        alike = ", ".join(shown(name) for name in closest(index.tensors, wanted))
-        hint = f"; similar names: {alike}" if alike else ""
+        hint = similar(index.tensors, wanted)
         text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
         warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=7)
     return chosen

@@ -16,7 +16,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
-from xckpt.labels.selection import closest
+from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import storage_words
 from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
@@ -160,7 +160,10 @@ class OpenTensors:
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""
         if name not in self._homes:
-            return self._flat.variables[name]
+            if name in self._flat.variables:
+                return self._flat.variables[name]
+            known = [row.name for row in self.rows]
+            raise KeyError(f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}")
         home = self._homes[name]
         stacked, members = self._members
         if stacked != home.variable:
@@ -169,11 +172,6 @@ class OpenTensors:
         return members[name]
 
     def __getitem__(self, name: str) -> xr.DataArray:
-        if name not in self._homes and name not in self._flat.variables:
-            known = [row.name for row in self.rows]
-            alike = ", ".join(map(shown, closest(known, [str(name)])))
-            hint = f"; similar names: {alike}" if alike else ""
-            raise KeyError(f"no tensor {name!r} among {len(known)}{hint}")
         variable = self.variable(name)
         node = self._flat.nodes[self._homes[name].variable if name in self._homes else name]
         indexes = self._indexes[node]
@@ -264,16 +262,22 @@ def find(
 ) -> Any:
     """Choose variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
-    dtypes = None if dtype is None else _dtypes(dtype)
+    asked = dtype if isinstance(dtype, list | tuple | set) else [dtype]
+    dtypes = {
+        stored_dtype(d) if d in ELEMENT_TYPES else np.dtype(d) for d in asked if d is not None
+    }
     least = parse_bytes(min_bytes)
     known = {str(name): name for name in flat.variables}
     matching = select(known, names)
     if not matching and known and names is not None:
-        _warn(known, names)
+        text = f"{names!r} matches none of the {len(known)} variables{similar(known, names)}"
+        warnings.warn(text, CheckpointWarning, stacklevel=3)
     chosen = {}
     for text in matching:
         variable = flat.variables[known[text]]
-        if _stored_nbytes(variable) >= least and (dtypes is None or _stored(variable) in dtypes):
+        encoding = variable.encoding
+        is_meant = dtype is None or encoding.get("stored_dtype", variable.dtype) in dtypes
+        if is_meant and encoding.get("nbytes", variable.nbytes) >= least:
             chosen[known[text]] = variable
     return rebuild(obj, Flat(chosen, {}, flat.coords))
 
@@ -331,29 +335,6 @@ def _dataset(
     new = xr.Dataset(variables, kept, old.attrs)
     new.encoding = dict(old.encoding)
     return new
-
-
-def _dtypes(wanted: Any) -> set[np.dtype[Any]]:
-    return {
-        stored_dtype(each) if each in ELEMENT_TYPES else np.dtype(each)
-        for each in (wanted if isinstance(wanted, list | tuple | set) else [wanted])
-    }
-
-
-def _stored(variable: xr.Variable) -> Any:
-    return variable.encoding.get("stored_dtype", variable.dtype)
-
-
-def _stored_nbytes(variable: xr.Variable) -> int:
-    nbytes: int = variable.encoding.get("nbytes", variable.nbytes)
-    return nbytes
-
-
-def _warn(known: dict[str, Any], names: TensorFilter) -> None:
-    alike = ", ".join(shown(name) for name in closest(known, names))
-    hint = f"; similar names: {alike}" if alike else ""
-    text = f"{names!r} matches none of the {len(known)} variables{hint}"
-    warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
 def _indices(

@@ -91,7 +91,7 @@ class FileInput:
 
     def index(self, file: str) -> Index:
         """Return the index of a file, with the chosen tensors only."""
-        from xckpt.labels.selection import closest, select
+        from xckpt.labels.selection import select, similar
         from xckpt.opening import open_index
 
         source, index = open_index(file, self.engine, storage_options=self.storage_options or None)
@@ -100,8 +100,7 @@ class FileInput:
             return index
         chosen = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
         if not chosen:
-            alike = ", ".join(map(shown, closest(index.tensors, list(self.tensors))))
-            hint = f"; similar names: {alike}" if alike else ""
+            hint = similar(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
         return replace(index, tensors=chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xckpt.labels.axes import AxisNames, stated_name
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
-from xckpt.labels.selection import TensorFilter, select
+from xckpt.labels.selection import TensorFilter, select, similar
 
 __all__ = [
     "AxisNames",
@@ -12,6 +12,7 @@ __all__ = [
     "child_nodes",
     "flat_name",
     "select",
+    "similar",
     "stated_name",
     "tree_paths",
 ]

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from fnmatch import translate
+from itertools import islice
 from typing import Any
 
-__all__ = ["TensorFilter", "select"]
+from xckpt.errors import shown
+
+__all__ = ["TensorFilter", "select", "similar"]
 
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
 
@@ -40,12 +43,12 @@ def _predicate(wanted: Any) -> Callable[[str], Any]:
     return re.compile("|".join(translate(glob) for glob in globs)).match
 
 
-def closest(names: Iterable[str], wanted: TensorFilter) -> list[str]:
-    """Find names that resemble a filter that matched nothing, for a message."""
+def similar(names: Iterable[str], wanted: TensorFilter) -> str:
+    """Return the end of a message: names that resemble a filter that matched nothing, if any."""
     globs = [wanted] if isinstance(wanted, str) else wanted
     if isinstance(globs, re.Pattern) or callable(globs):
-        return []
+        return ""
     # Closeness is quadratic in the length of names: a sample of a huge file is enough for a hint.
-    sample = [name for name, _ in zip(names, range(5000), strict=False)]
-    found = [get_close_matches(glob, sample, n=3, cutoff=0.5) for glob in globs]
-    return [name for close in found for name in close][:3]
+    sample = list(islice(names, 5000))
+    found = [each for glob in globs for each in get_close_matches(glob, sample, n=3, cutoff=0.5)]
+    return f"; similar names: {', '.join(map(shown, found[:3]))}" if found else ""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.errors import shown
-from xckpt.labels.selection import closest
 from xckpt.plots.axes import add_legend, new_axes, require_matplotlib, safe, whole_numbers, write
 from xckpt.tensors import OpenTensors
 
@@ -47,7 +46,7 @@ def draw_heatmap(
 ) -> Axes:
     """Draw the elements of a tensor; see `xckpt.plots.Plots.heatmap`."""
     require_matplotlib()
-    variable = _variable(obj, name)
+    variable = OpenTensors(obj).variable(name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
     if min(size) < 1:
@@ -76,18 +75,6 @@ def draw_heatmap(
             axis.set_ticks([])
     write(ax.title, name, 70)
     return ax
-
-
-def _variable(obj: Any, name: str) -> xr.Variable:
-    """Find a tensor, also one that is stacked, or else a variable."""
-    tensors = OpenTensors(obj)
-    try:
-        return tensors.variable(name)
-    except KeyError:
-        known = [row.name for row in tensors.rows]
-        alike = ", ".join(map(shown, closest(known, [str(name)])))
-        hint = f"; similar names: {alike}" if alike else ""
-        raise KeyError(f"no tensor {name!r} among {len(known)}{hint}") from None
 
 
 def _colours(values: Array, *, robust: bool) -> dict[str, Any]:
