@@ -101,13 +101,6 @@ def rebuild(obj: xr.Dataset | xr.DataTree, flat: Flat) -> Any:
     return xr.DataTree.from_dict(datasets, name=obj.name)
 
 
-class _Home(NamedTuple):
-    """The variable that has a tensor, and where in it."""
-
-    variable: str
-    place: Mapping[str, int]  # along stacked dimensions; none where it is the variable
-
-
 class OpenTensors:
     """The tensors of an open Dataset or tree one by one, also those that are stacked.
 
@@ -121,10 +114,10 @@ class OpenTensors:
         self._obj = obj
         self._flat = flatten(obj)
         self._indexes = {path: self._flat.indexes(path) for path in self._flat.coords}
-        self._homes: dict[str, _Home] = {}
+        # Which variable has a tensor that is stacked, and the members of these variables.
+        self._homes: dict[str, str] = {}
+        self._members: dict[str, _Members] = {}
         self._shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by dimensions
-        # The tensors of the stacked variable that was asked for last.
-        self._members: tuple[str, dict[str, xr.Variable]] = ("", {})
         #: What the summary and the explorer know of each tensor, in file order where it is known.
         with paused_collector():
             self.rows = list(self._rows())
@@ -154,7 +147,7 @@ class OpenTensors:
         parts = {n: f":{v.encoding['part']}" for n, v in variables.items() if "part" in v.encoding}
         found.update(str(name).removesuffix(suffix) for name, suffix in parts.items())
         for name, home in self._homes.items():
-            found.add(name.removesuffix(parts.get(home.variable, "")))
+            found.add(name.removesuffix(parts.get(home, "")))
         return frozenset(found)
 
     def variable(self, name: str) -> xr.Variable:
@@ -164,29 +157,25 @@ class OpenTensors:
                 return self._flat.variables[name]
             known = [row.name for row in self.rows]
             raise KeyError(f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}")
-        home = self._homes[name]
-        stacked, members = self._members
-        if stacked != home.variable:
-            members = self._members_of(home.variable)
-            self._members = (home.variable, members)
-        return members[name]
+        return self._members[self._homes[name]].variable(name)
 
     def __getitem__(self, name: str) -> xr.DataArray:
         variable = self.variable(name)
-        node = self._flat.nodes[self._homes[name].variable if name in self._homes else name]
-        indexes = self._indexes[node]
+        indexes = self._indexes_of(self._homes.get(name, name))
         coords = {dim: indexes[dim] for dim in variable.dims if dim in indexes}
         return xr.DataArray(variable, coords, name=name)
 
     def code(self, name: str) -> str:
         """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
-        home = self._homes.get(name, _Home(name, {}))
-        variable, obj = home.variable, "ds"
+        home = variable = self._homes.get(name, name)
+        obj, place = "ds", {}
+        if name in self._homes:
+            place = self._members[home].place(name)
         if isinstance(self._obj, xr.DataTree):
-            variable, obj = self._path(variable), "dt"
+            variable, obj = self._path(home), "dt"
         index = [
             f"{dim}={at}" if dim.isidentifier() else f"**{{{_literal(dim)}: {at}}}"
-            for dim, at in home.place.items()
+            for dim, at in place.items()
         ]
         selection = f".sel({', '.join(index)})" if index else ""
         return f"{obj}[{_literal(variable)}]{selection}"
@@ -212,35 +201,20 @@ class OpenTensors:
 
     def _unstacked(self, row: Row, variable: xr.Variable) -> Iterator[Row]:
         """Note and list the tensors that are stacked in a variable."""
-        homes = dict(self._stacked(row.name, variable))
-        if not homes:
+        try:
+            members = _Members(row.name, variable, self._indexes_of(row.name))
+        except ValueError:  # it cannot be told which are left
             yield row
             return
         record: StackRecord = variable.encoding["stack"]
         sizes = zip(variable.dims, variable.shape, strict=True)
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         nbytes, size = row.nbytes // len(record.members), prod(shape)
-        for member, home in homes.items():
+        self._members[row.name] = members
+        for member in members.numbers:
             if member not in self._homes and member not in self._flat.variables:
-                self._homes[member] = home
+                self._homes[member] = row.name
                 yield Row(member, row.dtype, shape, nbytes, size, row.storage)
-
-    def _stacked(self, name: str, variable: xr.Variable) -> Iterator[tuple[str, _Home]]:
-        """Find the tensors of a stacked variable; none where it cannot be told which are left."""
-        indexes = self._indexes_of(name)
-        try:
-            members = member_names(name, variable, indexes)
-        except ValueError:
-            return
-        dims = [dim for dim in variable.encoding["stack"].dims if dim in variable.dims]
-        places = np.ndindex(*(variable.sizes[dim] for dim in dims))
-        along = [indexes[dim].values.tolist() for dim in dims]
-        for member, place in zip(members, places, strict=True):
-            index = {d: each[at] for d, each, at in zip(dims, along, place, strict=True)}
-            yield member, _Home(name, index)
-
-    def _members_of(self, name: str) -> dict[str, xr.Variable]:
-        return member_variables(name, self._flat.variables[name], self._indexes_of(name))
 
     def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
         return self._indexes[self._flat.nodes[name]]
@@ -284,39 +258,65 @@ def find(
 
 def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
     """Return the names of the tensors that are stacked in a variable."""
-    record = variable.encoding.get("stack")
-    if record is None:
+    if "stack" not in variable.encoding:
         return [name]
-    names: list[str] = record.names(
-        tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
-    )
-    return names
+    return list(_Members(name, variable, indexes).numbers)
 
 
 def member_variables(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
     """Return the variables of the tensors that a stacked variable still has."""
-    record: StackRecord = variable.encoding["stack"]
-    indices = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
-    places = product(*(range(len(along)) for along in indices))
-    known = [{index: at for at, index in enumerate(along)} for along in record.indices]
-    dims = tuple([dim for dim in variable.dims if dim not in record.dims])
-    is_whole = _is_whole(variable, record)
-    found: dict[str, xr.Variable] = {}
-    for member, place in zip(record.names(indices), places, strict=True):
-        was = _was(record, known, [along[at] for along, at in zip(indices, place, strict=True)])
-        if is_whole and was.data is not None:
-            data = was.data
-        else:
+    members = _Members(name, variable, indexes)
+    return {member: members.variable(member) for member in members.numbers}
+
+
+class _Members:
+    """The tensors of a stacked variable that are left."""
+
+    def __init__(
+        self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+    ) -> None:
+        record: StackRecord = variable.encoding["stack"]
+        left = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
+        #: The index of each along the stacked dimensions.
+        self.numbers = dict(zip(record.names(left), product(*left), strict=True))
+        self._variable, self._record = variable, record
+        self._places = [{number: at for at, number in enumerate(along)} for along in left]
+        self._before = [{number: at for at, number in enumerate(a)} for a in record.indices]
+        data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+        is_made = isinstance(data, da.Array) and data.name == record.array
+        # Whether it has the very array that was stacked.
+        self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
+
+    def place(self, member: str) -> dict[str, int]:
+        """Return the index of one along each stacked dimension that is left."""
+        numbers = zip(self._record.dims, self.numbers[member], strict=True)
+        return {dim: number for dim, number in numbers if dim in self._variable.dims}
+
+    def variable(self, member: str) -> xr.Variable:
+        """Return one of them as a variable of its own."""
+        numbers, record = self.numbers[member], self._record
+        # One that was not there before, as of something computed, has nothing to remember.
+        was = Member({}, {}, None)
+        if record.members and all(map(dict.__contains__, self._before, numbers)):
+            position = 0
+            for before, number in zip(self._before, numbers, strict=True):
+                position = position * len(before) + before[number]
+            was = record.members[position]
+        data, dims = was.data, self._variable.dims
+        if data is None or not self._is_whole:
+            places = map(dict.__getitem__, self._places, numbers)
+            key = dict(zip(record.dims, places, strict=True))
             # Not of the array: what is selected of a stored one stays one this way.
-            data = variable[_key(variable, record.dims, place)].data
-        attrs = _attrs(variable.attrs, was.attrs, record.shared_attrs)
+            key: dict[Any, Any] = dict(zip(record.dims, places, strict=True))
+        dims = tuple([dim for dim in dims if dim not in record.dims])
+        now, shared = self._variable.attrs, record.shared_attrs
+        own = {key: value for key, value in was.attrs.items() if key not in shared or key in now}
         encoding = dict(was.encoding)
         if isinstance(data, da.Array):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
-        found[member] = LazyVariable.of(dims, data, attrs, encoding)
-    return found
+        return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
 
 
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
@@ -355,39 +355,6 @@ def _indices(
             "has something else than whole numbers, or one of them twice"
         )
     return tuple(values.tolist())
-
-
-def _is_whole(variable: xr.Variable, record: StackRecord) -> bool:
-    """Return whether a variable has the very array that was stacked."""
-    data = variable._data  # noqa: SLF001  `data` would load what is not dask's
-    made = isinstance(data, da.Array) and data.name == record.array
-    return made and variable.dims[: len(record.dims)] == record.dims
-
-
-def _was(record: StackRecord, known: list[dict[int, int]], place: list[int]) -> Member:
-    """Return what a member was; one that was not there before has nothing to remember."""
-    if not record.members:
-        return Member({}, {}, None)
-    position = 0
-    for along, index in zip(known, place, strict=True):
-        if index not in along:
-            return Member({}, {}, None)
-        position = position * len(along) + along[index]
-    return record.members[position]
-
-
-def _key(variable: xr.Variable, dims: Collection[Any], place: tuple[int, ...]) -> tuple[Any, ...]:
-    at = iter(place)
-    positions = dict(zip(dims, at, strict=True))
-    return tuple([positions.get(dim, slice(None)) for dim in variable.dims])
-
-
-def _attrs(
-    now: Mapping[Any, Any], was: Mapping[Any, Any], shared: Collection[Any]
-) -> dict[Any, Any] | None:
-    """Join a member's own attributes with what the stack's have become."""
-    kept = {key: value for key, value in was.items() if key not in shared or key in now}
-    return kept | dict(now) or None
 
 
 def _is_plain(encoding: Mapping[Any, Any]) -> bool:
