@@ -224,9 +224,10 @@ def select_modules(
     chosen = {m: _chosen(known[m], m, key, by_position=by_position) for m, key in indexers.items()}
     variables: dict[Any, xr.Variable] = {}
     keys: dict[str, dict[Hashable, Any]] = {}
+    indexes = {path: flat.indexes(path) for path in flat.coords}
     for name, variable in flat.variables.items():
         node = flat.nodes[name]
-        taken = _taken(places[name], chosen, flat.indexes(node))
+        taken = _taken(places[name], chosen, indexes[node])
         if taken is not None:
             variables[name] = variable.isel(_keys_of(variable, taken))
             keys.setdefault(node, {}).update(taken)

@@ -307,9 +307,10 @@ class _Members:
         data, dims = was.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._places, numbers)
-            key = dict(zip(record.dims, places, strict=True))
+            key: dict[Any, int] = dict(zip(record.dims, places, strict=True))
+            whole = slice(None)
             # Not of the array: what is selected of a stored one stays one this way.
-            key: dict[Any, Any] = dict(zip(record.dims, places, strict=True))
+            data = self._variable[tuple([key.get(dim, whole) for dim in dims])].data
         dims = tuple([dim for dim in dims if dim not in record.dims])
         now, shared = self._variable.attrs, record.shared_attrs
         own = {key: value for key, value in was.attrs.items() if key not in shared or key in now}
