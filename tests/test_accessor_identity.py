@@ -75,10 +75,10 @@ def test_many_tensors() -> None:
     names = [f"blocks.{i}.w" for i in range(3000)]
     data = indexed_file([record(name, np.zeros(1, "<f4")) for name in names])
     ds = xr.open_dataset(data, engine="gptrs")
-    start = time.perf_counter()
+    start = time.process_time()
     keys = {ds.ckpt.param_key(name) for name in names}
     assert ds.ckpt.by_base_id(base_id(names[-1])).name == names[-1]
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(keys) == 3000
 
 

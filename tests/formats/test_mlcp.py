@@ -876,9 +876,9 @@ def test_any_body(content: bytes) -> None:
     ],
 )
 def test_counts_that_claim_more_than_there_is(content: bytes) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     fails(checkpoint([], metadata={"shards": None}) + content, "Truncated")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_body_of_zeros_is_not_read_to_its_end() -> None:

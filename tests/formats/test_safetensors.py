@@ -346,9 +346,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_as_the_package_does(case: str) -> None:
     data, rule = REFUSED[case]
-    start = time.perf_counter()
+    start = time.process_time()
     error = by_us(data)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert isinstance(error, CheckpointError)
     assert error.rule == rule
     assert by_package(data) is None
@@ -378,9 +378,9 @@ LAX: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", LAX)
 def test_refused_though_the_package_lets_it_pass(case: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     error = by_us(LAX[case])
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert isinstance(error, FormatError)
     assert by_package(LAX[case]) is not None
 

@@ -154,8 +154,7 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         assert data is None or len(set(data)) == 1, "a mixture"
 
     code = WRITER.replace("RANKS", str(RANKS)) + "while True: write()"
-    kill_at_random_moments(code, target, rounds=25, seconds=0.2, check=check)
-    assert len(seen) > 3, "hardly one of the writers came as far as to write"
+    kill_at_random_moments(code, target, rounds=25, seconds=0.2, check=check, seen=seen)
     save(dataset(0), target, "mlcp", overwrite=True)
     assert names(tmp_path) == FILES
 

@@ -262,11 +262,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_a_bomb_neither_takes_long_nor_much_memory(tmp_path: Any) -> None:
     stored = frame(bytes(1 << 30))
     (tmp_path / "bomb").write_bytes(stored)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for call in (decompress, decompressed_nbytes):
         with pytest.raises(FormatError, match="more than 16"):
             call(stored, 16)
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
     run = subprocess.run(  # noqa: S603
         [sys.executable, "-c", BOMB, str(tmp_path / "bomb")],
         capture_output=True,
