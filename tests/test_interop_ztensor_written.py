@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.formats.indexes import coo, csr, dense, filled, index_of
+from tests.formats.indexes import coo, csr, dense, draft_of, filled
 from tests.formats.planned import materialize
 from xckpt import formats
 from xckpt.elements import stored_dtype
@@ -23,7 +23,7 @@ from xckpt.formats.ztensor.layouts import LONG, SHORT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from xckpt.index import Index, Tensor
+    from xckpt.plan import Draft, WantedTensor
 
 ours = formats.get("ztensor")
 ztensor = pytest.importorskip("ztensor", reason="the reference implementation is not installed")
@@ -54,7 +54,7 @@ print(json.dumps(found))
 """
 
 
-def all_of(dtypes: Iterable[str], **of: Any) -> list[Tensor]:
+def all_of(dtypes: Iterable[str], **of: Any) -> list[WantedTensor]:
     return [
         dense(f"{dtype}/{'x'.join(map(str, shape))}", dtype, shape, **of)
         for dtype in dtypes
@@ -62,13 +62,13 @@ def all_of(dtypes: Iterable[str], **of: Any) -> list[Tensor]:
     ]
 
 
-def written(tmp_path: Path, index: Index, **options: Any) -> str:
+def written(tmp_path: Path, index: Draft, **options: Any) -> str:
     path = tmp_path / "m.zt"
     path.write_bytes(materialize(ours.plan(index, **options), contents(index)))
     return str(path)
 
 
-def contents(index: Index) -> dict[tuple[str, str], bytes]:
+def contents(index: Draft) -> dict[tuple[str, str], bytes]:
     """Fill parts, with booleans and packed elements that the reference accepts."""
     data = filled(index)
     for name, tensor in index.tensors.items():
@@ -79,7 +79,7 @@ def contents(index: Index) -> dict[tuple[str, str], bytes]:
     return data
 
 
-def sparse(index_type: str) -> list[Tensor]:
+def sparse(index_type: str) -> list[WantedTensor]:
     return [
         csr("csr", "float32", (2, 9), 3, index_type),
         csr("csr.empty", "int8", (4, 3), 0, index_type),
@@ -96,7 +96,7 @@ SPARSE: dict[tuple[str, str], list[list[int]]] = {
 }
 
 
-def with_indices(index: Index, data: dict[tuple[str, str], bytes]) -> None:
+def with_indices(index: Draft, data: dict[tuple[str, str], bytes]) -> None:
     for (name, role), rows in SPARSE.items():
         dtype = stored_dtype(index.tensors[name].parts[role].dtype)
         data[name, role] = np.array(rows, dtype).tobytes()
@@ -108,11 +108,11 @@ def test_the_maintained_reader_reads_version_2(
     tmp_path: Path, encoding: str | None, alignment: int | None
 ) -> None:
     made = [
-        *all_of(ours.can.types, encoding=encoding),
+        *all_of(ours.can.types, compression=encoding),
         *sparse("uint32"),
-        dense("Ünïcode 名", digest="sha256", dims=("a", None), attrs={"k": [1, None, 0.5]}),
+        dense("Ünïcode 名", algorithm="sha256", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
-    index = index_of(*made, epoch=3, note="ünï", nested={"κ": [1.5, True]})
+    index = draft_of(*made, epoch=3, note="ünï", nested={"κ": [1.5, True]})
     data = contents(index)
     with_indices(index, data)
     path = tmp_path / "m.zt"
@@ -132,7 +132,7 @@ def test_version_2_equals_what_the_maintained_writer_makes(tmp_path: Path) -> No
     shapes = ((7, 5), (), (0, 4), (3, 0), (40, 50, 9))
     dtypes = ("f64", "f32", "f16", "bf16", "i64", "i8", "u16")
     names = {spelled: SHORT[spelled] for spelled in dtypes}
-    index = index_of(
+    index = draft_of(
         *(dense(f"{at}é{d}", names[d], shape) for d in dtypes for at, shape in enumerate(shapes)),
         a=1.5,
         l=[1, "x", None],
@@ -150,7 +150,7 @@ def test_version_2_equals_what_the_maintained_writer_makes(tmp_path: Path) -> No
 
 
 def test_the_maintained_reader_reads_a_new_generation(tmp_path: Path) -> None:
-    old, more = index_of(dense("a"), epoch=1), index_of(dense("b", "float8_e5m2"), epoch=2)
+    old, more = draft_of(dense("a"), epoch=1), draft_of(dense("b", "float8_e5m2"), epoch=2)
     path = Path(written(tmp_path, old, version="2"))
     file = path.read_bytes()
     plan = ours.append(_Bytes(file), more)
@@ -218,7 +218,12 @@ def read_old(release: Path, path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "of",
-    [{}, {"encoding": "zstd"}, {"digest": "crc32c"}, {"encoding": "zstd", "digest": "crc32c"}],
+    [
+        {},
+        {"compression": "zstd"},
+        {"algorithm": "crc32c"},
+        {"compression": "zstd", "algorithm": "crc32c"},
+    ],
     ids=str,
 )
 def test_the_release_of_version_1_reads_it(
@@ -229,7 +234,7 @@ def test_the_release_of_version_1_reads_it(
         *sparse("uint64"),
         dense("Ünïcode 名", dims=("a", None), attrs={"k": [1, None, 0.5]}),
     ]
-    index = index_of(*made, license="MIT")
+    index = draft_of(*made, license="MIT")
     data = contents(index)
     with_indices(index, data)
     path = tmp_path / "m.zt"
@@ -238,15 +243,15 @@ def test_the_release_of_version_1_reads_it(
 
 
 def test_the_release_of_version_1_reads_what_was_added(tmp_path: Path, old_release: Path) -> None:
-    old, more = index_of(dense("a")), index_of(dense("b", "int64", dims=("x", None)))
+    old, more = draft_of(dense("a")), draft_of(dense("b", "int64", dims=("x", None)))
     path = Path(written(tmp_path, old))
     file = path.read_bytes()
     path.write_bytes(materialize(ours.append(_Bytes(file), more), filled(more), file))
-    index = index_of(*old.tensors.values(), *more.tensors.values())
+    index = draft_of(*old.tensors.values(), *more.tensors.values())
     assert read_old(old_release, str(path)) == _expected(index, filled(index))
 
 
-def _expected(index: Index, data: dict[tuple[str, str], bytes]) -> dict[str, Any]:
+def _expected(index: Draft, data: dict[tuple[str, str], bytes]) -> dict[str, Any]:
     return {
         name: [
             tensor.dtype,

@@ -1,24 +1,150 @@
-"""Where each byte of a new file goes: `Plan`, `Extent`, `Literal`, `Written`.
+"""What a new file is to hold (`Draft`), and where each byte of it goes (`Plan`).
 
-A format module turns an `Index` of what is to be written into a `Plan`, without touching an
-array; `xckpt.writing` streams the arrays to their extents, whatever the format. In that Index a
-part has its raw size as ``nbytes``, the wanted compression as ``encoding``, and as ``digest`` the
-name of the wanted algorithm. Its ``offset`` is where the bytes are in the file that they come
-from, 0 if they come from none.
+A format module turns a `Draft` into a `Plan`, without touching an array; `xckpt.writing` streams
+the arrays to their extents, whatever the format. What is wanted has types of its own: where an
+`xckpt.index.Part` has offsets, stored sizes and digests, a `WantedPart` has none of them yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Literal as OneOf
+
+from xckpt.elements import nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Layout, Quantization
 
-__all__ = ["Extent", "Literal", "Plan", "Written", "by_source"]
+__all__ = [
+    "Draft",
+    "Extent",
+    "Literal",
+    "Plan",
+    "WantedPart",
+    "WantedTensor",
+    "Written",
+    "by_source",
+]
+
+
+class WantedPart(NamedTuple):
+    """One array of a tensor that is to be written.
+
+    Parameters
+    ----------
+    dtype : str
+        Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
+    shape : tuple of int
+        Its shape.
+    nbytes : int
+        Raw size in bytes.
+    compression : str or None
+        What it is compressed with.
+    algorithm : str or None
+        Name of the algorithm of its digest.
+    digest_of : {"stored", "decoded"}
+        Whether the digest covers the bytes after or before compression.
+    source_offset : int
+        First byte in the file that the values come from; 0 if they come from none.
+    inline : bytes or None
+        The bytes themselves, where `Format.is_inline` asks for them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    compression: str | None = None
+    algorithm: str | None = None
+    digest_of: OneOf["stored", "decoded"] = "stored"
+    source_offset: int = 0
+    inline: bytes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dtype: str,
+        shape: tuple[int, ...],
+        compression: str | None = None,
+        digest: str | None = None,
+        source_offset: int = 0,
+    ) -> WantedPart:
+        """Return a part of the size that its shape makes, with a digest like another one."""
+        nbytes = nbytes_of(dtype, prod(shape))
+        algorithm = None if digest is None else digest.partition(":")[0]
+        return cls(dtype, shape, nbytes, compression, algorithm, "stored", source_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor that is to be written; its fields mean what those of `xckpt.index.Tensor` do.
+
+    Parameters
+    ----------
+    name : str
+        As it is to be in the file.
+    dtype : str
+        Element type of the values.
+    shape : tuple of int
+        Logical shape.
+    parts : mapping of str to WantedPart
+        By role.
+    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+        How the parts make the tensor.
+    order : {"C", "F"}
+        Memory order of dense data.
+    attrs : mapping
+        Attributes of plain Python types.
+    dims : tuple of (str or None), or None
+        Names of axes.
+    quantization : Quantization or None
+        Set where `layout` is ``"quantized"``.
+    path : tuple of str or None
+        Where it is in the tree of modules.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, WantedPart]
+    layout: Layout = "dense"
+    order: OneOf["C", "F"] = "C"
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    dims: tuple[str | None, ...] | None = None
+    quantization: Quantization | None = None
+    path: tuple[str, ...] | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, implied zeros of a sparse tensor included."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a new file is to hold.
+
+    Parameters
+    ----------
+    tensors : mapping of str to WantedTensor
+        By name, in the order in which data are wanted.
+    attrs : mapping
+        What the file is to say of itself, of plain Python types.
+    path : str
+        Path or URL of the file.
+    """
+
+    tensors: Mapping[str, WantedTensor]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
 
 
 class Literal(NamedTuple):
@@ -45,8 +171,8 @@ class Extent(NamedTuple):
         Name of the tensor.
     role : str
         Which of its parts.
-    part : Part
-        What is written: element type, shape, raw size, compression, digest algorithm.
+    part : WantedPart
+        What is written.
     offset : int or None
         First byte in the file. None where the sizes of compressed parts before it are not known
         yet: at the next multiple of the plan's `alignment` after them and the gap.
@@ -56,7 +182,7 @@ class Extent(NamedTuple):
 
     tensor: str
     role: str
-    part: Part
+    part: WantedPart
     offset: int | None
     gap: int = 0
 
@@ -79,11 +205,12 @@ class Written(NamedTuple):
     digest: str | None = None
 
 
-def by_source(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_source(tensors: Mapping[str, WantedTensor]) -> dict[str, WantedTensor]:
     """Put tensors in the order that their data have in the file they come from."""
 
-    def place(item: tuple[str, Tensor]) -> float:
-        return min([p.offset for p in item[1].parts.values() if p.offset > 0], default=inf)
+    def place(item: tuple[str, WantedTensor]) -> float:
+        offsets = [part.source_offset for part in item[1].parts.values()]
+        return min([offset for offset in offsets if offset > 0], default=inf)
 
     return dict(sorted(tensors.items(), key=place))
 

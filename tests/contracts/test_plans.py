@@ -1,4 +1,4 @@
-"""What is planned is read: ``read(plan(index)) == index``, for all that a format can hold."""
+"""What is planned is read again, for all that a format can hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contracts.every import WRITTEN
-from tests.formats.indexes import dense, filled, index_of, plain
+from tests.formats.indexes import dense, draft_of, filled, plain
 from tests.formats.planned import materialize, wanted
 from tests.sources import CountingSource
 from xckpt import UnsupportedError, formats
@@ -20,6 +20,7 @@ from xckpt.elements import ELEMENT_TYPES
 if TYPE_CHECKING:
     from tests.contracts.declared import Declared
     from xckpt.index import Index
+    from xckpt.plan import Draft
 
 every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda each: each.name)
 # No name is that of a module which has another: a format with modules has no place for both.
@@ -29,7 +30,7 @@ NAMES = st.lists(
 
 
 @st.composite
-def indexes(draw: st.DrawFn, declared: Declared) -> Index:
+def drafts(draw: st.DrawFn, declared: Declared) -> Draft:
     """Draw dense tensors of the types, orders, compressions and digests that a format has."""
     can = formats.get(declared.name).can
     types = [name for name in can.types if ELEMENT_TYPES[name].bits >= 8]
@@ -37,27 +38,27 @@ def indexes(draw: st.DrawFn, declared: Declared) -> Index:
     for name in draw(NAMES):
         shape = tuple(draw(st.lists(st.integers(2, 5), min_size=1, max_size=3)))
         of: dict[str, Any] = {"order": draw(st.sampled_from(can.orders))}
-        of["encoding"] = draw(st.sampled_from([None, *can.compressions]))
-        of["digest"] = draw(st.sampled_from([None, *can.digests]))
+        of["compression"] = draw(st.sampled_from([None, *can.compressions]))
+        of["algorithm"] = draw(st.sampled_from([None, *can.digests]))
         tensors.append(dense(name, draw(st.sampled_from(types)), shape, **of))
-    return index_of(*tensors)
+    return draft_of(*tensors)
 
 
-def copied(declared: Declared, index: Index, data: Any) -> tuple[Index, bytes]:
-    """Write an index and read it again."""
+def copied(declared: Declared, draft: Draft, data: Any) -> tuple[Index, bytes]:
+    """Write what is wanted and read it again."""
     found = formats.get(declared.name)
-    file = materialize(found.plan(index, **declared.plan_options), data)
+    file = materialize(found.plan(draft, **declared.plan_options), data)
     return found.read(CountingSource(file)), file
 
 
 @every_format
 @given(data=st.data())
 def test_what_is_planned_is_read(declared: Declared, data: st.DataObject) -> None:
-    index = data.draw(indexes(declared))
-    contents = filled(index)
-    again, file = copied(declared, index, contents)
+    draft = data.draw(drafts(declared))
+    contents = filled(draft)
+    again, file = copied(declared, draft, contents)
     tensors, _ = plain(again)
-    for name, tensor in plain(index)[0].items():
+    for name, tensor in plain(draft)[0].items():
         found = tensors.pop(name)
         assert replace(found, attrs={}, dims=None, path=None, order=tensor.order) == tensor
         assert found.order in {tensor.order, formats.get(declared.name).can.orders[0]}
@@ -74,13 +75,13 @@ def test_what_is_planned_is_read(declared: Declared, data: st.DataObject) -> Non
 def test_a_plan_pickles_and_knows_its_extents(declared: Declared) -> None:
     found = formats.get(declared.name)
     order = found.can.orders[0]
-    index = index_of(dense("a.w", order=order), dense("a.b", shape=(2,), order=order))
-    plan = found.plan(index, **declared.plan_options)
+    draft = draft_of(dense("a.w", order=order), dense("a.b", shape=(2,), order=order))
+    plan = found.plan(draft, **declared.plan_options)
     assert {(extent.tensor, extent.role) for extent in plan.extents} == {
         ("a.w", "data"),
         ("a.b", "data"),
     }
-    data = filled(index)
+    data = filled(draft)
     assert materialize(pickle.loads(pickle.dumps(plan)), data) == materialize(plan, data)
 
 
@@ -93,6 +94,6 @@ def test_what_a_format_does_not_have_is_refused(declared: Declared) -> None:
     wrong += [dense("w", found.can.types[0], layout=layout) for layout in layouts]
     for tensor in wrong:
         with pytest.raises(UnsupportedError) as caught:
-            found.plan(index_of(tensor), **declared.plan_options)
+            found.plan(draft_of(tensor), **declared.plan_options)
         assert caught.value.tensor == "w"
         assert caught.value.rule

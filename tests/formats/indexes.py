@@ -1,56 +1,83 @@
-"""Indexes to be written, with the bytes of their parts, for tests: by hand or by hypothesis."""
+"""What is to be written, with the bytes of its parts, for tests: by hand or by hypothesis."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from hashlib import shake_128
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.index import Index, Part, Tensor
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from xckpt.index import Index
+
 Data = dict[tuple[str, str], bytes]
 
 
-def part(dtype: str, shape: tuple[int, ...], **fields: Any) -> Part:
-    """Make a part as it is wanted: of a size, and nowhere."""
-    return Part(dtype, shape, -1, nbytes_of(dtype, prod(shape)), **fields)
+part = WantedPart.of
 
 
-def dense(name: str, dtype: str = "float32", shape: tuple[int, ...] = (2, 3), **of: Any) -> Tensor:
-    """Make a dense tensor; fields of its part are those that a `Part` has."""
-    fields = {key: of.pop(key) for key in ("encoding", "digest", "inline") if key in of}
-    return Tensor(name, dtype, shape, {"data": part(dtype, shape, **fields)}, **of)
+def dense(
+    name: str, dtype: str = "float32", shape: tuple[int, ...] = (2, 3), **of: Any
+) -> WantedTensor:
+    """Make a dense tensor; fields of its part are those that a `WantedPart` has."""
+    fields = {key: of.pop(key) for key in ("compression", "algorithm", "inline") if key in of}
+    return WantedTensor(name, dtype, shape, {"data": part(dtype, shape)._replace(**fields)}, **of)
 
 
-def csr(name: str, dtype: str, shape: tuple[int, int], nonzero: int, index: str) -> Tensor:
+def csr(name: str, dtype: str, shape: tuple[int, int], nonzero: int, index: str) -> WantedTensor:
     """Make rows of a sparse matrix."""
     parts = {
         "indices": part(index, (nonzero,)),
         "indptr": part(index, (shape[0] + 1,)),
         "values": part(dtype, (nonzero,)),
     }
-    return Tensor(name, dtype, shape, parts, "sparse_csr")
+    return WantedTensor(name, dtype, shape, parts, "sparse_csr")
 
 
-def coo(name: str, dtype: str, shape: tuple[int, ...], nonzero: int, index: str) -> Tensor:
+def coo(name: str, dtype: str, shape: tuple[int, ...], nonzero: int, index: str) -> WantedTensor:
     """Make a list of coordinates."""
     parts = {"coords": part(index, (len(shape), nonzero)), "values": part(dtype, (nonzero,))}
-    return Tensor(name, dtype, shape, parts, "sparse_coo")
+    return WantedTensor(name, dtype, shape, parts, "sparse_coo")
 
 
-def index_of(*tensors: Tensor, **attrs: Any) -> Index:
-    """Make an index of tensors, with attributes of the file."""
-    return Index("made", "", {tensor.name: tensor for tensor in tensors}, attrs)
+def draft_of(*tensors: WantedTensor, **attrs: Any) -> Draft:
+    """Ask for tensors, and attributes of the file."""
+    return Draft({tensor.name: tensor for tensor in tensors}, attrs)
 
 
-def filled(index: Index) -> Data:
+def drafted(index: Index | Draft) -> Draft:
+    """Ask for what a file holds, compressed and with digests as it is."""
+    if isinstance(index, Draft):
+        return index
+    tensors = {}
+    for name, tensor in index.tensors.items():
+        assert tensor.problem is None
+        parts = {}
+        for role, of in tensor.parts.items():
+            made = part(of.dtype, of.shape or (), of.encoding, of.digest, of.offset)
+            parts[role] = made._replace(nbytes=of.decoded_nbytes or of.nbytes, inline=of.inline)
+        tensors[name] = WantedTensor(
+            name,
+            tensor.dtype,
+            tensor.shape,
+            parts,
+            tensor.layout,
+            tensor.order,
+            tensor.attrs,
+            tensor.dims,
+            tensor.quantization,
+            tensor.path,
+        )
+    return Draft(tensors, index.attrs, index.source)
+
+
+def filled(index: Draft) -> Data:
     """Make bytes for all parts, which differ wherever they can."""
     return {
         (name, role): shake_128(f"{name}/{role}".encode()).digest(part.nbytes)
@@ -59,21 +86,18 @@ def filled(index: Index) -> Data:
     }
 
 
-def plain(index: Index) -> tuple[Any, ...]:
-    """Give what two indexes of equal content have in common, wherever their bytes are."""
+def plain(of: Index | Draft) -> tuple[Any, ...]:
+    """Give what files of equal content have in common, wherever their bytes are."""
+    draft = drafted(of)
     tensors = {
         name: replace(
             tensor,
             dims=tensor.dims if any(tensor.dims or ()) else None,
-            strict=False,
-            parts={
-                role: Part(part.dtype, part.shape, 0, part.decoded_nbytes or part.nbytes)
-                for role, part in tensor.parts.items()
-            },
+            parts={role: WantedPart(*part[:3]) for role, part in tensor.parts.items()},
         )
-        for name, tensor in index.tensors.items()
+        for name, tensor in draft.tensors.items()
     }
-    return tensors, dict(index.attrs)
+    return tensors, dict(draft.attrs)
 
 
 shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), max_size=5).map(tuple)
@@ -100,13 +124,13 @@ def attributes(names: st.SearchStrategy[str] = texts) -> st.SearchStrategy[dict[
 
 
 @st.composite
-def indexes(
+def drafts(
     draw: st.DrawFn,
-    tensors: st.SearchStrategy[Tensor],
+    tensors: st.SearchStrategy[WantedTensor],
     attrs: st.SearchStrategy[Mapping[str, Any]],
     names: st.SearchStrategy[str] = texts,
-) -> Index:
-    """Draw indexes of some tensors, with names of their own and some dims."""
+) -> Draft:
+    """Draw some tensors, with names of their own and some dims."""
     chosen: Sequence[str] = draw(st.lists(names, max_size=5, unique=True))
     found = {}
     for name in chosen:
@@ -114,7 +138,7 @@ def indexes(
         axis = st.none() | st.text(min_size=1, max_size=3)
         dims = draw(st.none() | st.tuples(*[axis] * tensor.ndim))
         found[name] = replace(tensor, name=name, dims=dims)
-    return Index("made", "", found, draw(attrs))
+    return Draft(found, draw(attrs))
 
 
 @st.composite
@@ -124,7 +148,7 @@ def dense_tensors(
     dtypes: Sequence[str],
     attrs: st.SearchStrategy[dict[str, Any]],
     **of: st.SearchStrategy[str | None],
-) -> Tensor:
+) -> WantedTensor:
     """Draw dense tensors; strategies for fields of their parts by name."""
     fields = {key: draw(strategy) for key, strategy in of.items()}
     dtype = draw(st.sampled_from(dtypes))
@@ -132,7 +156,9 @@ def dense_tensors(
 
 
 @st.composite
-def sparse_tensors(draw: st.DrawFn, dtypes: Sequence[str], index_types: Sequence[str]) -> Tensor:
+def sparse_tensors(
+    draw: st.DrawFn, dtypes: Sequence[str], index_types: Sequence[str]
+) -> WantedTensor:
     """Draw sparse tensors of both layouts."""
     dtype, index = draw(st.sampled_from(dtypes)), draw(st.sampled_from(index_types))
     nonzero = draw(st.integers(0, 5))

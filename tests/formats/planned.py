@@ -11,7 +11,8 @@ import google_crc32c
 import xxhash
 import zstandard
 
-from xckpt.plan import Extent, Literal, Plan, Written
+from tests.formats.indexes import drafted
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,18 +24,18 @@ Key = tuple[str, str]
 FRAME_NBYTES = 1 << 20
 
 
-def wanted(index: Index, file: bytes) -> tuple[Index, dict[Key, bytes]]:
-    """Return what is wanted of a copy of a file: its index with raw sizes, and all raw bytes."""
+def wanted(index: Index, file: bytes) -> tuple[Draft, dict[Key, bytes]]:
+    """Return what is wanted of a copy of a file in the order of its index, and all raw bytes."""
     data: dict[Key, bytes] = {}
-    tensors = {}
-    for name, tensor in index.tensors.items():
+    draft = drafted(index)
+    tensors: dict[str, WantedTensor] = {}
+    for name, tensor in draft.tensors.items():
         parts = {}
         for role, part in tensor.parts.items():
-            raw = data[name, role] = raw_bytes(part, file)
-            digest = None if part.digest is None else part.digest.partition(":")[0]
-            parts[role] = replace(part, offset=-1, nbytes=len(raw), digest=digest)
+            raw = data[name, role] = raw_bytes(index.tensors[name].parts[role], file)
+            parts[role] = part._replace(source_offset=0, nbytes=len(raw))
         tensors[name] = replace(tensor, parts=parts)
-    return replace(index, tensors=tensors), data
+    return replace(draft, tensors=tensors), data
 
 
 def raw_bytes(part: Part, file: bytes) -> bytes:
@@ -108,16 +109,16 @@ class _Writing:
         key, part = (extent.tensor, extent.role), extent.part
         raw = stored = self._data[key]
         assert len(raw) == part.nbytes, (extent, len(raw))
-        if part.encoding is not None:
-            stored = self._stored[key] if self._stored else _ENCODERS[part.encoding](raw)
+        if part.compression is not None:
+            stored = self._stored[key] if self._stored else _ENCODERS[part.compression](raw)
         offset = extent.offset
         if offset is None:
             offset = -(-(len(file) + extent.gap) // alignment) * alignment
         _put(file, Literal(offset, stored))
         digest = None
-        if part.digest is not None:
+        if part.algorithm is not None:
             covered = stored if part.digest_of == "stored" else raw
-            digest = f"{part.digest}:{_DIGESTS[part.digest](covered)}"
+            digest = f"{part.algorithm}:{_DIGESTS[part.algorithm](covered)}"
         return Written(offset, len(stored), digest)
 
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats import archive
-from xckpt.index import Part
-from xckpt.plan import Written
+from xckpt.plan import WantedPart, Written
 from xckpt.storage import open_source
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from xckpt.index import Part
 
 TEXT = b"some text, some more text, and yet more text " * 40
 
@@ -87,7 +88,7 @@ def test_members_and_archives_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) ->
 def test_larger_ones_are_written(tmp_path: Path) -> None:
     sizes = [3 << 30, 5 << 30, 7]
     new = [
-        archive.NewMember(f"w{n}", f"w{n}", b"front", Part("uint8", (size,), 0, size))
+        archive.NewMember(f"w{n}", f"w{n}", b"front", WantedPart("uint8", (size,), size))
         for n, size in enumerate(sizes)
     ]
     plan = archive.plan(new, alignment=64)

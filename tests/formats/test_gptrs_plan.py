@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 
 from tests.conftest import golden_files
 from tests.formats.gptrs_files import GPT, id_bytes
+from tests.formats.indexes import drafted
 from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
 from xckpt.identity import base_id
-from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from xckpt.index import Index, Tensor
 
 gptrs = formats.get("gptrs")
 
@@ -40,13 +43,13 @@ ATTRS = {"kind": "gpt", "config": GPT}
 
 def tensor(
     name: str, shape: tuple[int, ...] = (2, 3), dtype: str = "float32", **fields: Any
-) -> Tensor:
-    part = Part(dtype, shape, 0, 4 * prod(shape))
-    return Tensor(name, dtype, shape, {"data": part}, **fields)
+) -> WantedTensor:
+    part = WantedPart(dtype, shape, 4 * prod(shape))
+    return WantedTensor(name, dtype, shape, {"data": part}, **fields)
 
 
-def index_of(*tensors: Tensor, **attrs: Any) -> Index:
-    return Index("", "", {each.name: each for each in tensors}, attrs)
+def draft_of(*tensors: WantedTensor, **attrs: Any) -> Draft:
+    return Draft({each.name: each for each in tensors}, attrs)
 
 
 def read(data: bytes) -> Index:
@@ -58,16 +61,16 @@ def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
     return {(n, "data"): data[p.offset : p.offset + p.nbytes] for n, p in parts.items()}
 
 
-def noise(index: Index) -> dict[tuple[str, str], bytes]:
+def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     """Give every tensor values of its own."""
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.nbytes))
-        for number, (name, each) in enumerate(index.tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
+        for number, (name, each) in enumerate(drafted(index).tensors.items())
     }
 
 
-def written(index: Index, **options: Any) -> bytes:
-    return materialize(gptrs.plan(index, **options), noise(index))
+def written(index: Index | Draft, **options: Any) -> bytes:
+    return materialize(gptrs.plan(drafted(index), **options), noise(index))
 
 
 def described(index: Index) -> dict[str, Tensor]:
@@ -85,7 +88,7 @@ def described(index: Index) -> dict[str, Tensor]:
 def test_files_of_gpt_rs_come_back_byte_for_byte(path: Path) -> None:
     data = path.read_bytes()
     index = read(data)
-    assert materialize(gptrs.plan(index), values_of(index, data)) == data
+    assert materialize(gptrs.plan(drafted(index)), values_of(index, data)) == data
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
@@ -95,11 +98,11 @@ def test_other_files_come_back_as_version_2(path: Path) -> None:
     halves = {name for name, each in old.tensors.items() if each.dtype not in gptrs.can.types}
     if old.warnings or halves:
         with pytest.raises(UnsupportedError):
-            gptrs.plan(old)
+            gptrs.plan(drafted(old))
         old = replace(
             old, tensors={n: t for n, t in old.tensors.items() if n.isascii() and n not in halves}
         )
-    copy = materialize(gptrs.plan(old), values_of(old, data))
+    copy = materialize(gptrs.plan(drafted(old)), values_of(old, data))
     new = read(copy)
     assert (new.version, new.warnings, new.attrs) == ("2", (), old.attrs)
     assert list(new.tensors) == sorted(old.tensors)
@@ -135,7 +138,7 @@ def test_what_is_planned_is_read(
     tensors: Mapping[str, tuple[Any, str, bool]], kind: str | None, config: Any, ids: str | None
 ) -> None:
     attrs = {} if kind is None else {"kind": kind, "config": config}
-    index = index_of(
+    index = draft_of(
         *(
             tensor(name, shape, dtype, attrs={"requires_grad": flag})
             for name, (shape, dtype, flag) in tensors.items()
@@ -155,17 +158,17 @@ def test_what_is_planned_is_read(
         got = copy.tensors[name]
         assert (got.shape, got.dtype) == (shape, dtype)
         assert got.attrs == {"requires_grad": flag, **identity}
-    assert materialize(gptrs.plan(copy), values_of(copy, data)) == data
+    assert materialize(gptrs.plan(drafted(copy)), values_of(copy, data)) == data
 
 
 def test_names_are_sorted_by_their_bytes() -> None:
     names = ["\U0001f600", "\uffff", "b", "B", "a.b", "a", "é"]
-    data = written(index_of(*map(tensor, names)))
+    data = written(draft_of(*map(tensor, names)))
     assert list(read(data).tensors) == ["B", "a", "a.b", "b", "é", "\uffff", "\U0001f600"]
 
 
 def test_a_scalar_gets_an_axis() -> None:
-    index = index_of(tensor("s", ()), **ATTRS)
+    index = draft_of(tensor("s", ()), **ATTRS)
     data = written(index)
     copy = read(data)
     assert copy.tensors["s"].shape == (1,)
@@ -176,7 +179,7 @@ def test_a_scalar_gets_an_axis() -> None:
 
 
 def test_a_kind_makes_a_checkpoint() -> None:
-    index = index_of(tensor("w"))
+    index = draft_of(tensor("w"))
     assert written(index).startswith(b"GPTRSTEN\x02\0\0\0")
     made = written(index, kind="gpt", config=GPT)
     assert made.startswith(b"GPTRSCHK\x02\0\0\0")
@@ -185,7 +188,7 @@ def test_a_kind_makes_a_checkpoint() -> None:
 
 
 def test_options_come_before_attributes() -> None:
-    index = index_of(tensor("w"), **ATTRS, ids="stored")
+    index = draft_of(tensor("w"), **ATTRS, ids="stored")
     assert read(written(index, kind="custom", config=[1])).attrs == {
         "kind": "custom",
         "config": [1],
@@ -198,7 +201,7 @@ def test_options_come_before_attributes() -> None:
 
 
 def test_ids_are_hashes_of_names() -> None:
-    index = index_of(tensor("lm_head", attrs={"base_id": "0" * 32}), **ATTRS)
+    index = draft_of(tensor("lm_head", attrs={"base_id": "0" * 32}), **ATTRS)
     name = struct.pack("<I", 7) + b"lm_head"
     assert name + bytes(16) in written(index)
     assert name + id_bytes("lm_head") in written(index, ids="stored")
@@ -207,7 +210,7 @@ def test_ids_are_hashes_of_names() -> None:
 def test_the_config_is_compact_ascii_in_its_own_order() -> None:
     runtime = {"weight_streaming": {"enabled": True, "device_budget_bytes": 9}}
     attrs = {"runtime": runtime, "config": {"b": 1e-05, "a": "é"}, "kind": "x", "more": 1}
-    data = written(index_of(**attrs))
+    data = written(draft_of(**attrs))
     text = (
         b'{"kind":"x","config":{"b":1e-05,"a":"\\u00e9"},'
         b'"runtime":{"weight_streaming":{"enabled":true,"device_budget_bytes":9}}}'
@@ -218,8 +221,8 @@ def test_the_config_is_compact_ascii_in_its_own_order() -> None:
 def test_names_of_axes() -> None:
     dims = ("vocab_size", "embed_dim")
     named = tensor("tok_embeddings.weight", (7, 4), dims=dims)
-    assert b"xckpt.dims" not in written(index_of(named, **ATTRS))
-    index = index_of(replace(named, dims=("vocab_size", "e")), tensor("x", dims=("é", None)))
+    assert b"xckpt.dims" not in written(draft_of(named, **ATTRS))
+    index = draft_of(replace(named, dims=("vocab_size", "e")), tensor("x", dims=("é", None)))
     data = written(replace(index, attrs=ATTRS))
     copy = read(data)
     assert {name: each.dims for name, each in copy.tensors.items()} == {
@@ -227,7 +230,7 @@ def test_names_of_axes() -> None:
         "x": ("é", None),
     }
     assert copy.attrs == ATTRS
-    assert materialize(gptrs.plan(copy), values_of(copy, data)) == data
+    assert materialize(gptrs.plan(drafted(copy)), values_of(copy, data)) == data
     assert read(written(index)).tensors["x"].dims is None
 
 
@@ -244,7 +247,7 @@ def test_what_the_format_declares() -> None:
 # --- what gpt.rs would refuse ---------------------------------------------------------------------
 
 
-def refused(index: Index, rule: str, name: str | None = None, /, **options: Any) -> str:
+def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
         gptrs.plan(index, **options)
     error = caught.value
@@ -255,36 +258,36 @@ def refused(index: Index, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["int64", "float64", "float16", "bfloat16", "bool"])
 def test_element_types(dtype: str) -> None:
-    text = refused(index_of(tensor("w", dtype=dtype)), "DType", "w")
+    text = refused(draft_of(tensor("w", dtype=dtype)), "DType", "w")
     assert dtype in text
     assert "Convert it to a dense tensor of float32, int32" in text
 
 
 def test_layouts() -> None:
-    assert "sparse_csr" in refused(index_of(tensor("w", layout="sparse_csr")), "Layout", "w")
+    assert "sparse_csr" in refused(draft_of(tensor("w", layout="sparse_csr")), "Layout", "w")
 
 
 def test_names() -> None:
-    index = index_of(tensor("ok"), tensor("poids.été"), **ATTRS)
+    index = draft_of(tensor("ok"), tensor("poids.été"), **ATTRS)
     text = refused(index, "Name", "poids.été")
     assert "checkpoint" in text
     assert "'é'" in text
     assert "container='tensors'" in text
     assert "poids.été" in read(written(index, container="tensors")).tensors
-    assert "archive" in refused(index_of(tensor("\ud800")), "Name", "\ud800")
+    assert "archive" in refused(draft_of(tensor("\ud800")), "Name", "\ud800")
 
 
 @pytest.mark.parametrize("flag", ["yes", 2, None, [True]])
 def test_requires_grad(flag: Any) -> None:
-    index = index_of(tensor("w", attrs={"requires_grad": flag}))
+    index = draft_of(tensor("w", attrs={"requires_grad": flag}))
     assert repr(flag) in refused(index, "RequiresGrad", "w")
 
 
 def test_a_checkpoint_needs_a_kind() -> None:
-    refused(index_of(tensor("w")), "ConfigKind", container="checkpoint")
-    refused(index_of(tensor("w")), "ConfigKind", config=GPT)
-    refused(index_of(config=None), "ConfigKind")
-    assert "5 is not text" in refused(index_of(kind=5), "ConfigKind")
+    refused(draft_of(tensor("w")), "ConfigKind", container="checkpoint")
+    refused(draft_of(tensor("w")), "ConfigKind", config=GPT)
+    refused(draft_of(config=None), "ConfigKind")
+    assert "5 is not text" in refused(draft_of(kind=5), "ConfigKind")
 
 
 @pytest.mark.parametrize(
@@ -292,18 +295,18 @@ def test_a_checkpoint_needs_a_kind() -> None:
     [float("nan"), {"a": float("inf")}, {1: 2}, {"a": (1, 2)}, {"a": object()}, b"{}", "\ud800"],
 )
 def test_configs_that_are_not_json(config: Any) -> None:
-    refused(index_of(kind="x", config=config), "ConfigJson")
-    refused(index_of(), "ConfigJson", kind="x", config=config)
+    refused(draft_of(kind="x", config=config), "ConfigJson")
+    refused(draft_of(), "ConfigJson", kind="x", config=config)
 
 
 def test_configs_that_are_too_deep_or_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = 1
     for _ in range(126):
         config = [config]
-    gptrs.plan(index_of(kind="x", config=config))
-    refused(index_of(kind="x", config=[config]), "ConfigJson")
+    gptrs.plan(draft_of(kind="x", config=config))
+    refused(draft_of(kind="x", config=[config]), "ConfigJson")
     monkeypatch.setattr("xckpt.formats.gptrs.models.LARGEST_CONFIG", 100)
-    assert "more than 100" in refused(index_of(kind="x", config="x" * 100), "ConfigJson")
+    assert "more than 100" in refused(draft_of(kind="x", config="x" * 100), "ConfigJson")
 
 
 @pytest.mark.parametrize(
@@ -321,17 +324,17 @@ def test_configs_that_are_too_deep_or_too_long(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_runtimes(runtime: Any) -> None:
-    refused(index_of(**ATTRS, runtime=runtime), "ConfigRuntime")
+    refused(draft_of(**ATTRS, runtime=runtime), "ConfigRuntime")
 
 
 def test_an_index_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xckpt.formats.gptrs._LARGEST_U32", 100)
-    gptrs.plan(index_of(tensor("a")))
-    assert "the index has" in refused(index_of(tensor("a" * 50), tensor("b")), "Length")
+    gptrs.plan(draft_of(tensor("a")))
+    assert "the index has" in refused(draft_of(tensor("a" * 50), tensor("b")), "Length")
 
 
 def test_wrong_options() -> None:
-    index = index_of(tensor("w"))
+    index = draft_of(tensor("w"))
     with pytest.raises(ValueError, match="container='zip' is not one of 'checkpoint', 'tensors'"):
         gptrs.plan(index, container="zip")
     with pytest.raises(ValueError, match="ids='some'"):

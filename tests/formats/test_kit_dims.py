@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.formats.indexes import dense
 from xckpt.formats.kit import dims_text, with_dims
+from xckpt.index import Tensor
 
 NAMES = st.text(min_size=1, max_size=4)
+
+
+def dense(name: str, shape: tuple[int, ...] = (2, 3), dims: Any = None) -> Tensor:
+    return Tensor(name, "float32", shape, {}, dims=dims)
 
 
 @given(st.dictionaries(st.text(max_size=6), st.lists(st.none() | NAMES, max_size=4).map(tuple)))

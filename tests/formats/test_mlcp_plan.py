@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import golden_files
+from tests.formats.indexes import drafted
 from tests.formats.planned import materialize, materialize_all
 from tests.sources import CountingSource
 from xckpt import formats
@@ -21,11 +22,13 @@ from xckpt.errors import UnsupportedError
 from xckpt.formats.mlcp import variable_name
 from xckpt.formats.mlcp.metadata import to_json
 from xckpt.formats.mlcp.records import NetCursor, read_block, written_block, written_string
-from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from xckpt.index import Index
 
 mlcp = formats.get("mlcp")
 
@@ -40,19 +43,19 @@ ANY_TIME = {"timestamp": "2024-01-08T12:30:45Z"}
 
 def tensor(
     variable: str, /, shape: tuple[int, ...] = (2, 3), dtype: str = "float32", **attrs: Any
-) -> Tensor:
-    part = Part(dtype, shape, 0, nbytes_of(dtype, prod(shape)))
-    return Tensor(variable, dtype, shape, {"data": part}, attrs=attrs)
+) -> WantedTensor:
+    part = WantedPart(dtype, shape, nbytes_of(dtype, prod(shape)))
+    return WantedTensor(variable, dtype, shape, {"data": part}, attrs=attrs)
 
 
-def index_of(*tensors: Tensor, source: str = "", **attrs: Any) -> Index:
-    return Index("", "", {each.name: each for each in tensors}, ANY_TIME | attrs, source)
+def draft_of(*tensors: WantedTensor, source: str = "", **attrs: Any) -> Draft:
+    return Draft({each.name: each for each in tensors}, ANY_TIME | attrs, source)
 
 
-def noise(index: Index) -> dict[tuple[str, str], bytes]:
+def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.nbytes))
-        for number, (name, each) in enumerate(index.tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
+        for number, (name, each) in enumerate(drafted(index).tensors.items())
     }
 
 
@@ -73,13 +76,14 @@ def read(data: bytes) -> Index:
     return mlcp.read(CountingSource(data))
 
 
-def written(index: Index, **options: Any) -> bytes:
-    return materialize(mlcp.plan(index, **options), noise(index))
+def written(index: Index | Draft, **options: Any) -> bytes:
+    return materialize(mlcp.plan(drafted(index), **options), noise(index))
 
 
-def written_set(index: Index, **options: Any) -> dict[str, bytes]:
-    files = materialize_all(mlcp.plan(index, **options), noise(index))
-    return {name or index.source: data for name, data in files.items()}
+def written_set(index: Index | Draft, **options: Any) -> dict[str, bytes]:
+    draft = drafted(index)
+    files = materialize_all(mlcp.plan(draft, **options), noise(draft))
+    return {name or draft.path: data for name, data in files.items()}
 
 
 def values_of(index: Index, files: Mapping[Any, bytes]) -> dict[tuple[str, str], bytes]:
@@ -87,11 +91,11 @@ def values_of(index: Index, files: Mapping[Any, bytes]) -> dict[tuple[str, str],
     return {(n, "data"): files[p.shard][p.offset : p.offset + p.nbytes] for n, p in parts.items()}
 
 
-def described(index: Index) -> dict[str, Tensor]:
+def described(index: Index | Draft) -> dict[str, WantedTensor]:
     """Give the tensors, wherever their data are."""
     return {
         name: replace(each, parts={}, attrs={"rank": 0, **each.attrs})
-        for name, each in index.tensors.items()
+        for name, each in drafted(index).tensors.items()
     }
 
 
@@ -136,7 +140,7 @@ def test_records_are_what_upstream_writes(path: Path) -> None:
 def test_data_follow_the_last_record(path: Path) -> None:
     data = path.read_bytes()
     index = read(data)
-    copy = materialize(mlcp.plan(index), values_of(index, {None: data}))
+    copy = materialize(mlcp.plan(drafted(index)), values_of(index, {None: data}))
     _, old, body = split(data)
     _, new, copied = split(copy)
     assert copied == body
@@ -146,7 +150,7 @@ def test_data_follow_the_last_record(path: Path) -> None:
         fields[name]["shardCount"] = len(fields["shards"])
     assert json.loads(new) == fields
     again = read(copy)
-    assert materialize(mlcp.plan(again), values_of(again, {None: copy})) == copy
+    assert materialize(mlcp.plan(drafted(again)), values_of(again, {None: copy})) == copy
 
 
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.name)
@@ -157,7 +161,7 @@ def test_files_of_shards_have_no_checksum(path: Path) -> None:
     files: dict[str | None, bytes] = {
         name: (path.parent / name).read_bytes() for name in index.shards
     }
-    copies = materialize_all(mlcp.plan(index), values_of(index, files))
+    copies = materialize_all(mlcp.plan(drafted(index)), values_of(index, files))
     fields = json.loads(path.read_bytes())
     for shard in fields["shards"]:
         name = shard["filePath"]
@@ -192,7 +196,7 @@ def test_floats(number: float, text: bytes) -> None:
 
 @pytest.mark.parametrize("value", [{1: 2}, (1,), b"x", float("nan"), "\ud800", object()])
 def test_what_is_not_json(value: Any) -> None:
-    refused(index_of(more=[value]), "Metadata")
+    refused(draft_of(more=[value]), "Metadata")
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def test_what_is_planned_is_read(
             named = {} if variable == name else {"name": name}
             tensors.append(tensor(variable, shape, dtype, rank=rank, **named))
     source = "x.metadata.json" if several else "x.checkpoint"
-    index = index_of(*tensors, source=source, **attrs)
+    index = draft_of(*tensors, source=source, **attrs)
     files = written_set(index)
     copy = mlcp.read(Files(files, source))
     assert not copy.warnings
@@ -276,7 +280,7 @@ def test_what_is_planned_is_read(
 
 
 def test_a_set_may_be_opened_by_its_metadata() -> None:
-    index = index_of(
+    index = draft_of(
         tensor("w@rank_0", rank=0, name="w"),
         tensor("w@rank_1", (4,), rank=1, name="w"),
         source="some/where/step_1.metadata.json",
@@ -298,7 +302,7 @@ def test_a_set_may_be_opened_by_its_metadata() -> None:
 
 
 def test_metadata_that_name_shards_otherwise() -> None:
-    index = index_of(
+    index = draft_of(
         tensor("a", rank=0), tensor("b", (4,), rank=2), source="some/where/step_1.metadata.json"
     )
     plan = mlcp.plan(index)
@@ -316,7 +320,7 @@ def test_metadata_that_name_shards_otherwise() -> None:
 
 
 def test_fields_of_a_new_checkpoint() -> None:
-    index = Index("", "", {"w": tensor("w")}, {"kind": "gpt", "config": {"n": 1}})
+    index = Draft({"w": tensor("w")}, {"kind": "gpt", "config": {"n": 1}})
     attrs = dict(read(written(index)).attrs)
     sharding = {"strategy": "", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", attrs.pop("timestamp"))
@@ -346,7 +350,7 @@ def test_fields_of_a_new_checkpoint() -> None:
 def test_lists_of_tensors_are_made_anew() -> None:
     stale = [{"name": "old", "shape": [1]}]
     shards = [{"rank": 2, "tensors": stale}, {"rank": 0}]
-    index = index_of(
+    index = draft_of(
         tensor("a", (2,), rank=0), tensor("b", (), rank=1), shards=shards, tensorInfos=stale
     )
     attrs = read(written(index)).attrs
@@ -354,23 +358,23 @@ def test_lists_of_tensors_are_made_anew() -> None:
     assert attrs["sharding"]["shardCount"] == 3
     infos = [(info["name"], info["offset"]) for info in attrs["tensorInfos"]]
     assert infos == [("a", 0), ("b", 0)]
-    assert read(written(index_of(tensorInfos=[]))).attrs["tensorInfos"] == []
+    assert read(written(draft_of(tensorInfos=[]))).attrs["tensorInfos"] == []
 
 
 def test_of_two_names_of_sharding_the_last_counts() -> None:
     said = {"strategy": "ddp", "more": [1]}
-    attrs = read(written(index_of(sharding=None, shardingStrategy=said))).attrs
+    attrs = read(written(draft_of(sharding=None, shardingStrategy=said))).attrs
     wanted = {"strategy": "ddp", "shardCount": 1, "precision": "", "strategySpecificInfo": {}}
     assert attrs["sharding"] == attrs["shardingStrategy"] == wanted | {"more": [1]}
-    attrs = read(written(index_of(sharding=said, shardingStrategy=None))).attrs
+    attrs = read(written(draft_of(sharding=said, shardingStrategy=None))).attrs
     assert attrs["sharding"] is attrs["shardingStrategy"] is None
 
 
 def test_renamed_variables_have_the_new_name() -> None:
-    index = index_of(tensor("new", rank=1, name="w"), tensor("w@rank_0", rank=0, name="w"))
+    index = draft_of(tensor("new", rank=1, name="w"), tensor("w@rank_0", rank=0, name="w"))
     assert list(read(written(index)).tensors) == ["new", "w"]
     # Without the attribute this is the name itself, which reading never takes apart.
-    copy = read(written(index_of(tensor("w@rank_1"))))
+    copy = read(written(draft_of(tensor("w@rank_1"))))
     assert copy.tensors["w@rank_1@rank_0"].attrs == {"rank": 0, "name": "w@rank_1"}
 
 
@@ -381,7 +385,7 @@ def test_names_of_axes(source: str) -> None:
         replace(tensor("w@rank_1", rank=1, name="w"), dims=("é", "c")),
         tensor("x", rank=1),
     ]
-    index = index_of(*tensors, source=source)
+    index = draft_of(*tensors, source=source)
     files = written_set(index)
     copy = mlcp.read(Files(files, source))
     assert [each.dims for each in copy.tensors.values()] == [("row", None), ("é", "c"), None]
@@ -392,7 +396,7 @@ def test_names_of_axes(source: str) -> None:
 
 
 def test_no_tensors() -> None:
-    data = written(index_of())
+    data = written(draft_of())
     assert split(data)[2] == bytes(4)
     assert not read(data).tensors
     assert read(data).attrs["payload"] == "tail"
@@ -410,7 +414,7 @@ def test_what_the_format_declares() -> None:
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-def refused(index: Index, rule: str, name: str | None = None, /, **options: Any) -> str:
+def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
         mlcp.plan(index, **options)
     error = caught.value
@@ -421,22 +425,22 @@ def refused(index: Index, rule: str, name: str | None = None, /, **options: Any)
 
 @pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "bool32"])
 def test_element_types(dtype: str) -> None:
-    assert dtype in refused(index_of(tensor("w", dtype=dtype)), "DType", "w")
+    assert dtype in refused(draft_of(tensor("w", dtype=dtype)), "DType", "w")
 
 
 def test_layouts() -> None:
     sparse = replace(tensor("w"), layout="sparse_coo")
-    assert "sparse_coo" in refused(index_of(sparse), "Layout", "w")
+    assert "sparse_coo" in refused(draft_of(sparse), "Layout", "w")
 
 
 @pytest.mark.parametrize("rank", ["0", None, 1.0, True, 2**31])
 def test_ranks(rank: Any) -> None:
-    assert repr(rank) in refused(index_of(tensor("w", rank=rank)), "Rank", "w")
+    assert repr(rank) in refused(draft_of(tensor("w", rank=rank)), "Rank", "w")
 
 
 def test_names() -> None:
-    refused(index_of(tensor("\udc80")), "Name", "\udc80")
-    twice = index_of(tensor("w", rank=1), tensor("w@rank_1", rank=1, name="w"))
+    refused(draft_of(tensor("\udc80")), "Name", "\udc80")
+    twice = draft_of(tensor("w", rank=1), tensor("w@rank_1", rank=1, name="w"))
     assert "rank 1" in refused(twice, "DuplicateName", "w@rank_1")
 
 
@@ -460,23 +464,23 @@ def test_names() -> None:
     ],
 )
 def test_attributes(attrs: dict[str, Any]) -> None:
-    refused(index_of(**attrs), "Metadata")
-    refused(index_of(**attrs, source="m.metadata.json"), "Metadata")
+    refused(draft_of(**attrs), "Metadata")
+    refused(draft_of(**attrs, source="m.metadata.json"), "Metadata")
 
 
 def test_attributes_that_are_too_deep() -> None:
     value: Any = 1
     for _ in range(63):
         value = [value]
-    mlcp.plan(index_of(more=value))
-    assert "deeper" in refused(index_of(more=[value]), "Metadata")
+    mlcp.plan(draft_of(more=value))
+    assert "deeper" in refused(draft_of(more=[value]), "Metadata")
 
 
 @pytest.mark.parametrize(
     "text", ["2024-01-08T12:30:45.1234567+02:00", "2024-02-29", "2024-02-29T01:02"]
 )
 def test_times(text: str) -> None:
-    assert read(written(index_of(timestamp=text))).attrs["timestamp"] == text
+    assert read(written(draft_of(timestamp=text))).attrs["timestamp"] == text
 
 
 @pytest.mark.parametrize(
@@ -492,24 +496,24 @@ def test_times(text: str) -> None:
     ],
 )
 def test_what_is_no_time(text: str) -> None:
-    refused(index_of(timestamp=text), "Timestamp")
+    refused(draft_of(timestamp=text), "Timestamp")
 
 
 def test_large_shards() -> None:
     big = [tensor(name, (2**28,)) for name in ("a", "b", "c")]
-    index = index_of(*big, source="m.metadata.json")
+    index = draft_of(*big, source="m.metadata.json")
     assert "2147483648" in refused(index, "Length", "b")
     assert (mlcp.plan(index, multi_shard=False).nbytes or 0) > 3 << 30
     apart = [replace(each, attrs={"rank": rank}) for rank, each in enumerate(big)]
-    assert len(mlcp.plan(index_of(*apart, source="m.metadata.json")).companions) == 3
+    assert len(mlcp.plan(draft_of(*apart, source="m.metadata.json")).companions) == 3
 
 
 def test_long_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xckpt.formats.mlcp._BOUND_I32", 500)
-    assert "metadata have" in refused(index_of(more="x" * 500), "Length")
+    assert "metadata have" in refused(draft_of(more="x" * 500), "Length")
 
 
 def test_several_files_need_the_name_of_their_metadata() -> None:
     for source in ("", "m.checkpoint", "metadata.json"):
         with pytest.raises(ValueError, match=r"PREFIX.metadata.json"):
-            mlcp.plan(index_of(source=source), multi_shard=True)
+            mlcp.plan(draft_of(source=source), multi_shard=True)

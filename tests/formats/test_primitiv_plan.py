@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 
 from tests.conftest import golden_files
 from tests.formats import primitiv_files as files
+from tests.formats.indexes import drafted
 from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
 from xckpt.formats.primitiv.names import key_and_stat, variable_name
-from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from xckpt.index import Index, Tensor
 
 primitiv = formats.get("primitiv")
 
@@ -32,32 +35,32 @@ WRITTEN = golden_files("primitiv/*.primitiv")
 ODD = golden_files("primitiv/odd/*.primitiv")
 
 
-def tensor(name: str, shape: tuple[int, ...] = (2, 3), **fields: Any) -> Tensor:
-    part = Part("float32", shape, 0, 4 * prod(shape))
-    return Tensor(name, "float32", shape, {"data": part}, order="F", **fields)
+def tensor(name: str, shape: tuple[int, ...] = (2, 3), **fields: Any) -> WantedTensor:
+    part = WantedPart("float32", shape, 4 * prod(shape))
+    return WantedTensor(name, "float32", shape, {"data": part}, order="F", **fields)
 
 
-def index_of(*tensors: Tensor, **attrs: Any) -> Index:
-    return Index("", "", {each.name: each for each in tensors}, attrs)
+def draft_of(*tensors: WantedTensor, **attrs: Any) -> Draft:
+    return Draft({each.name: each for each in tensors}, attrs)
 
 
-def named(*names: str) -> Index:
-    return index_of(*map(tensor, names))
+def named(*names: str) -> Draft:
+    return draft_of(*map(tensor, names))
 
 
 def read(data: bytes) -> Index:
     return primitiv.read(CountingSource(data))
 
 
-def noise(index: Index) -> dict[tuple[str, str], bytes]:
+def noise(index: Index | Draft) -> dict[tuple[str, str], bytes]:
     return {
-        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.nbytes))
-        for number, (name, each) in enumerate(index.tensors.items())
+        (name, "data"): bytes((7 * number + i) % 251 for i in range(each.parts["data"].nbytes))
+        for number, (name, each) in enumerate(drafted(index).tensors.items())
     }
 
 
-def written(index: Index, **options: Any) -> bytes:
-    return materialize(primitiv.plan(index, **options), noise(index))
+def written(index: Index | Draft, **options: Any) -> bytes:
+    return materialize(primitiv.plan(drafted(index), **options), noise(index))
 
 
 def values_of(index: Index, data: bytes) -> dict[tuple[str, str], bytes]:
@@ -77,14 +80,14 @@ def described(index: Index) -> dict[str, Tensor]:
 def test_files_of_the_library_come_back_byte_for_byte(path: Path) -> None:
     data = path.read_bytes()
     index = read(data)
-    assert materialize(primitiv.plan(index), values_of(index, data)) == data
+    assert materialize(primitiv.plan(drafted(index)), values_of(index, data)) == data
 
 
 @pytest.mark.parametrize("path", ODD, ids=lambda path: path.stem)
 def test_odd_files_come_back_as_the_library_writes_them(path: Path) -> None:
     data = path.read_bytes()
     index = read(data)
-    copy = materialize(primitiv.plan(index), values_of(index, data))
+    copy = materialize(primitiv.plan(drafted(index)), values_of(index, data))
     again = read(copy)
     assert len(copy) <= len(data)
     # As text, in which NaN equals NaN.
@@ -105,7 +108,7 @@ def test_a_model_by_hand() -> None:
             ),
         ),
     )
-    index = index_of(tensor("a.w"), tensor("a.w:Adam.m1", (2, 1)), tensor("B"))
+    index = draft_of(tensor("a.w"), tensor("a.w:Adam.m1", (2, 1)), tensor("B"))
     data = {("a.w", "data"): value.tobytes("F"), ("B", "data"): value.tobytes("F")}
     data["a.w:Adam.m1", "data"] = stat.tobytes()
     assert materialize(primitiv.plan(index), data) == expected
@@ -116,7 +119,7 @@ def test_lengths_have_the_shortest_form(nbytes: int) -> None:
     values = np.zeros(nbytes // 4, "f4")
     expected = files.file(files.TENSOR, files.tensor(values))
     shape = () if nbytes == 4 else values.shape
-    index = index_of(tensor("value", shape))
+    index = draft_of(tensor("value", shape))
     assert materialize(
         primitiv.plan(index, data_type="Tensor"), {("value", "data"): values.tobytes()}
     ) == expected.replace(b"\x91" + files.uint32(1), b"\x90")
@@ -161,7 +164,7 @@ def test_what_is_planned_is_read(parameters: Mapping[tuple[str, ...], Any]) -> N
             full = (*shape, batch) if batch > 1 else shape
             tensors.append(tensor(name, full, dims=axes))
             expected[name] = as_read((shape, batch))
-    index = index_of(*tensors)
+    index = draft_of(*tensors)
     data = written(index)
     copy = read(data)
     assert copy.attrs == {"data_type": "Model"}
@@ -171,7 +174,7 @@ def test_what_is_planned_is_read(parameters: Mapping[tuple[str, ...], Any]) -> N
         parameters, key=lambda key: [e.encode("utf-8", "surrogateescape") for e in key]
     )
     assert values_of(copy, data) == noise(index)
-    assert materialize(primitiv.plan(copy), values_of(copy, data)) == data
+    assert materialize(primitiv.plan(drafted(copy)), values_of(copy, data)) == data
 
 
 @given(KEYS, st.none() | ELEMENTS)
@@ -199,7 +202,7 @@ def test_names_of_other_formats(name: str, key: list[str]) -> None:
 
 
 def test_places_in_a_tree_are_keys() -> None:
-    index = index_of(
+    index = draft_of(
         tensor("w@rank_0", path=("rank_0", "w")),
         tensor("a.b.w", path=("a.b", "w")),
         tensor("a.b.w:m", path=("a.b", "w:m")),
@@ -225,7 +228,7 @@ def test_parameters_are_sorted_and_statistics_are_not() -> None:
 
 
 def test_what_trailing_ones_come_back_as() -> None:
-    index = index_of(
+    index = draft_of(
         tensor("a", (3, 1, 1)),
         tensor("b", (1, 3)),
         tensor("c", (1, 1)),
@@ -238,8 +241,8 @@ def test_what_trailing_ones_come_back_as() -> None:
 
 
 def test_types_of_data() -> None:
-    assert read(written(index_of())).attrs == {"data_type": "Model"}
-    one = index_of(tensor("w", (2, 3), dims=(None, "batch")))
+    assert read(written(draft_of())).attrs == {"data_type": "Model"}
+    one = draft_of(tensor("w", (2, 3), dims=(None, "batch")))
     copy = read(written(one, data_type="Tensor"))
     assert (copy.attrs, list(copy.tensors)) == ({"data_type": "Tensor"}, ["value"])
     assert copy.tensors["value"].dims == (None, "batch")
@@ -258,15 +261,15 @@ RATES = st.dictionaries(ELEMENTS, st.floats(width=32, allow_nan=False), max_size
 
 @given(SETTINGS, RATES)
 def test_settings_of_an_optimizer(integers: dict[str, int], floats: dict[str, float]) -> None:
-    copy = read(written(index_of(uint_configs=integers, float_configs=floats)))
+    copy = read(written(draft_of(uint_configs=integers, float_configs=floats)))
     assert copy.attrs["data_type"] == "Optimizer"
     assert list(copy.attrs["uint_configs"].items()) == list(integers.items())
     assert list(copy.attrs["float_configs"].items()) == list(floats.items())
-    assert written(copy) == written(index_of(uint_configs=integers, float_configs=floats))
+    assert written(copy) == written(draft_of(uint_configs=integers, float_configs=floats))
 
 
 def test_rates_are_rounded_as_the_library_has_them() -> None:
-    data = written(index_of(float_configs={"SGD.eta": 0.1, "n": float("nan")}))
+    data = written(draft_of(float_configs={"SGD.eta": 0.1, "n": float("nan")}))
     rates = read(data).attrs["float_configs"]
     assert rates["SGD.eta"] == struct.unpack("f", struct.pack("f", 0.1))[0]
     assert rates["n"] != rates["n"]
@@ -274,7 +277,7 @@ def test_rates_are_rounded_as_the_library_has_them() -> None:
 
 @given(DIMS, st.integers(1, 9))
 def test_shapes(dims: tuple[int, ...], batch: int) -> None:
-    attrs = read(written(index_of(data_type="Shape", dims=list(dims), batch=batch))).attrs
+    attrs = read(written(draft_of(data_type="Shape", dims=list(dims), batch=batch))).attrs
     assert attrs == {"data_type": "Shape", "dims": list(as_read((dims, 1))[0]), "batch": batch}
 
 
@@ -296,7 +299,7 @@ def test_what_the_format_declares() -> None:
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-def refused(index: Index, rule: str, name: str | None = None, /, **options: Any) -> str:
+def refused(index: Draft, rule: str, name: str | None = None, /, **options: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
         primitiv.plan(index, **options)
     error = caught.value
@@ -308,11 +311,11 @@ def refused(index: Index, rule: str, name: str | None = None, /, **options: Any)
 @pytest.mark.parametrize("dtype", ["float64", "int32", "bfloat16"])
 def test_element_types(dtype: str) -> None:
     other = replace(tensor("w"), dtype=dtype)
-    assert dtype in refused(index_of(other), "DType", "w")
+    assert dtype in refused(draft_of(other), "DType", "w")
 
 
 def test_layouts() -> None:
-    assert "sparse_csr" in refused(index_of(tensor("w", layout="sparse_csr")), "Layout", "w")
+    assert "sparse_csr" in refused(draft_of(tensor("w", layout="sparse_csr")), "Layout", "w")
 
 
 @pytest.mark.parametrize(
@@ -326,21 +329,21 @@ def test_layouts() -> None:
     ],
 )
 def test_tensors_that_are_too_large(shape: tuple[int, ...], rule: str) -> None:
-    refused(index_of(tensor("w", shape)), rule, "w")
+    refused(draft_of(tensor("w", shape)), rule, "w")
 
 
 def test_the_largest_tensor() -> None:
-    plan = primitiv.plan(index_of(tensor("w", (2**30 - 1,))))
+    plan = primitiv.plan(draft_of(tensor("w", (2**30 - 1,))))
     (extent,) = plan.extents
     assert plan.nbytes == (extent.offset or 0) + 4 * (2**30 - 1) + 5
     assert plan.literals[0].data.endswith(b"\xc6\xff\xff\xff\xfc")
 
 
 def test_a_batch_of_parameters() -> None:
-    index = index_of(tensor("w", (2, 3), dims=(None, "batch")))
+    index = draft_of(tensor("w", (2, 3), dims=(None, "batch")))
     assert "batch of 3" in refused(index, "Batch", "w")
     assert "batch of 3" in refused(index, "Batch", "w", data_type="Parameter")
-    single = index_of(tensor("w", (2, 1), dims=(None, "batch")))
+    single = draft_of(tensor("w", (2, 1), dims=(None, "batch")))
     assert read(written(single)).tensors["w"].shape == (2,)
 
 
@@ -348,18 +351,18 @@ def test_keys_that_no_model_has() -> None:
     assert "'a.b'" in refused(named("a.b", "a"), "Key", "a")
     assert "'a.%'" in refused(named("a.%", "a."), "DuplicateName", "a.")
     refused(named("\ud800"), "Key", "\ud800")
-    refused(index_of(tensor("w"), tensor("x", path=("w:\ud800",))), "Statistic", "x")
+    refused(draft_of(tensor("w"), tensor("x", path=("w:\ud800",))), "Statistic", "x")
 
 
 def test_a_statistic_without_its_parameter() -> None:
-    index = index_of(tensor("a.w:m", attrs={"key": ["a", "w"], "stat": "m"}), tensor("b"))
+    index = draft_of(tensor("a.w:m", attrs={"key": ["a", "w"], "stat": "m"}), tensor("b"))
     assert "'a.w'" in refused(index, "Statistic", "a.w:m")
 
 
 @pytest.mark.parametrize("data_type", ["Tensor", "Parameter"])
 def test_files_of_one_tensor(data_type: str) -> None:
     assert "not 2" in refused(named("a", "b"), "Count", "b", data_type=data_type)
-    assert "not 0" in refused(index_of(), "Count", data_type=data_type)
+    assert "not 0" in refused(draft_of(), "Count", data_type=data_type)
 
 
 def test_a_tensor_has_no_statistics() -> None:
@@ -374,7 +377,7 @@ def test_files_without_tensors(data_type: str) -> None:
 @pytest.mark.parametrize("attr", ["dims", "batch", "uint_configs", "float_configs", "optimizer"])
 @pytest.mark.parametrize("data_type", ["Shape", "Optimizer", "Model"])
 def test_attributes_of_other_files(attr: str, data_type: str) -> None:
-    index = index_of(data_type=data_type, **{attr: {}})
+    index = draft_of(data_type=data_type, **{attr: {}})
     is_own = (data_type == "Shape" and attr in {"dims", "batch"}) or (
         data_type == "Optimizer" and attr not in {"dims", "batch"}
     )
@@ -395,11 +398,11 @@ def test_attributes_of_other_files(attr: str, data_type: str) -> None:
     ],
 )
 def test_shapes_that_cannot_be(attrs: dict[str, Any]) -> None:
-    refused(index_of(**attrs), "ShapeSize", data_type="Shape")
+    refused(draft_of(**attrs), "ShapeSize", data_type="Shape")
 
 
 def test_shapes_that_are_too_deep() -> None:
-    refused(index_of(dims=[2] * 9), "ShapeDepth", data_type="Shape")
+    refused(draft_of(dims=[2] * 9), "ShapeDepth", data_type="Shape")
 
 
 @pytest.mark.parametrize(
@@ -418,12 +421,12 @@ def test_shapes_that_are_too_deep() -> None:
     ],
 )
 def test_settings_that_cannot_be(attrs: dict[str, Any]) -> None:
-    refused(index_of(**attrs), "Settings", data_type="Optimizer")
+    refused(draft_of(**attrs), "Settings", data_type="Optimizer")
 
 
 @pytest.mark.parametrize("data_type", ["model", 3, None])
 def test_types_of_data_that_there_are_not(data_type: Any) -> None:
     if data_type is not None:
-        refused(index_of(data_type=data_type), "DataType")
+        refused(draft_of(data_type=data_type), "DataType")
     with pytest.raises(ValueError, match="'Shape', 'Tensor', 'Parameter', 'Model', 'Optimizer'"):
-        primitiv.plan(index_of(), data_type="model")
+        primitiv.plan(draft_of(), data_type="model")

@@ -16,9 +16,8 @@ from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError
-from xckpt.index import Index
 from xckpt.options import OpenOptions
-from xckpt.plan import Plan
+from xckpt.plan import Draft, Plan
 from xckpt.storage.digests import is_known
 from xckpt.storage.encodings import STREAMS
 
@@ -85,7 +84,7 @@ def test_the_engines_load_no_format() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
     found = formats.get(name)
-    for method, first in ((found.read, "source"), (found.plan, "index")):
+    for method, first in ((found.read, "source"), (found.plan, "draft")):
         required, *options = signature(method).parameters.values()
         assert required.name == first
         assert all(option.default is not Parameter.empty for option in options)
@@ -110,7 +109,7 @@ def test_what_a_format_says_of_its_files_is_known_elsewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_plan_of_nothing_is_a_plan(name: str) -> None:
-    assert isinstance(formats.writable(name).plan(Index(name, "", {})), Plan)
+    assert isinstance(formats.writable(name).plan(Draft({})), Plan)
 
 
 def test_a_format_that_is_only_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.sources import CountingSource
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats import get
-from xckpt.index import Index, Part, Tensor
+from xckpt.plan import Draft, WantedPart, WantedTensor
 
 SAFETENSORS = get("safetensors")
 plan, read = SAFETENSORS.plan, SAFETENSORS.read
@@ -21,14 +21,14 @@ plan, read = SAFETENSORS.plan, SAFETENSORS.read
 PLAIN = [name for name in SAFETENSORS.can.types if ELEMENT_TYPES[name].bits >= 8]
 
 
-def tensor(name: str, dtype: str, shape: tuple[int, ...], **fields: object) -> Tensor:
+def tensor(name: str, dtype: str, shape: tuple[int, ...], **fields: object) -> WantedTensor:
     count = int(np.prod(shape, dtype=np.int64))
-    part = Part(dtype, shape, 0, nbytes_of(dtype, count))
-    return Tensor(name, dtype, shape, {"data": part}, **fields)  # type: ignore[arg-type]
+    part = WantedPart(dtype, shape, nbytes_of(dtype, count))
+    return WantedTensor(name, dtype, shape, {"data": part}, **fields)  # type: ignore[arg-type]
 
 
-def index(*tensors: Tensor, **attrs: object) -> Index:
-    return Index("safetensors", "", {each.name: each for each in tensors}, attrs)
+def index(*tensors: WantedTensor, **attrs: object) -> Draft:
+    return Draft({each.name: each for each in tensors}, attrs)
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -45,7 +45,7 @@ def test_equal_to_the_package(
     attrs.pop("xckpt.dims", None)
     arrays = {n: np.zeros(shape, stored_dtype(dtype)) for n, (dtype, shape) in described.items()}
     wanted = index(*[tensor(name, *kind) for name, kind in described.items()])
-    planned = plan(Index("", "", wanted.tensors, attrs))
+    planned = plan(Draft(wanted.tensors, attrs))
     data = {(name, "data"): array.tobytes() for name, array in arrays.items()}
     file = materialize(planned, data)
     assert file == safetensors.numpy.save(arrays, attrs or None)
@@ -74,7 +74,7 @@ def test_names_of_axes_are_kept() -> None:
         (tensor("w", "int8", (2, 2), order="F"), "Order"),
     ],
 )
-def test_what_has_no_place(bad: Tensor, rule: str) -> None:
+def test_what_has_no_place(bad: WantedTensor, rule: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         plan(index(bad))
     assert (caught.value.tensor, caught.value.rule) == (bad.name, rule)

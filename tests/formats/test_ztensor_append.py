@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import cbor2
 import pytest
 
-from tests.formats.indexes import dense, filled, index_of
+from tests.formats.indexes import dense, draft_of, filled
 from tests.formats.planned import materialize, raw_bytes
 from tests.formats.ztensor_files import (
     V1_MAGIC,
@@ -25,6 +25,7 @@ from xckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from xckpt.index import Index
+    from xckpt.plan import Draft
 
 ztensor = formats.get("ztensor")
 
@@ -37,16 +38,16 @@ def read(data: bytes) -> Index:
 
 def made(version: str) -> bytes:
     """Write a file with a tensor of each kind that matters."""
-    index = index_of(
+    index = draft_of(
         dense("b", dims=("x", None), attrs={"k": 1}),
-        dense("a", "int8", (100,), encoding="zstd", digest="sha256"),
+        dense("a", "int8", (100,), compression="zstd", algorithm="sha256"),
         epoch=1,
         name="old",
     )
     return materialize(ztensor.plan(index, version=version), filled(index))
 
 
-def appended(old: bytes, index: Index, **options: Any) -> bytes:
+def appended(old: bytes, index: Draft, **options: Any) -> bytes:
     plan = ztensor.append(CountingSource(old), index, **options)
     assert plan.literals == ()
     assert all(extent.offset is None or extent.offset >= len(old) for extent in plan.extents)
@@ -56,7 +57,7 @@ def appended(old: bytes, index: Index, **options: Any) -> bytes:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_added_tensors_are_there_beside_the_old_ones(version: str) -> None:
     old = made(version)
-    more = index_of(dense("c", "int16", dims=("y", "x")), dense("A", encoding="zstd"), epoch=2)
+    more = draft_of(dense("c", "int16", dims=("y", "x")), dense("A", compression="zstd"), epoch=2)
     new = appended(old, more)
     assert new.startswith(old)
     before, found = read(old), read(new)
@@ -72,21 +73,21 @@ def test_added_tensors_are_there_beside_the_old_ones(version: str) -> None:
 def test_a_file_grows_more_than_once(version: str) -> None:
     file = made(version)
     for name in ("c", "d", "e"):
-        file = appended(file, index_of(dense(name)))
+        file = appended(file, draft_of(dense(name)))
     assert sorted(read(file).tensors) == ["a", "b", "c", "d", "e"]
-    assert read(appended(file, index_of())).tensors == read(file).tensors
+    assert read(appended(file, draft_of())).tensors == read(file).tensors
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_file_that_was_cut_while_it_grew_is_the_old_one_again(version: str) -> None:
     old = made(version)
-    new = appended(old, index_of(dense("c")))
+    new = appended(old, draft_of(dense("c")))
     assert read(new[: len(old)]) == read(old)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_name_that_is_taken_is_replaced_only_when_asked(version: str) -> None:
-    old, more = made(version), index_of(dense("b", "int8", (7, 1)))
+    old, more = made(version), draft_of(dense("b", "int8", (7, 1)))
     with pytest.raises(ValueError, match="has a tensor 'b'; replace=True"):
         appended(old, more)
     new = appended(old, more, replace=True)
@@ -99,7 +100,7 @@ def test_what_is_unknown_in_the_old_manifest_stays() -> None:
     entry = {**dense_v1(bytes(4), (1,), "float32"), "new": {"field": [1, None]}}
     odd = {"dtype": "float12", "shape": [2], "format": "acme", "components": {}}
     old = v1_file({"w": entry, "odd": odd}, generator="some", newer=1.5)
-    new = appended(old, index_of(dense("v"), generator="other"))
+    new = appended(old, draft_of(dense("v"), generator="other"))
     size = int.from_bytes(new[-8:], "little")
     root = cbor2.loads(new[-8 - size : -8])
     assert (root["generator"], root["newer"]) == ("some", 1.5)
@@ -109,7 +110,7 @@ def test_what_is_unknown_in_the_old_manifest_stays() -> None:
     objects = {"w": {**dense_v2(bytes(4), (1,), "f32"), "new": [1.5, -1]}}
     shards = {"more": {"size": 100, "digest": "sha256:00"}}
     file = v2_file(objects, shards=shards, newer={1000: 1, 3: 2.5}, attributes={"k": {300: "x"}})
-    new = appended(file, index_of(dense("v")))
+    new = appended(file, draft_of(dense("v")))
     assert read(new).shards.keys() == {"more"}
     assert read(new).attrs == {"k": {300: "x"}}
     for text in ("newer", "new"):
@@ -118,11 +119,11 @@ def test_what_is_unknown_in_the_old_manifest_stays() -> None:
 
 def test_the_root_may_lack_attributes() -> None:
     old = v1_container(cbor2.dumps({"version": "1.0", "tensors": {}}))
-    found = read(appended(old, index_of(dense("w", dims=("x", "y")), generator="me")))
+    found = read(appended(old, draft_of(dense("w", dims=("x", "y")), generator="me")))
     assert found.attrs == {"generator": "me"}
     assert found.tensors["w"].dims == ("x", "y")
     assert "attributes" not in v2_file({}).decode("latin-1")
-    assert read(appended(v2_file({}), index_of(dense("w"), a=1))).attrs == {"a": 1}
+    assert read(appended(v2_file({}), draft_of(dense("w"), a=1))).attrs == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,11 @@ def test_the_root_may_lack_attributes() -> None:
 )
 def test_other_files_do_not_grow(file: bytes) -> None:
     with pytest.raises(UnsupportedError):
-        appended(file, index_of())
+        appended(file, draft_of())
 
 
 def test_options_are_those_of_the_version() -> None:
-    more = index_of(dense("c"))
+    more = draft_of(dense("c"))
     with pytest.raises(ValueError, match=r"of version 1\.0"):
         appended(made("1.0"), more, version="2")
     with pytest.raises(ValueError, match="alignment"):
@@ -143,4 +144,4 @@ def test_options_are_those_of_the_version() -> None:
     file = appended(old, more, version="2", alignment=4096)
     assert read(file).tensors["c"].parts["data"].offset == -(-len(old) // 4096) * 4096
     with pytest.raises(UnsupportedError, match=r"version 1\.0 has no complex64"):
-        appended(made("1.0"), index_of(dense("c", "complex64")))
+        appended(made("1.0"), draft_of(dense("c", "complex64")))

@@ -19,6 +19,7 @@ from xckpt import CheckpointError, CheckpointWarning, IntegrityError, Unsupporte
 from xckpt.arrays.parts import PartReader
 from xckpt.formats import writable
 from xckpt.index import Part
+from xckpt.plan import WantedPart
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, fitting, save
 from xckpt.writing.data import PartData, StoredData
@@ -219,7 +220,7 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     packed = CountingSource(bytes([0x21, 0x43, 0x05]))
     reader = PartReader(packed, Part("float4_e2m1fn", (5,), 0, 3))
     stored = StoredData(reader, 3, (5,), name="w")
-    data = stored.written_as(Part("float16", (5,), 0, 10), "C", "exact", recompress=False)
+    data = stored.written_as(WantedPart("float16", (5,), 10), "C", "exact", recompress=False)
     assert isinstance(data, PartData)
     blocks = b"".join(data.blocks())
     assert np.frombuffer(blocks, "f2").tolist() == [0.5, 1, 1.5, 2, 3]

@@ -1,7 +1,7 @@
 """Formats: one object each, that reads and writes, and the registry that picks one by content.
 
 To add a format, write a subclass of `Format` in a module that has its name, and name the class in
-the registry below. A format is pure: from bytes to an `Index`, and from an `Index` to a `Plan`,
+the registry below. A format is pure: from bytes to an `Index`, and from a `Draft` to a `Plan`,
 with no arrays, files or xarray. What several of them need is in `xckpt.formats.kit`.
 """
 
@@ -18,8 +18,8 @@ from xckpt.errors import FormatError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Index, Tensor
-    from xckpt.plan import Plan
+    from xckpt.index import Index
+    from xckpt.plan import Draft, Plan, WantedTensor
 
 __all__ = [
     "HEAD_BYTES",
@@ -190,16 +190,13 @@ class Format:
         """
         raise NotImplementedError
 
-    def plan(self, index: Index, *args: Any, **options: Any) -> Plan:
-        """Lay a file out, from no array: then ``read(plan(index))`` gives the same index.
+    def plan(self, draft: Draft, *args: Any, **options: Any) -> Plan:
+        """Lay a file out, from no array: then ``read(plan(draft))`` gives the same tensors.
 
         Parameters
         ----------
-        index : Index
-            What is to be written, in the order in which data are wanted; ``source`` is the path of
-            the new file. Of a part ``nbytes`` is the raw size, ``encoding`` the wanted compression
-            and ``digest`` the name of the wanted algorithm; offsets mean nothing. All of it is
-            what `can` allows, with attributes of plain Python types.
+        draft : Draft
+            What is to be written. All of it is what `can` allows.
         **options
             The format's own, keyword-only and with defaults.
 
@@ -207,7 +204,7 @@ class Format:
         -------
         Plan
             Data are little-endian. Where the part of an extent has another element type than the
-            index has (indices of sparse tensors), they are cast to it.
+            draft has (indices of sparse tensors), they are cast to it.
 
         Raises
         ------
@@ -218,12 +215,12 @@ class Format:
         """
         raise NotImplementedError
 
-    def check(self, index: Index) -> None:
-        """Check that an index has only what `can` names; for the beginning of `plan`.
+    def check(self, draft: Draft) -> None:
+        """Check that a draft has only what `can` names; for the beginning of `plan`.
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is to be written.
 
         Raises
@@ -231,7 +228,7 @@ class Format:
         UnsupportedError
             If a tensor has another layout, element type or memory order.
         """
-        for tensor in index.tensors.values():
+        for tensor in draft.tensors.values():
             if tensor.layout not in self.can.layouts:
                 rule, reason = "Layout", f"{tensor.layout} tensors"
             elif tensor.layout == "dense" and tensor.dtype not in self.can.types:
@@ -244,7 +241,7 @@ class Format:
             hint = f"Convert it to a dense tensor of {', '.join(self.can.types)}, or leave it out"
             raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
-    def append(self, source: Readable, index: Index, *args: Any, **options: Any) -> Plan:
+    def append(self, source: Readable, draft: Draft, *args: Any, **options: Any) -> Plan:
         """Lay out what makes a file hold more tensors.
 
         No byte of the old file is written to, so that cutting the file to its old size undoes what
@@ -254,7 +251,7 @@ class Format:
         ----------
         source : Readable
             The file.
-        index : Index
+        draft : Draft
             What is added, as for `plan`.
         **options
             As for `plan`, and ``replace``: whether tensors replace those of the same name.
@@ -292,15 +289,15 @@ class Format:
         """
         return {}
 
-    def is_inline(self, tensor: Tensor) -> bool:
+    def is_inline(self, tensor: WantedTensor) -> bool:
         """Whether the value of a tensor is written before all data.
 
         Then `plan` needs it as the ``inline`` bytes of its part, and makes no extent for it.
 
         Parameters
         ----------
-        tensor : Tensor
-            Any of an index that is to be written.
+        tensor : WantedTensor
+            Any that is to be written.
 
         Returns
         -------

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from dataclasses import replace
 from functools import cache, partial
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.index import Part
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Extent, Literal, Plan, WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -279,7 +278,7 @@ class NewMember(NamedTuple):
     name: str
     tensor: str
     front: bytes
-    part: Part
+    part: WantedPart
     comment: bytes = b""
 
 
@@ -288,17 +287,17 @@ def plan(new: Sequence[NewMember], *, alignment: int) -> Plan:
     extents, placed = [], []
     at: int | None = 0
     for each in new:
-        part = replace(each.part, digest="crc32", digest_of="decoded")
+        part = each.part._replace(algorithm="crc32", digest_of="decoded")
         name = kit.check_text("the name", each.name, each.tensor).encode()
         if max(len(name), len(each.comment)) > _FULL_16:
             reason, hint = "a name or a comment of 64 KiB or more", "Rename it"
             raise UnsupportedError(reason, tensor=each.tensor, rule="Name", hint=hint)
         front = each.front
-        if part.encoding is not None:
+        if part.compression is not None:
             # A block that is stored can come before all others.
             size = len(front).to_bytes(2, "little")
             front = b"\0" + size + bytes(byte ^ 0xFF for byte in size) + front
-        method = STORED if part.encoding is None else DEFLATED
+        method = STORED if part.compression is None else DEFLATED
         nbytes = len(each.front) + part.nbytes
         member = Member(each.name, method, 0, 0, nbytes, at or 0, comment=each.comment)
         aligned = alignment if at is not None and method == STORED else 1

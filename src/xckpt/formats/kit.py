@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from struct import Struct
 
     from xckpt.index import Tensor
+    from xckpt.plan import WantedTensor
 
 # --- fields of a file -----------------------------------------------------------------------------
 
@@ -405,7 +406,7 @@ class Notes:
 DIMS_KEY = "xckpt.dims"
 
 
-def dims_text(tensors: Mapping[str, Tensor]) -> str | None:
+def dims_text(tensors: Mapping[str, Tensor | WantedTensor]) -> str | None:
     """Write the names of axes of tensors as one text, whatever their order; None without names.
 
     >>> from xckpt.index import Tensor
@@ -418,7 +419,9 @@ def dims_text(tensors: Mapping[str, Tensor]) -> str | None:
     return json.dumps(named, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
-def add_dims(attrs: dict[str, Any], tensors: Mapping[str, Tensor], rule: str) -> dict[str, Any]:
+def add_dims(
+    attrs: dict[str, Any], tensors: Mapping[str, Tensor | WantedTensor], rule: str
+) -> dict[str, Any]:
     """Return attributes of a file that is to be written, with the names of axes of its tensors."""
     if DIMS_KEY in attrs:
         reason = f"the attribute {DIMS_KEY!r} is where names of axes are kept"

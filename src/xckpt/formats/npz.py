@@ -39,7 +39,7 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,27 +83,27 @@ class Npz(Format):
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
         return Index(self.name, version, tensors, {}, source.name, size, warnings=texts)
 
-    def plan(self, index: Index) -> Plan:
+    def plan(self, draft: Draft) -> Plan:
         """Lay out an archive; where the path ends in ``.npy``, the file of one array."""
-        self.check(index)
-        tensors = index.tensors.values()
-        if not index.source.lower().endswith(_SUFFIX):
+        self.check(draft)
+        tensors = draft.tensors.values()
+        if not draft.path.lower().endswith(_SUFFIX):
             return archive.plan([self._member(tensor) for tensor in tensors], alignment=_ALIGNMENT)
         if len(tensors) != 1:
             reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
             raise UnsupportedError(reason, rule="Count")
         [tensor] = tensors
         head = Literal(0, self._head(tensor))
-        part = replace(tensor.parts["data"], encoding=None, digest=None)
+        part = tensor.parts["data"]._replace(compression=None, algorithm=None)
         extent = Extent(tensor.name, "data", part, len(head.data))
         return Plan((head,), (extent,), nbytes=len(head.data) + part.nbytes)
 
-    def _member(self, tensor: Tensor) -> archive.NewMember:
+    def _member(self, tensor: WantedTensor) -> archive.NewMember:
         name, part = tensor.name + _SUFFIX, tensor.parts["data"]
         comment = (kit.dims_text({tensor.name: tensor}) or "").encode()
         return archive.NewMember(name, tensor.name, self._head(tensor), part, comment)
 
-    def _head(self, tensor: Tensor) -> bytes:
+    def _head(self, tensor: WantedTensor) -> bytes:
         spelled = self.spelled[tensor.dtype]
         descr = ("|" if spelled[1:] == "1" else "<") + spelled
         values = (descr, tensor.order == "F", tensor.shape)

@@ -44,7 +44,7 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 _LARGEST_HEADER = 100_000_000
 _RULE = "InvalidHeaderDeserialization"
@@ -106,19 +106,19 @@ class Safetensors(Format):
         tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
         return Index(self.name, "", tensors, attrs, source.name, source.size)
 
-    def plan(self, index: Index) -> Plan:
+    def plan(self, draft: Draft) -> Plan:
         """Lay out the header, and the data without a gap."""
-        self.check(index)
-        tensors = sorted(index.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
-        metadata = {str(key): kit.as_text(key, value) for key, value in index.attrs.items()}
-        if dims := kit.dims_text(index.tensors):
+        self.check(draft)
+        tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
+        metadata = {str(key): kit.as_text(key, value) for key, value in draft.attrs.items()}
+        if dims := kit.dims_text(draft.tensors):
             metadata[kit.DIMS_KEY] = dims
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
         for tensor, offsets in zip(tensors, pairwise(ends), strict=True):
             entry = {"dtype": self.spelled[tensor.dtype], "shape": tensor.shape}
             entries[tensor.name] = entry | {"data_offsets": offsets}
-        head = _encoded(entries, index)
+        head = _encoded(entries, draft)
         starts = zip(tensors, ends, strict=False)
         extents = [Extent(t.name, "data", t.parts["data"], len(head) + at) for t, at in starts]
         return Plan((Literal(0, head),), tuple(extents), nbytes=len(head) + ends[-1])
@@ -204,7 +204,7 @@ def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: WantedTensor) -> int:
     """Return how many bytes a tensor takes, if it can be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
     if tensor.name == "__metadata__":
@@ -216,11 +216,11 @@ def _nbytes(tensor: Tensor) -> int:
     raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
 
 
-def _encoded(entries: dict[str, Any], index: Index) -> bytes:
+def _encoded(entries: dict[str, Any], draft: Draft) -> bytes:
     try:
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
-        for name in index.tensors:
+        for name in draft.tensors:
             kit.check_text("the name", name, name)
         raise UnsupportedError("an attribute has a lone surrogate", rule="Metadata") from None
     if len(header) > _LARGEST_HEADER:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
-    from xckpt.index import Part, Tensor
+    from xckpt.plan import WantedPart, WantedTensor
     from xckpt.writing.casting import Cast
 
     # Where a range of the raw bytes begins, and what reads it, from any thread.
@@ -62,17 +62,16 @@ _TURNED_NBYTES = 64 << 20
 class Payload:
     """A tensor that is to be written, with the data of its parts.
 
-    The parts of `tensor` have raw sizes, the wanted compression and the wanted digest algorithm.
     `parts` has `StoredData` of a file, numpy arrays or dask arrays. `values` makes a dense array
     of all values, where the tensor is not dense but can be shown so. `level` is of compression.
     """
 
-    tensor: Tensor
+    tensor: WantedTensor
     parts: dict[str, Any]
     values: Callable[[], Any] | None = None
     level: int | None = None
 
-    def data(self, role: str, part: Part, cast: Cast) -> PartData:
+    def data(self, role: str, part: WantedPart, cast: Cast) -> PartData:
         """Return the bytes of a part in the form in which they are to be written."""
         source = self.parts[role]
         order = self.tensor.order if self.tensor.layout == "dense" else "C"
@@ -275,7 +274,7 @@ class StoredData(PartData):
         """A reader that checks the digest before anything of the part is used."""
         return replace(self.reader, verify=self.reader.verify is not False)
 
-    def written_as(self, part: Part, order: str, cast: Cast, *, recompress: bool) -> PartData:
+    def written_as(self, part: WantedPart, order: str, cast: Cast, *, recompress: bool) -> PartData:
         """Return the bytes in another form, where one is wanted."""
         stored = self.reader.part
         if order != self.order and sum(n > 1 for n in self.shape) > 1:
@@ -293,7 +292,7 @@ class StoredData(PartData):
         # A file may have booleans other than 0 and 1, where the new one must not.
         if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
             return RecodedData(replace(self, reader=self._checking), part.dtype, cast)
-        is_same = part.encoding == stored.encoding and not stored.skip
+        is_same = part.compression == stored.encoding and not stored.skip
         if stored.encoding is not None and is_same and not recompress:
             return VerbatimData(self)
         return self

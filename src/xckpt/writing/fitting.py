@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
-from xckpt.index import Index, Part, Tensor
 from xckpt.listing import free_name
+from xckpt.plan import Draft, WantedPart, WantedTensor
 from xckpt.writing.casting import choose_type
 from xckpt.writing.data import ArrayData, Payload
 
@@ -123,13 +123,14 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def fit(
     payloads: Sequence[Payload],
     attrs: Mapping[str, Any],
+    path: str,
     *,
     writer: Format,
     requests: Requests,
     cast: Cast,
     changes: Changes,
-) -> tuple[Index, dict[str, Payload]]:
-    """Bring tensors into a form that a format has; the Index is what its plan is made of."""
+) -> tuple[Draft, dict[str, Payload]]:
+    """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     fitted: dict[str, Payload] = {}
     names = {payload.tensor.name for payload in payloads}
     for payload in payloads:
@@ -144,7 +145,7 @@ def fit(
     requests.check_used(fitted)
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
     kept = _kept_attrs(attrs, writer.can.file_attrs, _OF_FILE, changes)
-    return Index(writer.name, "", {name: p.tensor for name, p in fitted.items()}, kept), fitted
+    return Draft({name: p.tensor for name, p in fitted.items()}, kept, path), fitted
 
 
 def _in_layout(
@@ -167,17 +168,16 @@ def _in_layout(
             changes.add(f"{layout} tensors written dense", tensor.name)
         values = payload.values()
         dtype = values.dtype.name
-        part = Part(dtype, tensor.shape, 0, nbytes_of(dtype, tensor.size))
+        part = WantedPart.of(dtype, tensor.shape)
         about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
-        dense = Tensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
+        dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
         yield Payload(dense, {"data": values})
     elif layout == "structural" and cast != "never":
         changes.add("tensors written as their parts", tensor.name)
         for role, part in tensor.parts.items():
             name = free_name(f"{tensor.name}:{role}", names)
             names.add(name)
-            shape = part.shape or ()
-            alone = Tensor(name, part.dtype, shape, {"data": part}, attrs=tensor.attrs)
+            alone = WantedTensor(name, part.dtype, part.shape, {"data": part}, attrs=tensor.attrs)
             yield Payload(alone, {"data": payload.parts[role]})
     else:
         raise UnsupportedError(
@@ -189,8 +189,8 @@ def _in_layout(
 
 
 def _fitted(
-    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, changes: Changes
-) -> Tensor:
+    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, changes: Changes
+) -> WantedTensor:
     """Choose element type, memory order, compression, digests and attributes of a tensor."""
     can = writer.can
     dtype, parts = _typed(tensor, writer, wanted, cast)
@@ -205,18 +205,18 @@ def _fitted(
             )
     for role, part in parts.items():
         # What a part was stored with, or what the format has of the same kind.
-        encoding, digest = part.encoding, part.digest
+        compression, algorithm = part.compression, part.algorithm
         if "compression" in wanted:
-            encoding = wanted["compression"]
-        elif encoding is not None and encoding not in can.compressions:
-            encoding = next(iter(can.compressions), None)
+            compression = wanted["compression"]
+        elif compression is not None and compression not in can.compressions:
+            compression = next(iter(can.compressions), None)
         if "digest" in wanted:
-            digest = wanted["digest"]
-        elif digest is not None and digest not in can.digests:
-            digest = next(iter(can.digests), None)
+            algorithm = wanted["digest"]
+        elif algorithm is not None and algorithm not in can.digests:
+            algorithm = next(iter(can.digests), None)
         # Files have 90,000 tensors of which nothing changes.
-        if (encoding, digest) != (part.encoding, part.digest):
-            parts[role] = replace(part, encoding=encoding, digest=digest)
+        if (compression, algorithm) != (part.compression, part.algorithm):
+            parts[role] = part._replace(compression=compression, algorithm=algorithm)
     attrs = _kept_attrs(tensor.attrs, can.tensor_attrs, _OF_TENSORS, changes)
     order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
     if (dtype, parts, order, attrs) == (tensor.dtype, tensor.parts, tensor.order, tensor.attrs):
@@ -225,8 +225,8 @@ def _fitted(
 
 
 def _typed(
-    tensor: Tensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
-) -> tuple[str, dict[str, Part]]:
+    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
+) -> tuple[str, dict[str, WantedPart]]:
     """Choose the element type, and return the parts with it."""
     parts = dict(tensor.parts)
     role = _VALUES.get(tensor.layout)
@@ -238,8 +238,7 @@ def _typed(
     part = parts[role]
     dtype = choose_type(wanted.get("dtype", part.dtype), writer.can.types, cast, tensor=tensor.name)
     if dtype != part.dtype:
-        count = tensor.size if part.shape is None else prod(part.shape)
-        parts[role] = replace(part, dtype=dtype, nbytes=nbytes_of(dtype, count))
+        parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
     return dtype, parts
 
 
@@ -258,7 +257,7 @@ def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
             value = b"".join(known.blocks())
         except CheckpointError as error:
             raise error.located(tensor=payload.tensor.name) from error.__cause__
-        part = replace(payload.tensor.parts["data"], inline=value)
+        part = payload.tensor.parts["data"]._replace(inline=value)
         payload.tensor = replace(payload.tensor, parts={"data": part})
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
-from xckpt.elements import nbytes_of
 from xckpt.errors import UnsupportedError, shown
-from xckpt.index import Part, Tensor
+from xckpt.index import Tensor
 from xckpt.labels import stated_name
+from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
 from xckpt.tensors import flatten, member_variables
 from xckpt.writing.casting import element_type
@@ -176,19 +175,33 @@ def stored_payload(
     """List a tensor as it is in a file, with its stored bytes."""
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
-    canonical = canonical_parts(tensor, readers)
-    if canonical is not None:
-        wanted, arrays = canonical
-        return Payload(replace(tensor, parts=wanted), arrays, values)
-    wanted, data = {}, {}
+    parts, data = canonical_parts(tensor, readers) or _as_stored(tensor, readers)
+    wanted = WantedTensor(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        parts,
+        tensor.layout,
+        tensor.order,
+        tensor.attrs,
+        tensor.dims,
+        tensor.quantization,
+        tensor.path,
+    )
+    return Payload(wanted, data, values)
+
+
+def _as_stored(
+    tensor: Tensor, readers: Mapping[str, PartReader]
+) -> tuple[dict[str, WantedPart], dict[str, Any]]:
+    parts, data = {}, {}
     for role, part in tensor.parts.items():
-        shape = decoded_shape(tensor, role, readers[role])
-        nbytes = nbytes_of(part.dtype, prod(shape))
-        algorithm = None if part.digest is None else part.digest.partition(":")[0]
-        wanted[role] = Part(part.dtype, shape, part.offset, nbytes, part.encoding, digest=algorithm)
+        reader, shape = readers[role], decoded_shape(tensor, role, readers[role])
+        wanted = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
+        parts[role] = wanted
         order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
-        data[role] = StoredData(readers[role], nbytes, shape, order, tensor.strict, tensor.name)
-    return Payload(replace(tensor, parts=wanted, strict=False), data, values)
+        data[role] = StoredData(reader, wanted.nbytes, shape, order, tensor.strict, tensor.name)
+    return parts, data
 
 
 def _payloads(
@@ -294,20 +307,14 @@ def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Paylo
         is_coo = before == "sparse_coo" or array.ndim != 2
         layout: Any = "sparse_coo" if is_coo else "sparse_csr"
         parts, arrays = sparse_parts(array, layout, stored, name)
-        tensor = Tensor(name, stored, array.shape, parts, layout, **common)
-        return Payload(tensor, arrays, lambda: densified(array))
-    digest = encoding.get("digest")
-    part = Part(
-        stored,
-        array.shape,
-        encoding.get("offset", 0),
-        nbytes_of(stored, variable.size),
-        encoding.get("stored_compression"),
-        digest=None if digest is None else digest.partition(":")[0],
-    )
+        wanted = WantedTensor(name, stored, array.shape, parts, layout, **common)
+        return Payload(wanted, arrays, lambda: densified(array))
+    compression, digest = encoding.get("stored_compression"), encoding.get("digest")
+    offset = encoding.get("offset", 0)
+    part = WantedPart.of(stored, array.shape, compression, digest, offset)
     order: Any = encoding.get("stored_order", "C")
-    tensor = Tensor(name, stored, array.shape, {"data": part}, order=order, **common)
-    return Payload(tensor, {"data": array})
+    wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **common)
+    return Payload(wanted, {"data": array})
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:

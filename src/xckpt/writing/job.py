@@ -103,7 +103,7 @@ class WriteJob:
         if data.array.size == 0:
             return Item(extent, LiteralData(b""), payload.level)
         packed = ELEMENT_TYPES[data.dtype].bits < 8
-        if extent.offset is not None and extent.part.encoding is None and not packed:
+        if extent.offset is not None and extent.part.compression is None and not packed:
             self._stores.append((data, file, extent.offset))
             return Item(extent, None)
         spooled = SpooledData(self._spooled, data.array.size, data.dtype)

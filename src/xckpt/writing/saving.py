@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing, contextmanager
-from dataclasses import replace as changed
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
@@ -417,15 +416,16 @@ class Destination:
     ) -> WriteJob:
         """Lay the file out; nothing is written yet."""
         try:
-            index, fitted = fit(
+            draft, fitted = fit(
                 payloads,
                 attrs,
+                self.path,
                 writer=self.writer,
                 requests=self._requests,
                 cast=self._cast,
                 changes=changes,
             )
-            planned = (plan or self.writer.plan)(changed(index, source=self.path), **self._options)
+            planned = (plan or self.writer.plan)(draft, **self._options)
             replaced = []
             if self._overwrite:
                 paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]

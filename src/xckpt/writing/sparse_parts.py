@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, locating
-from xckpt.index import Part
+from xckpt.plan import WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +50,7 @@ def densified(array: Any) -> Any:
 
 def sparse_parts(
     array: Any, layout: str, stored: str, name: str
-) -> tuple[dict[str, Part], dict[str, Any]]:
+) -> tuple[dict[str, WantedPart], dict[str, Any]]:
     """Take a sparse array apart, with the values as the element type `stored`."""
     if hasattr(array, "dask"):
         return _wanted(_of_dask(array, layout, name), stored)
@@ -62,12 +61,12 @@ def sparse_parts(
     return _wanted({"values": values, "indices": coords[1], "indptr": pointers}, stored)
 
 
-def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, Part], dict[str, Any]]:
+def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, WantedPart], dict[str, Any]]:
     """Say what is wanted of each part."""
     parts = {}
     for role, part in arrays.items():
         dtype = stored if role == "values" else _INDEX
-        parts[role] = Part(dtype, part.shape, 0, nbytes_of(dtype, part.size))
+        parts[role] = WantedPart.of(dtype, part.shape)
     return parts, arrays
 
 
@@ -178,7 +177,7 @@ def _of_role(
 
 def canonical_parts(
     tensor: Tensor, readers: Mapping[str, PartReader]
-) -> tuple[dict[str, Part], dict[str, Any]] | None:
+) -> tuple[dict[str, WantedPart], dict[str, Any]] | None:
     """Sort the elements of a tensor of a file; None if it is not sparse, or they are sorted."""
     if tensor.layout not in _ARRAYS or tensor.strict:
         return None

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import IntegrityError, locating
-from xckpt.index import Part
-from xckpt.plan import Extent, Written
+from xckpt.plan import Extent, WantedPart, Written
 from xckpt.storage.digests import Hasher
 from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
+    from xckpt.index import Part
     from xckpt.progress import Progress
     from xckpt.storage import Source
     from xckpt.storage.local import Descriptor
@@ -63,7 +63,7 @@ class Item(NamedTuple):
     @property
     def is_compressed(self) -> bool:
         """Whether it has to be compressed, so that its stored size is not known yet."""
-        return self.extent.part.encoding is not None and not isinstance(self.data, VerbatimData)
+        return self.extent.part.compression is not None and not isinstance(self.data, VerbatimData)
 
     @property
     def is_compressed_whole(self) -> bool:
@@ -78,7 +78,7 @@ class Item(NamedTuple):
     @property
     def is_hashed(self) -> bool:
         """Whether its bytes have to be seen in order, to make a digest or to check one."""
-        if self.extent.part.digest is not None:
+        if self.extent.part.algorithm is not None:
             return True
         return isinstance(self.data, StoredData | VerbatimData) and self.data.is_checked
 
@@ -94,7 +94,7 @@ class Item(NamedTuple):
 
 def item_at(offset: int | None, data: PartData) -> Item:
     """Make an item of bytes that belong to no tensor."""
-    part = Part("uint8", (data.nbytes,), 0, data.nbytes)
+    part = WantedPart("uint8", (data.nbytes,), data.nbytes)
     return Item(Extent(*_NO_TENSOR, part, offset), data)
 
 
@@ -356,9 +356,9 @@ class _Streaming:
         encoder = None
         if item.is_compressed:
             level = DEFAULT_LEVEL if item.level is None else item.level
-            encoder = new_encoder(str(part.encoding), part.nbytes, level=level, threads=threads)
-        hasher = None if part.digest is None else Hasher(part.digest)
-        covers_decoded = part.digest_of == "decoded" and part.encoding is not None
+            encoder = new_encoder(str(part.compression), part.nbytes, level=level, threads=threads)
+        hasher = None if part.algorithm is None else Hasher(part.algorithm)
+        covers_decoded = part.digest_of == "decoded" and part.compression is not None
         of_raw = hasher if covers_decoded and encoder is not None else None
         of_stored = None if covers_decoded else hasher
         at = 0

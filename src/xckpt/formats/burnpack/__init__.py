@@ -32,10 +32,10 @@ burn's reader has and its writer has not (100 MiB of metadata, 100,000 tensors, 
 are not imposed: what bounds every number is the size of the file.
 
 Files are written byte for byte as burn does if it has tensors in the same order. Data are in the
-order of the file that they come from, else in that of the index (burn has them in the order of its
+order of the file that they come from, else in that of the draft (burn has them in the order of its
 modules), each tensor at a multiple of 256, with nothing after the last. Maps without entries and
 param_ids that there are none of are left out. Integers and floats are in their shortest form.
-Scalars have their value in the metadata, which come first: it must be in the index, as the
+Scalars have their value in the metadata, which come first: it must be in the draft, as the
 `inline` bytes of their part.
 
 References: crates/burn-store (0.19 to 0.21) and crates/burn-pack (since) in
@@ -58,7 +58,7 @@ from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan, by_source
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,12 +151,12 @@ class Burnpack(Format):
             self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
         )
 
-    def plan(self, index: Index, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
+    def plan(self, draft: Draft, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
         """Lay out the metadata, and the data after it.
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is to be written.
         dialect : {"0.22", "0.21", "0.20"}
             Which burn must read the file. 0.20 has another type of booleans than its successors,
@@ -169,19 +169,19 @@ class Burnpack(Format):
             raise ValueError(f"dialect={dialect!r}: expected one of {', '.join(_DIALECTS)}")
         if param_ids not in {"keep", "make"}:
             raise ValueError(f"param_ids={param_ids!r}: expected 'keep' or 'make'")
-        inline = [tensor for tensor in index.tensors.values() if self.is_inline(tensor)]
-        tensors = {n: each for n, each in index.tensors.items() if not self.is_inline(each)}
+        inline = [tensor for tensor in draft.tensors.values() if self.is_inline(tensor)]
+        tensors = {n: each for n, each in draft.tensors.items() if not self.is_inline(each)}
         descriptors: dict[str, Any] = {}
         extents: list[Extent] = []
         end = 0
         for name, tensor in by_source(tensors).items():
             kit.check_text("the name", name, name)
-            dtype, parts = self._described(tensor, dialect)
-            start = kit.aligned(end, _ALIGNMENT)
-            for role, part in parts.items():
-                raw = Part(part.dtype, part.shape, 0, part.nbytes)
-                extents.append(Extent(name, role, raw, start + part.offset))
-            end = start + sum([part.nbytes for part in parts.values()])
+            dtype, places = self._described(tensor, dialect)
+            start = end = kit.aligned(end, _ALIGNMENT)
+            for role, at in places.items():
+                part = tensor.parts[role]
+                extents.append(Extent(name, role, part, start + at))
+                end += part.nbytes
             fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
             param_id = _param_id(tensor, make=param_ids == "make")
             descriptors[name] = fields if param_id is None else {**fields, "param_id": param_id}
@@ -190,13 +190,13 @@ class Burnpack(Format):
         for scalar in inline:
             kit.check_text("the name", scalar.name, scalar.name)
             scalars[names.stored(scalar.name)] = kind_and_value(scalar)
-        metadata = cbor.encode(descriptors, _attributes(index), scalars)
+        metadata = cbor.encode(descriptors, _attributes(draft), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
         placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
         return Plan((Literal(0, head),), placed, _ALIGNMENT, start + end)
 
-    def is_inline(self, tensor: Tensor) -> bool:
+    def is_inline(self, tensor: WantedTensor) -> bool:
         """Whether a tensor is a scalar, whose value is in the metadata."""
         return "scalar" in tensor.attrs and not tensor.shape and tensor.layout == "dense"
 
@@ -217,12 +217,12 @@ class Burnpack(Format):
                 return {"weight": (*names, *kernel), "bias": (outputs,)}
         return {"weight": (None, None, *kernel)} if kernel else {}
 
-    def _described(self, tensor: Tensor, dialect: str) -> tuple[Any, Mapping[str, Part]]:
-        """Return the dtype of a tensor as the metadata have it, and its parts with offsets."""
+    def _described(self, tensor: WantedTensor, dialect: str) -> tuple[Any, Mapping[str, int]]:
+        """Return the dtype of a tensor as the metadata have it, and where in it parts begin."""
         if tensor.order != "C":
             raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
         for part in tensor.parts.values():
-            if part.encoding is not None or part.digest is not None:
+            if part.compression is not None or part.algorithm is not None:
                 reason = "burnpack has neither compression nor digests"
                 raise UnsupportedError(reason, tensor=tensor.name, rule="Encoding")
         if tensor.layout in {"quantized", "structural"}:
@@ -240,9 +240,9 @@ class Burnpack(Format):
         if found != nbytes:
             what = f"{found} bytes, but {dtype} of {tensor.shape} has {nbytes}"
             raise ValueError(f"{shown(tensor.name)}: {what}")
-        return spelled, {"data": Part(dtype, tensor.shape, 0, nbytes)}
+        return spelled, {"data": 0}
 
-    def _spelled_type(self, tensor: Tensor, dtype: str, dialect: str) -> Any:
+    def _spelled_type(self, tensor: WantedTensor, dtype: str, dialect: str) -> Any:
         stated = tensor.attrs.get("burn_dtype")
         if dtype == "bool":
             named = {"Bool": "U8" if stated == json.dumps({"Bool": "U8"}) else "Native"}
@@ -438,12 +438,12 @@ def _scalar(name: str, value: Any) -> Tensor:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _not_before(dialect: str, what: str, tensor: Tensor) -> UnsupportedError:
+def _not_before(dialect: str, what: str, tensor: WantedTensor) -> UnsupportedError:
     reason, hint = f"burn has {what} from {dialect} on", f"Write dialect={dialect!r}"
     return UnsupportedError(reason, tensor=tensor.name, rule="Dialect", hint=hint)
 
 
-def _param_id(tensor: Tensor, *, make: bool) -> int | None:
+def _param_id(tensor: WantedTensor, *, make: bool) -> int | None:
     stated = tensor.attrs.get("param_id")
     if stated is None:
         digest = blake2b(tensor.name.encode(), digest_size=8).digest() if make else None
@@ -456,16 +456,16 @@ def _param_id(tensor: Tensor, *, make: bool) -> int | None:
     raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
 
 
-def _attributes(index: Index) -> dict[str, str]:
+def _attributes(draft: Draft) -> dict[str, str]:
     """Return the metadata of the file: texts, and what is none as JSON."""
     texts = {}
-    for key, value in index.attrs.items():
+    for key, value in draft.attrs.items():
         if type(key) is not str:
             reason = f"an attribute is named by a {type(key).__name__}"
             raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
         kit.check_text("the attribute", key)
         texts[key] = kit.check_text("an attribute", kit.as_text(key, value, nan=True))
-    return kit.add_dims(texts, index.tensors, "Metadata")
+    return kit.add_dims(texts, draft.tensors, "Metadata")
 
 
 # --- names of axes --------------------------------------------------------------------------------

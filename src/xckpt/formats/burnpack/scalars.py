@@ -15,7 +15,7 @@ from xckpt.errors import UnsupportedError, shown
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from xckpt.index import Tensor
+    from xckpt.plan import WantedTensor
 
 #: Element type, type in CBOR, and struct format, by kind.
 KINDS: dict[str, tuple[str, type, str]] = {
@@ -86,7 +86,7 @@ def _unmarked(name: str) -> str | None:
     return bare.removesuffix(_MARK) if bare.endswith(_MARK) else None
 
 
-def kind_and_value(tensor: Tensor) -> tuple[str, Any]:
+def kind_and_value(tensor: WantedTensor) -> tuple[str, Any]:
     """Return the kind of a scalar that is to be written, and its value."""
     kind, part = tensor.attrs["scalar"], tensor.parts["data"]
     if part.inline is None:
@@ -111,7 +111,7 @@ def _value(dtype: str, data: bytes) -> Any:
     return binary.unpack(f"<{_FORMS[dtype]}", data)[0]
 
 
-def _unfit(tensor: Tensor, reason: str) -> UnsupportedError:
+def _unfit(tensor: WantedTensor, reason: str) -> UnsupportedError:
     hint = "Kinds are Int and UInt (integers of 64 bits), Float and Bool; without the "
     hint += "attribute 'scalar' it is a tensor"
     return UnsupportedError(reason, tensor=tensor.name, rule="Scalar", hint=hint)

@@ -33,9 +33,7 @@ from xckpt.formats.burnpack import cbor
 from xckpt.index import Part, Quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from xckpt.index import Tensor
+    from xckpt.plan import WantedTensor
 
 _NEW = frozenset({"value", "store", "mode", "tensor", "block"})
 _OLD = frozenset({"value", "store", "mode", "param", "level"})
@@ -261,7 +259,7 @@ def _scale_parts(scheme: Scheme, shape: tuple[int, ...], end: int) -> dict[str, 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def scheme_of(tensor: Tensor) -> Scheme:
+def scheme_of(tensor: WantedTensor) -> Scheme:
     """Return the scheme of a quantised tensor that is to be written."""
     stated = tensor.attrs.get("burn_dtype")
     if type(stated) is str:
@@ -278,12 +276,12 @@ def scheme_of(tensor: Tensor) -> Scheme:
     return scheme
 
 
-def _no_scheme(tensor: Tensor) -> UnsupportedError:
+def _no_scheme(tensor: WantedTensor) -> UnsupportedError:
     reason, hint = "quantised as burn does not", "Save the values that it decodes to"
     return UnsupportedError(reason, tensor=tensor.name, rule="QuantScheme", hint=hint)
 
 
-def _computed(tensor: Tensor) -> Scheme | None:
+def _computed(tensor: WantedTensor) -> Scheme | None:
     """Find the scheme that means what a quantisation does; whether it fits shows its parts."""
     quantization, data, scales = tensor.quantization, *map(tensor.parts.get, ("data", "scales"))
     if quantization is None or data is None or scales is None or quantization.zero != 0:
@@ -309,21 +307,21 @@ def _computed(tensor: Tensor) -> Scheme | None:
     )
 
 
-def placed_parts(tensor: Tensor, scheme: Scheme) -> Mapping[str, Part]:
+def placed_parts(tensor: WantedTensor, scheme: Scheme) -> dict[str, int]:
     """Place the parts of a quantised tensor in its range: as they are read, or not at all."""
     if not scheme.packs(tensor.ndim):
         raise _no_scheme(tensor)
     try:
-        parts, quantization = split(scheme, tensor.shape, 0, tensor.nbytes)
+        nbytes = sum([part.nbytes for part in tensor.parts.values()])
+        parts, quantization = split(scheme, tensor.shape, 0, nbytes)
     except CheckpointError:
         raise _no_scheme(tensor) from None
     wanted = tensor.quantization
     if wanted is not None and wanted.scale_axes == tuple(range(tensor.ndim)):
         # They are named only where they are transposed.
         wanted = replace(wanted, scale_axes=())
-    found, expected = (
-        {r: (p.dtype, p.nbytes) for r, p in each.items()} for each in (tensor.parts, parts)
-    )
+    found = {role: (part.dtype, part.nbytes) for role, part in tensor.parts.items()}
+    expected = {role: (part.dtype, part.nbytes) for role, part in parts.items()}
     if found != expected or quantization != wanted:
         raise _no_scheme(tensor)
-    return parts
+    return {role: part.offset for role, part in parts.items()}

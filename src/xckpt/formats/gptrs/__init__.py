@@ -53,7 +53,7 @@ from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -120,7 +120,7 @@ class Gptrs(Format):
 
     def plan(
         self,
-        index: Index,
+        draft: Draft,
         *,
         container: str | None = None,
         kind: str | None = None,
@@ -131,29 +131,29 @@ class Gptrs(Format):
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is written.
         container : {"checkpoint", "tensors"}, optional
             ``GPTRSCHK``, or ``GPTRSTEN``, which has neither a config nor ids. By default a
             checkpoint where a kind of model is known.
         kind : str, optional
-            Kind of the model. By default the attribute ``kind`` of the index.
+            Kind of the model. By default the attribute ``kind`` of the draft.
         config : object, optional
-            Config of the model, any JSON. By default the attribute ``config`` of the index.
+            Config of the model, any JSON. By default the attribute ``config`` of the draft.
         ids : {"stored", "zero"}, optional
             Whether the base ids of names are stored, or 0, of which gpt.rs makes them. By default
-            as the attribute ``ids`` of the index says, else 0, as gpt.rs's exporter writes it.
+            as the attribute ``ids`` of the draft says, else 0, as gpt.rs's exporter writes it.
         """
         kit.check_option("container", container, ("checkpoint", "tensors"))
         kit.check_option("ids", ids, ("stored", "zero"))
-        self.check(index)
-        model = _model(index, container, kind, config)
+        self.check(draft)
+        model = _model(draft, container, kind, config)
         if model is None and (ids or kind or config is not None):
             raise ValueError("without a kind this is an archive, which has no config and no ids")
-        stored = (ids or index.attrs.get("ids")) == "stored"
+        stored = (ids or draft.attrs.get("ids")) == "stored"
         entries = [
             self._entry(tensor, ids=None if model is None else stored)
-            for tensor in index.tensors.values()
+            for tensor in draft.tensors.values()
         ]
         entries.sort(key=lambda entry: entry.name)
         start = (_ARCHIVE if model is None else _CHECKPOINT) + _U32.pack(2)
@@ -162,12 +162,12 @@ class Gptrs(Format):
         placed, extents = [], []
         for entry in entries:
             placed.append(entry._replace(offset=offset))
-            part = index.tensors[entry.name].parts["data"]
+            part = draft.tensors[entry.name].parts["data"]
             extents.append(Extent(entry.name, "data", part, offset))
             offset += entry.nbytes
         return Plan((Literal(0, start + _listed(placed)),), tuple(extents), nbytes=offset)
 
-    def _entry(self, tensor: Tensor, *, ids: bool | None) -> _Entry:
+    def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Describe a tensor that is written; without an id in an archive."""
         _check_name(tensor.name, ascii_only=ids is not None)
         identity = None if ids is None else base_id(tensor.name) if ids else 0
@@ -368,13 +368,13 @@ def _broken(entry: _Entry, reason: str, rule: str) -> FormatError:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _model(index: Index, container: str | None, kind: str | None, config: Any) -> bytes | None:
+def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -> bytes | None:
     """Write the config of a checkpoint; None for an archive."""
     if container == "tensors":
         return None
     if kind is not None and not isinstance(kind, str):
         raise TypeError(f"kind={kind!r} is not text")
-    attrs = index.attrs
+    attrs = draft.attrs
     kind = attrs.get("kind") if kind is None else kind
     if kind is None and container is None and config is None and "config" not in attrs:
         return None
@@ -385,7 +385,7 @@ def _model(index: Index, container: str | None, kind: str | None, config: Any) -
         raise UnsupportedError(reason, rule="ConfigKind", hint=hint)
     config = attrs.get("config") if config is None else config
     axes = ModelAxes(kind, config)
-    unlike = {n: t for n, t in index.tensors.items() if t.dims != axes.of(n, t.shape)}
+    unlike = {n: t for n, t in draft.tensors.items() if t.dims != axes.of(n, t.shape)}
     # gpt.rs ignores the names of axes.
     more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
     given = {key: value for key, value in more.items() if value is not None}
@@ -403,7 +403,7 @@ def _check_name(name: str, *, ascii_only: bool) -> None:
         raise UnsupportedError(reason, tensor=name, rule="Name", hint=hint) from None
 
 
-def _flag(tensor: Tensor) -> bool:
+def _flag(tensor: WantedTensor) -> bool:
     value = tensor.attrs.get("requires_grad", False)
     if not isinstance(value, Hashable) or value not in {False, True}:
         reason = f"the attribute requires_grad is {value!r}, neither True nor False"

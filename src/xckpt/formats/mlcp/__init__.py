@@ -70,7 +70,7 @@ from xckpt.formats.mlcp.records import (
     written_string,
 )
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,24 +159,24 @@ class Mlcp(Format):
         size, texts = source.size, tuple(warnings)
         return Index(self.name, version, tensors, attrs, source.name, size, files, texts)
 
-    def plan(self, index: Index, *, multi_shard: bool | None = None) -> Plan:
+    def plan(self, draft: Draft, *, multi_shard: bool | None = None) -> Plan:
         """Lay out a checkpoint in one file, or metadata and a file for each shard.
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is written. Tensors are in the shard that the attribute ``rank`` says, else in that
             of rank 0; their own names are in the attribute ``name`` where several shards have them.
         multi_shard : bool, optional
             Whether to write ``PREFIX.metadata.json`` and a ``PREFIX_shard_RANK.shard`` for each
             rank, in place of one file. By default if the path ends like that.
         """
-        is_named = index.source.lower().endswith(METADATA_SUFFIX)
+        is_named = draft.path.lower().endswith(METADATA_SUFFIX)
         if multi_shard and not is_named:
-            reason = f"the file to be opened is a PREFIX{METADATA_SUFFIX}, not {index.source!r}"
+            reason = f"the file to be opened is a PREFIX{METADATA_SUFFIX}, not {draft.path!r}"
             raise ValueError(f"multi_shard=True: {reason}")
-        self.check(index)
-        ranks = _ranks(index)
+        self.check(draft)
+        ranks = _ranks(draft)
         shards = [_new_shard(rank, group) for rank, group in ranks.items()]
         times = Counter(name for group in ranks.values() for name in group)
         as_read = {
@@ -187,8 +187,8 @@ class Mlcp(Format):
         dims = kit.dims_text(as_read)
         tensors = [list(group.values()) for group in ranks.values()]
         if multi_shard or (multi_shard is None and is_named):
-            return _in_several(index, shards, tensors, dims)
-        return _in_one(index, shards, tensors, dims)
+            return _in_several(draft, shards, tensors, dims)
+        return _in_one(draft, shards, tensors, dims)
 
 
 def _is_named(name: str) -> bool:
@@ -353,14 +353,14 @@ def _tensors(shards: Sequence[ListedShard]) -> dict[str, Tensor]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _ranks(index: Index) -> dict[int, dict[str, Tensor]]:
+def _ranks(draft: Draft) -> dict[int, dict[str, WantedTensor]]:
     """Group tensors by rank and own name, in the order of the shards that the source had."""
     # Shards without tensors too.
-    stated = index.attrs.get("shards")
+    stated = draft.attrs.get("shards")
     entries = stated if isinstance(stated, list) else []
     listed = [entry.get("rank", 0) for entry in entries if isinstance(entry, dict)]
-    ranks: dict[int, dict[str, Tensor]] = {rank: {} for rank in listed if _is_i32(rank)}
-    for tensor in index.tensors.values():
+    ranks: dict[int, dict[str, WantedTensor]] = {rank: {} for rank in listed if _is_i32(rank)}
+    for tensor in draft.tensors.values():
         kit.check_text("the name", tensor.name, tensor.name)
         rank = tensor.attrs.get("rank", 0)
         if not _is_i32(rank):
@@ -383,7 +383,7 @@ def _is_i32(value: Any) -> bool:
     return type(value) is int and -_BOUND_I32 <= value < _BOUND_I32
 
 
-def _new_shard(rank: int, group: Mapping[str, Tensor]) -> ShardMetadata:
+def _new_shard(rank: int, group: Mapping[str, WantedTensor]) -> ShardMetadata:
     records = [
         Record(name, tensor.dtype, tensor.shape, nbytes_of(tensor.dtype, tensor.size))
         for name, tensor in group.items()
@@ -393,12 +393,15 @@ def _new_shard(rank: int, group: Mapping[str, Tensor]) -> ShardMetadata:
 
 
 def _in_one(
-    index: Index, shards: Sequence[ShardMetadata], tensors: list[list[Tensor]], dims: str | None
+    draft: Draft,
+    shards: Sequence[ShardMetadata],
+    tensors: list[list[WantedTensor]],
+    dims: str | None,
 ) -> Plan:
     custom = {"payload": "tail", kit.DIMS_KEY: dims}
-    text = metadata.write(index.attrs, shards, custom)
+    text = metadata.write(draft.attrs, shards, custom)
     _check_i32(len(text), "metadata")
-    version = written_string(index.attrs.get("version") or "1.0.0")
+    version = written_string(draft.attrs.get("version") or "1.0.0")
     head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
     head += b"".join([written_block(shard.records or []) for shard in shards])
     offset = len(head)
@@ -410,18 +413,21 @@ def _in_one(
 
 
 def _in_several(
-    index: Index, shards: Sequence[ShardMetadata], tensors: list[list[Tensor]], dims: str | None
+    draft: Draft,
+    shards: Sequence[ShardMetadata],
+    tensors: list[list[WantedTensor]],
+    dims: str | None,
 ) -> Plan:
     files = {}
     placed = []
     for shard, group in zip(shards, tensors, strict=True):
-        path = companions.candidates(index.source, shard.rank)[0]
+        path = companions.candidates(draft.path, shard.rank)[0]
         files[path] = _shard_file(shard, group)
         size = HEADER.size + shard.file_size
         placed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(of: Sequence[ShardMetadata]) -> Plan:
-        text = metadata.write(index.attrs, of, {"payload": None, kit.DIMS_KEY: dims})
+        text = metadata.write(draft.attrs, of, {"payload": None, kit.DIMS_KEY: dims})
         return Plan((Literal(0, text),), (), nbytes=len(text))
 
     def renamed(names: Mapping[str, str]) -> Plan:
@@ -431,7 +437,7 @@ def _in_several(
     return replace(with_names(placed), companions=files, renamed=renamed)
 
 
-def _shard_file(shard: ShardMetadata, tensors: Sequence[Tensor]) -> Plan:
+def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
     extents, start = _extents(shard, tensors, HEADER.size), HEADER.size
     for extent in extents:
         end = (extent.offset or 0) - start + extent.part.nbytes
@@ -440,7 +446,7 @@ def _shard_file(shard: ShardMetadata, tensors: Sequence[Tensor]) -> Plan:
     return Plan((Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
 
 
-def _extents(shard: ShardMetadata, tensors: Sequence[Tensor], start: int) -> list[Extent]:
+def _extents(shard: ShardMetadata, tensors: Sequence[WantedTensor], start: int) -> list[Extent]:
     return [
         Extent(tensor.name, "data", tensor.parts["data"], start + offset)
         for tensor, offset in zip(tensors, shard.offsets, strict=True)

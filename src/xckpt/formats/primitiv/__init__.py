@@ -53,13 +53,13 @@ from xckpt.formats.primitiv.packed import (
     packed_uint32,
 )
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Extent, Literal, Plan
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     # What is written: bytes, and tensors in the place of their data.
-    Pieces = Iterator[bytes | Tensor]
+    Pieces = Iterator[bytes | WantedTensor]
 
 _K = TypeVar("_K", bound="Sequence[str]")
 _N = TypeVar("_N")
@@ -131,28 +131,28 @@ class Primitiv(Format):
         texts = notes.warnings()
         return Index(self.name, "0.1", tensors, attrs, source.name, source.size, warnings=texts)
 
-    def plan(self, index: Index, *, data_type: str | None = None) -> Plan:
+    def plan(self, draft: Draft, *, data_type: str | None = None) -> Plan:
         """Lay out a file of any of the five types of data.
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is written. An axis named ``batch`` that is the last one is the batch; of the
             others trailing ones of length 1 are left out.
         data_type : {"Shape", "Tensor", "Parameter", "Model", "Optimizer"}, optional
-            What the file holds. By default what the attribute ``data_type`` of the index says; else
+            What the file holds. By default what the attribute ``data_type`` of the draft says; else
             an Optimizer if there are settings and no tensors; else a Model.
         """
         kit.check_option("data_type", data_type, _CODES)
-        self.check(index)
-        kind = data_type or _kind(index)
+        self.check(draft)
+        kind = data_type or _kind(draft)
         for owner, attrs in _OWN_ATTRS.items():
-            if owner != kind and (found := [attr for attr in attrs if attr in index.attrs]):
+            if owner != kind and (found := [attr for attr in attrs if attr in draft.attrs]):
                 raise _misplaced(found[0], owner, kind)
         header = bytearray(packed_uint32(0, 1, _CODES[kind]))
         literals, extents, at = [], [], 0
-        for piece in _content(index, kind):
-            if not isinstance(piece, Tensor):
+        for piece in _content(draft, kind):
+            if not isinstance(piece, WantedTensor):
                 header += piece
                 continue
             literals.append(Literal(at, bytes(header)))
@@ -229,20 +229,20 @@ def _read_content(objects: Objects, notes: kit.Notes) -> tuple[dict[str, Tensor]
     return {each.name: each for each in tensors}, {"data_type": kind, **attrs}
 
 
-def _content(index: Index, kind: str) -> Pieces:
+def _content(draft: Draft, kind: str) -> Pieces:
     """Write the content of a file of a type."""
     if kind in _OWN_ATTRS:
-        for tensor in index.tensors.values():
+        for tensor in draft.tensors.values():
             reason = f"a file of type {kind} has no tensors"
             hint = "Write them to a file of their own, with data_type='Model'"
             raise _refused(tensor, reason, "Count", hint)
-        yield from (_shape if kind == "Shape" else _optimizer)(index)
+        yield from (_shape if kind == "Shape" else _optimizer)(draft)
         return
-    parameters = _parameters(index)
+    parameters = _parameters(draft)
     if kind == "Model":
         yield from _model(parameters)
         return
-    count = len(index.tensors) if kind == "Tensor" else len(parameters)
+    count = len(draft.tensors) if kind == "Tensor" else len(parameters)
     if count != 1:
         reason = f"a {kind} file holds one {kind.lower()} without a name, and not {count}"
         hint = "data_type='Model' holds any number of parameters by their names"
@@ -301,7 +301,7 @@ def _read_tensor(
     return Tensor(name, "float32", shape, parts, order="F", attrs=attrs, dims=axes, path=path)
 
 
-def _pieces(tensor: Tensor, *, batched: bool = True) -> tuple[bytes, Tensor]:
+def _pieces(tensor: WantedTensor, *, batched: bool = True) -> tuple[bytes, WantedTensor]:
     """Write the head of a tensor, after checking that it can be stored."""
     has_batch = tensor.dims is not None and tensor.dims[-1:] == ("batch",)
     dims = _trimmed(tensor.shape[:-1] if has_batch else tensor.shape)
@@ -323,8 +323,8 @@ def _pieces(tensor: Tensor, *, batched: bool = True) -> tuple[bytes, Tensor]:
     raise _refused(tensor, reason, rule, hint)
 
 
-def _shape(index: Index) -> Pieces:
-    dims, batch = index.attrs.get("dims", []), index.attrs.get("batch", 1)
+def _shape(draft: Draft) -> Pieces:
+    dims, batch = draft.attrs.get("dims", []), draft.attrs.get("batch", 1)
     sizes: list[Any] = [*dims, batch] if isinstance(dims, list | tuple) else [None]
     if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) >= _U32:
         reason = f"dims {dims!r} and batch {batch!r} are not a shape of 1 to {_U32 - 1} elements"
@@ -407,15 +407,15 @@ class _Parameter(NamedTuple):
     """A parameter that is written: its statistics have the order of their tensors."""
 
     key: tuple[str, ...]
-    value: Tensor
-    stats: dict[str, Tensor]
+    value: WantedTensor
+    stats: dict[str, WantedTensor]
 
 
-def _parameters(index: Index) -> list[_Parameter]:
+def _parameters(draft: Draft) -> list[_Parameter]:
     """Find the parameters among tensors of any names, and their statistics."""
-    values: dict[tuple[str, ...], Tensor] = {}
-    stats: list[tuple[tuple[str, ...], str, Tensor]] = []
-    for tensor in index.tensors.values():
+    values: dict[tuple[str, ...], WantedTensor] = {}
+    stats: list[tuple[tuple[str, ...], str, WantedTensor]] = []
+    for tensor in draft.tensors.values():
         key, stat = key_and_stat(tensor)
         try:
             _encoded((*key, stat or ""))
@@ -427,7 +427,7 @@ def _parameters(index: Index) -> list[_Parameter]:
             _add(values, key, tensor)
         else:
             stats.append((key, stat, tensor))
-    owned: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    owned: dict[tuple[str, ...], dict[str, WantedTensor]] = {}
     for owner, stat, tensor in stats:
         if owner in values:
             _add(owned.setdefault(owner, {}), stat, tensor)
@@ -458,7 +458,7 @@ def _modules(keys: list[_K]) -> Iterator[tuple[_K, _K]]:
             yield key, following
 
 
-def _add(tensors: dict[_N, Tensor], key: _N, tensor: Tensor) -> None:
+def _add(tensors: dict[_N, WantedTensor], key: _N, tensor: WantedTensor) -> None:
     other = tensors.setdefault(key, tensor)
     if other is not tensor:
         reason = f"its key is that of {shown(other.name)} too"
@@ -498,10 +498,10 @@ def _optimizer_class(names: list[str]) -> str | None:
     return classes.pop() if len(classes) == 1 else None
 
 
-def _optimizer(index: Index) -> Pieces:
+def _optimizer(draft: Draft) -> Pieces:
     names: list[str] = []
     for attr, pack in (("uint_configs", _uint32), ("float_configs", _float)):
-        settings = index.attrs.get(attr, {})
+        settings = draft.attrs.get(attr, {})
         if not isinstance(settings, dict):
             raise _bad_setting(attr, f"is {settings!r}, not a dict")
         yield MAP.pack(len(settings))
@@ -511,7 +511,7 @@ def _optimizer(index: Index) -> Pieces:
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
                 raise _bad_setting(attr, f"has {shown(str(name))}: {value!r}, {error}") from None
         names += settings
-    optimizer = index.attrs.get("optimizer")
+    optimizer = draft.attrs.get("optimizer")
     if optimizer not in {None, _optimizer_class(names)}:
         reason = f"is {optimizer!r}, but the names of the settings say {_optimizer_class(names)!r}"
         raise _bad_setting("optimizer", reason)
@@ -537,12 +537,12 @@ def _bad_setting(attr: str, reason: str) -> UnsupportedError:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _kind(index: Index) -> str:
+def _kind(draft: Draft) -> str:
     """Return the type of data that attributes state, or that fits them."""
-    stated = index.attrs.get("data_type")
+    stated = draft.attrs.get("data_type")
     if stated is None:
-        has_settings = bool({"uint_configs", "float_configs"} & index.attrs.keys())
-        return "Optimizer" if has_settings and not index.tensors else "Model"
+        has_settings = bool({"uint_configs", "float_configs"} & draft.attrs.keys())
+        return "Optimizer" if has_settings and not draft.tensors else "Model"
     if not isinstance(stated, str) or stated not in _CODES:
         reason = f"the attribute data_type is {stated!r}, not one of {', '.join(_CODES)}"
         hint = "Remove it, or say data_type="
@@ -557,7 +557,7 @@ def _misplaced(attr: str, owner: str, kind: str) -> UnsupportedError:
     return UnsupportedError(reason, rule="Attribute", hint=hint)
 
 
-def _refused(tensor: Tensor, reason: str, rule: str, hint: str) -> UnsupportedError:
+def _refused(tensor: WantedTensor, reason: str, rule: str, hint: str) -> UnsupportedError:
     return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.index import Tensor
+    from xckpt.plan import WantedTensor
 
 _IN_ELEMENT = re.compile("[%.:\udc80-\udcff]")
 _IN_STAT = re.compile("[%\udc80-\udcff]")
@@ -38,7 +38,7 @@ def value_path(key: Sequence[str]) -> tuple[str, ...] | None:
     return (*key[:-1], _IN_LEAF.sub(_escaped, key[-1]))
 
 
-def key_and_stat(tensor: Tensor) -> tuple[tuple[str, ...], str | None]:
+def key_and_stat(tensor: WantedTensor) -> tuple[tuple[str, ...], str | None]:
     """Return the key of a parameter, and which of its statistics a tensor is."""
     if tensor.path:
         own, colon, stat = tensor.path[-1].partition(":")
@@ -50,7 +50,7 @@ def key_and_stat(tensor: Tensor) -> tuple[tuple[str, ...], str | None]:
     return _taken_apart(tensor.name) or (whole_key(tensor), None)
 
 
-def whole_key(tensor: Tensor) -> tuple[str, ...]:
+def whole_key(tensor: WantedTensor) -> tuple[str, ...]:
     """Return the key of a tensor whose name means nothing here."""
     return tuple(tensor.path or tensor.name.split("."))
 

@@ -55,7 +55,7 @@ from xckpt.formats.ztensor.layouts import LONG, SHORT_1, WRITTEN
 
 if TYPE_CHECKING:
     from xckpt.index import Index
-    from xckpt.plan import Plan
+    from xckpt.plan import Draft, Plan
 
 _SMALLEST = 16  # a head and a footer of 8 bytes each
 
@@ -93,12 +93,12 @@ class ZTensor(Format):
         reason = f"the file begins {magic!r}, which is not a zTensor magic"
         raise FormatError(reason, offset=0, rule="HeaderMagic")
 
-    def plan(self, index: Index, *, version: str = "1.0", alignment: int | None = None) -> Plan:
+    def plan(self, draft: Draft, *, version: str = "1.0", alignment: int | None = None) -> Plan:
         """Lay out a file of version 1.0, which the specification describes, or 2.
 
         Parameters
         ----------
-        index : Index
+        draft : Draft
             What is to be written.
         version : {"1.0", "2"}
             Version 1.0 has 13 element types. Version 2 has more of them, quantised layouts, and is
@@ -111,14 +111,14 @@ class ZTensor(Format):
         if version not in {"1.0", "2"}:
             raise ValueError(f"version={version!r}: expected '1.0' or '2'")
         if version == "2":
-            return v2.plan(index, alignment)
+            return v2.plan(draft, alignment)
         _refuse_alignment(alignment)
-        return v1.plan(index)
+        return v1.plan(draft)
 
     def append(
         self,
         source: Readable,
-        index: Index,
+        draft: Draft,
         *,
         version: str | None = None,
         alignment: int | None = None,
@@ -138,13 +138,13 @@ class ZTensor(Format):
         found, old = "1.0" if plain else "2", self.read(source)
         if version is not None and version != found:
             raise ValueError(f"version={version!r}, but the file is of version {found}")
-        taken = next((name for name in index.tensors if name in old.tensors), None)
+        taken = next((name for name in draft.tensors if name in old.tensors), None)
         if taken is not None and not replace:
             raise ValueError(f"the file has a tensor {shown(taken)}; replace=True replaces it")
         if not plain:
-            return v2.append(source, index, old, alignment)
+            return v2.append(source, draft, old, alignment)
         _refuse_alignment(alignment)
-        return v1.append(source, index, old)
+        return v1.append(source, draft, old)
 
 
 def _refuse_alignment(alignment: int | None) -> None:

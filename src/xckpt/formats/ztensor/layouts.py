@@ -15,13 +15,13 @@ from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.ztensor.manifest import text
 from xckpt.index import Part
-from xckpt.plan import Extent, Plan
+from xckpt.plan import Extent, Plan, WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.index import Tensor
-    from xckpt.plan import Literal, Written
+    from xckpt.plan import Literal, WantedTensor, Written
 
     _Choices = Mapping[str | None, str | None]
 
@@ -251,12 +251,12 @@ class NewEntry(NamedTuple):
     """A tensor of a manifest that is to be written, but for where its parts are."""
 
     head: dict[str, Any]
-    parts: dict[str, Part]
+    parts: dict[str, WantedPart]
     attrs: dict[str, Any]
 
 
-def storable_parts(tensor: Tensor, index_types: Sequence[str]) -> dict[str, Part]:
-    """Return the parts of a tensor as they are written: little-endian, with their raw sizes."""
+def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str, Part]:
+    """Return the parts of a tensor as they are read again, wherever they are, if none is packed."""
     if tensor.order != "C":
         raise UnsupportedError("Fortran order", tensor=tensor.name, rule="Order")
     parts = {}
@@ -282,16 +282,16 @@ def storable_parts(tensor: Tensor, index_types: Sequence[str]) -> dict[str, Part
     bits = max(BITS[parts[role].dtype] for role in roles)
     dtype = next(name for name in index_types if BITS[name] >= bits)
     for role in roles:
-        part = parts[role]
-        count = part.nbytes * 8 // BITS[part.dtype]
-        parts[role] = replace(part, dtype=dtype, nbytes=count * BITS[dtype] // 8)
+        index = parts[role]
+        count = index.nbytes * 8 // BITS[index.dtype]
+        parts[role] = replace(index, dtype=dtype, nbytes=count * BITS[dtype] // 8)
     return parts
 
 
 def wished(
-    tensor: Tensor, parts: Mapping[str, Part], encodings: _Choices, digests: _Choices, of: Any
-) -> dict[str, Part]:
-    """Return parts with the compression and the digest that are wanted for them."""
+    tensor: WantedTensor, parts: Mapping[str, Part], encodings: _Choices, digests: _Choices, of: Any
+) -> dict[str, WantedPart]:
+    """Return parts as they are written, with the compression and the digest they are to have."""
 
     def choice(what: str, wanted: str | None, known: _Choices) -> str | None:
         if wanted in known:
@@ -300,18 +300,17 @@ def wished(
         reason, rule = f"the {what} {shown(wanted or '')}", what.capitalize()
         raise UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
 
-    return {
-        role: replace(
-            part,
-            encoding=choice("compression", tensor.parts[role].encoding, encodings),
-            digest=choice("digest", tensor.parts[role].digest, digests),
-            digest_of=of,
-        )
-        for role, part in parts.items()
-    }
+    asked = {}
+    for role, part in parts.items():
+        own = tensor.parts[role]
+        compression = choice("compression", own.compression, encodings)
+        algorithm = choice("digest", own.algorithm, digests)
+        shape = part.shape or own.shape
+        asked[role] = WantedPart(part.dtype, shape, part.nbytes, compression, algorithm, of)
+    return asked
 
 
-def unnamed_layout(tensor: Tensor, defined: Iterable[str]) -> UnsupportedError:
+def unnamed_layout(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedError:
     """Make the error for parts that are no array, where nothing says of which layout they are."""
     hint = f"Give it the attribute {LAYOUT_KEY!r}, a text other than {', '.join(defined)}"
     reason = "parts of a layout without a name"
@@ -332,7 +331,7 @@ def planned(
         for role, part in entry.parts.items():
             offset = None if end is None else kit.aligned(end, alignment)
             extents.append(Extent(name, role, part, offset))
-            end = None if offset is None or part.encoding else offset + part.nbytes
+            end = None if offset is None or part.compression else offset + part.nbytes
     return Plan(literals, tuple(extents), alignment, finish=finish)
 
 

@@ -16,7 +16,8 @@ from xckpt.formats.kit import mistyped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Index, Tensor
+    from xckpt.index import Tensor
+    from xckpt.plan import Draft, WantedTensor
 
 LARGEST = 1 << 30
 _HEAD = 8
@@ -209,10 +210,12 @@ def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
     return UnsupportedError(reason, tensor=tensor, rule="Attributes", hint=hint)
 
 
-def root_attributes(index: Index, levels: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def root_attributes(
+    draft: Draft, levels: int, tensors: Mapping[str, Tensor | WantedTensor]
+) -> dict[str, Any]:
     """Return the attributes of a file to be written, and the names of axes of all its tensors."""
     attrs = {}
-    for key, value in index.attrs.items():
+    for key, value in draft.attrs.items():
         if type(key) is not str:
             raise _no_attribute(f"named by a {type(key).__name__}", None)
         attrs[kit.check_text("the attribute", key)] = storable(value, levels)

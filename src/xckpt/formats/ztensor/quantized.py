@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from xckpt.formats.ztensor.layouts import Shape
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Part
+    from xckpt.plan import WantedTensor
 
     _Pinned = tuple[dict[str, Part], Quantization] | None
 
@@ -238,7 +239,7 @@ def _check_size(role: str, part: Part, expected: int) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def quantized_layout(tensor: Tensor, parts: Mapping[str, Part]) -> tuple[str, dict[str, Any]]:
+def quantized_layout(tensor: WantedTensor, parts: Mapping[str, Part]) -> tuple[str, dict[str, Any]]:
     """Find the layout that a quantised tensor can be read from again, and its attributes."""
     unshaped = {role: replace(part, shape=None) for role, part in parts.items()}
     wanted = tensor.quantization
@@ -255,7 +256,9 @@ def quantized_layout(tensor: Tensor, parts: Mapping[str, Part]) -> tuple[str, di
     raise UnsupportedError(reason, tensor=tensor.name, rule="Layout", hint=hint)
 
 
-def _candidates(tensor: Tensor, parts: Mapping[str, Part]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidates(
+    tensor: WantedTensor, parts: Mapping[str, Part]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     own = dict(tensor.attrs)
     yield _MICROSCALED if "block_size" in own else _GROUPS, own
     quantization = tensor.quantization

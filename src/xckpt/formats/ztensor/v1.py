@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
-    from xckpt.plan import Written
+    from xckpt.plan import Draft, WantedPart, WantedTensor, Written
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 
@@ -348,36 +348,36 @@ class _Components:
 # --- writing 1.0 ----------------------------------------------------------------------------------
 
 
-def plan(index: Index) -> Plan:
+def plan(draft: Draft) -> Plan:
     """Lay out a file of version 1.0."""
-    attrs = manifest.root_attributes(index, _LEVELS, index.tensors)
+    attrs = manifest.root_attributes(draft, _LEVELS, draft.tensors)
     generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
     root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
-    return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC))
+    return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC))
 
 
-def append(source: Readable, index: Index, old: Index) -> Plan:
+def append(source: Readable, draft: Draft, old: Index) -> Plan:
     """Lay out what makes a file of version 1.0 hold more tensors."""
     length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
     start = manifest.locate(source.size, _FOOTER, length)
     root = mapping("manifest", manifest.decode(bytes(source.read(start, length))))
-    added = manifest.root_attributes(index, _LEVELS, {**old.tensors, **index.tensors})
+    added = manifest.root_attributes(draft, _LEVELS, {**old.tensors, **draft.tensors})
     if "generator" in root:
         added.pop("generator", None)
     kept = manifest.attributes(root.get("attributes"))
     kept.pop(kit.DIMS_KEY, None)
     root["attributes"] = {**kept, **added}
-    return _planned(index, root, (), source.size)
+    return _planned(draft, root, (), source.size)
 
 
-def _planned(index: Index, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
-    entries = {name: _entry(tensor) for name, tensor in by_source(index.tensors).items()}
+def _planned(draft: Draft, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
+    entries = {name: _entry(tensor) for name, tensor in by_source(draft.tensors).items()}
     return layouts.planned(
         literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
     )
 
 
-def _entry(tensor: Tensor) -> layouts.NewEntry:
+def _entry(tensor: WantedTensor) -> layouts.NewEntry:
     name = kit.check_text("the name", tensor.name, tensor.name)
     parts = layouts.storable_parts(tensor, ("uint64",))
     main = layouts.ROLES.get(tensor.layout, ("",))[0]
@@ -392,11 +392,11 @@ def _entry(tensor: Tensor) -> layouts.NewEntry:
         head["format"] = _structural(tensor, parts, attrs.pop(layouts.LAYOUT_KEY, None))
     else:
         raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
-    parts = layouts.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-    return layouts.NewEntry(head, parts, manifest.storable(attrs, _LEVELS, name))
+    asked = layouts.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+    return layouts.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
-def _structural(tensor: Tensor, parts: Mapping[str, Part], layout: Any) -> str:
+def _structural(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:
     """Return the layout of a tensor that is its parts, of which the version says no types."""
     if type(layout) is not str or layout in layouts.ROLES:
         raise layouts.unnamed_layout(tensor, layouts.ROLES)
@@ -434,10 +434,10 @@ def _finish(
     return (Literal(layouts.end_of(written, start), data + footer),)
 
 
-def _component(part: Part, written: Written) -> dict[str, Any]:
+def _component(part: WantedPart, written: Written) -> dict[str, Any]:
     component: dict[str, Any] = {"offset": written.offset, "length": written.nbytes}
-    if part.encoding is not None:
-        component["encoding"] = part.encoding
+    if part.compression is not None:
+        component["encoding"] = part.compression
     if written.digest is not None:
         algorithm, _, value = written.digest.partition(":")
         # As the specification spells it.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Readable
     from xckpt.index import Layout
-    from xckpt.plan import Written
+    from xckpt.plan import Draft, WantedPart, WantedTensor, Written
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
 ALIGNMENT, CANONICAL_ALIGNMENT = 4096, 1 << 16
@@ -373,14 +373,14 @@ def _as_parts(tensor: Tensor, layout: str) -> Tensor:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def plan(index: Index, alignment: int | None) -> Plan:
+def plan(draft: Draft, alignment: int | None) -> Plan:
     """Lay out a file of version 2."""
-    attrs = _root_attributes(index, index.tensors)
+    attrs = _root_attributes(draft, draft.tensors)
     root = {"objects": {}, **({"attributes": attrs} if attrs else {})}
-    return _planned(index, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
+    return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
 
 
-def append(source: Readable, index: Index, old: Index, alignment: int | None) -> Plan:
+def append(source: Readable, draft: Draft, old: Index, alignment: int | None) -> Plan:
     """Lay out a new generation of a file of version 2."""
     found = _read_manifest(source)
     if found is None:
@@ -388,21 +388,21 @@ def append(source: Readable, index: Index, old: Index, alignment: int | None) ->
     root = dict(found[2])
     kept = dict(root.pop("attributes", {}))
     kept.pop(kit.DIMS_KEY, None)
-    attrs = {**kept, **_root_attributes(index, {**old.tensors, **index.tensors})}
+    attrs = {**kept, **_root_attributes(draft, {**old.tensors, **draft.tensors})}
     if attrs:
         root["attributes"] = attrs
-    return _planned(index, root, (), source.size, alignment)
+    return _planned(draft, root, (), source.size, alignment)
 
 
-def _root_attributes(index: Index, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    attrs = manifest.root_attributes(index, _ROOT_LEVELS, tensors)
+def _root_attributes(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, Any]:
+    attrs = manifest.root_attributes(draft, _ROOT_LEVELS, tensors)
     for key in attrs:
         _storable_name("the attribute", key)
     return attrs
 
 
 def _planned(
-    index: Index,
+    draft: Draft,
     root: dict[str, Any],
     literals: tuple[Literal, ...],
     start: int,
@@ -412,7 +412,7 @@ def _planned(
         alignment = CANONICAL_ALIGNMENT
     elif alignment < ALIGNMENT or alignment & (alignment - 1):
         raise ValueError(f"alignment={alignment!r}: expected a power of two from 4096")
-    entries = {name: _entry(index.tensors[name]) for name in sorted(index.tensors)}
+    entries = {name: _entry(draft.tensors[name]) for name in sorted(draft.tensors)}
     finish = partial(_finish, root, entries, start, alignment)
     return layouts.planned(literals, entries, start, alignment, finish)
 
@@ -425,7 +425,7 @@ def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
     return name
 
 
-def _entry(tensor: Tensor) -> layouts.NewEntry:
+def _entry(tensor: WantedTensor) -> layouts.NewEntry:
     name = _storable_name("the name", tensor.name, tensor.name)
     parts = layouts.storable_parts(tensor, ("uint32", "uint64"))
     attrs = dict(tensor.attrs)
@@ -446,7 +446,9 @@ def _entry(tensor: Tensor) -> layouts.NewEntry:
     return layouts.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
-def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]) -> str:
+def _structural(
+    tensor: WantedTensor, parts: dict[str, Part], layout: Any, attrs: dict[str, Any]
+) -> str:
     """Return the layout of a tensor that is its parts, if they may be of it."""
     if type(layout) is not str or layout in _ARRAYS or not parts:
         raise layouts.unnamed_layout(tensor, _ARRAYS)
@@ -454,7 +456,7 @@ def _structural(tensor: Tensor, parts: dict[str, Part], layout: Any, attrs: dict
         _storable_name("the part", role, tensor.name)
     if _is_known(layout):
         try:
-            _assembled(replace(tensor, parts=parts, attrs=attrs), layout)
+            _assembled(Tensor(tensor.name, tensor.dtype, tensor.shape, parts, attrs=attrs), layout)
         except CheckpointError as error:
             raise error.located(tensor=tensor.name) from None
     return kit.check_text("the layout", layout, tensor.name)
@@ -486,13 +488,13 @@ def _finish(
     return (Literal(offset, data + footer),)
 
 
-def _fields(part: Part, written: Written, empty: int) -> dict[str, Any]:
+def _fields(part: WantedPart, written: Written, empty: int) -> dict[str, Any]:
     dtype, logical = _SPELLED[part.dtype]
     offset = written.offset if written.nbytes else empty
     fields: dict[str, Any] = {"dtype": dtype, "blob": [offset, written.nbytes]}
     if logical is not None:
         fields["type"] = logical
-    if part.encoding is not None:
+    if part.compression is not None:
         fields["encoding"] = _SPELLED_SEEKABLE
         fields["decoded_length"] = part.nbytes
     if written.digest is not None:
