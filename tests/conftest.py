@@ -30,7 +30,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Keep headers of remote files out of the user's cache, and do not wait for networks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("xckpt.storage.network._FIRST_DELAY", 0.001)
+        patch.setattr("xckpt.storage.remote._FIRST_DELAY", 0.001)
         yield
 
 

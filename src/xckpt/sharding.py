@@ -16,7 +16,7 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Index, Shard, Tensor
 from xckpt.storage import is_remote, local_path, open_source
-from xckpt.storage.network import own_options
+from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:

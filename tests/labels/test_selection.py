@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xckpt.labels import select
-from xckpt.labels.selection import closest
+from xckpt.labels.selection import similar
 
 NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
 
@@ -36,6 +36,6 @@ def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
         select(NAMES, wanted)
 
 
-def test_closest() -> None:
-    assert closest(NAMES, "heed") == ["head"]
-    assert closest(NAMES, re.compile("x")) == []
+def test_similar() -> None:
+    assert similar(NAMES, "heed") == "; similar names: 'head'"
+    assert similar(NAMES, re.compile("x")) == ""

@@ -203,13 +203,13 @@ def test_a_changed_file_is_an_error(
 
 def test_a_change_during_a_read_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(path)
-    whole = local.Descriptor.read_into
+    whole = local.OpenFile.read_into
 
-    def read_while_it_changes(self: local.Descriptor, memory: memoryview, offset: int) -> int:
+    def read_while_it_changes(self: local.OpenFile, memory: memoryview, offset: int) -> int:
         rewrite(path, DATA[::-1])
         return whole(self, memory, offset)
 
-    monkeypatch.setattr(local.Descriptor, "read_into", read_while_it_changes)
+    monkeypatch.setattr(local.OpenFile, "read_into", read_while_it_changes)
     with pytest.raises(FileChangedError, match="written"):
         source.read(0, 10)
 

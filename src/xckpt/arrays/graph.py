@@ -204,7 +204,7 @@ class _Result:
         self._filled: set[Any] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nowhere, ()
+        return type(None), ()  # another process has none
 
     def place(self, key: Any, index: tuple[slice, ...]) -> Any:
         """Return the memory of a chunk, to be filled by who asks."""
@@ -216,10 +216,6 @@ class _Result:
                 self._filled.clear()
             self._filled.add(key)
         return whole[index]
-
-
-def _nowhere() -> None:
-    """Return what a result is in another process."""
 
 
 def _read_into(result: _Result | None, lazy: LazyArray, key: Any, index: tuple[slice, ...]) -> Any:

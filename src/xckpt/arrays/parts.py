@@ -6,7 +6,7 @@ import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
@@ -33,8 +33,7 @@ _verifying = tuple(threading.Lock() for _ in range(64))
 _HEAD_NBYTES = 4096
 # Of what is decoded only to be hashed, at a time.
 _BLOCK_NBYTES = 8 << 20
-# More than any part decodes to.
-_ANY = 1 << 63
+_ANY = 1 << 63  # more than any part decodes to
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +58,51 @@ class PartReader:
                     pass
             return data
 
-    def blocks(self, nbytes: int, block_nbytes: int) -> Iterator[memoryview]:
-        """Read all decoded bytes in order, in memory of constant size; see `read`."""
+    def blocks(
+        self, nbytes: int, block_nbytes: int, *, compare: bool = False
+    ) -> Iterator[memoryview]:
+        """Read all decoded bytes in order, in memory of constant size; see `read`.
+
+        `compare` is whether the digest of a part that is not compressed is compared as well.
+        """
         part = self.part
         with self._placing():
             self.check(nbytes)
-            if self.is_raw and nbytes == 0:  # what has no elements needs no file
-                return
+            blocks: Iterable[memoryview]
             if self.is_raw:
-                yield from self.source.blocks(part.offset, nbytes, block_nbytes)
+                # What has no elements needs no file.
+                blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
             elif part.encoding in encodings.STREAMS:
                 codec, stored = encodings.STREAMS[part.encoding], self.stored_blocks()
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
-                yield from self._checked(blocks)
             else:
                 starts = range(0, nbytes, block_nbytes)
                 ranges = ((at, min(at + block_nbytes, nbytes)) for at in starts)
-                yield from self._checked(self._bytes(*each, nbytes) for each in ranges)
+                blocks = (self._bytes(*each, nbytes) for each in ranges)
+            yield from self._checked(blocks, raw=compare)
+
+    def compared_blocks(self) -> Iterator[memoryview]:
+        """Read all bytes as they are stored, and compare them with a digest of these."""
+        stored, part = self.stored_blocks(), self.part
+        blocks = stored if isinstance(stored, StoredRange) else (stored,)
+        is_due = self.is_checked and part.digest_of == "stored"
+        with self._placing():
+            yield from digests.checked(str(part.digest), blocks) if is_due else blocks
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there is a digest that may be compared when all bytes have passed."""
+        digest = self.part.digest
+        return digest is not None and self.verify is not False and digests.is_known(digest)
 
     def check(self, nbytes: int) -> None:
         """Check what can be known before anything is decoded, and the digest if asked to."""
         part = self.part
         if part.digest is not None and self.verify is not False:
-            digests.parse(part.digest)  # a malformed one is an error even where it is not checked
-            if self.verify:
-                self._verify_once(nbytes)
+            with self._placing():
+                digests.parse(part.digest)  # a malformed one is an error if not checked, too
+                if self.verify:
+                    self._verify_once(part.digest, nbytes)
         if part.encoding is None and part.nbytes != nbytes:
             raise FormatError(
                 f"a part has {part.nbytes} bytes, but {nbytes} are needed",
@@ -108,7 +127,7 @@ class PartReader:
             return memoryview(self.part.inline or b"")
         return StoredRange(self.source, self.part.offset, self.part.nbytes)
 
-    def stated_nbytes(self) -> int | None:
+    def _stated_nbytes(self) -> int | None:
         """Return the decoded size as the file or the headers of zstd frames state it, if so."""
         part = self.part
         if part.encoding is None:
@@ -119,8 +138,11 @@ class PartReader:
             head = self.source.read(part.offset, min(part.nbytes, _HEAD_NBYTES))
             return encodings.stated_nbytes(head, part.nbytes)
 
-    def count_nbytes(self, limit: int = _ANY) -> int:
-        """Find the decoded size of a zstd part by decoding it, in memory of constant size."""
+    def decoded_nbytes(self, limit: int = _ANY) -> int:
+        """Return the decoded size; one that is not stated is counted in memory of constant size."""
+        stated = self._stated_nbytes()
+        if stated is not None:
+            return stated
         with self._placing():
             try:
                 return encodings.decompressed_nbytes(self.stored_blocks(), limit)
@@ -161,37 +183,34 @@ class PartReader:
         )
         return encodings.read_frames(view, part.offset, table, start, stop)
 
-    def _checked(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    def _checked(self, blocks: Iterable[memoryview], *, raw: bool = False) -> Iterator[memoryview]:
         """Hand on all decoded bytes, and check their digest, unless asked not to or done before."""
         part = self.part
-        is_due = part.encoding is not None and self.verify is None
-        if part.digest is None or not is_due or not digests.is_known(part.digest):
+        is_due = self.verify is None and (raw or part.encoding is not None)
+        if part.digest is None or not is_due or not self.is_checked:
             yield from blocks
-        elif part.digest_of == "decoded":
+        elif part.digest_of == "decoded" or part.encoding is None:
             yield from digests.checked(part.digest, blocks)
         else:
             yield from blocks
             digests.check(part.digest, self.stored_blocks())
 
-    def _verify_once(self, nbytes: int) -> None:
+    def _verify_once(self, digest: str, nbytes: int) -> None:
         part = self.part
         key = (self.source.name, self.source.identity, part)
         with _verifying[hash(key) % len(_verifying)]:
             if key in _verified:
                 return
-            self._verify(cast("str", part.digest), nbytes)
+            if not digests.is_known(digest):
+                text = f"{self.source.name}: byte {part.offset}: {digest!r} cannot be verified"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
+            elif part.digest_of == "stored" or part.encoding is None:
+                digests.check(digest, self.stored_blocks())
+            else:
+                unverified = replace(self, verify=False)
+                for _ in digests.checked(digest, unverified.blocks(nbytes, _BLOCK_NBYTES)):
+                    pass
             _verified.add(key)
-
-    def _verify(self, digest: str, nbytes: int) -> None:
-        if not digests.is_known(digest):
-            text = f"{self.source.name}: byte {self.part.offset}: {digest!r} cannot be verified"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
-        elif self.part.digest_of == "stored" or self.part.encoding is None:
-            digests.check(digest, self.stored_blocks())
-        else:
-            unverified = replace(self, verify=False)
-            for _ in digests.checked(digest, unverified.blocks(nbytes, _BLOCK_NBYTES)):
-                pass
 
 
 def decoded_shape(
@@ -203,9 +222,7 @@ def decoded_shape(
         return tensor.shape
     if part.shape is not None:
         return part.shape
-    nbytes = reader.stated_nbytes()
-    if nbytes is None:
-        nbytes = reader.count_nbytes(limit)
+    nbytes = reader.decoded_nbytes(limit)
     is_list_of_axes = tensor.layout == "sparse_coo" and role == "coords"
     lines = tensor.ndim if is_list_of_axes else 1
     count, left = divmod(nbytes, nbytes_of(part.dtype, 1) * lines)

@@ -60,14 +60,15 @@ def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
     return tuple([slice(0, length, 1) for length in shape])
 
 
+def _slice_of(steps: range) -> slice:
+    # A negative stop would count from the end; None means "to the start".
+    stop = None if steps.stop < 0 else steps.stop
+    return slice(steps.start, stop, steps.step) if steps else slice(0, 0, 1)
+
+
 def _normalize_axis(entry: Any, length: int) -> AxisKey:
     if isinstance(entry, slice):
-        start, stop, step = entry.indices(length)
-        count = len(range(start, stop, step))
-        if count == 0:
-            return slice(0, 0, 1)
-        # A negative stop would count from the end; None means "to the start".
-        return slice(start, None if stop < 0 else stop, step)
+        return _slice_of(range(length)[entry])
     if isinstance(entry, list | np.ndarray):
         return _normalize_array(np.asarray(entry), length)
     try:
@@ -159,11 +160,7 @@ def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
     chosen = positions(entry, length)
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
-        yield (
-            slice(part.start, None if part.stop < 0 else part.stop, part.step)
-            if isinstance(part, range)
-            else part
-        )
+        yield _slice_of(part) if isinstance(part, range) else part
 
 
 def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
@@ -197,11 +194,7 @@ def _within(outer: Any, inner: AxisKey) -> AxisKey:
         return steps[inner]
     if not isinstance(inner, slice):
         return np.asarray(outer.start + inner * outer.step)
-    chosen = steps[inner]
-    if not chosen:
-        return slice(0, 0, 1)
-    # A negative stop would count from the end; None means "to the start".
-    return slice(chosen.start, chosen.stop if chosen.stop >= 0 else None, chosen.step)
+    return _slice_of(steps[inner])
 
 
 def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:

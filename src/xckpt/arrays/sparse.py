@@ -257,7 +257,7 @@ def _along(
     if isinstance(entry, int):
         return where == entry, where, None, everything
     if isinstance(entry, slice):
-        steps = range(entry.start, -1 if entry.stop is None else entry.stop, entry.step)
+        steps = range(length)[entry]
         if steps == range(length):
             return None, where, length, everything
         chosen = (where >= min(steps[0], steps[-1])) & (where <= max(steps[0], steps[-1]))
@@ -287,10 +287,7 @@ class CSRArray(SparseArray):
         nrows = self.shape[0]
         count = self._count()
         pointers = _ElementStream(self, "indptr", nrows + 1)
-        columns, values = (
-            _ElementStream(self, "indices", count),
-            _ElementStream(self, "values", count),
-        )
+        columns, values = [_ElementStream(self, each, count) for each in ("indices", "values")]
         known = pointers.take(1)
         self._check_indptr(known, count, first=True)
         for start in range(0, nrows, _MOST_ROWS):
@@ -430,7 +427,4 @@ class COOArray(SparseArray):
         if coords is not None:
             return coords[1]
         reader = self.readers["values"]
-        nbytes = reader.stated_nbytes()
-        if nbytes is None:
-            nbytes = reader.count_nbytes()
-        return nbytes // nbytes_of(reader.part.dtype, 1)
+        return reader.decoded_nbytes() // nbytes_of(reader.part.dtype, 1)

@@ -40,23 +40,16 @@ def open_source(
         raise TypeError(
             f"expected a path, a URL, bytes or an open binary file, got {type(obj).__name__}"
         )
-    if is_remote(obj):
-        return _open_url(obj, storage_options, first)
-    return LocalSource(obj, mmap=mmap)
+    if not is_remote(obj):
+        return LocalSource(obj, mmap=mmap)
+    is_web = obj.startswith(("http://", "https://"))
+    if not is_web and ("::" in obj or not obj.startswith(("s3://", "s3a://"))):
+        return FsspecSource(obj, storage_options, first=first)
+    from xckpt.storage.web import HttpSource, S3Source
+
+    return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
 
 
 def is_remote(obj: object) -> bool:
     """Return whether something is a URL that is opened through fsspec."""
     return isinstance(obj, str) and is_url(obj) and not is_file_url(obj)
-
-
-def _open_url(url: str, storage_options: Mapping[str, Any] | None, first: int) -> Source:
-    if url.startswith(("http://", "https://")):
-        from xckpt.storage.web import HttpSource
-
-        return HttpSource(url, storage_options, first=first)
-    if url.startswith(("s3://", "s3a://")) and "::" not in url:
-        from xckpt.storage.web import S3Source
-
-        return S3Source(url, storage_options, first=first)
-    return FsspecSource(url, storage_options, first=first)

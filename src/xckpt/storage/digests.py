@@ -18,9 +18,8 @@ import re
 import threading
 import warnings
 import zlib
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,11 +35,6 @@ __all__ = ["Hasher", "check", "checked", "is_known", "parse"]
 _BLOCK_NBYTES = 8 << 20
 
 _FORM = re.compile(r"([a-z0-9_]+):(.+)", re.DOTALL)
-
-
-class _HashState(Protocol):
-    def update(self, data: Any, /) -> object: ...
-    def digest(self) -> bytes: ...
 
 
 class _Crc:
@@ -70,33 +64,13 @@ def _crc32c() -> _Crc:
     return _Crc(lambda data, value: extend(value, np.frombuffer(data, np.uint8)))
 
 
-def _imported(module: str, name: str) -> Callable[[], _HashState]:
-    def start() -> Any:
-        return getattr(import_module(module), name)()
-
-    return start
-
-
-@dataclass(frozen=True, slots=True)
-class _Algorithm:
-    value: re.Pattern[str]
-    digits: int
-    start: Callable[[], _HashState]
-    prefix: str = ""
-
-    def parse(self, text: str) -> bytes:
-        return bytes.fromhex(text.removeprefix("0x").removeprefix("0X").zfill(self.digits))
-
-    def format(self, value: bytes) -> str:
-        return self.prefix + (value.hex().upper() if self.prefix else value.hex())
-
-
-_ALGORITHMS = {
-    "crc32": _Algorithm(re.compile("[0-9a-fA-F]{8}"), 8, lambda: _Crc(zlib.crc32)),
-    "crc32c": _Algorithm(re.compile("0[xX][0-9a-fA-F]{1,8}"), 8, _crc32c, "0x"),
-    "sha256": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, hashlib.sha256),
-    "xxh3": _Algorithm(re.compile("[0-9a-f]{16}"), 16, _imported("xxhash", "xxh3_64")),
-    "blake3": _Algorithm(re.compile("[0-9a-fA-F]{64}"), 64, _imported("blake3", "blake3")),
+# For each algorithm the form of a value, and what begins to hash.
+_ALGORITHMS: dict[str, tuple[re.Pattern[str], Callable[[], Any]]] = {
+    "crc32": (re.compile("[0-9a-fA-F]{8}"), lambda: _Crc(zlib.crc32)),
+    "crc32c": (re.compile("0[xX][0-9a-fA-F]{1,8}"), _crc32c),
+    "sha256": (re.compile("[0-9a-fA-F]{64}"), hashlib.sha256),
+    "xxh3": (re.compile("[0-9a-f]{16}"), lambda: import_module("xxhash").xxh3_64()),
+    "blake3": (re.compile("[0-9a-fA-F]{64}"), lambda: import_module("blake3").blake3()),
 }
 
 
@@ -106,12 +80,11 @@ def parse(digest: str) -> tuple[str, bytes | None]:
     if form is None:
         raise FormatError(f"digest {shown(digest)} is not algorithm:value", rule="Digest")
     algorithm, text = form[1], form[2]
-    known = _ALGORITHMS.get(algorithm)
-    if known is None:
+    if algorithm not in _ALGORITHMS:
         return algorithm, None
-    if known.value.fullmatch(text) is None:
+    if _ALGORITHMS[algorithm][0].fullmatch(text) is None:
         raise FormatError(f"digest {shown(digest)} is not a {algorithm} value", rule="Digest")
-    return algorithm, known.parse(text)
+    return algorithm, bytes.fromhex(text[2:].zfill(8) if algorithm == "crc32c" else text)
 
 
 def is_known(digest: str) -> bool:
@@ -129,19 +102,17 @@ class Hasher:
     'crc32c:0xE3069283'
     """
 
-    __slots__ = ("_format", "_state", "algorithm")
+    __slots__ = ("_state", "algorithm")
 
     def __init__(self, algorithm: str) -> None:
-        known = _ALGORITHMS.get(algorithm)
-        if known is None:
+        if algorithm not in _ALGORITHMS:
             raise UnsupportedError(
                 f"digest algorithm {shown(algorithm)} is not known",
                 rule="Digest",
                 hint=f"Known are: {', '.join(_ALGORITHMS)}",
             )
         self.algorithm = algorithm
-        self._format = known.format
-        self._state = known.start()
+        self._state = _ALGORITHMS[algorithm][1]()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Hash more bytes."""
@@ -151,11 +122,15 @@ class Hasher:
 
     def value(self) -> bytes:
         """Return the digest of all bytes so far, big-endian."""
-        return self._state.digest()
+        found: bytes = self._state.digest()
+        return found
 
     def digest(self) -> str:
         """Return the digest of all bytes so far as ``algorithm:value``."""
-        return f"{self.algorithm}:{self._format(self.value())}"
+        value = self.value().hex()
+        return f"{self.algorithm}:" + (
+            f"0x{value.upper()}" if self.algorithm == "crc32c" else value
+        )
 
 
 def check(digest: str, data: bytes | bytearray | memoryview | StoredRange) -> None:

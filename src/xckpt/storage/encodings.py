@@ -42,7 +42,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from struct import pack, unpack, unpack_from
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -50,7 +52,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -72,10 +74,11 @@ __all__ = [
     "stated_nbytes",
 ]
 
+T = TypeVar("T")
+
 DEFAULT_LEVEL = 3
 
-# Decoded at a time where nobody wants the bytes.
-_COUNTING_NBYTES = 1 << 18
+_COUNTING_NBYTES = 1 << 18  # decoded at a time where nobody wants the bytes
 
 
 class LongStreamError(FormatError):
@@ -132,20 +135,15 @@ class StreamDecoder(ABC):
             self._take(scratch[: nbytes - start])
 
     @classmethod
-    def decompress(cls, stored: Stored, nbytes: int) -> memoryview:
-        """Decode a whole stream, which must have exactly so many bytes."""
+    def decompress(
+        cls, stored: Stored, nbytes: int, out: NDArray[np.uint8] | None = None
+    ) -> memoryview:
+        """Decode a whole stream, which must have exactly so many bytes, as `out` has."""
         stream = cls(stored, nbytes, is_whole=True)
-        decoded = _allocate(nbytes)
+        decoded = _allocate(nbytes) if out is None else out
         stream._take(decoded)
         stream._expect_end()
         return decoded.data
-
-    @classmethod
-    def decompress_into(cls, stored: Stored, decoded: NDArray[np.uint8]) -> None:
-        """Decode a whole stream, which must fill an array exactly."""
-        stream = cls(stored, len(decoded), is_whole=True)
-        stream._take(decoded)
-        stream._expect_end()
 
     @classmethod
     def decompress_range(cls, stored: Stored, start: int, stop: int) -> memoryview:
@@ -246,7 +244,9 @@ class ZstdDecoder(StreamDecoder):
         parts: tuple[Stored, ...] = (stored, frame[:12], frame[12:])
         # Each part is handed over whole: a frame that lies in one buffer, with its content size, is
         # decoded straight into the destination, without a window in between.
-        chained: Any = _Chain(*parts)
+        listed = ([part] if isinstance(part, memoryview | bytes) else part for part in parts)
+        buffers = filter(len, chain.from_iterable(listed))
+        chained: Any = SimpleNamespace(read=lambda _: next(buffers, b""))
         self._stream = zstandard.ZstdDecompressor().stream_reader(
             chained, read_size=max(1, *map(len, parts)), read_across_frames=True
         )
@@ -293,20 +293,6 @@ class ZstdDecoder(StreamDecoder):
 
 #: Encodings that can be decoded from their start only.
 STREAMS: dict[str | None, type[StreamDecoder]] = {"deflate": DeflateDecoder, "zstd": ZstdDecoder}
-
-
-class _Chain:
-    """Buffers one after another, as the file object that zstandard reads from."""
-
-    __slots__ = ("_buffers",)
-
-    def __init__(self, *parts: Stored) -> None:
-        whole = (memoryview, bytes)
-        listed = ([part] if isinstance(part, whole) else part for part in parts)
-        self._buffers = filter(len, chain.from_iterable(listed))
-
-    def read(self, size: int) -> memoryview | bytes:
-        return next(self._buffers, b"")
 
 
 @contextmanager
@@ -396,18 +382,18 @@ def read_seek_table(
     if nbytes < _TABLE_HEAD_NBYTES + _FOOTER_NBYTES:
         raise _malformed(f"{nbytes} bytes are too few for a seek table", offset)
     tail = read(end - min(nbytes, _TAIL_NBYTES), min(nbytes, _TAIL_NBYTES))
-    footer, at = tail[-_FOOTER_NBYTES:], end - _FOOTER_NBYTES
-    magic = int.from_bytes(footer[5:], "little")
+    at = end - _FOOTER_NBYTES
+    count, flags, magic = unpack("<IBI", tail[-_FOOTER_NBYTES:])
     if magic != _FOOTER_MAGIC:
         raise _malformed(f"a seek table ends with {_FOOTER_MAGIC:#x}, found {magic:#x}", at + 5)
-    if footer[4] & _RESERVED_BITS:
-        raise _malformed(f"reserved bits are set in a seek table: {footer[4]:#010b}", at + 4)
-    count, width = int.from_bytes(footer[:4], "little"), 3 if footer[4] & _CHECKSUM_BIT else 2
+    if flags & _RESERVED_BITS:
+        raise _malformed(f"reserved bits are set in a seek table: {flags:#010b}", at + 4)
+    width = 3 if flags & _CHECKSUM_BIT else 2
     size = _TABLE_HEAD_NBYTES + count * width * 4 + _FOOTER_NBYTES
     if size > nbytes:
         raise _malformed(f"a seek table of {count} frames does not fit in {nbytes} bytes", offset)
     table = tail[len(tail) - size :] if size <= len(tail) else read(end - size, size)
-    if np.frombuffer(table, "<u4", 2).tolist() != [_TABLE_MAGIC, size - _TABLE_HEAD_NBYTES]:
+    if [*unpack_from("<II", table)] != [_TABLE_MAGIC, size - _TABLE_HEAD_NBYTES]:
         raise _malformed(f"no seek table of {count} frames begins here", end - size)
     entries = np.frombuffer(table, "<u4", count * width, _TABLE_HEAD_NBYTES).reshape(count, width)
     _check_entries(entries, nbytes - size, decoded_nbytes, end - size)
@@ -421,13 +407,11 @@ def _check_entries(
     entries: NDArray[np.uint32], stored_nbytes: int, decoded_nbytes: int, at: int
 ) -> None:
     stored, decoded = entries[:, 0], entries[:, 1]
-    for what, sizes, expected in (
-        ("stored", stored, stored_nbytes),
-        ("decoded", decoded, decoded_nbytes),
-    ):
+    expected = {"stored": stored_nbytes, "decoded": decoded_nbytes}
+    for (what, size), sizes in zip(expected.items(), (stored, decoded), strict=True):
         total = int(sizes.sum(dtype=np.uint64))
-        if total != expected:
-            raise _malformed(f"the {what} sizes of frames add up to {total}, not {expected}", at)
+        if total != size:
+            raise _malformed(f"the {what} sizes of frames add up to {total}, not {size}", at)
     if len(entries) == 0:
         return
     if not stored.all() or not decoded.all():
@@ -443,6 +427,8 @@ def read_frames(
     read: Callable[[int, int], memoryview], offset: int, table: SeekTable, start: int, stop: int
 ) -> memoryview:
     """Decode a range of a seekable stream, from the frames that overlap it."""
+    from xxhash import xxh64_intdigest
+
     if not 0 <= start <= stop <= int(table.decoded[-1]):
         raise ValueError(f"{start}:{stop} is not in 0:{int(table.decoded[-1])}")
     if start == stop:
@@ -459,34 +445,34 @@ def read_frames(
 
     def decode(number: int) -> None:
         begin, end = (each - ends[0] for each in ends[number : number + 2])
-        out = decoded[
-            decoded_ends[number] - decoded_ends[0] : decoded_ends[number + 1] - decoded_ends[0]
-        ]
+        low, high = (each - decoded_ends[0] for each in decoded_ends[number : number + 2])
+        out = decoded[low:high]
         at = offset + ends[number]
         try:
-            ZstdDecoder.decompress_into(data[begin:end], out)
+            ZstdDecoder.decompress(data[begin:end], len(out), out)
         except FormatError as error:
             error.offset = at
             raise
-        if table.checksums is not None:
-            _check_frame(out, int(table.checksums[first + number]), at)
+        if table.checksums is None:
+            return
+        expected, found = (
+            int(table.checksums[first + number]),
+            xxh64_intdigest(out.data) & 0xFFFFFFFF,
+        )
+        if found != expected:
+            text = f"a frame has the checksum {found:#x}, its table says {expected:#x}"
+            raise _malformed(text, at)
 
     workers = min(_MOST_THREADS, os.cpu_count() or 1, last - first)
-    if workers < 2 or nbytes < _THREADS_FROM_NBYTES:
-        for number in range(last - first):
-            decode(number)
-    else:
-        with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(decode, range(last - first)))
+    _mapped(decode, range(last - first), workers if nbytes >= _THREADS_FROM_NBYTES else 1)
     return decoded.data[start - decoded_ends[0] : stop - decoded_ends[0]]
 
 
-def _check_frame(decoded: NDArray[np.uint8], expected: int, at: int) -> None:
-    from xxhash import xxh64_intdigest
-
-    found = xxh64_intdigest(decoded.data) & 0xFFFFFFFF
-    if found != expected:
-        raise _malformed(f"a frame has the checksum {found:#x}, its table says {expected:#x}", at)
+def _mapped(function: Callable[[Any], T], items: Sequence[Any], threads: int) -> list[T]:
+    if min(threads, len(items)) < 2:
+        return [function(each) for each in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as executor:
+        return list(executor.map(function, items))
 
 
 class Encoder(Protocol):
@@ -550,22 +536,16 @@ class _SeekableEncoder:
     def end(self) -> bytes:
         last = self._frames([memoryview(self._rest)] if self._rest else [])
         entries = np.array(self._sizes, "<u4").tobytes()
-        head = np.array([_TABLE_MAGIC, len(entries) + _FOOTER_NBYTES], "<u4").tobytes()
-        footer = (
-            len(self._sizes).to_bytes(4, "little") + b"\0" + _FOOTER_MAGIC.to_bytes(4, "little")
-        )
-        return last + head + entries + footer
+        head = pack("<II", _TABLE_MAGIC, len(entries) + _FOOTER_NBYTES)
+        return last + head + entries + pack("<IBI", len(self._sizes), 0, _FOOTER_MAGIC)
 
     def _frames(self, pieces: list[memoryview]) -> bytes:
-        if len(pieces) > 1 and self._threads > 1:
-            with ThreadPoolExecutor(min(self._threads, len(pieces))) as threads:
-                frames = list(threads.map(self._frame, pieces))
-        else:
-            frames = [self._frame(piece) for piece in pieces]
-        self._sizes += [(len(f), len(p)) for f, p in zip(frames, pieces, strict=True)]
-        return b"".join(frames)
-
-    def _frame(self, piece: memoryview) -> bytes:
         import zstandard
 
-        return zstandard.ZstdCompressor(level=self._level, write_checksum=True).compress(piece)
+        def frame(piece: memoryview) -> bytes:
+            compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
+            return compressor.compress(piece)
+
+        frames = _mapped(frame, pieces, self._threads)
+        self._sizes += [(len(f), len(p)) for f, p in zip(frames, pieces, strict=True)]
+        return b"".join(frames)

@@ -22,7 +22,7 @@ from xckpt.storage.local import empty
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["FIRST_NBYTES", "HeaderSource", "reading_header"]
@@ -42,8 +42,6 @@ _MOST_KEPT = 64 << 20
 
 _ENTRY_MAGIC = "XCKPTHD2"
 _DIGEST_NBYTES = 16
-_FOLDER = "headers"
-_SUFFIX = ".header"
 _MOST_NBYTES = 512 << 20
 _LARGEST_ENTRY = 64 << 20
 
@@ -56,14 +54,47 @@ def reading_header(
     source: Source, first: memoryview, options: Mapping[str, Any]
 ) -> Iterator[Source]:
     """Return a source for reading the header of a remote file with few requests."""
-    path = _path(source, options)
-    known = _load(path, source, first)
+    identity: Any = source.identity
+    is_sure = any(key in _STRONG and not v.startswith("W/") for key, v in identity[1:])
+    path = cache.folder("headers") if is_sure else None
+    known = None
+    if path is not None:
+        told = repr((source.name, identity, sorted(options.items())))
+        path /= blake2b(told.encode(), digest_size=20).hexdigest() + ".header"
+        known = _load(path, source, first)
     header = HeaderSource(source)
     for start, data in [(0, first)] if known is None else known:
         header.keep(start, data)
     yield header
-    if known is None and header.requests and header.complete:
-        _store(path, source, header.segments)
+    nbytes = sum(len(data) for _, data in header.segments)
+    is_new = known is None and header.requests and header.complete
+    if path is not None and is_new and nbytes <= _LARGEST_ENTRY:
+        import msgpack
+
+        version = repr((source.name, identity))
+        entry = msgpack.packb((_ENTRY_MAGIC, version, header.segments))
+        # That it cannot be kept is not an error.
+        if cache.write(path, entry + blake2b(entry, digest_size=_DIGEST_NBYTES).digest()):
+            cache.make_room(path.parent, _MOST_NBYTES)
+
+
+def _load(path: Path, source: Source, first: memoryview) -> list[tuple[int, memoryview]] | None:
+    """Return what is kept of a file: offsets and bytes; None if it does not begin with `first`."""
+    content = cache.read(path, 2 * _LARGEST_ENTRY)
+    if content is None:
+        return None
+    import msgpack
+
+    entry, digest = memoryview(content)[:-_DIGEST_NBYTES], content[-_DIGEST_NBYTES:]
+    if blake2b(entry, digest_size=_DIGEST_NBYTES).digest() != digest:
+        return None
+    magic, version, segments = msgpack.unpackb(entry)
+    if (magic, version) != (_ENTRY_MAGIC, repr((source.name, source.identity))):
+        return None
+    found = [(start, memoryview(data)) for start, data in segments]
+    start, data = found[0]
+    shared = min(len(data), len(first))
+    return found if start == 0 and data[:shared] == first[:shared] else None
 
 
 class HeaderSource(Source):
@@ -139,47 +170,3 @@ class HeaderSource(Source):
         near = 0 <= start - self._last <= _NEAR
         self._ahead = min(_GROWTH * self._ahead, _LARGEST_AHEAD) if near else _SMALLEST_AHEAD
         return start, min(max(stop, start + self._ahead), after)
-
-
-def _load(
-    path: Path | None, source: Source, first: memoryview
-) -> list[tuple[int, memoryview]] | None:
-    """Return what is kept of a file: offsets and bytes; None if it does not begin with `first`."""
-    content = None if path is None else cache.read(path, 2 * _LARGEST_ENTRY)
-    if content is None:
-        return None
-    import msgpack
-
-    entry, digest = memoryview(content)[:-_DIGEST_NBYTES], content[-_DIGEST_NBYTES:]
-    if blake2b(entry, digest_size=_DIGEST_NBYTES).digest() != digest:
-        return None
-    magic, version, segments = msgpack.unpackb(entry)
-    if (magic, version) != (_ENTRY_MAGIC, repr((source.name, source.identity))):
-        return None
-    found = [(start, memoryview(data)) for start, data in segments]
-    start, data = found[0]
-    shared = min(len(data), len(first))
-    return found if start == 0 and data[:shared] == first[:shared] else None
-
-
-def _store(path: Path | None, source: Source, segments: Sequence[tuple[int, memoryview]]) -> None:
-    """Keep what was read of a file; that it cannot be kept is not an error."""
-    if path is None or sum(len(data) for _, data in segments) > _LARGEST_ENTRY:
-        return
-    import msgpack
-
-    version = repr((source.name, source.identity))
-    entry = msgpack.packb((_ENTRY_MAGIC, version, segments))
-    if cache.write(path, entry + blake2b(entry, digest_size=_DIGEST_NBYTES).digest()):
-        cache.make_room(path.parent, _MOST_NBYTES)
-
-
-def _path(source: Source, options: Mapping[str, Any]) -> Path | None:
-    """Return where the entry of a file is; None where its version is not known for sure."""
-    identity: Any = source.identity
-    strong = [v for key, v in identity[1:] if key in _STRONG and not v.startswith("W/")]
-    folder = cache.folder(_FOLDER) if strong else None
-    if folder is None:
-        return None
-    told = repr((source.name, identity, sorted(options.items())))
-    return folder / (blake2b(told.encode(), digest_size=20).hexdigest() + _SUFFIX)

@@ -21,14 +21,14 @@ from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
 __all__ = [
     "BytesSource",
-    "Descriptor",
     "FileObjectSource",
     "FileVersion",
     "LocalSource",
+    "OpenFile",
     "empty",
     "is_file_url",
     "is_mapped",
@@ -59,21 +59,18 @@ def is_file_url(text: str) -> bool:
 
 def local_path(path: str) -> str:
     """Return the absolute path of a local file that is read or written."""
-    is_url = is_file_url(path)
-    found = _path_of_url(path) if is_url else path
+    found, is_url = path, is_file_url(path)
+    if is_url:
+        from urllib.request import url2pathname  # imports all of http and email
+
+        host, slash, rest = path[len(_FILE) :].partition("/")
+        if host not in {"", "localhost"}:
+            raise ValueError(f"{path} names the machine {host!r}; open the file by its path")
+        found = url2pathname(slash + rest)
     if "\0" in found:
         raise ValueError(f"the path {shown(path)} has a null character, which no path can have")
     # Path.expanduser fails where there is no such user, and absolute() keeps "..".
     return found if is_url else os.path.abspath(os.path.expanduser(found))  # noqa: PTH100, PTH111
-
-
-def _path_of_url(url: str) -> str:
-    from urllib.request import url2pathname  # imports all of http and email
-
-    host, slash, rest = url[len(_FILE) :].partition("/")
-    if host not in {"", "localhost"}:
-        raise ValueError(f"{url} names the machine {host!r}; open the file by its path")
-    return url2pathname(slash + rest)
 
 
 class FileVersion:
@@ -115,7 +112,7 @@ def _attributes(status: os.stat_result) -> tuple[int, ...]:
     return status.st_nlink, status.st_mode, status.st_uid, status.st_gid
 
 
-class Descriptor:
+class OpenFile:
     """An open regular file that reads at any position, from any number of threads.
 
     It closes when it is no longer referred to.
@@ -138,21 +135,23 @@ class Descriptor:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return how much of it was filled."""
-        done = 0
-        while done < len(memory):
-            count = self._read_once(memory[done : done + _READ_NBYTES], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
-
-    def _read_once(self, memory: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
-            return os.preadv(self.fileno, [memory], offset)
+            return _filled(memory, lambda rest, at: os.preadv(self.fileno, [rest], offset + at))
         # Windows: positions belong to the descriptor, so threads take turns.
         with self._lock, io.FileIO(self.fileno, closefd=False) as file:
             file.seek(offset)
-            return file.readinto(memory) or 0
+            return _filled(memory, lambda rest, _: file.readinto(rest) or 0)
+
+
+def _filled(memory: memoryview, read: Callable[[memoryview, int], int]) -> int:
+    """Fill memory by reads that may be short; return how much of it there was."""
+    done = 0
+    while done < len(memory):
+        count = read(memory[done : done + _READ_NBYTES], done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def _most_open() -> int:
@@ -184,12 +183,12 @@ class LocalSource(Source):
     def __init__(self, path: str, *, mmap: bool = False) -> None:
         self.name = local_path(path)
         self.mmap = mmap
-        descriptor = _pool.make_room(lambda: Descriptor(self.name))
+        descriptor = _pool.make_room(lambda: OpenFile(self.name))
         status = os.fstat(descriptor.fileno)
         self._version = FileVersion(status)
         self.identity = self._version.identity
         self.size = status.st_size
-        _pool.get(self._key(Descriptor), lambda: descriptor)
+        _pool.get(self._key(OpenFile), lambda: descriptor)
 
     @property
     def worth_skipping(self) -> int | None:
@@ -249,12 +248,12 @@ class LocalSource(Source):
 
     def close(self) -> None:
         """Let go of what this process holds open for the file; see `Source.close`."""
-        _pool.discard(self._key(Descriptor))
+        _pool.discard(self._key(OpenFile))
         _pool.discard(self._key(mmap.mmap))
 
-    def descriptor(self) -> Descriptor:
+    def descriptor(self) -> OpenFile:
         """Return the open file, opened anew if need be and if it is still the same."""
-        descriptor: Descriptor = _pool.get(self._key(Descriptor), self._open_descriptor)
+        descriptor: OpenFile = _pool.get(self._key(OpenFile), self._open_descriptor)
         return descriptor
 
     def check(self, offset: int | None = None) -> None:
@@ -287,9 +286,9 @@ class LocalSource(Source):
             short = f"it ends {len(memory) - found} bytes before the end of a read"
             raise self._changed(short, offset)
 
-    def _open_descriptor(self) -> Descriptor:
+    def _open_descriptor(self) -> OpenFile:
         try:
-            descriptor = Descriptor(self.name)
+            descriptor = OpenFile(self.name)
         except FileNotFoundError as error:
             raise self._changed("it is no longer there") from error
         self._compare(os.fstat(descriptor.fileno))
@@ -303,12 +302,10 @@ class LocalSource(Source):
             raise self._changed("it is shorter than it was") from error
 
     def _compare(self, status: os.stat_result, offset: int | None = None) -> None:
-        if self._version.matches(status):
-            return
-        if status.st_size != self.size:
+        if not self._version.matches(status):
             now = f"it had {self.size} bytes and has {status.st_size} now"
-            raise self._changed(now, offset)
-        raise self._changed("it was written to, or replaced by another file", offset)
+            same = "it was written to, or replaced by another file"
+            raise self._changed(now if status.st_size != self.size else same, offset)
 
     def _changed(self, how: str, offset: int | None = None) -> FileChangedError:
         self.close()
@@ -381,7 +378,12 @@ class FileObjectSource(Source):
         self._file = file
         self._lock = threading.Lock()
         status = _status_of(file)
-        self.name, self._folder = _place_of(file, on_disk=status is not None)
+        said = [getattr(file, key, None) for key in ("full_name", "name", "path")]  # as fsspec does
+        names = [each for each in said if isinstance(each, str)]
+        self.name, self._folder = names[0] if names else f"<{type(file).__name__}>", None
+        if names and status is not None:
+            path = Path(names[0]).absolute()
+            self.name, self._folder = str(path), str(path.parent)
         position = file.tell()
         self.size = int(file.seek(0, os.SEEK_END))
         file.seek(position)
@@ -415,7 +417,7 @@ class FileObjectSource(Source):
                 position = self._file.tell()
                 try:
                     self._file.seek(offset)
-                    found = _fill(self._file, memory)
+                    found = _filled(memory, self._read_some)
                 finally:
                     self._file.seek(position)
         except OSError as error:
@@ -424,6 +426,13 @@ class FileObjectSource(Source):
             raise self._changed(offset)
         self.check(offset)
         return memory
+
+    def _read_some(self, memory: memoryview, _: int) -> int:
+        if hasattr(self._file, "readinto"):
+            return self._file.readinto(memory) or 0
+        piece = self._file.read(len(memory))
+        memory[: len(piece)] = piece
+        return len(piece)
 
     def check(self, offset: int | None = None) -> None:
         """Look at the file; see `Source.check`."""
@@ -455,30 +464,3 @@ def _status_of(file: Any) -> os.stat_result | None:
         return os.fstat(file.fileno())
     except (AttributeError, OSError):  # no file of the operating system, such as io.BytesIO
         return None
-
-
-def _place_of(file: Any, *, on_disk: bool) -> tuple[str, str | None]:
-    """Return a name for messages, and the folder of a file on disk."""
-    named = (getattr(file, key, None) for key in ("full_name", "name", "path"))  # fsspec has others
-    name = next((each for each in named if isinstance(each, str)), None)
-    if name is None:
-        return f"<{type(file).__name__}>", None
-    if not on_disk:
-        return name, None
-    path = Path(name).absolute()
-    return str(path), str(path.parent)
-
-
-def _fill(file: Any, memory: memoryview) -> int:
-    done = 0
-    while done < len(memory):
-        if hasattr(file, "readinto"):
-            count = file.readinto(memory[done:]) or 0
-        else:
-            piece = file.read(len(memory) - done)
-            count = len(piece)
-            memory[done : done + count] = piece
-        if count == 0:
-            break
-        done += count
-    return done

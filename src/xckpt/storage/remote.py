@@ -1,26 +1,35 @@
 """Files behind URLs, through fsspec: one request for each range, no block cache.
 
 Requests that fail for reasons that pass are made again, after a while; of a body that was cut
-short, the rest is requested. What does not get ahead is a `TimeoutError`: see `network.Patience`.
+short, the rest is requested. What does not get ahead is a `TimeoutError`: see `Patience`.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
+import random
 import re
+import threading
 import time
 import uuid
 import warnings
+from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
-from xckpt.storage import network
+from xckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    FileChangedError,
+    UnsupportedError,
+    shown,
+)
 from xckpt.storage.header import reading_header
-from xckpt.storage.network import OWN_OPTIONS, Patience, on_thread, version_text, words_of
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
@@ -28,9 +37,40 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-__all__ = ["FsspecSource", "is_of_one_opening", "is_url"]
+__all__ = [
+    "FsspecSource",
+    "GivenUpError",
+    "Limits",
+    "as_os_error",
+    "is_of_one_opening",
+    "is_transient_status",
+    "is_url",
+    "own_options",
+    "words_of",
+]
 
 T = TypeVar("T")
+
+#: The key of `storage_options` that is ours: fsspec does not see it.
+OWN_OPTIONS = "xckpt"
+#: How often a request is made before it is given up.
+ATTEMPTS = 6
+
+# Waiting for them all takes about three seconds.
+_FIRST_DELAY = 0.1
+
+_ERRNOS = {
+    getattr(errno, name)
+    for name in ("EIO", "EREMOTEIO", "EBUSY", "EAGAIN", "ETIMEDOUT", "ECONNRESET", "EPIPE")
+    if hasattr(errno, name)
+}
+# Libraries whose errors are about connections where they are no errors of ours or of the system.
+_NETWORK = {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "http", "urllib3"}
+_STATUSES = {408, 425, 429}
+
+# Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+_LONGEST_VERSION = 1024
 
 # Two letters at least: "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
@@ -39,27 +79,9 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 # What file systems say of the version of a file, under the names they have for it.
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "VersionId",
-    "version_id",
-    "generation",
-    "md5Hash",
-    "content_md5",
-    "blob_id",
-    "sha",
-    "LastModified",
-    "Last-Modified",
-    "last_modified",
-    "mtime",
-    "modified",
-    "updated",
-    "created",
-    "ino",
-    "CRC",
-    "modify",
-    "modificationTime",
-    "last_write_time",
+    *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5"),
+    *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
+    *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
 )
 # Where nothing is said of the version: of the beginning, which is looked at now and then.
 _OPENING, _BEGINNING = "opening", "beginning"
@@ -74,16 +96,178 @@ _FREE_TO_ASK = frozenset({"memory", "file", "local"})
 _NBYTES_PER_FAILURE = 16 << 20
 
 
-class _LastCheck:
-    """When this process last found a file to be the one that was opened."""
-
-    __slots__ = ("time",)
-
-    def __init__(self) -> None:
-        self.time = float("-inf")
+class GivenUpError(OSError):
+    """A request failed as often as the library that makes it had patience for."""
 
 
-_checks: Pool[_LastCheck] = Pool(limit=1024)
+class Limits(NamedTuple):
+    """How slow a server may be: ``storage_options={"xckpt": {...}}``."""
+
+    timeout: float = 30.0  # seconds within which a request must get ahead
+    min_rate: float = 16384.0  # bytes a second, on average over these, that count as getting ahead
+
+
+def own_options(storage_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], Limits]:
+    """Split what users give: what fsspec gets, and what is for this package."""
+    options = dict(storage_options or {})
+    own = options.pop(OWN_OPTIONS, None) or {}
+    name = f"storage_options[{OWN_OPTIONS!r}]"
+    unknown = [key for key in own if key not in Limits._fields] if isinstance(own, dict) else [own]
+    if unknown:
+        raise ValueError(f"{name} has 'timeout' and 'min_rate', and not {unknown[0]!r}")
+    for key, value in own.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0 or (key, value) == ("timeout", 0):
+            raise ValueError(f"{name}[{key!r}] is not a positive number: {value!r}")
+    return options, Limits(**{key: float(value) for key, value in own.items()})
+
+
+class Patience:
+    """How long to wait for bytes, over all attempts to get them.
+
+    Within each `timeout` seconds at least ``timeout * min_rate`` bytes must arrive, or all that are
+    wanted. An attempt may be silent for half of the time, so that there is a second one.
+    """
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self._name = name
+        self._limits = limits
+        self._start = time.monotonic()
+        self._arrived = 0
+
+    def arrived(self, nbytes: int) -> None:
+        """Count bytes, and begin a new period when they are enough."""
+        self._arrived += nbytes
+        if self._arrived >= max(self._limits.timeout * self._limits.min_rate, 1):
+            self._start, self._arrived = time.monotonic(), 0
+
+    def left(self) -> float:
+        """Return the seconds that are left; none is an error."""
+        left = self._start + self._limits.timeout - time.monotonic()
+        if left <= 0:
+            timeout, rate = self._limits
+            told = (
+                f"{self._arrived} bytes came in {timeout:g} seconds, fewer than {rate:g} a second "
+                f"on average. If that is how it is, give storage_options={{{OWN_OPTIONS!r}: "
+                "{'timeout': ...}} more seconds, or 'min_rate' fewer bytes"
+            )
+            raise OSError(errno.ETIMEDOUT, told, self._name)  # a TimeoutError
+        return left
+
+    def silence(self) -> float:
+        """Return how many seconds an attempt may wait for its next byte."""
+        return min(self.left(), self._limits.timeout / 2)
+
+    def blocked(self, nbytes: int) -> float:
+        """Return how many seconds a call may take that brings bytes only all at once."""
+        return self.silence() + nbytes / max(self._limits.min_rate, 1)
+
+    def pause(self, failures: int) -> None:
+        """Wait before the next attempt, longer after each failure."""
+        # Unequal, or a thousand workers that failed together come back together.
+        spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
+        time.sleep(min(self.left(), spread * _FIRST_DELAY * 2 ** min(failures - 1, 6)))
+        self.left()
+
+
+def on_thread(call: Callable[[], T], seconds: float) -> T:
+    """Call what may block for good, on a thread that is left behind after so many seconds."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            future.set_exception(error)
+
+    # A thread of an executor would keep the process from ending.
+    threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
+    return future.result(seconds)
+
+
+def is_transient_status(status: int) -> bool:
+    """Return whether an HTTP status may be another one the next time."""
+    return status in _STATUSES or 500 <= status < 600
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether what failed may succeed the next time."""
+    if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | GivenUpError):
+        return False
+    # An invalid URL stays one; so does a number that is none.
+    if isinstance(error, ValueError | LookupError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if _is_of_network(error):
+        # Answers that cannot be parsed have the status 400, redirects that never end have 0.
+        status = getattr(error, "status", None)
+        return is_transient_status(status) if isinstance(status, int) else True
+    return isinstance(error, OSError) and error.errno in _ERRNOS
+
+
+def _is_of_network(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _NETWORK
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an error of a library says; parts of it may come from a server."""
+    return shown(str(error)) if str(error) else type(error).__name__
+
+
+def as_os_error(error: Exception, name: str, what: str = "request") -> Exception:
+    """Return errors of libraries, and bare ones, as one of the operating system with the URL."""
+    is_bare = isinstance(error, ValueError | LookupError) and not isinstance(error, OSError)
+    if isinstance(error, CheckpointError) or not (is_bare or _is_of_network(error)):
+        return error
+    number = errno.EIO if is_transient(error) else errno.EINVAL
+    return OSError(number, f"the {what} failed: {words_of(error)}", name)
+
+
+def attempted(name: str, request: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Make a request once; return what came, or what went wrong if that passes."""
+    try:
+        return request(), None
+    except Exception as error:
+        told = as_os_error(error, name)
+        if is_transient(told):
+            return None, told
+        if told is error:
+            raise
+        raise told from error
+
+
+def retried(name: str, request: Callable[[], T], patience: Patience) -> T:
+    """Make a request until it succeeds, fails for good, or takes too long."""
+    problem: Exception | None = None
+    for failures in range(ATTEMPTS):
+        if failures:
+            patience.pause(failures)
+        answer, problem = attempted(name, request)
+        if problem is None:
+            return answer  # type: ignore[return-value]
+    patience.left()
+    reason = getattr(problem, "strerror", None) or problem
+    told = f"the request failed {ATTEMPTS} times, the last time with: {reason}"
+    raise OSError(errno.EIO, told, name) from problem
+
+
+def content_range(text: str | None) -> tuple[int, int, int | None] | None:
+    """Return first byte, last byte and size of the file; None where that is not what it says."""
+    found = _CONTENT_RANGE.fullmatch(text or "")
+    if found is None:
+        return None
+    return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+
+
+def version_text(value: object) -> str | None:
+    """Return what a server says of the version of a file; None where it is absurdly long."""
+    text = None if value is None else str(value)
+    return text if text is not None and len(text) <= _LONGEST_VERSION else None
+
+
+# When this process last found a file to be the one that was opened, as their only attribute.
+_checks: Pool[SimpleNamespace] = Pool(limit=1024)
 
 
 def is_of_one_opening(identity: Any) -> bool:
@@ -101,7 +285,7 @@ def is_url(path: str) -> bool:
 class FsspecSource(Source):
     """A file behind any URL of fsspec, also a chained one.
 
-    `storage_options` are for fsspec, but for those under "xckpt", which are `network.Limits`; they
+    `storage_options` are for fsspec, but for those under "xckpt", which are `Limits`; they
     travel with the source when it is pickled. `first` bytes of the beginning are wanted at once,
     where they can come with the answer that tells size and version. A file of which nothing tells
     one version from another is warned of.
@@ -115,11 +299,16 @@ class FsspecSource(Source):
         self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
     ) -> None:
         self.name = url
-        self.storage_options, self.limits = network.own_options(storage_options)
+        self.storage_options, self.limits = own_options(storage_options)
         self._first = memoryview(b"")
         self._file_system()  # an unknown protocol or a missing package is not a failed request
         patience = Patience(url, self.limits)
-        info, self._first = network.retried(url, lambda: self._look(first, patience), patience)
+
+        def look() -> tuple[dict[str, Any], memoryview]:
+            found = self._look(first, patience) if first else None
+            return found or (self._info(patience), memoryview(b""))
+
+        info, self._first = retried(url, look, patience)
         self.size, self.identity = self._version_of(info)
         if self.identity == (self.size,) and not url.startswith(_COPYING):
             self._remember_beginning()
@@ -144,7 +333,7 @@ class FsspecSource(Source):
         while done < nbytes:
             request = partial(self._fetch, offset + done, nbytes - done, patience)
             try:
-                piece, problem = network.attempted(self.name, request)
+                piece, problem = attempted(self.name, request)
             except FileNotFoundError as error:
                 raise self._changed("it is no longer there") from error
             if piece is not None:
@@ -156,7 +345,7 @@ class FsspecSource(Source):
                 patience.left()
                 self._check_unchanged(patience, trusted=0)
             failures += 1
-            if failures >= network.ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
+            if failures >= ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
                 told = f"asked for {nbytes} bytes at {offset}, got {done}, in {failures} attempts"
                 told += "" if problem is None else f"; the last one failed: {problem}"
                 raise OSError(errno.EIO, told, self.name) from problem
@@ -178,22 +367,32 @@ class FsspecSource(Source):
         options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
         return type(self)(_sibling_url(self.name, components(name)), options)
 
-    def _last_check(self) -> _LastCheck:
-        return _checks.get((self.name, self.identity), _LastCheck)
+    def _last_check(self) -> SimpleNamespace:
+        never = partial(SimpleNamespace, time=float("-inf"))
+        return _checks.get((self.name, self.identity), never)
 
-    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview]:
-        """Find size and version, with the first bytes where these come with the answer."""
-        return self._info(patience), memoryview(b"")
+    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
+        """Request the first bytes; None where the answer does not tell size and version."""
+        return None
 
     def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
         """Make one request for a range; what it gives may be shorter."""
         self._check_unchanged(patience, trusted=_TRUSTED_SECONDS)
         fs, path = self._file_system()
+
+        def cat() -> bytes:
+            from fsspec import AbstractFileSystem
+
+            if type(fs).cat_file is not AbstractFileSystem.cat_file:
+                return bytes(fs.cat_file(path, start=offset, end=offset + nbytes))
+            # This one opens the file, and would read ahead by blocks.
+            with fs.open(path, "rb", cache_type="none") as file:
+                file.seek(offset)
+                return bytes(file.read(nbytes))
+
         # The file systems of a chain may have to read all of a file.
         most = self.size if "::" in self.name else nbytes
-        return memoryview(
-            self._blocking(lambda: _cat(fs, path, offset, offset + nbytes), patience, most)
-        )
+        return memoryview(self._blocking(cat, patience, most))
 
     def _blocking(self, call: Callable[[], T], patience: Patience, nbytes: int = 0) -> T:
         """Call a function of fsspec, which may never return."""
@@ -232,11 +431,7 @@ class FsspecSource(Source):
         """Return the size and the identity of the file."""
         size = info.get("size")
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise UnsupportedError(
-                "the server does not tell the size of the file",
-                path=self.name,
-                hint=f"Download it, or open 'simplecache::{self.name}'",
-            )
+            raise self._unsupported("does not tell the size of the file")
         said = [(key, version_text(info.get(key))) for key in _VERSION_KEYS]
         return size, (size, *[each for each in said if each[1] is not None])
 
@@ -251,7 +446,7 @@ class FsspecSource(Source):
         if time.monotonic() - last.time < (0 if self._is_free_to_ask() else trusted):
             return
         fs.invalidate_cache(path)
-        info = network.retried(self.name, lambda: self._info(patience), patience)
+        info = retried(self.name, lambda: self._info(patience), patience)
         size, identity = self._version_of(info)
         if identity != self.identity and (size != self.size or self._beginning() is None):
             raise self._changed("its size, time or ETag is another")
@@ -260,9 +455,7 @@ class FsspecSource(Source):
 
     def _remember_beginning(self) -> None:
         """Make the beginning of the file tell its versions apart, and say so."""
-        digest = _digest_of(self._first[:_BEGINNING_NBYTES])
-        if len(self._first) < min(self.size, _BEGINNING_NBYTES):
-            digest = _digest_of(self._read(0, min(self.size, _BEGINNING_NBYTES)))
+        digest = self._digest_of_beginning(self._first)
         # What is computed of another opening may be of another version.
         opening = uuid.uuid4().hex
         self.identity = (self.size, (_OPENING, opening), (_BEGINNING, digest))
@@ -278,6 +471,11 @@ class FsspecSource(Source):
         identity: Any = self.identity
         return identity[-1][1] if identity[1:] and identity[-1][0] == _BEGINNING else None
 
+    def _digest_of_beginning(self, known: memoryview | bytes = b"") -> str:
+        nbytes = min(self.size, _BEGINNING_NBYTES)
+        data = known[:nbytes] if len(known) >= nbytes else self._read(0, nbytes)
+        return blake2b(data, digest_size=16).hexdigest()
+
     def _check_beginning(self) -> None:
         wanted = self._beginning()
         if wanted is None:
@@ -285,29 +483,31 @@ class FsspecSource(Source):
         last = self._last_check()
         if time.monotonic() - last.time < _TRUSTED_SECONDS:
             return
-        if _digest_of(self._read(0, min(self.size, _BEGINNING_NBYTES))) != wanted:
+        if self._digest_of_beginning() != wanted:
             raise self._changed("it begins with other bytes")
         last.time = time.monotonic()
+
+    def _check_answer(self, told: Mapping[str, Any]) -> None:
+        """Compare what an answer says of the version with what was said before."""
+        identity: Any = self.identity
+        known = dict(identity[1:])
+        for key in ("ETag", "Last-Modified"):
+            before, now = known.get(key), version_text(told.get(key))
+            if before is None or now is None:
+                continue
+            # A proxy may turn a strong ETag into a weak one.
+            if before.removeprefix("W/") != now.removeprefix("W/"):
+                raise self._changed(f"its {key} was {shown(before)} and is {shown(now)}")
+            return  # servers behind one address agree on ETags more often than on times
 
     def _changed(self, how: str) -> FileChangedError:
         return FileChangedError(
             f"the file changed after it was opened: {how}", path=self.name, hint="Open it again"
         )
 
-
-def _cat(fs: Any, path: str, start: int, stop: int) -> bytes:
-    from fsspec import AbstractFileSystem
-
-    if type(fs).cat_file is AbstractFileSystem.cat_file:
-        # This one opens the file, and would read ahead by blocks.
-        with fs.open(path, "rb", cache_type="none") as file:
-            file.seek(start)
-            return bytes(file.read(stop - start))
-    return bytes(fs.cat_file(path, start=start, end=stop))
-
-
-def _digest_of(data: memoryview) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
+    def _unsupported(self, what: str) -> UnsupportedError:
+        hint = f"Download it, or open 'simplecache::{self.name}'"
+        return UnsupportedError(f"the server {what}", path=self.name, hint=hint)
 
 
 def _real_reason(error: FileNotFoundError, url: str) -> OSError:
@@ -325,7 +525,7 @@ def _real_reason(error: FileNotFoundError, url: str) -> OSError:
     ):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     told = f"the server answered {status}" if status else f"cannot ask for it: {words_of(cause)}"
-    return OSError(errno.EIO if network.is_transient(cause) else errno.EINVAL, told, url)
+    return OSError(errno.EIO if is_transient(cause) else errno.EINVAL, told, url)
 
 
 def _sibling_url(url: str, parts: list[str]) -> str:

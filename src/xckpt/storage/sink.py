@@ -26,11 +26,10 @@ import warnings
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
 from xckpt.storage.local import local_path
-from xckpt.storage.network import as_os_error, own_options
 from xckpt.storage.partial import (
     alone,
     create,
@@ -39,6 +38,7 @@ from xckpt.storage.partial import (
     remove_aliases,
     remove_left_over,
 )
+from xckpt.storage.remote import as_os_error, own_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,17 +53,11 @@ _NOBODY = 0  # no process has this number
 # File systems that cannot do something say so in different ways.
 _CANNOT = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOLCK}
 
-_NO_SPACE = "free some space, or save to another disk"
-_NO_FOLDER = "make the folder first"
 _NO_ACCESS = "its folder cannot be written to; save to another one"
 _ADVICE = {
-    errno.ENOSPC: _NO_SPACE,
-    errno.EDQUOT: _NO_SPACE,
-    errno.ENOENT: _NO_FOLDER,
-    errno.ENOTDIR: _NO_FOLDER,
-    errno.EACCES: _NO_ACCESS,
-    errno.EPERM: _NO_ACCESS,
-    errno.EROFS: _NO_ACCESS,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or save to another disk"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder first"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
     errno.EFBIG: "the file system, or a limit of the process, allows no file of this size",
 }
 # Of errors that libraries raise without one.
@@ -110,6 +104,7 @@ class Sink:
     name: str  # for messages
     target: str  # where the file is to be, links resolved
     path: str  # of the temporary file
+    _is_upload: ClassVar[bool] = False
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         name = local_path(os.fspath(target))
@@ -138,7 +133,7 @@ class Sink:
     @property
     def place(self) -> Place:
         """Where other processes write, and what errors call it."""
-        return Place(self.path, self.name)
+        return Place(self.path, self.name, self._is_upload)
 
     def another(self) -> Sink:
         """Begin another temporary file in the same place."""
@@ -230,19 +225,19 @@ class Sink:
     def add_alias(self, name: str) -> None:
         """Give the file another name in the same folder."""
         with self.place.named():
-            _link_or_copy(self.path, self._next_to(name))
+            _link_or_copy(self.path, Path(self._next_to(name)))
 
     def remove_alias(self, name: str) -> None:
         """Take the other name away."""
-        self._next_to(name).unlink(missing_ok=True)
+        Path(self._next_to(name)).unlink(missing_ok=True)
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
         """Remove the aliases that earlier writers of this file left."""
         remove_aliases(self.target, set[str]().union(*(each.folders for each in companions)))
 
-    def _next_to(self, name: str) -> Path:
+    def _next_to(self, name: str) -> str:
         # Where readers look for it, also through a link.
-        return Path(self.name).with_name(name.rpartition("/")[2])
+        return str(Path(self.name).with_name(name.rpartition("/")[2]))
 
 
 def publish(
@@ -457,6 +452,8 @@ class UploadSink(Sink):
     the file grow while it is uploaded.
     """
 
+    _is_upload = True
+
     def __init__(
         self,
         url: str,
@@ -484,11 +481,6 @@ class UploadSink(Sink):
             f"{self.name}: what is uploaded is written by one machine; save to a shared folder, "
             "or without a cluster"
         )
-
-    @property
-    def place(self) -> Place:
-        """Where the file is written before it is uploaded."""
-        return Place(self.path, self.name, is_upload=True)
 
     def another(self) -> Sink:
         """Begin another temporary file for the same URL."""
@@ -530,18 +522,18 @@ class UploadSink(Sink):
 
     def add_alias(self, name: str) -> None:
         """Upload the file under another name in the same folder."""
-        alias = self._next_to_remote(name)
+        alias = self._next_to(name)
         self._transfer(self._filesystem.put_file, self.path, alias)
         self._alias = alias
 
     def remove_alias(self, name: str) -> None:
         """Remove the other file."""
-        self._filesystem.rm_file(self._next_to_remote(name))
+        self._filesystem.rm_file(self._next_to(name))
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
         """Nothing: whether others use them is not known, without locks."""
 
-    def _next_to_remote(self, name: str) -> str:
+    def _next_to(self, name: str) -> str:
         folder, slash, _ = str(self._remote).rpartition("/")
         return folder + slash + name.rpartition("/")[2]
 

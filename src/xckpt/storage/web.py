@@ -8,38 +8,31 @@ import errno
 import os
 from typing import TYPE_CHECKING, Any, cast
 
-from xckpt.errors import UnsupportedError, shown
+from xckpt.errors import shown
 from xckpt.storage.local import empty
-from xckpt.storage.network import (
+from xckpt.storage.remote import (
+    FsspecSource,
     GivenUpError,
     content_range,
     is_transient_status,
-    version_text,
     words_of,
 )
-from xckpt.storage.remote import FsspecSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
 
     from aiohttp import ClientResponse
 
-    from xckpt.storage.network import Patience
+    from xckpt.storage.remote import Patience
 
 __all__ = ["HttpSource", "S3Source"]
 
-_VERSION = ("ETag", "Last-Modified")
-_GONE = {404, 410}
-_DENIED = {401, 403}
-_OUT_OF_RANGE = 416
-_WHOLE = 200
-_PARTIAL = 206
+_WHOLE, _PARTIAL = 200, 206
 
 # What stores answer to the condition that an object has a certain ETag, or a certain size.
-_CHANGED = {"PreconditionFailed": "its ETag is another", "412": "its ETag is another"}
-_SHORTER = {"InvalidRange": "it is shorter than it was", "416": "it is shorter than it was"}
+_CHANGED = dict.fromkeys(("PreconditionFailed", "412"), "its ETag is another")
+_SHORTER = dict.fromkeys(("InvalidRange", "416"), "it is shorter than it was")
 _PIECE_NBYTES = 1 << 20
-_SERVER_ERROR = 500
 
 
 class HttpSource(FsspecSource):
@@ -53,26 +46,26 @@ class HttpSource(FsspecSource):
 
     __slots__ = ()
 
-    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview]:
-        if not first:
-            return super()._look(first, patience)
-        found: Any = self._requested(0, first, patience, self._first_answer)
-        # What is wrong, if something is, asking without a range tells better.
-        return super()._look(0, patience) if found is None else found
+    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
+        def told(response: ClientResponse) -> dict[str, Any] | None:
+            if is_transient_status(response.status):
+                raise self._refused(response)
+            headers = response.headers
+            size = response.content_length if response.status == _WHOLE else None
+            found = content_range(headers.get("Content-Range"))
+            if response.status == _PARTIAL and found and found[0] == 0:
+                size = found[2]
+            if size is None or headers.get("Content-Encoding", "identity") != "identity":
+                return None  # what is wrong, if something is, asking without a range tells better
+            return {"size": size, **{key: headers.get(key) for key in ("ETag", "Last-Modified")}}
 
-    def _first_answer(self, response: ClientResponse) -> dict[str, Any] | None:
-        if is_transient_status(response.status):
-            raise self._refused(response)
-        size = _size_told(response)
-        if size is None or response.headers.get("Content-Encoding", "identity") != "identity":
-            return None
-        return {"size": size, **{key: response.headers.get(key) for key in _VERSION}}
+        return self._requested(0, first, patience, told)
 
     def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
         def checked(response: ClientResponse) -> dict[str, Any]:
             self._check_status(response)
-            self._check_version(response)
-            self._check_answer(response, offset, nbytes)
+            self._check_answer(response.headers)
+            self._check_body(response, offset, nbytes)
             return {"size": offset + nbytes}
 
         found: Any = self._requested(offset, nbytes, patience, checked)
@@ -89,32 +82,30 @@ class HttpSource(FsspecSource):
         from fsspec.asyn import sync
 
         fs, url = self._file_system()
-        how = {"patience": patience, "look": look}
-        return sync(fs.loop, self._request, fs, url, offset, nbytes, **how)  # type: ignore[no-any-return]
-
-    async def _request(
-        self, fs: Any, url: str, offset: int, nbytes: int, *, patience: Patience, look: Any
-    ) -> tuple[dict[str, Any], memoryview] | None:
-        from aiohttp import ClientTimeout
-
-        session = await fs.set_session()
         options = dict(fs.kwargs)
         options["headers"] = {
             **options.get("headers", {}),
             "Range": f"bytes={offset}-{offset + nbytes - 1}",
             "Accept-Encoding": "identity",
         }
-        if "timeout" not in fs.client_kwargs:
-            # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
-            options.setdefault("timeout", ClientTimeout(total=None))
-        async with asyncio.timeout(patience.silence()):
-            answer = await session.get(fs.encode_url(url), **options)
-        async with answer as response:
-            found = look(response)
-            if found is None:
-                return None
-            wanted = min(nbytes, found["size"] - offset)
-            return found, await _body(response.content.iter_any(), wanted, patience)
+
+        async def request() -> tuple[dict[str, Any], memoryview] | None:
+            from aiohttp import ClientTimeout
+
+            session = await fs.set_session()
+            if "timeout" not in fs.client_kwargs:
+                # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
+                options.setdefault("timeout", ClientTimeout(total=None))
+            async with asyncio.timeout(patience.silence()):
+                answer = await session.get(fs.encode_url(url), **options)
+            async with answer as response:
+                found = look(response)
+                if found is None:
+                    return None
+                wanted = min(nbytes, found["size"] - offset)
+                return found, await _body(response.content.iter_any(), wanted, patience)
+
+        return sync(fs.loop, request)  # type: ignore[no-any-return]
 
     def _refused(self, response: ClientResponse) -> OSError:
         passes = is_transient_status(response.status)
@@ -123,28 +114,16 @@ class HttpSource(FsspecSource):
 
     def _check_status(self, response: ClientResponse) -> None:
         status = response.status
-        if status in _GONE:
+        if status in {404, 410}:
             raise self._changed("it is no longer there")
-        if status == _OUT_OF_RANGE:
+        if status == 416:
             raise self._changed("it is shorter than it was")
-        if status in _DENIED:
+        if status in {401, 403}:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.name)
         if status not in {_WHOLE, _PARTIAL}:
             raise self._refused(response)
 
-    def _check_version(self, response: ClientResponse) -> None:
-        identity: Any = self.identity  # what the server said when the file was opened
-        known = dict(identity[1:])
-        for key in _VERSION:
-            before, now = known.get(key), version_text(response.headers.get(key))
-            if before is None or now is None:
-                continue
-            # A proxy may turn a strong ETag into a weak one.
-            if before.removeprefix("W/") != now.removeprefix("W/"):
-                raise self._changed(f"its {key} was {shown(before)} and is {shown(now)}")
-            return  # servers behind one address agree on ETags more often than on times
-
-    def _check_answer(self, response: ClientResponse, offset: int, nbytes: int) -> None:
+    def _check_body(self, response: ClientResponse, offset: int, nbytes: int) -> None:
         """Check that the body is, or begins with, the range that was asked for."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise self._unsupported("sends the file compressed")
@@ -166,12 +145,85 @@ class HttpSource(FsspecSource):
             told = f"asked for bytes from {offset}, got {first}-{last}"
             raise OSError(errno.EIO, told, self.name)
 
-    def _unsupported(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"the server {what}",
-            path=self.name,
-            hint=f"Download it, or open 'simplecache::{self.name}'",
-        )
+
+class S3Source(FsspecSource):
+    """An object of a store that speaks the protocol of S3.
+
+    Credentials, endpoints and sessions are those of s3fs. The requests are made here: each says
+    which version of the object it is for, so that no other one is ever read, and no request of its
+    own has to ask.
+    """
+
+    __slots__ = ()
+
+    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
+        try:
+            answer, data = self._get(0, first, {}, patience)
+        except OSError as error:
+            # An object of no byte has no range; of what is missing, asking tells more.
+            if not isinstance(error, FileNotFoundError) and _refusal(error)[1] not in _SHORTER:
+                raise
+            return None
+        found = content_range(answer.get("ContentRange"))
+        if found is None or found[0] != 0 or found[2] is None:
+            return None
+        told = {key: answer.get(key) for key in ("ETag", "LastModified", "VersionId")}
+        return {"size": found[2], **told}, data
+
+    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
+        identity: Any = self.identity
+        said = dict(identity[1:])
+        condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
+        try:
+            answer, data = self._get(offset, nbytes, condition, patience)
+        except OSError as error:
+            how = (_CHANGED | _SHORTER).get(_refusal(error)[1])
+            if how is not None:
+                raise self._changed(how) from error
+            raise
+        self._check_answer(answer)  # not all that speak the protocol know conditions
+        return data
+
+    def _get(
+        self, offset: int, nbytes: int, condition: dict[str, str], patience: Patience
+    ) -> tuple[dict[str, Any], memoryview]:
+        from fsspec.asyn import sync
+
+        fs, path = self._file_system()
+        bucket, key, version = fs.split_path(path)
+        which = {"Bucket": bucket, "Key": key, "Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        which |= condition if version is None else {**condition, "VersionId": version}
+
+        async def pieces(body: Any) -> AsyncIterator[bytes]:
+            while piece := await body.read(_PIECE_NBYTES):
+                yield piece
+
+        async def get() -> tuple[dict[str, Any], memoryview]:
+            from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+
+            async with asyncio.timeout(patience.silence()):
+                answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
+            async with answer["Body"] as body:
+                return answer, await _body(pieces(body), nbytes, patience, BotoCoreError)
+
+        try:
+            return sync(fs.loop, get)  # type: ignore[no-any-return]
+        except OSError as error:
+            status = _refusal(error)[0]
+            if status >= 500:
+                # botocore made five attempts, as `config_kwargs` of the storage options say.
+                told = f"the store answered {status}: {words_of(error)}"
+                raise GivenUpError(errno.EIO, told, self.name) from error
+            raise
+
+
+def _refusal(error: BaseException) -> tuple[int, str]:
+    """Return the HTTP status and the code of S3 that s3fs made an error of; 0 for no answer."""
+    answer = getattr(error.__cause__, "response", None)
+    if not isinstance(answer, dict):
+        return 0, ""
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(answer.get("Error", {}).get("Code"))
 
 
 async def _body(
@@ -194,120 +246,3 @@ async def _body(
                 patience.arrived(count)
                 limit.reschedule(asyncio.get_running_loop().time() + patience.silence())
     return memory[:done]
-
-
-def _size_told(response: ClientResponse) -> int | None:
-    """Find the size of the file in the answer to a request for its first bytes."""
-    if response.status == _WHOLE:
-        return response.content_length
-    found = content_range(response.headers.get("Content-Range"))
-    return found[2] if response.status == _PARTIAL and found and found[0] == 0 else None
-
-
-class S3Source(FsspecSource):
-    """An object of a store that speaks the protocol of S3.
-
-    Credentials, endpoints and sessions are those of s3fs. The requests are made here: each says
-    which version of the object it is for, so that no other one is ever read, and no request of its
-    own has to ask.
-    """
-
-    __slots__ = ()
-
-    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview]:
-        if not first:
-            return super()._look(first, patience)
-        try:
-            answer, data = self._get(0, first, {}, patience)
-        except OSError as error:
-            # An object of no byte has no range; of what is missing, asking tells more.
-            if not isinstance(error, FileNotFoundError) and _code(error) not in _SHORTER:
-                raise
-            return super()._look(0, patience)
-        found = content_range(answer.get("ContentRange"))
-        if found is None or found[0] != 0 or found[2] is None:
-            return super()._look(0, patience)
-        told = ("ETag", "LastModified", "VersionId")
-        info = {key: answer[key] for key in told if answer.get(key) is not None}
-        return {"size": found[2], **info}, data
-
-    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
-        identity: Any = self.identity
-        said = dict(identity[1:])
-        condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
-        try:
-            answer, data = self._get(offset, nbytes, condition, patience)
-        except OSError as error:
-            how = (_CHANGED | _SHORTER).get(_code(error))
-            if how is not None:
-                raise self._changed(how) from error
-            raise
-        # Not all that speak the protocol know conditions.
-        now = version_text(answer.get("ETag"))
-        if condition and now not in {None, said["ETag"]}:
-            raise self._changed(f"its ETag was {shown(said['ETag'])} and is {shown(str(now))}")
-        return data
-
-    def _get(
-        self, offset: int, nbytes: int, condition: Mapping[str, str], patience: Patience
-    ) -> tuple[dict[str, Any], memoryview]:
-        from fsspec.asyn import sync
-
-        fs, path = self._file_system()
-        try:
-            found: tuple[dict[str, Any], memoryview] = sync(
-                fs.loop,
-                _get_object,
-                fs,
-                path,
-                offset,
-                nbytes,
-                condition=condition,
-                patience=patience,
-            )
-        except OSError as error:
-            if _status(error) >= _SERVER_ERROR:
-                # botocore made five attempts, as `config_kwargs` of the storage options say.
-                told = f"the store answered {_status(error)}: {words_of(error)}"
-                raise GivenUpError(errno.EIO, told, self.name) from error
-            raise
-        return found
-
-
-async def _get_object(
-    fs: Any,
-    path: str,
-    offset: int,
-    nbytes: int,
-    *,
-    condition: Mapping[str, str],
-    patience: Patience,
-) -> tuple[dict[str, Any], memoryview]:
-    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
-
-    bucket, key, version = fs.split_path(path)
-    if version is not None:
-        condition = {**condition, "VersionId": version}
-    span = f"bytes={offset}-{offset + nbytes - 1}"
-    async with asyncio.timeout(patience.silence()):
-        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=span, **condition)  # noqa: SLF001
-    async with answer["Body"] as body:
-        return answer, await _body(_pieces(body), nbytes, patience, BotoCoreError)
-
-
-async def _pieces(body: Any) -> AsyncIterator[bytes]:
-    while piece := await body.read(_PIECE_NBYTES):
-        yield piece
-
-
-def _status(error: BaseException) -> int:
-    """Return the HTTP status that s3fs made an error of; 0 where there was no answer."""
-    answer = getattr(error.__cause__, "response", None)
-    said = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
-    return int(said.get("HTTPStatusCode", 0))
-
-
-def _code(error: BaseException) -> str:
-    """Return the code of S3 that s3fs made an error of."""
-    answer = getattr(error.__cause__, "response", None)
-    return str(answer["Error"].get("Code")) if isinstance(answer, dict) else ""

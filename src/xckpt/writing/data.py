@@ -21,10 +21,7 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray, elements, unpack_codes
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import IntegrityError
-from xckpt.storage import digests
 from xckpt.storage.encodings import STREAMS
-from xckpt.storage.source import StoredRange
 from xckpt.writing.casting import convert
 
 if TYPE_CHECKING:
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
     from xckpt.plan import WantedPart, WantedTensor
+    from xckpt.storage.digests import Hasher
     from xckpt.writing.casting import Cast
 
     # Where a range of the raw bytes begins, and what reads it, from any thread.
@@ -244,15 +242,11 @@ class StoredData(PartData):
     @property
     def is_checked(self) -> bool:
         """Whether the file states a digest, which is compared when all bytes have passed."""
-        digest = self.reader.part.digest
-        return digest is not None and self.reader.verify is not False and digests.is_known(digest)
+        return self.reader.is_checked
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
-        blocks = self.reader.blocks(self.nbytes, PIECE_NBYTES)
-        # The reader compares the digests of compressed parts, and all of them if it is told to.
-        is_due = self.reader.part.encoding is None and self.reader.verify is None
-        return _compared(self.reader, blocks) if is_due and self.is_checked else blocks
+        return self.reader.blocks(self.nbytes, PIECE_NBYTES, compare=True)
 
     def pieces(self) -> Iterable[Piece] | None:
         """Return ranges, except of a stream that can only be decoded from its start."""
@@ -316,13 +310,9 @@ class VerbatimData(PartData):
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
-        reader = self.stored.reader
-        stored = reader.stored_blocks()
-        blocks = stored if isinstance(stored, StoredRange) else (stored,)
-        is_due = self.is_checked and reader.part.digest_of == "stored"
-        yield from _compared(reader, blocks) if is_due else blocks
+        return self.stored.reader.compared_blocks()
 
-    def hash_decoded(self, hasher: digests.Hasher | None) -> None:
+    def hash_decoded(self, hasher: Hasher | None) -> None:
         """Decode all bytes if a digest covers them: one that is wanted, or that the file states."""
         stored, reader = self.stored, self.stored.reader
         is_due = self.is_checked and reader.part.digest_of == "decoded"
@@ -380,15 +370,6 @@ class RecodedData(PartData):
         first = start * 8 // self._bits
         values = values[: prod(stored.shape) - first]  # the last byte may have room for more
         return as_bytes(convert(values, self.dtype, self.cast, tensor=stored.name, origin=(first,)))
-
-
-def _compared(reader: PartReader, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Hand on what a digest covers, and then compare."""
-    try:
-        yield from digests.checked(str(reader.part.digest), blocks)
-    except IntegrityError as error:
-        error.located(offset=reader.part.offset)
-        raise
 
 
 def lazy_dask_array(lazy: LazyArray) -> Any:

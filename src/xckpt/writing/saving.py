@@ -24,7 +24,7 @@ from xckpt.index import Part, paused_collector
 from xckpt.labels import select
 from xckpt.opening import open_index
 from xckpt.storage import is_remote, local_path
-from xckpt.storage.local import Descriptor, LocalSource
+from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.sink import Sink, UploadSink
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import check_cast
@@ -352,7 +352,7 @@ def _alone(source: Source) -> Iterator[None]:
         return
     import fcntl
 
-    descriptor = Descriptor(source.name)
+    descriptor = OpenFile(source.name)
     try:
         fcntl.flock(descriptor.fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

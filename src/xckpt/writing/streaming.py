@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from xckpt.index import Part
     from xckpt.progress import Progress
     from xckpt.storage import Source
-    from xckpt.storage.local import Descriptor
+    from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Sink
     from xckpt.writing.data import PartData
 
@@ -314,7 +314,7 @@ class _Streaming:
         self._progress.advance(nbytes)
 
     def _copied_by_kernel(
-        self, descriptor: Descriptor | None, start: int, offset: int, nbytes: int
+        self, descriptor: OpenFile | None, start: int, offset: int, nbytes: int
     ) -> int:
         """Copy within the kernel, and return how much was; 0 where it cannot."""
         if descriptor is None or not self._kernel_copies:
@@ -408,7 +408,7 @@ def _naming(item: Item) -> Iterator[None]:
         raise
 
 
-def _next_data(descriptor: Descriptor | None, start: int, nbytes: int) -> tuple[int, int]:
+def _next_data(descriptor: OpenFile | None, start: int, nbytes: int) -> tuple[int, int]:
     """Return how many bytes from here on are in a hole, and how many after it are to be copied."""
     if descriptor is None or not hasattr(os, "SEEK_DATA"):
         return 0, min(_STEP_NBYTES, nbytes)
