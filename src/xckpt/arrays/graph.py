@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import product
+from itertools import accumulate, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -182,11 +182,8 @@ class TensorLayer(Layer):
 @lru_cache(maxsize=4096)
 def _slices(chunks: Chunks) -> tuple[tuple[slice, ...], ...]:
     """Return the slice of each chunk along each axis."""
-    along = []
-    for sizes in chunks:
-        stops = np.cumsum(sizes).tolist()
-        along.append(tuple(slice(b - n, b) for n, b in zip(sizes, stops, strict=True)))
-    return tuple(along)
+    bounds = [pairwise(accumulate(sizes, initial=0)) for sizes in chunks]
+    return tuple([tuple(starmap(slice, each)) for each in bounds])
 
 
 class _Result:
@@ -232,7 +229,10 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
     On a cluster chunks may stay where they are: there it is found out when they come together.
     """
-    if not _is_on_cluster():
+    client, distributed = None, sys.modules.get("distributed")
+    with suppress(ValueError):
+        client = None if distributed is None else distributed.default_client()
+    if client is None:
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):
@@ -242,13 +242,6 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
 def _nbytes(lazy: LazyArray) -> int:
     return prod(lazy.shape) * lazy.dtype.itemsize
-
-
-def _is_on_cluster() -> bool:
-    distributed = sys.modules.get("distributed")
-    with suppress(ValueError):
-        return distributed is not None and distributed.default_client() is not None
-    return False
 
 
 @lru_cache(maxsize=4096)

@@ -164,18 +164,15 @@ class SparseArray(LazyArray):
     def _block(self, shape: tuple[int, ...], places: Sequence[Array], values: Array) -> Any:
         """Put values at places that are inside `shape`, no two of them at one."""
         count = prod(shape)
-        if self.sparse:
-            return self._sparse_block(shape, places, values)
-        require_memory(count * self.dtype.itemsize, self.advice)
-        block = np.zeros(count, self.dtype)
-        block[flat_positions(places, shape)] = values
-        return block.reshape(shape)
-
-    def _sparse_block(self, shape: tuple[int, ...], places: Sequence[Array], values: Array) -> Any:
+        if not self.sparse:
+            require_memory(count * self.dtype.itemsize, self.advice)
+            block = np.zeros(count, self.dtype)
+            block[flat_positions(places, shape)] = values
+            return block.reshape(shape)
         import sparse
 
-        if prod(shape) > sys.maxsize:
-            reason = f"{prod(shape)} elements are too many for one array"
+        if count > sys.maxsize:
+            reason = f"{count} elements are too many for one array"
             raise TooLargeError(reason, rule="Memory", hint="Select less of it at once")
         flat = flat_positions(places, shape)
         if (flat[1:] < flat[:-1]).any():  # an axis was turned round

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
@@ -36,22 +37,14 @@ _LARGEST_SHARED = 16 << 20
 _MOST_SHARED = 1024
 
 
+@dataclass(eq=False, slots=True)
 class TensorArrays(Sequence[LazyArray]):
     """The lazy arrays of many tensors, or of one part of each, made when they are asked for."""
 
-    __slots__ = ("options", "role", "sources", "tensors")
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        role: str | None,
-        sources: Mapping[str | None, Source],
-        options: ReadOptions,
-    ) -> None:
-        self.tensors = tensors
-        self.role = role
-        self.sources = sources
-        self.options = options
+    tensors: Sequence[Tensor]
+    role: str | None
+    sources: Mapping[str | None, Source]
+    options: ReadOptions
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -64,7 +57,7 @@ class TensorArrays(Sequence[LazyArray]):
 
     def __getitem__(self, position: int | slice) -> LazyArray | TensorArrays:
         if isinstance(position, slice):
-            return TensorArrays(self.tensors[position], self.role, self.sources, self.options)
+            return replace(self, tensors=self.tensors[position])
         return lazy_arrays(self.tensors[position], self.sources, self.options)[self.role]
 
     def take(self, positions: Sequence[int]) -> TensorArrays:
@@ -72,7 +65,7 @@ class TensorArrays(Sequence[LazyArray]):
         tensors = tuple([self.tensors[position] for position in positions])
         labels = {None, *(part.shard for tensor in tensors for part in tensor.parts.values())}
         sources = {label: self.sources[label] for label in labels}
-        return TensorArrays(tensors, self.role, sources, self.options)
+        return replace(self, tensors=tensors, sources=sources)
 
 
 class StackedArray(LazyArray):

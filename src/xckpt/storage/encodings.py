@@ -96,17 +96,20 @@ class StreamDecoder(ABC):
     """
 
     name: ClassVar[str]
+    #: What the bytes of a stream are multiplied by at most, and how many more it decodes to.
+    densest: ClassVar[tuple[int, int]]
 
     def __init__(self, stored: Stored, nbytes: int, *, is_whole: bool) -> None:
-        if nbytes > self._most(len(stored)):
+        if nbytes > self.most(len(stored)):
             raise _malformed(f"{len(stored)} bytes of {self.name} cannot decode to {nbytes}")
         self._nbytes = nbytes
         self._begin(stored, is_whole=is_whole)
 
-    @staticmethod
-    @abstractmethod
-    def _most(stored_nbytes: int) -> int:
-        """Return how many bytes the densest stream decodes to."""
+    @classmethod
+    def most(cls, stored_nbytes: int) -> int:
+        """Return how many bytes a stream decodes to at most."""
+        times, more = cls.densest
+        return stored_nbytes * times + more
 
     @abstractmethod
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
@@ -179,13 +182,9 @@ class DeflateDecoder(StreamDecoder):
     """Decodes a deflate stream."""
 
     name = "deflate"
+    densest = 1032, 1024  # 258 bytes for each pair of bits, after a few bytes for its codes
     # Read and decoded at a time: zlib copies what it has not read yet with each call.
     _STORED_NBYTES, _DECODED_NBYTES = 1 << 16, 1 << 20
-
-    @staticmethod
-    def _most(stored_nbytes: int) -> int:
-        # The densest stream has 258 bytes for each pair of bits, after a few bytes for its codes.
-        return stored_nbytes * 1032 + 1024
 
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
         del is_whole  # a stream says that it ends
@@ -229,11 +228,8 @@ class ZstdDecoder(StreamDecoder):
     """
 
     name = "zstd"
+    densest = 1 << 15, 0  # a block of four bytes for 128 KiB of one value
     END = bytes.fromhex("6f1c93d25ae84b07b6390dfe728145ac")
-
-    @staticmethod
-    def _most(stored_nbytes: int) -> int:
-        return stored_nbytes << 15  # the densest block: four bytes for 128 KiB of one value
 
     def _begin(self, stored: Stored, *, is_whole: bool) -> None:
         import zstandard
@@ -337,7 +333,7 @@ def stated_nbytes(head: memoryview | bytes, nbytes: int) -> int | None:
         if end is None:
             break
         at = end + 4 * bool(said.has_checksum)
-    if total > ZstdDecoder._most(nbytes):  # noqa: SLF001
+    if total > ZstdDecoder.most(nbytes):
         raise _malformed(f"{nbytes} bytes of zstd cannot decode to {total}")
     return total
 
@@ -439,7 +435,7 @@ def read_frames(
     decoded_ends = table.decoded[first : last + 1].tolist()
     data = read(offset + ends[0], ends[-1] - ends[0])
     nbytes = decoded_ends[-1] - decoded_ends[0]
-    if nbytes > ZstdDecoder._most(len(data)):  # noqa: SLF001
+    if nbytes > ZstdDecoder.most(len(data)):
         raise _malformed(f"{len(data)} bytes of zstd cannot decode to {nbytes}")
     decoded = _allocate(nbytes)
 

@@ -87,29 +87,25 @@ class FileVersion:
     __slots__ = ("_seen", "identity")
 
     def __init__(self, status: os.stat_result) -> None:
-        self.identity = (status.st_size, status.st_mtime_ns, status.st_ino, _ctime(status))
-        self._seen = _ctime(status), _attributes(status)
+        self._seen = _change_of(status)
+        self.identity = (status.st_size, status.st_mtime_ns, status.st_ino, self._seen[0])
 
     def matches(self, status: os.stat_result) -> bool:
         """Whether a file still has the bytes that it had."""
         if (status.st_size, status.st_mtime_ns, status.st_ino) != self.identity[:3]:
             return False
-        changed, attributes = self._seen
-        if _ctime(status) == changed:
-            return True
-        if _attributes(status) == attributes:
+        before, now = self._seen, _change_of(status)
+        if now[0] != before[0] and now[1:] == before[1:]:
             return False
-        self._seen = _ctime(status), _attributes(status)
+        self._seen = now
         return True
 
 
-def _ctime(status: os.stat_result) -> int:
+def _change_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return when a file was last changed, and what that may have been but its bytes."""
     # On Windows it is the time of creation.
-    return 0 if sys.platform == "win32" else status.st_ctime_ns
-
-
-def _attributes(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_nlink, status.st_mode, status.st_uid, status.st_gid
+    changed = 0 if sys.platform == "win32" else status.st_ctime_ns
+    return changed, status.st_nlink, status.st_mode, status.st_uid, status.st_gid
 
 
 class OpenFile:

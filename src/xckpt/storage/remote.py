@@ -66,7 +66,6 @@ _ERRNOS = {
 }
 # Libraries whose errors are about connections where they are no errors of ours or of the system.
 _NETWORK = {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "http", "urllib3"}
-_STATUSES = {408, 425, 429}
 
 # Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
@@ -83,7 +82,7 @@ _VERSION_KEYS = (
     *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
     *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
 )
-# Where nothing is said of the version: of the beginning, which is looked at now and then.
+# Where nothing is said of the version, the beginning is looked at now and then.
 _OPENING, _BEGINNING = "opening", "beginning"
 _BEGINNING_NBYTES = 1 << 16
 # They read copies of their own, which nobody changes.
@@ -170,24 +169,9 @@ class Patience:
         self.left()
 
 
-def on_thread(call: Callable[[], T], seconds: float) -> T:
-    """Call what may block for good, on a thread that is left behind after so many seconds."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            future.set_exception(error)
-
-    # A thread of an executor would keep the process from ending.
-    threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
-    return future.result(seconds)
-
-
 def is_transient_status(status: int) -> bool:
-    """Return whether an HTTP status may be another one the next time."""
-    return status in _STATUSES or 500 <= status < 600
+    """Return whether a request with this HTTP status is worth retrying."""
+    return status in {408, 425, 429} or 500 <= status < 600
 
 
 def is_transient(error: BaseException) -> bool:
@@ -395,10 +379,21 @@ class FsspecSource(Source):
         return memoryview(self._blocking(cat, patience, most))
 
     def _blocking(self, call: Callable[[], T], patience: Patience, nbytes: int = 0) -> T:
-        """Call a function of fsspec, which may never return."""
+        """Call a function of fsspec; one that never returns is left behind on a thread."""
         if self._is_free_to_ask():
             return call()
-        found = on_thread(call, patience.blocked(nbytes))
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+                future.set_exception(error)
+
+        # A thread of an executor would keep the process from ending.
+        seconds = patience.blocked(nbytes)
+        threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
+        found = future.result(seconds)
         patience.arrived(nbytes)
         return found
 
