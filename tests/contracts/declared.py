@@ -7,6 +7,7 @@ golden files of its own it gets everything else from `xckpt.save`.
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,10 +19,15 @@ import numpy as np
 import xarray as xr
 
 from tests.conftest import golden_files
-from xckpt import CheckpointWarning, formats, save
+from tests.sources import CountingSource
+from xckpt import CheckpointError, CheckpointWarning, PayloadMissingError, formats, save
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hypothesis import strategies as st
+
+    from xckpt.index import Index
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -78,6 +84,10 @@ class Declared:
     tells_offsets: bool = True
     #: Whether the beginning of a file may be a file, of which tensors are missing.
     may_be_cut: bool = False
+    #: Whether what is wrong with a tensor names it.
+    names_problems: bool = True
+    #: Whether no flipped bit outside of the data changes what the data are.
+    guards_data: bool = False
     #: Lengths, by label, at which a file that is cut short is a complete one.
     also_complete: frozenset[tuple[str, int]] = frozenset()
 
@@ -100,6 +110,10 @@ class Declared:
     def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         """Bring the attributes of a file into the form of the expectation."""
         return found
+
+    def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
+        """Return strategies of files that say anything, by label."""
+        return {}
 
     @cache  # noqa: B019  there are as many of them as formats
     def small_files(self) -> dict[str, bytes]:
@@ -155,3 +169,32 @@ def assert_same(got: Array, wanted: Array | bytes, *, exact: bool = True) -> Non
         assert got.tobytes() == wanted.tobytes()
     else:
         np.testing.assert_array_equal(got, wanted)
+
+
+def outcome(declared: Declared, data: bytes) -> Index | CheckpointError:
+    """Read an index; an error says what is wrong and where, and an index only what is there."""
+    try:
+        index = formats.get(declared.name).read(CountingSource(data))
+    except CheckpointError as error:
+        assert_told(error, len(data), offset=declared.tells_offsets)
+        return error
+    again = pickle.loads(pickle.dumps(index))
+    assert again.tensors.keys() == index.tensors.keys()
+    assert repr((again.tensors, again.attrs)) == repr((index.tensors, index.attrs))
+    for tensor in index.tensors.values():
+        if tensor.problem is not None:
+            assert_told(tensor.problem, len(data))
+            if declared.names_problems:
+                assert tensor.problem.tensor == tensor.name
+        for part in tensor.parts.values():
+            inside = part.offset + part.nbytes <= len(data) or tensor.problem is not None
+            assert inside or part.shard is not None or part.inline is not None
+    return index
+
+
+def assert_told(error: CheckpointError, size: int, *, offset: bool = False) -> None:
+    """Check that an error says which rule is broken, and if so where in the file."""
+    assert error.offset is not None or not offset
+    assert error.rule is not None or isinstance(error, PayloadMissingError)
+    assert error.offset is None or 0 <= error.offset <= size
+    str(error).encode()

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from tests.contracts.declared import Bad, Declared, Expected, Want, golden_json, widened
 from tests.formats.mlcp_files import checkpoint, tensor
@@ -49,9 +50,22 @@ class Mlcp(Declared):
         return Bad(path, {"reject": "open"}.get(verdict, verdict))
 
     def small(self) -> dict[str, bytes]:
-        two = [[tensor("a.w", np.ones((2, 3), "<f4")), tensor("a.b", np.arange(4, dtype="<i4"))]]
+        weight, step = np.arange(6, dtype="<f4").reshape(2, 3), np.array(7, "<i8")
+        bias, empty = np.arange(3, dtype="<f8"), np.zeros((0, 3), "<f4")
+        shards = [
+            [tensor("a.w", weight), tensor("step", step)],
+            [tensor("a.b", bias), tensor("e", empty)],
+        ]
         kinds = ("none", "inline", "per_shard", "tail")
-        return super().small() | {kind: checkpoint(two, kind) for kind in kinds}
+        return super().small() | {kind: checkpoint(shards, kind) for kind in kinds}
+
+    def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
+        heads = [
+            checkpoint([], metadata={"shards": shards})
+            for shards in (None, [{"rank": 0}, {"rank": 1}])
+        ]
+        body = st.binary(max_size=80)
+        return {"body": body.map(lambda content: [head + content for head in heads])}
 
 
 def _arrays(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
@@ -87,5 +101,7 @@ DECLARED = Mlcp(
     good_patterns=["*.checkpoint", "*.metadata.json"],
     bad_patterns=["bad/*.checkpoint"],
     may_be_cut=True,  # the records without data
+    guards_data=True,
+    names_problems=False,  # the data of all are missing
     tolerated={"size_huge": True, "size_mismatch": True},
 )

@@ -195,4 +195,8 @@ def native(array: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-DECLARED = Npz(name="npz", save_options=[{}, {"encoding": {"*": {"compression": "deflate"}}}])
+DECLARED = Npz(
+    name="npz",
+    names_problems=False,
+    save_options=[{}, {"encoding": {"*": {"compression": "deflate"}}}],
+)

@@ -3,9 +3,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from tests.contracts.declared import Bad, Declared, Expected, Want, golden_arrays, golden_json
-from tests.formats.primitiv_files import MODEL, OPTIMIZER, file, model, optimizer, parameter, tensor
+from tests.formats.primitiv_files import (
+    MODEL,
+    OPTIMIZER,
+    PARAMETER,
+    SHAPE,
+    TENSOR,
+    array,
+    file,
+    mapping,
+    model,
+    optimizer,
+    parameter,
+    shape,
+    tensor,
+    uint32,
+)
+from tests.formats.primitiv_files import text as text_of
 from xckpt.formats.primitiv.names import variable_name
 
 if TYPE_CHECKING:
@@ -51,11 +68,28 @@ class Primitiv(Declared):
         return Bad(path, {"error": "open"}.get(expected["expect"], expected["expect"]))
 
     def small(self) -> dict[str, bytes]:
-        weight = parameter(tensor(np.ones((2, 3), "f4")), ("m", tensor(np.zeros((2, 3), "f4"))))
+        matrix = np.arange(6, dtype="f4").reshape(2, 3)
+        moments = ("Adam.m1", tensor(matrix)), ("Adam.m2", tensor(matrix))
+        weight, bias = parameter(tensor(matrix), *moments), parameter(tensor(np.array(1, "f4")))
+        settings = [("Optimizer.epoch", 3)], [("SGD.eta", 0.5), ("x", 1.0)]
         return {
             **super().small(),
-            "model": file(MODEL, model((["a", "w"], weight))),
-            "optimizer": file(OPTIMIZER, optimizer([("epoch", 3)], [("rate", 0.5)])),
+            "shape": file(SHAPE, shape([2, 3], 4)),
+            "tensor": file(TENSOR, tensor(np.ones((2, 3)), batched=True)),
+            "parameter": file(PARAMETER, weight),
+            "model": file(MODEL, model((["a", "w"], weight), (["b"], bias))),
+            "optimizer": file(OPTIMIZER, optimizer(*settings)),
+        }
+
+    def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
+        one, two = tensor(np.array(1, "f4")), tensor(np.arange(2, dtype="f4"))
+        name, counts = text_of("a"), [uint32(0), uint32(1)]
+        pieces = [one, two, *counts, name, array(name), mapping(), b"\xc4\x04"]
+        types = st.sampled_from([SHAPE, TENSOR, PARAMETER, MODEL, OPTIMIZER])
+        patched = st.lists(st.sampled_from(pieces)).map(b"".join)
+        return {
+            "content": st.builds(file, types, st.binary(max_size=200)).map(lambda data: [data]),
+            "pieces": st.builds(file, types, patched).map(lambda data: [data]),
         }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import re
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +12,11 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.declared import assert_told, outcome
 from tests.contracts.every import DECLARED
 from tests.sources import CountingSource
-from xckpt import CheckpointError, CheckpointWarning, PayloadMissingError, formats
-from xckpt.index import Index
+from xckpt import CheckpointError, CheckpointWarning, formats
+from xckpt.index import Index, Tensor
 
 if TYPE_CHECKING:
     from tests.contracts.declared import Declared
@@ -29,38 +30,18 @@ class Small(NamedTuple):
     data: bytes
 
 
-small_files = pytest.mark.parametrize(
-    "small",
-    [
-        pytest.param(Small(each, label, data), id=f"{each.name}-{label}")
-        for each in DECLARED
-        for label, data in each.small_files().items()
-    ],
-)
+SMALL = [Small(each, *file) for each in DECLARED for file in each.small_files().items()]
+
+
+def of_files(files: list[Small]) -> pytest.MarkDecorator:
+    """Make a test one of each of some files."""
+    return pytest.mark.parametrize(
+        "small", files, ids=[f"{s.declared.name}-{s.label}" for s in files]
+    )
+
+
+small_files = of_files(SMALL)
 every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda each: each.name)
-
-
-def assert_told(error: CheckpointError, size: int, *, offset: bool = False) -> None:
-    """Check that an error says which rule is broken, and if so where in the file."""
-    assert error.offset is not None or not offset
-    assert error.rule is not None or isinstance(error, PayloadMissingError)
-    assert error.offset is None or 0 <= error.offset <= size
-    str(error).encode()
-
-
-def outcome(declared: Declared, data: bytes) -> Index | CheckpointError:
-    """Read an index; an error says what is wrong and where, and an index only what is there."""
-    try:
-        index = formats.get(declared.name).read(CountingSource(data))
-    except CheckpointError as error:
-        assert_told(error, len(data), offset=declared.tells_offsets)
-        return error
-    assert pickle.loads(pickle.dumps(index)).tensors.keys() == index.tensors.keys()
-    for tensor in index.tensors.values():
-        for part in tensor.parts.values():
-            inside = part.offset + part.nbytes <= len(data) or tensor.problem is not None
-            assert inside or part.shard is not None or part.inline is not None
-    return index
 
 
 def computed(declared: Declared, data: bytes) -> dict[Any, Any]:
@@ -84,6 +65,7 @@ def test_whole(small: Small) -> None:
     declared, _, data = small
     index = outcome(declared, data)
     assert isinstance(index, Index)
+    assert formats.detect(CountingSource(data, "m.bin")).name == declared.name
     readable = {name for name, tensor in index.tensors.items() if tensor.problem is None}
     assert len(computed(declared, data)) >= len(readable)
 
@@ -127,6 +109,57 @@ def test_any_byte_changed_in_any_way(small: Small, data: st.DataObject) -> None:
     changed[at] ^= data.draw(st.integers(1, 255))
     if isinstance(outcome(declared, bytes(changed)), Index):
         computed(declared, bytes(changed))
+
+
+@of_files([each for each in SMALL if each.declared.guards_data])
+def test_any_bit_of_what_is_not_data_flipped(small: Small) -> None:
+    """Data are right, or an error says that something is wrong."""
+    declared, _, data = small
+    whole = outcome(declared, data)
+    assert isinstance(whole, Index)
+    known = {name: meaning(tensor, data) for name, tensor in whole.tensors.items()}
+    parts = [part for tensor in whole.tensors.values() for part in tensor.parts.values()]
+    stored = [range(p.offset, p.offset + p.nbytes) for p in parts if p.inline is None]
+    texts = [range(*found.span()) for found in re.finditer(rb"[\n\x20-\x7e]{64,}", data)]
+    for at in set(range(len(data))).difference(*stored):
+        # Of metadata that are text, one bit of each byte.
+        for bit in [at % 8] if any(at in text for text in texts) else range(8):
+            changed = bytearray(data)
+            changed[at] ^= 1 << bit
+            index = outcome(declared, bytes(changed))
+            if isinstance(index, Index):
+                for name in index.tensors.keys() & known.keys():
+                    tensor = index.tensors[name]
+                    if tensor.problem is None and tensor.size:
+                        assert meaning(tensor, bytes(changed)) == known[name]
+
+
+def meaning(tensor: Tensor, data: bytes) -> Any:
+    """Return what makes the values of a tensor, of which those in the header are left out."""
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.quantization,
+        {
+            role: (p.dtype, p.shape, data[p.offset : p.offset + p.nbytes])
+            for role, p in tensor.parts.items()
+            if p.inline is None
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "kind"),
+    [
+        pytest.param(each, kind, id=f"{each.name}-{kind}")
+        for each in DECLARED
+        for kind in each.hostile()
+    ],
+)
+@given(data=st.data())
+def test_whatever_a_file_says(declared: Declared, kind: str, data: st.DataObject) -> None:
+    for file in data.draw(declared.hostile()[kind]):
+        outcome(declared, file)
 
 
 @every_format

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 import dask
@@ -79,13 +81,22 @@ def test_in_memory_and_on_other_file_systems(declared: Declared, path: Path) -> 
         xr.testing.assert_identical(xr.open_dataset(obj, engine=declared.name).compute(), local)
 
 
+@pytest.fixture(scope="module")
+def another_process() -> Iterator[ProcessPoolExecutor]:
+    """One for all formats: to start it and import everything takes seconds."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield pool
+
+
 @every_format
-def test_a_dataset_goes_to_other_processes_by_reference(declared: Declared, path: Path) -> None:
+def test_a_dataset_goes_to_other_processes_by_reference(
+    declared: Declared, path: Path, another_process: ProcessPoolExecutor
+) -> None:
     ds = xr.open_dataset(path, engine=declared.name)
     pickled = pickle.dumps(ds)
     assert len(pickled) < 20_000
     xr.testing.assert_identical(pickle.loads(pickled).compute(), ds.compute())
     tasks = [task for v in ds.variables.values() for task in dict(v.data.dask).values()]
     assert max(len(pickle.dumps(task)) for task in tasks) < 1536
-    with dask.config.set(scheduler="processes", num_workers=1):
+    with dask.config.set(scheduler="processes", pool=another_process):
         assert float(ds["large"][-1, -1]) == LARGE[-1, -1]

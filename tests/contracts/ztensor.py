@@ -3,8 +3,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import cbor2
+import google_crc32c
 import numpy as np
+import xxhash
 import zstandard
+from hypothesis import strategies as st
 
 from tests.contracts.declared import (
     Bad,
@@ -15,11 +19,95 @@ from tests.contracts.declared import (
     golden_json,
     widened,
 )
-from tests.formats.ztensor_files import dense_v12, stored, v0_file, v1_file, v12_file
+from tests.formats.ztensor_files import (
+    V0_MAGIC,
+    V1_MAGIC,
+    V2_MAGIC,
+    dense_v1,
+    dense_v2,
+    dense_v12,
+    stored,
+    v0_container,
+    v0_file,
+    v1_container,
+    v1_file,
+    v2_container,
+    v2_file,
+    v12_container,
+    v12_file,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+FIELDS = st.sampled_from(
+    [
+        *["version", "tensors", "objects", "attributes", "generator", "shards", "name", "offset"],
+        *["length", "size", "dtype", "type", "layout", "format", "shape", "encoding", "digest"],
+        *["components", "parts", "data", "values", "indices", "indptr", "coords", "blob", "shard"],
+        *["checksum", "data_endianness", "decoded_length", "uncompressed_length", "scales"],
+        *["bits", "group_size", "axis", "packing", "zero_point", "block_size", "w", ""],
+    ]
+)
+WORDS = st.sampled_from(
+    [
+        *["1.0", "1.2.0", "f32", "u8", "u64", "float32", "uint8", "dense", "sparse_csr", "raw"],
+        *["zt.sparse_csr/1", "zt.sparse_coo/1", "zt.quant_group/1", "zt.mx/1", "gguf.q4_0/1"],
+        *["sparse_coo", "sparsecsr", "zstd", "zt.zstd-seekable/1", "f4_e2m1", "xxh3:00", "big"],
+    ]
+)
+NUMBERS = st.sampled_from([0, 1, 2, 8, 9, 64, 4096, 1 << 40, 1 << 63, (1 << 64) - 1, -1, -64])
+LEAVES = NUMBERS | WORDS | st.none() | st.booleans() | st.floats() | st.binary(max_size=3)
+KEYS = FIELDS | st.integers(0, 30) | st.text(max_size=2)
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
+    max_leaves=30,
+)
+ROLES = st.sampled_from(["data", "values", "indices", "indptr", "coords", "scales", "zeros"])
+PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": WORDS,
+        "type": WORDS,
+        "offset": NUMBERS,
+        "length": NUMBERS,
+        "blob": st.tuples(NUMBERS, NUMBERS).map(list),
+        "encoding": WORDS | st.none(),
+        "decoded_length": NUMBERS,
+        "uncompressed_length": NUMBERS | st.none(),
+        "digest": WORDS | st.just("md5:00"),
+        "shard": WORDS,
+    },
+)
+TENSORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": FIELDS,
+        "offset": NUMBERS,
+        "size": NUMBERS,
+        "dtype": WORDS,
+        "shape": st.lists(NUMBERS, max_size=3),
+        "format": WORDS,
+        "layout": WORDS,
+        "components": st.dictionaries(ROLES, PARTS, max_size=4),
+        "parts": st.dictionaries(ROLES, PARTS, max_size=4),
+        "attributes": ANYTHING,
+    },
+)
+BODY = bytes(4096 * 2)
+
+
+def contained(manifest: Any) -> list[bytes]:
+    encoded = cbor2.dumps(manifest)
+    return [
+        v0_container(encoded, V0_MAGIC + BODY),
+        v1_container(encoded, V1_MAGIC + BODY),
+        v12_container(encoded, V1_MAGIC + BODY),
+        v2_container(cbor2.dumps(manifest, canonical=True), V2_MAGIC + BODY),
+    ]
 
 
 class ZTensor(Declared):
@@ -47,13 +135,17 @@ class ZTensor(Declared):
                     as_stored |= parts
                 elif "bits-of" in dense["stored_as"]:
                     as_stored[name] = arrays[dense["npz"]].tobytes()
+        for name, tensor in expected["tensors"].items():
+            if name in tensors:
+                tensors[name] = tensors[name]._replace(attrs=tensor["attributes"] or {})
         attrs = None
         if not expected.get("attributes_unchecked"):
             attrs = dict(expected["attributes"] or {})
             if expected.get("generator"):
                 attrs["generator"] = expected["generator"]
         warns = bool(expected["warnings"])
-        return Expected(tensors, as_stored, attrs=attrs, warns=warns, complete=False)
+        version = expected["file_version"] and str(expected["file_version"])
+        return Expected(tensors, as_stored, version, attrs, warns, complete=False)
 
     def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         """Spell bytes as expectations do; who wrote a file is not in all of them."""
@@ -66,24 +158,59 @@ class ZTensor(Declared):
         text = path.with_suffix(".txt").read_text()
         return Bad(path, text[1 : text.index("]")])
 
+    def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
+        tensors = st.dictionaries(KEYS, TENSORS | ANYTHING, max_size=3)
+        magics = st.sampled_from([V0_MAGIC, V1_MAGIC, V2_MAGIC])
+        return {
+            "cbor": ANYTHING.map(contained),
+            "tensors": st.tuples(tensors, st.sampled_from(["1.0", "1.2.0"])).map(_listed),
+            "bytes": st.tuples(magics, st.binary(max_size=200)).map(lambda drawn: _framed(*drawn)),
+        }
+
     def small(self) -> dict[str, bytes]:
         data = np.arange(6, dtype="<f4").tobytes()
+        crc = f"crc32c:0x{google_crc32c.value(data):08x}"
         entry = {"name": "w", "dtype": "float32", "shape": [2, 3], "layout": "dense"}
         components = {
             "values": stored(data[:8]),
             "indices": stored(np.array([1, 2], "<u8").tobytes()),
             "indptr": stored(np.array([0, 1, 2], "<u8").tobytes()),
         }
-        packed = {"values": stored(zstandard.compress(data), encoding="zstd")}
         of: dict[str, Any] = {"dtype": "float32", "shape": [2, 3]}
         sparse = {**of, "format": "sparse_csr", "components": components}
-        dense = {**of, "format": "dense", "components": {"data": packed["values"]}}
+        packed = stored(zstandard.compress(data), encoding="zstd")
+        dense = {**of, "format": "dense", "components": {"data": packed}}
+        attrs = {"k": [1.5, None]}
+        later: dict[str, Any] = {
+            "w": dense_v2(data, [2, 3], "f32", digest=f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"),
+            "z": dense_v2(b"?", [9], "u8", encoding="x/1", decoded_length=9),
+        }
         return {
             **super().small(),
-            "0.1": v0_file({**entry, "data": stored(data, encoding="raw")}),
-            "1.0 zstd and sparse": v1_file({"s": sparse, "z": dense}),
-            "1.2": v12_file({"w": dense_v12(data, [2, 3], "f32")}),
+            "0.1": v0_file({**entry, "data": stored(data, encoding="raw", checksum=crc)}),
+            "1.0": v1_file(
+                {"w": dense_v1(data, [2, 3], "float32", digest=crc), "s": sparse, "z": dense},
+                attributes=attrs,
+            ),
+            "1.2": v12_file(
+                {
+                    "w": dense_v12(data, [2, 3], "f32"),
+                    "z": dense_v12(packed.data, [6], "f32", encoding="zstd"),
+                }
+            ),
+            "2": v2_file(later, attributes=attrs),
         }
+
+
+def _listed(drawn: tuple[dict[Any, Any], str]) -> list[bytes]:
+    """Write tensors as all versions list them."""
+    tensors, version = drawn
+    root = {"version": version, "tensors": tensors, "objects": tensors}
+    return [contained(list(tensors.values()))[0], *contained(root)]
+
+
+def _framed(magic: bytes, data: bytes) -> list[bytes]:
+    return [magic + data, magic + data + magic]
 
 
 DECLARED = ZTensor(

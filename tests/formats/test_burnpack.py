@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import cbor2
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -452,3 +453,18 @@ def test_many_attributes() -> None:
     attrs = {"": "", "nul\0": "\0", "uni\u0301": "\N{GREEK SMALL LETTER ALPHA}", "x": "y" * 5000}
     assert read(burnpack({}, metadata=attrs)).attrs == attrs
     assert json.loads(json.dumps(attrs)) == attrs
+
+
+def test_an_unreadable_tensor_may_have_any_shape() -> None:
+    # No bytes bound it; the number of chunks must not follow it.
+    data = burnpack({"w": {"dtype": "F128", "shape": [1 << 59], "data": bytes(16)}})
+    ds = xr.open_dataset(data, engine="burnpack")
+    assert ds["w"].shape == (1 << 59,)
+    assert ds["w"].data.npartitions == 1
+
+
+def test_a_large_number_is_not_spelled_out() -> None:
+    number = cbor2.CBORTag(2, b"\xff" * 100_000)
+    entry = {"dtype": "U8", "shape": [number], "data_offsets": [0, 8]}
+    error = error_of(container(cbor2.dumps({"tensors": {"w": entry}}), bytes(8)))
+    assert len(str(error)) < 300

@@ -12,10 +12,12 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.burnpack import DECLARED, SCHEMES
+from tests.contracts.declared import outcome
 from tests.formats.burnpack_files import PER_TENSOR, burnpack, dense, quantized
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.errors import FormatError, UnsupportedError
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.index import Quantization, Tensor
 from xckpt.writing import verify
 
@@ -348,3 +350,18 @@ def test_an_axis_that_a_tensor_has(axis: int) -> None:
 )
 def test_malformed_schemes(scheme: Any, rule: str) -> None:
     assert error_of((2, 4), 12, scheme).rule == rule
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(0, 9)), SCHEMES, st.integers(0, 60))
+def test_any_quantised_tensor_opens_or_fails(
+    shape: tuple[int, int], scheme: Any, nbytes: int
+) -> None:
+    data = burnpack({"w": quantized(shape, bytes(nbytes), scheme)})
+    if isinstance(outcome(DECLARED, data), CheckpointError):
+        return
+    try:
+        found = xr.open_dataset(data, engine="burnpack").compute()
+    except CheckpointError:
+        return
+    if "w" in found:
+        assert found["w"].shape == shape

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.contracts.declared import outcome
+from tests.contracts.gptrs import DECLARED
 from tests.formats.gptrs_files import (
     ARCHIVE,
     CHECKPOINT,
@@ -261,3 +265,31 @@ def test_containers_with_the_head_of_another() -> None:
     ):
         with pytest.raises(FormatError):
             read(data)
+
+
+@every_container
+def test_every_field_set_to_extremes(container: str) -> None:
+    data = WRITERS[container](TWO)
+    for at in range(8, len(data) - 8):
+        for extreme in (b"\xff" * 8, b"\0" * 8, b"\xff" * 4, b"\0\0\0\x80"):
+            outcome(DECLARED, data[:at] + extreme + data[at + len(extreme) :])
+
+
+ARRAYS = st.sampled_from(["<f4", "<f2", "<i4"]).flatmap(
+    lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
+        lambda shape: np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape)
+    )
+)
+
+
+@given(st.dictionaries(st.text(max_size=12), ARRAYS, max_size=4), st.sampled_from(sorted(WRITERS)))
+def test_any_tensors(arrays: dict[str, np.ndarray], container: str) -> None:
+    records = [record(name, array) for name, array in arrays.items()]
+    data = WRITERS[container](records)
+    index = gptrs.read(CountingSource(data))
+    assert list(index.tensors) == list(arrays)
+    for name, array in arrays.items():
+        assert index.tensors[name].dtype == array.dtype.name
+        assert index.tensors[name].shape == array.shape
+        part = index.tensors[name].parts["data"]
+        assert data[part.offset : part.offset + part.nbytes] == array.tobytes()

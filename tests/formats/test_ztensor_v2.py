@@ -7,7 +7,10 @@ from typing import Any
 
 import cbor2
 import pytest
+import xxhash
 
+from tests.contracts.declared import outcome
+from tests.contracts.ztensor import DECLARED
 from tests.formats.ztensor_files import (
     V2_MAGIC,
     dense_v2,
@@ -462,3 +465,19 @@ def test_sparse_values_of_an_unknown_type(make: Any) -> None:
     assert tensor.layout.startswith("sparse_c")
     assert tensor.dtype == "f6"
     assert isinstance(tensor.problem, UnsupportedError)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x04, 0x20, 0x80, 0xFF])
+def test_no_flipped_byte_of_manifest_and_footer_passes_its_hash(mask: int) -> None:
+    data = DECLARED.small_files()["2"]
+    start, length = struct.unpack("<QQ", data[-40:-24])
+    for at in {*range(start, len(data))} - {*range(len(data) - 12, len(data) - 8)}:  # reserved
+        flipped = bytearray(data)
+        flipped[at] ^= mask
+        assert isinstance(outcome(DECLARED, bytes(flipped)), FormatError)
+        if at < start + length:  # and with the right hash
+            digest = xxhash.xxh3_64_intdigest(flipped[start : start + length])
+            outcome(DECLARED, footer(bytes(flipped), digest=digest))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,3 +39,49 @@ def model(layers: int = 3, seed: int = 0) -> dict[str, Array]:
     tensors["mask"] = rng.random((5, 6)) < 0.5
     tensors["none"] = np.zeros((0, 4), np.float32)
     return tensors
+
+
+def sparse_file(path: Path, dtype: str, count: int, nbytes: int) -> Path:
+    """Write a large file of zeros that takes no space."""
+    header = f'{{"w":{{"dtype":"{dtype}","shape":[{count}],"data_offsets":[0,{nbytes}]}}}}'
+    header += " " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + nbytes)
+    return path
+
+
+def settled(path: Path, seconds: int = 60) -> Path:
+    """Make a file look as if it had been written some time ago."""
+    before = time.time() - seconds
+    os.utime(path, (before, before))
+    return path
+
+
+_WATCHED = """
+import threading
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
+before, peak, done = anonymous(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+CALL
+done.set()
+watcher.join()
+print(peak - before)
+"""
+
+
+def memory_of(call: str) -> int:
+    """Return how many bytes of memory a call takes in another process at the most."""
+    code = _WATCHED.replace("CALL", call)
+    run = subprocess.run(  # noqa: S603  our own code
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return int(run.stdout)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from xckpt.statistics import scan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,3 +18,17 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect how many elements are scanned."""
+    counted: list[int] = []
+    original = scan.scan_cuts
+
+    def counting(task: Any, *others: Any) -> list[Any]:
+        counted.extend(cut.stop - cut.start for cut in task)
+        return original(task, *others)
+
+    monkeypatch.setattr(scan, "scan_cuts", counting)
+    return counted

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.stats.checkpoints import model, write
+from tests.stats.checkpoints import memory_of, model, settled, sparse_file, write
 from xckpt.statistics import STATUSES, compare, scan, stats
 
 if TYPE_CHECKING:
@@ -112,26 +110,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return found
 
 
-def settled(path: Path, seconds: int) -> None:
-    """Make a file look as if it had been written some time ago."""
-    before = time.time() - seconds
-    os.utime(path, (before, before))
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect how many elements are scanned."""
-    counted: list[int] = []
-    original = scan.scan_cuts
-
-    def counting(task: Any, *others: Any) -> list[Any]:
-        counted.extend(cut.stop - cut.start for cut in task)
-        return original(task, *others)
-
-    monkeypatch.setattr(scan, "scan_cuts", counting)
-    return counted
-
-
 def test_a_second_call_reads_nothing(pair: tuple[Path, Path], read: list[int]) -> None:
     first = compare(*pair)
     assert sum(read) == sum(array.size for array in model().values())
@@ -191,36 +169,10 @@ def test_an_interrupted_comparison_goes_on(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    paths = []
-    for name, dtype, nbytes in (("a", "F32", 1 << 31), ("b", "BF16", 1 << 30)):
-        header = f'{{"w":{{"dtype":"{dtype}","shape":[536870912],"data_offsets":[0,{nbytes}]}}}}'
-        header += " " * (-len(header) % 8)
-        paths.append(str(tmp_path / f"{name}.safetensors"))
-        with (tmp_path / f"{name}.safetensors").open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header.encode())
-            file.truncate(8 + len(header) + nbytes)
-    code = f"""
-import threading
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
-before, peak, done = anonymous(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.005):
-        peak = max(peak, anonymous())
-watcher = threading.Thread(target=watch)
-watcher.start()
-xckpt.compare(*{paths!r}, cache=False, progress=False)
-done.set()
-watcher.join()
-print(peak - before)
-"""
-    run = subprocess.run(  # noqa: S603  our own code
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert int(run.stdout) < 300 << 20
+    a = sparse_file(tmp_path / "a.safetensors", "F32", 1 << 29, 1 << 31)
+    b = sparse_file(tmp_path / "b.safetensors", "BF16", 1 << 29, 1 << 30)
+    call = f"xckpt.compare({str(a)!r}, {str(b)!r}, cache=False, progress=False)"
+    assert memory_of(call) < 300 << 20
 
 
 def test_statuses_do_not_change_their_numbers() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.stats.checkpoints import write
+from tests.stats.checkpoints import memory_of, sparse_file, write
 from xckpt.statistics import scan, stats
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.kinds import kind_named
@@ -153,11 +153,7 @@ def test_an_interrupt_ends_all_threads(path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for another process")
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
-    path = tmp_path / "huge.safetensors"
-    header = b'{"w":{"dtype":"F32","shape":[68719476736],"data_offsets":[0,274877906944]}}'
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + (1 << 38))
+    path = sparse_file(tmp_path / "huge.safetensors", "F32", 1 << 36, 1 << 38)
     code = (
         "import sys, xckpt.statistics\n"
         "started = lambda *n: (print('on', flush=True), sys.stdout.flush())\n"
@@ -176,30 +172,6 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "large.safetensors"
-    header = b'{"w":{"dtype":"F32","shape":[536870912],"data_offsets":[0,2147483648]}}'
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + (1 << 31))
-    code = f"""
-import threading, time
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
-before, peak, done = anonymous(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.005):
-        peak = max(peak, anonymous())
-watcher = threading.Thread(target=watch)
-watcher.start()
-xckpt.stats({str(path)!r}, cache=False, progress=False)
-done.set()
-watcher.join()
-print(peak - before)
-"""
-    run = subprocess.run(  # noqa: S603  our own code
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert int(run.stdout) < 300 << 20
+    path = sparse_file(tmp_path / "large.safetensors", "F32", 1 << 29, 1 << 31)
+    call = f"xckpt.stats({str(path)!r}, cache=False, progress=False)"
+    assert memory_of(call) < 300 << 20

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import xarray as xr
 
-from tests.stats.checkpoints import model, write
+from tests.stats.checkpoints import model, settled, write
 from tests.stats.reference import sketch_of
 from xckpt.statistics import histogram, scan, stats
 from xckpt.statistics.accumulate import Sketch
@@ -25,27 +24,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return settled(write(tmp_path / "m.safetensors", model()))
-
-
-def settled(path: Path) -> Path:
-    """Make a file look as if it had been written some time ago."""
-    before = time.time() - 60
-    os.utime(path, (before, before))
-    return path
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect how many elements are scanned."""
-    counted: list[int] = []
-    original = scan.scan_cuts
-
-    def counting(task: Any, *others: Any) -> list[Any]:
-        counted.extend(cut.stop - cut.start for cut in task)
-        return original(task, *others)
-
-    monkeypatch.setattr(scan, "scan_cuts", counting)
-    return counted
 
 
 def test_a_second_call_reads_nothing(path: Path, read: list[int]) -> None:
