@@ -15,8 +15,7 @@ from tests.sources import CountingSource
 from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError
-from xckpt.index import Index
+from xckpt.errors import FormatError
 from xckpt.options import OpenOptions
 from xckpt.plan import Draft, Plan
 from xckpt.storage.digests import is_known
