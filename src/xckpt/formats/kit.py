@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Windows grow while a file is read through, and shrink where data are jumped over: of data as
 # little as possible is read, and what a file claims to hold is read in pieces.
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
+_SHORT_JUMP = 1 << 14
 
 
 class Bytes(Protocol):
@@ -84,8 +85,14 @@ class Cursor:
 
     def _fill(self, nbytes: int) -> tuple[int, int]:
         """Move the window here, and return where the next bytes are in it."""
-        is_next = self._base <= self.at <= self._base + len(self._buffer)
-        self._window = min(2 * self._window, _LARGEST_WINDOW) if is_next else _SMALLEST_WINDOW
+        jump = self.at - self._base - len(self._buffer)
+        if self.at >= self._base and jump <= 0:
+            self._window = min(2 * self._window, _LARGEST_WINDOW)
+        elif 0 < jump <= _SHORT_JUMP:
+            # Reading several small tensors at once costs less than a read for each.
+            self._window = min(2 * self._window, 4 * _SHORT_JUMP)
+        else:
+            self._window = _SMALLEST_WINDOW
         size = max(nbytes, min(self._window, self.left))
         self._buffer = bytes(self._source.read(self.at, size))
         self._base = self.at
