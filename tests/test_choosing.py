@@ -29,8 +29,11 @@ every_kind = pytest.mark.parametrize("opened", OPENERS.values(), ids=OPENERS)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("moe") / "moe.zt"
-    tensors = {k: ([f"{k}_{axis}" for axis in range(v.ndim)], v) for k, v in ARRAYS.items()}
-    xckpt.save(xr.Dataset(tensors), path)
+    # Axes of the same name in all layers: tensors of different dimensions are not stacked.
+    dims = {k: [f"{k.split('.')[-1]}_{axis}" for axis in range(v.ndim)] for k, v in ARRAYS.items()}
+    dims |= {k: [f"expert_{axis}" for axis in range(2)] for k in ARRAYS if "experts" in k}
+    xckpt.save(xr.Dataset({k: (dims[k], v) for k, v in ARRAYS.items()}), path)
+    assert "layers.norm" in xr.open_dataset(path, stack="layers")
     return path
 
 
@@ -53,6 +56,26 @@ def test_any_tensor_of_the_file_by_its_name(path: Path, opened: Any) -> None:
         assert found.name == name
     with pytest.raises(KeyError, match=r"layers\.3\.norm"):
         obj.ckpt["layers.3.nrom"]
+
+
+def test_an_object_that_was_changed_in_place(path: Path) -> None:
+    ds = xr.open_dataset(path)
+    dt = xr.open_datatree(path)
+    for obj in (ds, dt):
+        np.testing.assert_array_equal(obj.ckpt["embed"].values, ARRAYS["embed"])
+        obj["embed"] = obj["embed"] * 0
+        obj["new"] = obj["embed"] + 1
+        assert (obj.ckpt["embed"] == 0).all()
+        assert (obj.ckpt["new"] == 1).all()
+        del obj["embed"]
+        with pytest.raises(KeyError, match="no tensor 'embed'"):
+            obj.ckpt["embed"]
+    stacked = xr.open_dataset(path, stack="layers")
+    assert stacked.ckpt["layers.1.norm"].shape == (4,)
+    stacked["layers"] = np.arange(10, 10 + LAYERS)
+    np.testing.assert_array_equal(stacked.ckpt["layers.11.norm"].values, ARRAYS["layers.1.norm"])
+    with pytest.raises(KeyError):
+        stacked.ckpt["layers.1.norm"]
 
 
 @every_kind

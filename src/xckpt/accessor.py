@@ -207,9 +207,10 @@ class CheckpointAccessor:
         >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt["layers.17.mlp.w"].std().compute()  # doctest: +SKIP
         """
-        if self._tensors is None:
-            from xckpt.tensors import OpenTensors
+        from xckpt.tensors import OpenTensors
 
+        # Kept, as callers ask for many; made anew when the object was changed in place.
+        if self._tensors is None or not self._tensors.holds(name):
             self._tensors = OpenTensors(self._obj)
         return self._tensors[name]
 
@@ -638,11 +639,11 @@ class CheckpointAccessor:
             raise ValueError(_not_ours(self._obj))
         # Collected once, as callers ask for many; anew where a name is missing.
         if name not in self._names:
-            from xckpt.tensors import OpenTensors
+            from xckpt.tensors import OpenTensors, no_tensor
 
             self._names = OpenTensors(self._obj).names
-        if name not in self._names:
-            raise KeyError(_no_tensor(name, self._names))
+            if name not in self._names:
+                raise KeyError(no_tensor(name, sorted(self._names)))
         return stable_id(namespace, name)
 
     def _nodes(self) -> Iterator[Any]:
@@ -676,13 +677,6 @@ class CheckpointAccessor:
             rows = self.findings(self._stats).itertuples(index=False)
             self._findings = tuple([TensorFinding(*row) for row in rows])
         return self._findings
-
-
-def _no_tensor(name: str, known: frozenset[str]) -> str:
-    from xckpt.labels.selection import similar
-
-    hint = similar(sorted(known), [str(name)])
-    return f"no tensor {name!r} among {len(known)}{hint}"
 
 
 def _not_ours(obj: xr.Dataset | xr.DataTree) -> str:

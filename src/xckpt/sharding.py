@@ -100,15 +100,16 @@ def _folder(folder: Path) -> FileList:
     paths = sorted(folder.iterdir(), key=lambda path: natural_key(path.name))
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     indexes = [path for path in files if path.name.endswith(_INDEX_SUFFIX)]
-    found = [path for path in files if path not in indexes and _is_checkpoint(path)]
     config = _config(folder / "config.json")
-    shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
-    families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
+    # An index that is alone says all; nothing else is looked into then.
+    one = len(indexes) == 1
+    found = [] if one else [p for p in files if p not in indexes and _is_checkpoint(p)]
     for path in indexes:
         listed = _indexed(open_source(path))
-        if len(indexes) == 1 or any(each.name in listed.files for each in found):
-            attrs = {**listed.attrs, **config}
-            return listed._replace(name=str(folder), attrs=attrs)
+        if one or any(each.name in listed.files for each in found):
+            return listed._replace(name=str(folder), attrs={**listed.attrs, **config})
+    shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
+    families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
     if len(found) == len(shards) > 1 and len(families) == 1:
         count = int(shards[0]["count"])
         missing = set(range(1, count + 1)) - {int(match["number"]) for match in shards}
@@ -133,12 +134,11 @@ def _folder(folder: Path) -> FileList:
 def _is_checkpoint(path: Path) -> bool:
     source = open_source(path)
     try:
-        head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
+        return formats.recognized(source) is not None
     except OSError:
         return False
     finally:
         source.close()
-    return any(formats.get(each).detect(head, source.size, str(path)) for each in formats.names())
 
 
 def _config(path: Path) -> dict[str, Any]:

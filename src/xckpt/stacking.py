@@ -213,8 +213,10 @@ def select_modules(
 ) -> Any:
     """Keep the tensors that are in certain modules, stacked or not."""
     flat = flatten(obj)
-    places = {name: _numbers_of(name, flat) for name in flat.variables}
-    known = _known(places, flat)
+    indexes = {path: flat.indexes(path) for path in flat.coords}
+    of = {name: indexes[node] for name, node in flat.nodes.items()}
+    places = {name: _numbers_of(str(name), v, of[name]) for name, v in flat.variables.items()}
+    known = _known(places, of)
     for module in indexers:
         if module not in known:
             there = ", ".join(map(shown, sorted(known))) or "none"
@@ -224,13 +226,11 @@ def select_modules(
     chosen = {m: _chosen(known[m], m, key, by_position=by_position) for m, key in indexers.items()}
     variables: dict[Any, xr.Variable] = {}
     keys: dict[str, dict[Hashable, Any]] = {}
-    indexes = {path: flat.indexes(path) for path in flat.coords}
     for name, variable in flat.variables.items():
-        node = flat.nodes[name]
-        taken = _taken(places[name], chosen, indexes[node])
+        taken = _taken(places[name], chosen, of[name])
         if taken is not None:
             variables[name] = variable.isel(_keys_of(variable, taken))
-            keys.setdefault(node, {}).update(taken)
+            keys.setdefault(flat.nodes[name], {}).update(taken)
     if not variables:
         told = ", ".join(f"{module}={key!r}" for module, key in indexers.items())
         raise KeyError(f"no tensor has {told}")
@@ -274,39 +274,40 @@ def _keys_of(variable: xr.Variable, keys: Mapping[Hashable, Any]) -> dict[Hashab
     return {dim: key for dim, key in keys.items() if dim in variable.dims}
 
 
-def _numbers_of(name: Any, flat: Flat) -> dict[str, list[Any]]:
+def _numbers_of(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> dict[str, list[Any]]:
     """Return, for each numbered module that a variable is in, a dimension or its number."""
     found: dict[str, list[Any]] = {}
-    record = flat.variables[name].encoding.get("stack")
-    if record is None:
-        _, bases, indices = numbered(str(name).split("."))
-        for base, number in zip(bases, indices, strict=True):
-            found.setdefault(base, []).append(int(number))
-        return found
-    for base, dim in zip(numbered_bases(record.template), record.dims, strict=True):
-        if dim in flat.indexes(flat.nodes[name]):
-            found.setdefault(base, []).append(dim)
-    # Of modules that were left apart, the numbers are still in the template.
-    _, bases, indices = numbered([part or "" for part in record.template if isinstance(part, str)])
+    record = variable.encoding.get("stack")
+    path = name.split(".")
+    if record is not None:
+        for base, dim in zip(numbered_bases(record.template), record.dims, strict=True):
+            if dim in indexes:
+                found.setdefault(base, []).append(dim)
+        # Of modules that were left apart, the numbers are still in the template.
+        path = [part for part in record.template if isinstance(part, str)]
+    _, bases, indices = numbered(path)
     for base, number in zip(bases, indices, strict=True):
         found.setdefault(base, []).append(int(number))
     return found
 
 
-def _known(places: Mapping[Any, Mapping[str, list[Any]]], flat: Flat) -> dict[str, list[int]]:
+def _known(
+    places: Mapping[Any, Mapping[str, list[Any]]], of: Mapping[Any, Mapping[Any, xr.Variable]]
+) -> dict[str, list[int]]:
     """List the numbers that each module has anywhere."""
     numbers: dict[str, set[int]] = {}
-    seen: set[tuple[str, Any]] = set()
+    seen: set[tuple[str, int]] = set()
     for name, modules in places.items():
-        node = flat.nodes[name]
         for module, axes in modules.items():
+            known = numbers.setdefault(module, set())
             for axis in axes:
                 if isinstance(axis, int):
-                    numbers.setdefault(module, set()).add(axis)
-                elif (node, axis) not in seen:
-                    seen.add((node, axis))
-                    along = np.atleast_1d(flat.indexes(node)[axis].values)
-                    numbers.setdefault(module, set()).update(along.tolist())
+                    known.add(axis)
+                elif (module, id(of[name][axis])) not in seen:
+                    seen.add((module, id(of[name][axis])))
+                    known.update(np.atleast_1d(of[name][axis].values).tolist())
     return {module: sorted(found) for module, found in numbers.items()}
 
 

@@ -24,7 +24,16 @@ from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-__all__ = ["Flat", "OpenTensors", "find", "flatten", "member_variables", "rebuild", "tensor_name"]
+__all__ = [
+    "Flat",
+    "OpenTensors",
+    "find",
+    "flatten",
+    "member_variables",
+    "no_tensor",
+    "rebuild",
+    "tensor_name",
+]
 
 
 class Flat(NamedTuple):
@@ -155,8 +164,7 @@ class OpenTensors:
         if name not in self._homes:
             if name in self._flat.variables:
                 return self._flat.variables[name]
-            known = [row.name for row in self.rows]
-            raise KeyError(f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}")
+            raise KeyError(no_tensor(name, [row.name for row in self.rows]))
         return self._members[self._homes[name]].variable(name)
 
     def __getitem__(self, name: str) -> xr.DataArray:
@@ -164,6 +172,17 @@ class OpenTensors:
         indexes = self._indexes_of(self._homes.get(name, name))
         coords = {dim: indexes[dim] for dim in variable.dims if dim in indexes}
         return xr.DataArray(variable, coords, name=name)
+
+    def holds(self, name: str) -> bool:
+        """Return whether the object, which may be changed in place, still has a tensor as seen."""
+        home = self._homes.get(name, name)
+        if home not in self._flat.variables:
+            return False
+        node, obj = self._flat.nodes[home], self._obj
+        now = obj.variables if isinstance(obj, xr.Dataset) else obj.root[node].variables
+        is_there = any(variable is self._flat.variables[home] for variable in now.values())
+        indexes = self._indexes[node].items()
+        return is_there and all(now[dim] is index for dim, index in indexes if dim in now)
 
     def code(self, name: str) -> str:
         """Write the expression that gives a tensor, of an object called ``ds`` or ``dt``."""
@@ -225,6 +244,11 @@ class OpenTensors:
         leaves = self._obj.root[node].variables if node != "/" else self._obj.root.variables
         leaf = next(leaf for leaf, v in leaves.items() if tensor_name(node, str(leaf), v) == name)
         return f"{node.rstrip('/')}/{leaf}"
+
+
+def no_tensor(name: str, known: Collection[str]) -> str:
+    """Return the message that there is no tensor of a name, with similar names."""
+    return f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}"
 
 
 def find(

@@ -88,19 +88,24 @@ def test_all_patterns_are_there(model: Any) -> None:
         assert pattern.text in text
 
 
-def test_a_hundred_thousand_tensors_take_10_kb_and_a_fifth_of_a_second() -> None:
-    rows = [
-        *mixture_of_experts(64, 256),
-        *(row(f"extra.{n}.scale", "int8", 4) for n in range(2000)),
-    ]
+def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
+    attrs = {f"a{n}": n for n in range(99)}
+    fastest = []
+    for experts in (26, 256):
+        rows = [
+            *mixture_of_experts(64, experts),
+            *(row(f"extra.{n}.scale", "int8", 4) for n in range(8 * experts)),
+        ]
+        took = []
+        for _ in range(3):
+            start = time.process_time()
+            html = render(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
+            took.append(time.process_time() - start)
+            assert len(html.encode()) < 10_000
+        fastest.append(min(took))
     assert len(rows) > 100_000
-    took = []
-    for _ in range(3):
-        start = time.process_time()
-        html = render(summary_of(rows, attrs={f"a{n}": n for n in range(99)}), ["ds.ckpt.stats()"])
-        took.append(time.process_time() - start)
-        assert len(html.encode()) < 10_000
-    assert min(took) < 0.2
+    # Ten times the tensors; a second loop over all of them for each would be a hundred times.
+    assert fastest[1] < 30 * fastest[0]
 
 
 def test_a_model_of_many_patterns_takes_10_kb_too() -> None:

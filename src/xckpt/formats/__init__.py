@@ -31,6 +31,7 @@ __all__ = [
     "detect",
     "get",
     "names",
+    "recognized",
     "writable",
 ]
 
@@ -342,15 +343,21 @@ def writable(name: str) -> Format:
     return found
 
 
+def recognized(source: Readable) -> Format | None:
+    """Return the format that a content is of, None if it is of none."""
+    head = _head(source)
+    found = (get(name) for name in names())
+    return next((each for each in found if each.detect(head, source.size, source.name)), None)
+
+
 def detect(source: Readable) -> Format:
     """Find the format of a file by its content."""
-    head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
-    for name in names():
-        found = get(name)
-        if found.detect(head, source.size, source.name):
-            return found
+    found = recognized(source)
+    if found is not None:
+        return found
     from xckpt.formats.foreign import foreign
 
+    head = _head(source)
     known = foreign(head, source.size, source.name)
     reason = f"the file begins {head[:16]!r}" if known is None else f"it is {known[0]}"
     raise FormatError(
@@ -363,15 +370,19 @@ def detect(source: Readable) -> Format:
 
 def advise(error: FormatError, format: str, source: Readable) -> None:
     """Say in an error what a file is that is not of the format that was asked for."""
-    head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
+    head = _head(source)
     if get(format).detect(head, source.size, source.name):
         return
-    for name in names():
-        if get(name).detect(head, source.size, source.name):
-            error.hint = f"It is a {name} file: open it with engine={name!r}"
-            return
+    found = recognized(source)
+    if found is not None:
+        error.hint = f"It is a {found.name} file: open it with engine={found.name!r}"
+        return
     from xckpt.formats.foreign import foreign
 
     known = foreign(head, source.size, source.name)
     if known is not None:
         error.hint = f"It is {known[0]}. {known[1]}"
+
+
+def _head(source: Readable) -> bytes:
+    return bytes(source.read(0, min(HEAD_BYTES, source.size)))
