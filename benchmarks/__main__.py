@@ -16,6 +16,7 @@ NAMES = (
     "stack",
     "slices",
     "read",
+    "remote",
     "statistics",
     "compare",
     "writing",

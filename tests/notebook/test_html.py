@@ -90,6 +90,7 @@ def test_all_patterns_are_there(model: Any) -> None:
 
 def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
     attrs = {f"a{n}": n for n in range(99)}
+    rows: list[Any] = []
     fastest = []
     for experts in (26, 256):
         rows = [

@@ -34,6 +34,7 @@ class Behaviour:
     failing: float = 0.0  # share of requests that fail with 500, or whose body is cut
     trickle: float | None = None  # seconds between the bytes of a body; infinite: none comes
     silent: bool = False  # never answers
+    busy: int = 0  # how many of the next requests are answered with 429
     headers: dict[str, str] = field(default_factory=dict)  # instead of its own
     location: str | None = None  # where every request is sent to
 
@@ -45,6 +46,7 @@ class WebServer:
         self.behaviour = Behaviour({f"/{name}": data for name, data in files.items()})
         self.requests: list[tuple[str, str, str | None]] = []
         self.nbytes_sent = 0
+        self.now = self.at_once = 0  # requests that are answered at the same time
         self.connections: list[socket.socket] = []
         self.lock = threading.Lock()
         self.random = np.random.default_rng(0)
@@ -101,7 +103,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
+        web = self.web
+        with web.lock:
+            web.now += 1
+            web.at_once = max(web.at_once, web.now)
+        try:
+            self._answer(with_body=True)
+        finally:
+            with web.lock:
+                web.now -= 1
 
     def _answer(self, *, with_body: bool) -> None:
         web, how = self.web, self.web.behaviour
@@ -125,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = how.files.get(path)
         status = how.status or (404 if data is None else 200)
+        with web.lock:
+            how.busy, status = max(0, how.busy - 1), 429 if how.busy else status
         if fault and not self.cut:
             status = 500
         if status != 200 or data is None:

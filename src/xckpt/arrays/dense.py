@@ -17,6 +17,7 @@ from xckpt.arrays.selection import (
     groups,
     is_all,
     leading_axes,
+    normalize,
     positions,
     result_shape,
     take,
@@ -26,10 +27,11 @@ from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Quantization, Tensor
+    from xckpt.storage.ahead import Range
 
 __all__ = ["DenseArray", "QuantizedArray", "elements", "unpack_codes"]
 
@@ -72,6 +74,25 @@ class DenseArray(LazyArray):
             # It decodes from its start only: cut up, it would be decoded once for each chunk.
             return tuple((size,) for size in self.shape)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """See `LazyArray.part_readers`."""
+        return (self.reader,)
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return the run of bytes that a selection is; see `LazyArray.ranges`."""
+        if not self._is_wide:
+            yield from super().ranges(key)
+            return
+        chosen = normalize(key, self.shape)
+        turned = self.order == "F"
+        shape, chosen = (self.shape[::-1], chosen[::-1]) if turned else (self.shape, chosen)
+        run = contiguous_run(shape, chosen)
+        if is_all(run):
+            part = self.reader.part
+            first, nbytes = (nbytes_of(part.dtype, n) for n in (run.start, prod(run.shape)))
+            yield self.reader.source, part.offset + first, nbytes
 
     def allocate(self, order: Any = None) -> Array:
         """Return memory for the whole array, by default in the order of the file."""
@@ -299,6 +320,11 @@ class QuantizedArray(LazyArray):
         super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
         self.readers = dict(readers)
         self.quantization: Quantization = tensor.quantization
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """See `LazyArray.part_readers`."""
+        return self.readers.values()
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         run = contiguous_run(self.shape[:1], key[:1])

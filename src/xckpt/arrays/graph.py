@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise, product, starmap
 from math import prod
@@ -76,6 +76,14 @@ def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
     return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
 
 
+@cache
+def _read_ahead() -> None:
+    """Have dask's own schedulers say what they compute, from the first remote file on."""
+    from xckpt.arrays.ahead import ReadingAhead
+
+    ReadingAhead().register()
+
+
 class TensorGraph(HighLevelGraph):
     """The graph of an array, which fills itself in when it is first looked at.
 
@@ -85,6 +93,8 @@ class TensorGraph(HighLevelGraph):
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self._tensor = (lazy, name, chunks)
+        if lazy.source.concurrency > 1:
+            _read_ahead()
 
     def __getattr__(self, attribute: str) -> Any:
         # Called for what is not there yet: the attributes that HighLevelGraph.__init__ sets.

@@ -21,10 +21,12 @@ from xckpt.arrays.selection import (
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
+    from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage import Source
+    from xckpt.storage.ahead import Range
 
 __all__ = ["LazyArray", "Origin", "SlicedArray", "UnreadableArray"]
 
@@ -94,6 +96,20 @@ class LazyArray(ABC):
 
     def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
         out[...] = self._select(key)
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """Those that reading all of it reads all of."""
+        return ()
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return which bytes of which files a selection is read from, where that is known before.
+
+        All of it is read in this order.
+        """
+        if normalize(key, self.shape) == whole(self.shape):
+            for reader in self.part_readers:
+                yield from reader.ranges()
 
     def chunks(self, target: int) -> Chunks:
         """Return the chunks that reading it is cheapest in."""
@@ -190,6 +206,10 @@ class SlicedArray(LazyArray):
     def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
         """Leave it to the base; see `LazyArray.narrowed`."""
         return self.base.narrowed(compose(self.key, key))
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return those of the base; see `LazyArray.ranges`."""
+        return self.base.ranges(compose(self.key, normalize(key, self.shape)))
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         return self.base[compose(self.key, key)]

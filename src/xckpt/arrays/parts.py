@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Part, Tensor
     from xckpt.storage import Source
+    from xckpt.storage.ahead import Range
 
 __all__ = ["PartReader", "decoded_shape"]
 
@@ -114,6 +115,11 @@ class PartReader:
     def is_raw(self) -> bool:
         """Whether its bytes are a range of the file, as they are."""
         return self.part.encoding is None and self.part.inline is None
+
+    def ranges(self) -> Iterator[Range]:
+        """Return where its stored bytes are, if they are in the file."""
+        if self.part.inline is None and self.part.nbytes:
+            yield self.source, self.part.offset, self.part.nbytes
 
     def stored(self) -> memoryview:
         """Return all bytes as they are stored."""

@@ -25,7 +25,7 @@ from xckpt.storage.limits import require_memory
 from xckpt.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
     from xckpt.arrays.selection import AxisKey, Chunks
@@ -91,6 +91,11 @@ class SparseArray(LazyArray):
         self.shapes = {role: part.shape for role, part in tensor.parts.items()}
         self.sparse = sparse
         self.strict = tensor.strict
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """See `LazyArray.part_readers`."""
+        return self.readers.values()
 
     @abstractmethod
     def stored(self, start: int, stop: int) -> StoredElements:

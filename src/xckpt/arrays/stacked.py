@@ -15,17 +15,19 @@ from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
     chunks_along_slowest,
+    normalize,
     positions,
     result_shape,
     whole,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from xckpt.arrays import ReadOptions
     from xckpt.index import Tensor
     from xckpt.storage import Source
+    from xckpt.storage.ahead import Range
 
 __all__ = ["StackedArray", "TensorArrays"]
 
@@ -93,6 +95,12 @@ class StackedArray(LazyArray):
     def advice(self) -> str:  # type: ignore[override]  # that of the members
         """What to do where all of it does not fit in memory."""
         return self.members[0].advice
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return those of the members; see `LazyArray.ranges`."""
+        numbers, _, inner = self._split(normalize(key, self.shape))
+        for number in numbers:
+            yield from self.members[number].ranges(inner)
 
     def chunks(self, target: int) -> Chunks:
         """Return a chunk or several to each member; small members share some."""

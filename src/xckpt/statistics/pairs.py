@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
+    from xckpt.storage.ahead import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -70,6 +71,11 @@ class PairReader(Reader):
     def kinds(self) -> tuple[str, str]:
         """What the elements are: names of kinds, or "complex128"."""
         return _type_name(self.first), _type_name(self.second)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return those of both."""
+        yield from self.first.ranges(start, stop)
+        yield from self.second.ranges(start, stop)
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
         """Read some of the pairs."""
@@ -351,6 +357,15 @@ class StoredReader(Reader):
         self.parts = parts
         self.size = self.nbytes = sum(_nbytes(each) for each in parts)
         self.place = (parts[0].source.name, parts[0].part.offset)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return where some of the bytes are."""
+        first = 0
+        for each in self.parts:
+            low, high = max(first, start) - first, min(first + _nbytes(each), stop) - first
+            for source, offset, _ in each.ranges() if low < high else ():
+                yield source, offset + low, high - low
+            first += _nbytes(each)
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read some of the bytes."""

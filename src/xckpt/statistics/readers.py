@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray, QuantizedArray
+from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
@@ -27,7 +28,7 @@ from xckpt.storage.encodings import STREAMS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xckpt.arrays.lazy import LazyArray
+    from xckpt.storage.ahead import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -70,6 +71,12 @@ class Reader:
         """Read some of the elements, perhaps into a buffer of bytes that is used again."""
         raise NotImplementedError
 
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return what is read for some of the elements, as far as is known before."""
+        # Told by who reads the first of them, or again and again.
+        if start == 0 and isinstance(self.array, LazyArray):
+            yield from self.array.ranges(...)
+
     def share(self, start: int, stop: int) -> int:
         """Return how many of the bytes a range of the elements counts for."""
         if not self.size:
@@ -85,6 +92,12 @@ class RawReader(Reader):
         part = lazy.reader.part
         self.kind = kind_named(part.dtype)
         _describe_dense(self, lazy)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the bytes of some of the elements."""
+        first, end = (nbytes_of(self.array.reader.part.dtype, n) for n in (start, stop))
+        for source, offset, _ in self.array.reader.ranges():
+            yield source, offset + first, end - first
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read some of the elements."""

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ from xckpt.statistics.accumulate import BLOCK_NBYTES
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
+from xckpt.storage import reading_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.accumulate import Accumulator
     from xckpt.statistics.readers import Reader
     from xckpt.statistics.store import Store
+    from xckpt.storage.ahead import Range
 
 # What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
 _STRETCH = 1 << 28
@@ -189,7 +191,7 @@ def _scan(
     if there:
         _run_on_cluster(client, _tasks(there, _CLUSTER_TASK_NBYTES), operation, deliver_all)
     if here:
-        _run_on_threads(_tasks(here, _TASK_NBYTES), operation, deliver_all)
+        _run_on_threads(list(_tasks(here, _TASK_NBYTES)), operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
 
@@ -212,6 +214,10 @@ def _tasks(cuts: Sequence[Cut], target: int) -> Iterator[list[Cut]]:
                 task, nbytes = [], 0
     if task:
         yield task
+
+
+def _ranges(cuts: Iterable[Cut]) -> Iterator[Range]:
+    return chain.from_iterable(cut.reader.ranges(cut.start, cut.stop) for cut in cuts)
 
 
 def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
@@ -244,7 +250,7 @@ def _scan_cut(cut: Cut, operation: type[Accumulator], stop: Any) -> Accumulator:
 
 
 def _run_on_threads(
-    tasks: Iterator[list[Cut]],
+    tasks: Sequence[list[Cut]],
     operation: type[Accumulator],
     deliver: Callable[[list[Cut], list[Any]], None],
 ) -> None:
@@ -260,14 +266,17 @@ def _run_on_threads(
     threads = cpu_count()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="xckpt-stats")
     try:
-        # Few more than can run: a file of any size has a bounded number of tasks.
-        running = {pool.submit(work, task): task for task in islice(tasks, 2 * threads)}
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                deliver(running.pop(future), future.result())
-            for task in islice(tasks, len(done)):
-                running[pool.submit(work, task)] = task
+        # Ended before the threads are: nobody waits for what is no longer wanted.
+        with reading_ahead(_ranges(chain.from_iterable(tasks))):
+            left = iter(tasks)
+            # Few more than can run: results are merged as they come.
+            running = {pool.submit(work, task): task for task in islice(left, 2 * threads)}
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    deliver(running.pop(future), future.result())
+                for task in islice(left, len(done)):
+                    running[pool.submit(work, task)] = task
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
@@ -282,6 +291,12 @@ def cpu_count() -> int:
 
 
 # --- a cluster -----------------------------------------------------------------------------------
+
+
+def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
+    """Do one task on a worker, which reads ahead for itself."""
+    with reading_ahead(_ranges(task)):
+        return scan_cuts(task, operation, _Never())
 
 
 class _Never:
@@ -321,7 +336,7 @@ def _run_on_cluster(
     token = f"xckpt-stats-{uuid4().hex}"
     # A task whose worker died is done again by another; it depends on nothing but the file.
     futures = {
-        client.submit(scan_cuts, task, operation, _Never(), pure=False, key=f"{token}-{n}"): task
+        client.submit(_scan_ahead, task, operation, pure=False, key=f"{token}-{n}"): task
         for n, task in enumerate(tasks)
     }
     done: Any = as_completed  # untyped

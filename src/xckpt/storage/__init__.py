@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from xckpt.storage.ahead import reading_ahead
 from xckpt.storage.local import (
     BytesSource,
     FileObjectSource,
@@ -19,7 +20,7 @@ from xckpt.storage.source import Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source"]
+__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "reading_ahead"]
 
 
 def open_source(

@@ -29,7 +29,9 @@ from xckpt.errors import (
     UnsupportedError,
     shown,
 )
+from xckpt.storage import ahead, cancelling
 from xckpt.storage.header import reading_header
+from xckpt.storage.local import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
@@ -93,6 +95,12 @@ _TRUSTED_SECONDS = 10.0
 _FREE_TO_ASK = frozenset({"memory", "file", "local"})
 # Of so many bytes one more failure is tolerated.
 _NBYTES_PER_FAILURE = 16 << 20
+
+
+class BusyError(OSError):
+    """A server asks for fewer requests, and perhaps for some seconds without."""
+
+    seconds: float = 0
 
 
 class GivenUpError(OSError):
@@ -161,11 +169,16 @@ class Patience:
         """Return how many seconds a call may take that brings bytes only all at once."""
         return self.silence() + nbytes / max(self._limits.min_rate, 1)
 
-    def pause(self, failures: int) -> None:
-        """Wait before the next attempt, longer after each failure."""
+    def pause(self, failures: int, problem: Exception | None) -> None:
+        """Wait before the next attempt, longer after each failure, and as long as a server says."""
+        at_least = 0.0
+        if isinstance(problem, BusyError):
+            at_least = problem.seconds
+            cancelling.tell_busy()
         # Unequal, or a thousand workers that failed together come back together.
         spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
-        time.sleep(min(self.left(), spread * _FIRST_DELAY * 2 ** min(failures - 1, 6)))
+        seconds = max(at_least, spread * _FIRST_DELAY * 2 ** min(failures - 1, 6))
+        cancelling.pause(min(self.left(), seconds))
         self.left()
 
 
@@ -226,7 +239,7 @@ def retried(name: str, request: Callable[[], T], patience: Patience) -> T:
     problem: Exception | None = None
     for failures in range(ATTEMPTS):
         if failures:
-            patience.pause(failures)
+            patience.pause(failures, problem)
         answer, problem = attempted(name, request)
         if problem is None:
             return answer  # type: ignore[return-value]
@@ -303,8 +316,31 @@ class FsspecSource(Source):
         state = {name: getattr(self, name) for name in names}
         return None, {**state, "_first": b""}
 
+    @property
+    def far(self) -> Source | None:
+        """See `Source.far`."""
+        return None if self._is_free_to_ask() else self
+
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes, by one request where it succeeds; see `Source.read`."""
+        """Read a range of bytes; see `Source.read`."""
+        self._check_range(offset, nbytes)
+        if nbytes >= 2 * ahead.REQUEST_NBYTES or ahead.is_read_ahead(self):
+            memory = empty(nbytes)
+            self.read_into(offset, memory)
+            return memory
+        return self.fetch(offset, nbytes)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into given memory, a long one by several requests."""
+        self._check_range(offset, len(memory))
+        if ahead.take_into(self, offset, memory):
+            return
+        with ahead.reading_ahead([(self, offset, len(memory))]):
+            if not ahead.take_into(self, offset, memory):
+                memory[:] = self.fetch(offset, len(memory))
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes, by one request where it succeeds; see `Source.fetch`."""
         data = self._read(offset, nbytes)
         self._check_beginning()  # afterwards, so that it covers this read
         return data
@@ -312,7 +348,8 @@ class FsspecSource(Source):
     def _read(self, offset: int, nbytes: int) -> memoryview:
         self._check_range(offset, nbytes)
         pieces: list[memoryview] = []
-        patience = Patience(self.name, self.limits)
+        timeout, min_rate = self.limits
+        patience = Patience(self.name, Limits(timeout, min_rate / cancelling.sharers()))
         done = failures = 0
         while done < nbytes:
             request = partial(self._fetch, offset + done, nbytes - done, patience)
@@ -333,7 +370,7 @@ class FsspecSource(Source):
                 told = f"asked for {nbytes} bytes at {offset}, got {done}, in {failures} attempts"
                 told += "" if problem is None else f"; the last one failed: {problem}"
                 raise OSError(errno.EIO, told, self.name) from problem
-            patience.pause(failures)
+            patience.pause(failures, problem)
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def check(self) -> None:
@@ -385,6 +422,8 @@ class FsspecSource(Source):
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
@@ -393,16 +432,21 @@ class FsspecSource(Source):
         # A thread of an executor would keep the process from ending.
         seconds = patience.blocked(nbytes)
         threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
-        found = future.result(seconds)
+        found = cancelling.wait_for(future, seconds)
         patience.arrived(nbytes)
         return found
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What fsspec gets."""
+        return self.storage_options
 
     def _file_system(self) -> tuple[Any, str]:
         # fsspec keeps one instance per process and options, and knows about forks.
         from fsspec.core import url_to_fs
 
         try:
-            return url_to_fs(self.name, **self.storage_options)  # type: ignore[no-any-return]
+            return url_to_fs(self.name, **self._options)  # type: ignore[no-any-return]
         except ImportError as error:
             protocols = re.split(r"://|::", self.name)
             extra = next((_EXTRAS[each] for each in protocols if each in _EXTRAS), None)

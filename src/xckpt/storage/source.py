@@ -81,8 +81,17 @@ class Source(ABC):
         """How many unwanted bytes cost as much as a read; None where reads are not to be split."""
         return None
 
+    @property
+    def far(self) -> Source | None:
+        """The file itself where each read is a request to another machine; else None."""
+        return None
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the file is mapped, else read it."""
+        return self.read(offset, nbytes)
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes by one request, where it is one; what is read ahead is not used."""
         return self.read(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
@@ -221,6 +230,11 @@ class ShardSource(Source):
     def worth_skipping(self) -> int | None:
         """See `Source.worth_skipping`."""
         return self.found.worth_skipping
+
+    @property
+    def far(self) -> Source | None:
+        """See `Source.far`."""
+        return self.found.far
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""

@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from xckpt.errors import shown
+from xckpt.storage.ahead import IN_FLIGHT
+from xckpt.storage.cancelling import run
 from xckpt.storage.local import empty
 from xckpt.storage.remote import (
+    BusyError,
     FsspecSource,
     GivenUpError,
     content_range,
@@ -33,6 +37,8 @@ _WHOLE, _PARTIAL = 200, 206
 _CHANGED = dict.fromkeys(("PreconditionFailed", "412"), "its ETag is another")
 _SHORTER = dict.fromkeys(("InvalidRange", "416"), "it is shorter than it was")
 _PIECE_NBYTES = 1 << 20
+_BUSY = {429, 503}
+_SECONDS = re.compile("[0-9]{1,4}")
 
 
 class HttpSource(FsspecSource):
@@ -79,8 +85,6 @@ class HttpSource(FsspecSource):
         look: Callable[[ClientResponse], dict[str, Any] | None],
     ) -> tuple[dict[str, Any], memoryview] | None:
         """Request a range, and read its body if what `look` makes of the headers is something."""
-        from fsspec.asyn import sync
-
         fs, url = self._file_system()
         options = dict(fs.kwargs)
         options["headers"] = {
@@ -105,11 +109,16 @@ class HttpSource(FsspecSource):
                 wanted = min(nbytes, found["size"] - offset)
                 return found, await _body(response.content.iter_any(), wanted, patience)
 
-        return sync(fs.loop, request)  # type: ignore[no-any-return]
+        return run(fs.loop, request)
 
     def _refused(self, response: ClientResponse) -> OSError:
         passes = is_transient_status(response.status)
         answer = f"the server answered {response.status} {shown(response.reason or '')}"
+        if response.status in _BUSY:
+            busy = BusyError(errno.EIO, answer, self.name)
+            told = response.headers.get("Retry-After", "")
+            busy.seconds = float(told) if _SECONDS.fullmatch(told) else 0
+            return busy
         return OSError(errno.EIO if passes else errno.EINVAL, answer, self.name)
 
     def _check_status(self, response: ClientResponse) -> None:
@@ -156,6 +165,13 @@ class S3Source(FsspecSource):
 
     __slots__ = ()
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        # By default botocore has ten connections.
+        config = {"max_pool_connections": IN_FLIGHT}
+        given = self.storage_options.get("config_kwargs")
+        return {**self.storage_options, "config_kwargs": {**config, **(given or {})}}
+
     def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
         try:
             answer, data = self._get(0, first, {}, patience)
@@ -187,8 +203,6 @@ class S3Source(FsspecSource):
     def _get(
         self, offset: int, nbytes: int, condition: dict[str, str], patience: Patience
     ) -> tuple[dict[str, Any], memoryview]:
-        from fsspec.asyn import sync
-
         fs, path = self._file_system()
         bucket, key, version = fs.split_path(path)
         which = {"Bucket": bucket, "Key": key, "Range": f"bytes={offset}-{offset + nbytes - 1}"}
@@ -207,7 +221,7 @@ class S3Source(FsspecSource):
                 return answer, await _body(pieces(body), nbytes, patience, BotoCoreError)
 
         try:
-            return sync(fs.loop, get)  # type: ignore[no-any-return]
+            return run(fs.loop, get)
         except OSError as error:
             status = _refusal(error)[0]
             if status >= 500:

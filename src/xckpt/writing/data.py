@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays import LazyArray
 from xckpt.arrays.dense import DenseArray, elements, unpack_codes
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
@@ -27,9 +28,9 @@ from xckpt.writing.casting import convert
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
     from xckpt.plan import WantedPart, WantedTensor
+    from xckpt.storage.ahead import Range
     from xckpt.storage.digests import Hasher
     from xckpt.writing.casting import Cast
 
@@ -91,6 +92,10 @@ class PartData(ABC):
         """Return ranges that can be read in any order; None where there is only one order."""
         return None
 
+    def ranges(self) -> Iterator[Range]:
+        """Return what they are read from, where that is known before."""
+        return iter(())
+
 
 @dataclass(frozen=True, slots=True)
 class LiteralData(PartData):
@@ -131,6 +136,11 @@ class ArrayData(PartData):
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the array
         """How many bytes are written."""
         return nbytes_of(self.dtype, prod(self.array.shape))
+
+    def ranges(self) -> Iterator[Range]:
+        """Return what a lazy array is read from; see `PartData.ranges`."""
+        if isinstance(self.array, LazyArray):
+            yield from self.array.ranges(...)
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
@@ -244,6 +254,10 @@ class StoredData(PartData):
         """Whether the file states a digest, which is compared when all bytes have passed."""
         return self.reader.is_checked
 
+    def ranges(self) -> Iterator[Range]:
+        """Return where they are stored; see `PartData.ranges`."""
+        return self.reader.ranges()
+
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
         return self.reader.blocks(self.nbytes, PIECE_NBYTES, compare=True)
@@ -308,6 +322,10 @@ class VerbatimData(PartData):
         """See `StoredData.is_checked`."""
         return self.stored.is_checked
 
+    def ranges(self) -> Iterator[Range]:
+        """Return where they are stored; see `PartData.ranges`."""
+        return self.stored.ranges()
+
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
         return self.stored.reader.compared_blocks()
@@ -339,6 +357,10 @@ class RecodedData(PartData):
     @property
     def _bits(self) -> int:
         return ELEMENT_TYPES[self.stored.reader.part.dtype].bits
+
+    def ranges(self) -> Iterator[Range]:
+        """Return where they are stored; see `PartData.ranges`."""
+        return self.stored.ranges()
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""

@@ -11,10 +11,12 @@ import os
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import IntegrityError, locating
 from xckpt.plan import Extent, WantedPart, Written
+from xckpt.storage import reading_ahead
 from xckpt.storage.digests import Hasher
 from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder
 from xckpt.storage.local import LocalSource
@@ -104,8 +106,10 @@ def stream(
     """Write parts to a file; return where they went, and where the last of them ends."""
     with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
         streaming = _Streaming(sink, threads, progress)
+        wanted = (item.data.ranges() for item in items if item.data is not None)
         try:
-            return streaming.run(items, alignment)
+            with reading_ahead(chain.from_iterable(wanted)):
+                return streaming.run(items, alignment)
         except BaseException:
             streaming.stopped = True
             threads.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,132 @@
+"""A checkpoint on a web server: everything that reads all of it, beside the bare requests.
+
+24 tensors of 16 MiB and 480 of 8 KiB; each connection has 100 MB/s. The floor is aiohttp with 32
+requests of 8 MiB at a time, its body thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import numpy as np
+import xarray as xr
+
+import xckpt
+from benchmarks.measuring import Result, best_of, in_fresh_process, table
+from benchmarks.web import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LINES = ((0.0, 0.0), (0.02, 100e6), (0.1, 100e6))
+REQUEST = 8 << 20
+IN_FLIGHT = 32
+# Times the floor: 0.6 and 0.5 of its speed.
+BOUND_OF_STATS, BOUND = 1 / 0.6, 2.0
+MIB = 1 << 20
+
+
+def write(path: Path) -> None:
+    """Write a checkpoint with digests, so that verifying reads it."""
+    rng = np.random.default_rng(0)
+    large = {f"layers.{n}.w": (("a", "b"), rng.normal(size=(2048, 2048))) for n in range(24)}
+    small = {f"layers.{n // 20}.b.{n % 20}": ("c", rng.normal(size=2048)) for n in range(480)}
+    ds = xr.Dataset({**large, **small}).astype("float32")
+    xckpt.save(ds, path, encoding={name: {"digest": "crc32c"} for name in ds.variables})
+
+
+async def bare_requests(url: str, size: int) -> None:
+    """Request all of a file."""
+    turns = asyncio.Semaphore(IN_FLIGHT)
+    connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def request(start: int) -> None:
+            headers = {"Range": f"bytes={start}-{min(start + REQUEST, size) - 1}"}
+            async with turns, session.get(url, headers=headers) as answer:
+                async for _ in answer.content.iter_any():
+                    pass
+
+        await asyncio.gather(*map(request, range(0, size, REQUEST)))
+
+
+def request_all(url: str, size: int) -> None:
+    """Request all of a file, on a loop of its own."""
+    asyncio.run(bare_requests(url, size))
+
+
+def scans(url: str, path: Path) -> dict[str, Callable[[], Any]]:
+    """Return what reads all of a checkpoint."""
+    copy = path.with_suffix(".safetensors")
+    quiet: dict[str, Any] = {"cache": False, "progress": False}
+    return {
+        "stats": partial(xckpt.stats, url, **quiet),
+        "compute": lambda: xr.open_dataset(url, engine="ztensor").compute(),
+        "convert": lambda: xckpt.convert(url, copy, overwrite=True, progress=False),
+        "verify": partial(xckpt.verify, url, progress=False),
+        "compare with a local copy": partial(xckpt.compare, url, path, **quiet),
+    }
+
+
+def run() -> list[Result]:
+    """Measure on all lines."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.zt"
+        write(path)
+        size = path.stat().st_size
+        for scan in scans(str(path), path).values():
+            scan()  # compiled, and in the page cache
+        for latency, rate in LINES:
+            with serving(Path(folder), latency, rate) as server:
+                url = f"{server.url}/m.zt"
+                line = f"{latency * 1e3:.0f} ms to the first byte"
+                floor = best_of(partial(request_all, url, size), 3)
+                server.counts()
+                for name, scan in scans(url, path).items():
+                    took = best_of(scan, 2)
+                    found = server.counts()
+                    told = f"bare requests, {size / floor / 1e6:.0f} MB/s"
+                    told += f"; {found.at_once} at once, {found.nbytes / size:.2f} x its bytes"
+                    is_bound = latency > 0
+                    bound = BOUND_OF_STATS if name == "stats" else BOUND
+                    results.append(
+                        Result(
+                            f"{line}: {name}", took / floor, "x", told, bound if is_bound else None
+                        )
+                    )
+                ds = xr.open_dataset(url, engine="ztensor")
+                server.counts()
+                ds["layers.3.w"][5].compute()
+                found = server.counts()
+                told = f"{found.requests} requests"
+                results.append(Result(f"{line}: one row", found.nbytes, "bytes", told, 8192))
+        with serving(Path(folder), 0.1, 100e6) as server:
+            code = f"""
+import xckpt, xckpt.statistics.api, aiohttp, fsspec.implementations.http, numba
+forget_peak()
+before = peak()["anonymous"]
+import threading, time
+most, done = [0], threading.Event()
+def look():
+    while not done.wait(0.005):
+        most[0] = max(most[0], peak()["anonymous"])
+threading.Thread(target=look).start()
+xckpt.stats({f"{server.url}/m.zt"!r}, cache=False, progress=False)
+done.set()
+print(json.dumps({{"most": most[0] - before}}))
+"""
+            most = in_fresh_process(code)["most"]
+            results.append(
+                Result("stats: anonymous memory", most / MIB, "MiB", "above the imports", 500)
+            )
+    return results
+
+
+if __name__ == "__main__":
+    print(table(run()))

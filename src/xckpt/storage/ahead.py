@@ -1,0 +1,335 @@
+"""Ranges of remote files that are requested before they are asked for.
+
+Whoever knows what is read next says so (`reading_ahead`): ranges that are near each other make one
+request, long ones make several, and up to 32 requests are under way at a time. What has come and
+is not taken yet is at most 256 MiB in this process, or what ``xckpt.read-ahead`` of dask's
+configuration says. Reads that nobody announced are requests of their own, as are those of what was
+taken before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import defaultdict, deque
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from xckpt.errors import CheckpointError
+from xckpt.storage.cancelling import Cancellation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from xckpt.storage.source import Source
+
+    #: A file, and where some of its bytes begin, and how many they are.
+    Range = tuple[Source, int, int]
+
+__all__ = ["IN_FLIGHT", "REQUEST_NBYTES", "is_read_ahead", "reading_ahead", "take_into"]
+
+#: What one request is for, where there is so much.
+REQUEST_NBYTES = 8 << 20
+#: How many requests are under way at a time, at most.
+IN_FLIGHT = 32
+_GAP = 1 << 20
+_DEFAULT_NBYTES = 256 << 20
+
+_WAITING, _COMING, _THERE, _GONE = range(4)
+
+
+class _Span:
+    """Bytes that one request brings."""
+
+    __slots__ = ("at", "data", "error", "left", "source", "start", "state", "stop")
+
+    def __init__(self, source: Source, start: int, stop: int, wanted: int) -> None:
+        self.source, self.start, self.stop = source, start, stop
+        self.left = wanted  # of what is announced, as often as it is
+        self.at = 0  # among all that is announced
+        self.state = _WAITING
+        self.data: memoryview | None = None
+        self.error: BaseException | None = None
+
+
+class _Memory:
+    """What has come, or is coming, and is not taken yet, in bytes."""
+
+    def __init__(self) -> None:
+        self.reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        # One for all, as room that one gives up is what others wait for.
+        self.changed = threading.Condition()
+        self.held = 0
+        #: Who reads ahead of each file.
+        self.ahead: dict[Source, list[_Ahead]] = {}
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
+    """Request ranges, in about this order, before they are asked for; those of near files are not.
+
+    On leaving, requests that are under way are ended, and what they brought is forgotten.
+    """
+    spans = _spans(_of_far_files(ranges))
+    if len(spans) < 2:  # one request is made by who wants it
+        yield
+        return
+    ahead = _Ahead(spans)
+    try:
+        yield
+    finally:
+        ahead.close()
+
+
+def is_read_ahead(source: Source) -> bool:
+    """Return whether somebody reads ahead of a file."""
+    return bool(_memory.ahead) and source in _memory.ahead
+
+
+def take_into(source: Source, offset: int, memory: memoryview) -> bool:
+    """Fill memory from what is read ahead; return whether it was."""
+    # Most reads are of files that nobody reads ahead of.
+    return bool(_memory.ahead) and any(
+        ahead.take_into(source, offset, memory) for ahead in _memory.ahead.get(source, ())
+    )
+
+
+def _of_far_files(ranges: Iterable[Range]) -> dict[Range, int]:
+    """Return the ranges of files that take a request for each, and how often each is wanted."""
+    known: dict[int, Source | None] = {}
+    found: dict[Range, int] = {}
+    for source, offset, nbytes in ranges:
+        if id(source) not in known:
+            known[id(source)] = None
+            with suppress(OSError, CheckpointError):  # reading it tells
+                known[id(source)] = source.far
+        far = known[id(source)]
+        if far is not None and nbytes and offset + nbytes <= far.size:
+            found[far, offset, nbytes] = found.get((far, offset, nbytes), 0) + 1
+    return found
+
+
+def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
+    """Make requests of ranges; only ranges that are wanted at about the same time are joined."""
+    spans: list[_Span] = []
+    near: dict[Range, int] = {}
+    nbytes = 0
+    for each, count in ranges.items():
+        near[each] = count
+        nbytes += each[2]
+        if nbytes >= REQUEST_NBYTES:
+            spans += _joined(near)
+            near, nbytes = {}, 0
+    spans += _joined(near)
+    at = 0
+    for span in spans:
+        span.at = at
+        at += span.stop - span.start
+    return spans
+
+
+def _joined(ranges: Mapping[Range, int]) -> Iterator[_Span]:
+    by_file: dict[Source, list[tuple[int, int, int]]] = defaultdict(list)
+    for (source, offset, nbytes), count in ranges.items():
+        by_file[source].append((offset, offset + nbytes, count))
+    for source, wanted in by_file.items():
+        wanted.sort()
+        run: list[tuple[int, int, int]] = []
+        end = nbytes = 0
+        for each in wanted:
+            # What is not wanted is at most as much as what is.
+            if run and each[0] - end > min(_GAP, nbytes):
+                yield from _cut(source, run, end)
+                run, nbytes = [], 0
+            run.append(each)
+            nbytes += each[1] - each[0]
+            end = max(end, each[1]) if len(run) > 1 else each[1]
+        yield from _cut(source, run, end)
+
+
+def _cut(source: Source, run: list[tuple[int, int, int]], end: int) -> Iterator[_Span]:
+    start = run[0][0]
+    count = max(1, round((end - start) / REQUEST_NBYTES))
+    for first, last in pairwise(start + (end - start) * n // count for n in range(count + 1)):
+        taken = (max(0, min(stop, last) - max(at, first)) * times for at, stop, times in run)
+        yield _Span(source, first, last, sum(taken))
+
+
+class _Ahead:
+    """Requests some spans in their order, on threads of its own."""
+
+    def __init__(self, spans: list[_Span]) -> None:
+        import dask
+        from dask.utils import parse_bytes
+
+        self._most = int(parse_bytes(dask.config.get("xckpt.read-ahead", _DEFAULT_NBYTES)))
+        self._spans = spans
+        self._next = 0
+        self._waiting = len(spans)
+        self._asked: deque[_Span] = deque()  # what is waited for
+        self._kept: deque[_Span] = deque()  # in the order in which they came
+        self._horizon = 0  # how far what was taken has come
+        self._limit = float(IN_FLIGHT)
+        self._in_flight = 0
+        self._closed = False
+        self._of_file: dict[Source, tuple[list[int], list[_Span]]] = {}
+        by_file: dict[Source, list[_Span]] = defaultdict(list)
+        for span in spans:
+            by_file[span.source].append(span)
+        for source, some in by_file.items():
+            some.sort(key=lambda span: span.start)
+            self._of_file[source] = [span.start for span in some], some
+        with _memory.changed:
+            for source in by_file:
+                _memory.ahead.setdefault(source, []).append(self)
+        count = min(IN_FLIGHT, len(spans))
+        self._cancellations = [Cancellation(self._be_gentle, count) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(each,), name="xckpt-ahead", daemon=True)
+            for each in self._cancellations
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End all requests."""
+        with _memory.changed:
+            self._closed = True
+            for source in self._of_file:
+                others = [each for each in _memory.ahead.get(source, ()) if each is not self]
+                if others:
+                    _memory.ahead[source] = others
+                else:
+                    _memory.ahead.pop(source, None)
+            for span in self._spans:
+                self._forget(span)
+            _memory.changed.notify_all()
+        for each in self._cancellations:
+            each.cancel()
+        for thread in self._threads:
+            thread.join()
+
+    def take_into(self, source: Source, offset: int, memory: memoryview) -> bool:
+        """Fill memory from spans, if these are all of a range; wait for those that are to come."""
+        needed = self._covering(source, offset, offset + len(memory))
+        with _memory.changed:
+            if not needed or any(span.state == _GONE for span in needed):
+                return False
+            waiting = [span for span in needed if span.state == _WAITING]
+            if waiting:
+                self._asked.extend(waiting)
+                _memory.changed.notify_all()
+        for span in needed:
+            with _memory.changed:
+                while span.state in {_WAITING, _COMING} and not self._closed:
+                    _memory.changed.wait()
+                if span.error is not None:
+                    raise span.error
+                if span.data is None:
+                    return False
+                data = span.data
+            start, stop = max(offset, span.start), min(offset + len(memory), span.stop)
+            memory[start - offset : stop - offset] = data[start - span.start : stop - span.start]
+            with _memory.changed:
+                span.left -= stop - start
+                self._horizon = max(self._horizon, span.at)
+                if span.left <= 0:
+                    self._forget(span)
+                    _memory.changed.notify_all()
+        return True
+
+    def _covering(self, source: Source, start: int, stop: int) -> list[_Span]:
+        starts, spans = self._of_file[source]
+        at = bisect_right(starts, start) - 1
+        found: list[_Span] = []
+        while start < stop and 0 <= at < len(spans) and spans[at].start <= start < spans[at].stop:
+            found.append(spans[at])
+            start = spans[at].stop
+            at += 1
+        return found if start >= stop else []
+
+    def _work(self, cancellation: Cancellation) -> None:
+        cancellation.begin()
+        while True:
+            with _memory.changed:
+                span = self._wait_for_work()
+                if span is None:
+                    return
+                span.state = _COMING
+                self._waiting -= 1
+                self._in_flight += 1
+                _memory.held += span.stop - span.start
+            data, error = None, None
+            try:
+                data = span.source.fetch(span.start, span.stop - span.start)
+            except BaseException as raised:  # noqa: BLE001  it is raised where it is waited for
+                error = raised
+            with _memory.changed:
+                self._in_flight -= 1
+                if span.state == _GONE:  # forgotten meanwhile
+                    _memory.held -= span.stop - span.start
+                elif error is not None:
+                    _memory.held -= span.stop - span.start
+                    span.state, span.error = _GONE, error
+                else:
+                    span.state, span.data = _THERE, data
+                    self._kept.append(span)
+                    self._limit = min(IN_FLIGHT, self._limit + 1 / self._limit)
+                _memory.changed.notify_all()
+
+    def _wait_for_work(self) -> _Span | None:
+        """Return what is to be requested next; None when there is nothing left."""
+        while self._waiting and not self._closed:
+            if self._in_flight < self._limit:
+                while self._asked:
+                    span = self._asked.popleft()
+                    if span.state == _WAITING:
+                        return span
+                following = self._following()
+                if following is not None:
+                    nbytes = following.stop - following.start
+                    if _memory.held + nbytes <= self._most:
+                        return following
+                    if self._forget_what_was_left():
+                        continue
+            _memory.changed.wait()
+        return None
+
+    def _following(self) -> _Span | None:
+        while self._next < len(self._spans):
+            span = self._spans[self._next]
+            # What readers have left far behind is requested when it is asked for.
+            if span.state == _WAITING and span.at >= self._horizon - self._most:
+                return span
+            self._next += 1
+        return None
+
+    def _forget_what_was_left(self) -> bool:
+        """Give up what came long ago and was never taken; return whether there was anything."""
+        held = _memory.held
+        while self._kept and (
+            self._kept[0].state == _GONE or self._kept[0].at < self._horizon - self._most
+        ):
+            self._forget(self._kept.popleft())
+        return _memory.held < held
+
+    def _forget(self, span: _Span) -> None:
+        if span.state == _THERE:
+            _memory.held -= span.stop - span.start
+        elif span.state == _WAITING:
+            self._waiting -= 1
+        span.state, span.data = _GONE, None
+
+    def _be_gentle(self) -> None:
+        """Have fewer requests under way."""
+        with _memory.changed:
+            self._limit = max(1.0, self._limit / 2)

@@ -1,0 +1,290 @@
+"""Remote files are read ahead: many requests at a time, each byte once, equal results."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xckpt
+from tests.storage.web_server import WebServer
+from xckpt.errors import FileChangedError
+from xckpt.storage import ahead, open_source, reading_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LARGE, SMALL = 6, 20
+# So that small files have what large ones have.
+REQUEST = 1 << 16
+WIDTH = 256  # of float32: a large one is four requests
+
+
+@pytest.fixture(autouse=True)
+def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ahead, "REQUEST_NBYTES", REQUEST)
+    yield
+    # Tasks of dask that were under way when another one failed go on for a while.
+    until = time.monotonic() + 20
+    while ahead._memory.ahead and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not [each.name for each in threading.enumerate() if each.name == "xckpt-ahead"]
+    assert ahead._memory.held == 0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    large = {f"big.{n}": (("a", "b"), rng.normal(size=(WIDTH, WIDTH))) for n in range(LARGE)}
+    small = {f"small.{n}": ("c", rng.normal(size=99)) for n in range(SMALL)}
+    ds = xr.Dataset({**large, **small}).astype("f4")
+    ds["big.1"] = ds["big.1"].astype("int8")
+    path = tmp_path_factory.mktemp("ahead") / "m.zt"
+    xckpt.save(ds, path, encoding={name: {"digest": "sha256"} for name in ds.variables})
+    return path
+
+
+@pytest.fixture
+def web(path: Path) -> Iterator[WebServer]:
+    with WebServer(**{"m.zt": path.read_bytes()}) as web:
+        yield web
+
+
+def opened(web: WebServer) -> xr.Dataset:
+    return xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
+
+
+def converted(source: str, folder: Path) -> bytes:
+    xckpt.convert(source, folder / "m.safetensors", overwrite=True, progress=False)
+    return (folder / "m.safetensors").read_bytes()
+
+
+# What reads all of a checkpoint, by its path or URL.
+SCANS: dict[str, Callable[[str, Path], Any]] = {
+    "stats": lambda url, _: xckpt.stats(url, cache=False, progress=False),
+    "compute": lambda url, _: xr.open_dataset(url, engine="ztensor").compute(),
+    "stacked": lambda url, _: xr.open_dataset(url, engine="ztensor", stack=True).compute(),
+    "chunks": lambda url, _: xr.open_dataset(url, chunks={}, engine="ztensor").compute(),
+    "convert": converted,
+    "save": lambda url, folder: xckpt.save(
+        xr.open_dataset(url, engine="ztensor"), folder / "m.zt", overwrite=True, progress=False
+    ),
+    "verify": lambda url, _: xckpt.verify(url, progress=False).findings,
+    "compare": lambda url, _: (
+        xckpt.compare(url, url, cache=False, progress=False).ckpt.table()["status"].tolist()
+    ),
+}
+every_scan = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, xr.Dataset | xr.DataArray):
+        xr.testing.assert_equal(found, wanted)
+    else:
+        assert found == wanted
+
+
+class TestScans:
+    @every_scan
+    def test_many_requests_at_a_time_for_each_byte_once(
+        self, scan: Any, web: WebServer, path: Path, tmp_path: Path
+    ) -> None:
+        opened(web)  # the header is kept
+        web.behaviour.latency = 0.05
+        web.requests.clear()
+        web.nbytes_sent = web.at_once = 0
+        found = scan(f"{web.url}/m.zt", tmp_path)
+        assert_same(found, scan(str(path), tmp_path))
+        assert web.at_once > 8
+        size = path.stat().st_size * (2 if scan is SCANS["compare"] else 1)
+        assert web.nbytes_sent < size + size // 10 + REQUEST  # the head is read when it is opened
+        assert len(web.gets) < size // REQUEST * 2 + 10
+
+    @every_scan
+    def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
+        wanted = scan(str(path), tmp_path)
+        web.behaviour.failing = 0.2
+        web.behaviour.busy = 5
+        assert_same(scan(f"{web.url}/m.zt", tmp_path), wanted)
+        assert web.faults
+
+    @every_scan
+    def test_a_file_that_is_replaced_meanwhile(
+        self, scan: Any, web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = ahead._Ahead.take_into
+
+        def replacing(*arguments: Any) -> bool:
+            done = read(*arguments)
+            web.behaviour.etag = '"second"'
+            return done
+
+        monkeypatch.setattr(ahead._Ahead, "take_into", replacing)
+        web.behaviour.latency = 0.01  # not everything has come
+        with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}):
+            if scan is SCANS["verify"]:
+                found = scan(f"{web.url}/m.zt", tmp_path)
+                assert any("changed" in each.message for each in found)
+                return
+            with pytest.raises(FileChangedError, match=web.url):
+                scan(f"{web.url}/m.zt", tmp_path)
+
+    def test_bytes_that_never_come(self, web: WebServer) -> None:
+        options = {"xckpt": {"timeout": 0.5}}
+        url = f"{web.url}/m.zt"
+        ds = xr.open_dataset(url, engine="ztensor", storage_options=options)
+        web.behaviour.silent = True
+        with pytest.raises(TimeoutError, match=r"m\.zt"):
+            ds.compute()
+
+    def test_little_memory(self, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = []
+        read = ahead._Ahead.take_into
+
+        def looking(*arguments: Any) -> bool:
+            held.append(ahead._memory.held)
+            return read(*arguments)
+
+        monkeypatch.setattr(ahead._Ahead, "take_into", looking)
+        with dask.config.set({"xckpt.read-ahead": 3 * REQUEST, "num_workers": 2}):
+            xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
+        assert 0 < max(held) <= 11 * REQUEST  # with what each of two blocks has and waits for
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+    def test_an_end_in_the_middle(self, error: type[BaseException], web: WebServer) -> None:
+        opened(web)
+        web.behaviour.latency = 0.05
+
+        def end(*_: Any) -> None:
+            web.behaviour.silent = True
+            raise error
+
+        start = time.monotonic()
+        with pytest.raises(error), dask.config.set({"xckpt.read-ahead": 4 * REQUEST}):
+            xckpt.stats(f"{web.url}/m.zt", cache=False, progress=end)
+        assert time.monotonic() - start < 10  # much less than the 30 seconds of a time-out
+
+    def test_a_server_that_is_busy_gets_fewer_requests(
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ds = opened(web)
+        web.behaviour.latency = 0.05
+        web.behaviour.busy = 40
+        limits = []
+        gentle = ahead._Ahead._be_gentle
+
+        def looking(self: Any) -> None:
+            gentle(self)
+            limits.append(self._limit)
+
+        monkeypatch.setattr(ahead._Ahead, "_be_gentle", looking)
+        ds.compute()
+        assert min(limits) < 2
+
+
+class TestAnythingElse:
+    def test_a_row_is_one_request_for_its_own_bytes(self, web: WebServer) -> None:
+        ds = opened(web)
+        web.requests.clear()
+        web.nbytes_sent = 0
+        (ds["big.3"][7] * 2).compute()
+        assert len(web.requests) == 1
+        assert web.nbytes_sent == WIDTH * 4
+
+    def test_a_long_read_is_several_requests(self, web: WebServer, path: Path) -> None:
+        with closing(open_source(f"{web.url}/m.zt")) as source:
+            web.behaviour.latency = 0.05
+            web.at_once = 0
+            assert source.read(5, 10 * REQUEST) == path.read_bytes()[5 : 5 + 10 * REQUEST]
+            assert web.at_once > 4
+
+    def test_chunks_that_are_used_together_are_read_together(
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not all of one tensor first, which would have to wait in memory for the other one."""
+        with dask.config.set({"array.chunk-size": REQUEST}):
+            ds = opened(web)
+        both = ds["big.0"] + ds["big.5"]
+        assert both.data.npartitions == 4
+        read: list[int] = []
+        take = ahead._Ahead.take_into
+
+        def looking(self: Any, source: Any, offset: int, memory: memoryview) -> bool:
+            read.append(offset)
+            return take(self, source, offset, memory)
+
+        monkeypatch.setattr(ahead._Ahead, "take_into", looking)
+        with dask.config.set(scheduler="sync"):
+            both.compute()
+        first, second = set(sorted(read)[:4]), set(sorted(read)[4:])
+        assert len(read) == 8
+        assert max(map(read.index, first)) > min(map(read.index, second))
+        assert max(map(read.index, second)) > min(map(read.index, first))
+
+    def test_distributed_tasks_read_ahead_for_themselves(self, web: WebServer, path: Path) -> None:
+        distributed = pytest.importorskip("distributed")
+        opened(web)
+        web.behaviour.latency = 0.05
+        web.at_once = 0
+        with (
+            distributed.LocalCluster(
+                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+            ) as cluster,
+            distributed.Client(cluster),
+        ):
+            found = xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
+        xr.testing.assert_equal(found, xckpt.stats(path, cache=False, progress=False))
+        assert web.at_once > 8
+
+
+class Far(type(open_source(b""))):  # type: ignore[misc]
+    """Bytes that count as far away."""
+
+    __slots__ = ("fetched",)
+
+    @property
+    def far(self) -> Any:
+        return self
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        self.fetched.append((offset, nbytes))
+        found: memoryview = self.view(offset, nbytes)
+        return found
+
+
+places = st.tuples(st.integers(0, 5000), st.integers(0, 3000))
+
+
+@settings(max_examples=30)
+@given(
+    announced=st.lists(places, max_size=30),
+    read=st.lists(places, max_size=30),
+    in_order=st.booleans(),
+)
+def test_whatever_is_announced_and_read(
+    announced: list[tuple[int, int]], read: list[tuple[int, int]], in_order: bool
+) -> None:
+    data = np.random.default_rng(1).bytes(8000)
+    source = Far(data)
+    source.fetched = []
+    wanted = announced if in_order else read
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        dask.config.set({"xckpt.read-ahead": 4000}),
+    ):
+        patched.setattr(ahead, "REQUEST_NBYTES", 1000)
+        with reading_ahead((source, *each) for each in announced):
+            for offset, nbytes in wanted:
+                memory = bytearray(nbytes)
+                if ahead.take_into(source, offset, memoryview(memory)):
+                    assert memory == data[offset : offset + nbytes]
+    assert all(0 <= offset <= offset + nbytes <= len(data) for offset, nbytes in source.fetched)
