@@ -37,7 +37,7 @@ def write(path: Path) -> None:
     large = {f"layers.{n}.w": (("a", "b"), rng.normal(size=(2048, 2048))) for n in range(24)}
     small = {f"layers.{n // 20}.b.{n % 20}": ("c", rng.normal(size=2048)) for n in range(480)}
     ds = xr.Dataset({**large, **small}).astype("float32")
-    xckpt.save(ds, path, encoding={name: {"digest": "crc32c"} for name in ds.variables})
+    xckpt.save(ds, path, encoding={str(name): {"digest": "crc32c"} for name in ds.variables})
 
 
 async def bare_requests(url: str, size: int) -> None:

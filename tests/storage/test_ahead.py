@@ -49,7 +49,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ds = xr.Dataset({**large, **small}).astype("f4")
     ds["big.1"] = ds["big.1"].astype("int8")
     path = tmp_path_factory.mktemp("ahead") / "m.zt"
-    xckpt.save(ds, path, encoding={name: {"digest": "sha256"} for name in ds.variables})
+    xckpt.save(ds, path, encoding={str(name): {"digest": "sha256"} for name in ds.variables})
     return path
 
 
