@@ -19,6 +19,7 @@ NAMES = (
     "remote",
     "statistics",
     "compare",
+    "spectrum",
     "writing",
     "explorer",
     "cluster",

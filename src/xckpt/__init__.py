@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.opening import read_index
     from xckpt.optimizers import join_optimizer
     from xckpt.references import references
-    from xckpt.statistics import compare, findings, histogram, stats, table
+    from xckpt.statistics import compare, findings, histogram, spectrum, stats, table
     from xckpt.steps import open_steps
     from xckpt.writing import append, convert, save, verify
 
@@ -54,6 +54,7 @@ __all__ = [
     "read_index",
     "references",
     "save",
+    "spectrum",
     "stats",
     "table",
     "verify",
@@ -81,7 +82,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "opening": ["read_index"],
         "optimizers": ["join_optimizer"],
         "references": ["references"],
-        "statistics": ["compare", "findings", "histogram", "stats", "table"],
+        "statistics": ["compare", "findings", "histogram", "spectrum", "stats", "table"],
         "steps": ["open_steps"],
         "writing": ["append", "convert", "save", "verify"],
     },

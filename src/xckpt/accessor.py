@@ -12,7 +12,7 @@ from xckpt.identity import base_id_text, stable_id
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import pandas as pd
 
@@ -406,6 +406,61 @@ class CheckpointAccessor:
         from xckpt.statistics import histogram
 
         return histogram(self._obj, bins, scale, **options)
+
+    def spectrum(
+        self,
+        tensors: TensorFilter | None = None,
+        *,
+        minus: Any = None,
+        statistics: Iterable[str] | None = None,
+        values: bool = False,
+        progress: ProgressOption = None,
+        cache: bool = True,
+    ) -> xr.Dataset:
+        """Compute the singular values of every matrix, and what they say.
+
+        Parameters
+        ----------
+        tensors : str, iterable of str, re.Pattern or callable, optional
+            Only these; by default all matrices of up to 2**27 elements.
+        minus : path, Index, xarray.Dataset or xarray.DataTree, optional
+            Describe the differences to this checkpoint.
+        statistics : iterable of str, optional
+            Some of ``spectral_norm, frobenius, stable_rank, effective_rank, rank, condition,
+            alpha``; the first three alone take less time.
+        values : bool, default False
+            Whether to give the singular values themselves.
+        progress : bool or callable, optional
+            As for `xckpt.stats`.
+        cache : bool, default True
+            Whether to keep the singular values of unchanged files.
+
+        Returns
+        -------
+        xarray.Dataset
+            Every variable along ``statistic`` and its stacked dimensions; see `xckpt.spectrum`.
+
+        Raises
+        ------
+        CheckpointError
+            If a tensor cannot be read.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt.spectrum()["layers.mlp.w"].sel(statistic="stable_rank")  # doctest: +SKIP
+        """
+        from xckpt.statistics import spectrum
+
+        return spectrum(
+            self._obj,
+            tensors,
+            minus=minus,
+            statistics=statistics,
+            values=values,
+            progress=progress,
+            cache=cache,
+        )
 
     def findings(self, stats: xr.Dataset | None = None) -> pd.DataFrame:
         """List the tensors that look wrong: NaN, all zeros, exploding values, ...

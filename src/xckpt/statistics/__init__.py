@@ -1,10 +1,14 @@
-"""Statistics of every tensor in one pass: `stats`, `histogram`, `compare`, `findings`, `table`."""
+"""Statistics of every tensor in one pass: `stats`, `histogram`, `compare`, `findings`, `table`.
+
+`spectrum` takes a pass for each matrix.
+"""
 
 from xckpt.statistics.api import QUANTILES, findings, stats, table, tensor_names
 from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.spectra import spectrum
 
 __all__ = [
     "MEASURES",
@@ -14,6 +18,7 @@ __all__ = [
     "findings",
     "histogram",
     "require_numbers",
+    "spectrum",
     "statistic_names",
     "stats",
     "table",

@@ -177,7 +177,7 @@ def _scan(
     receive: Callable[[int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
-    client = _active_client()
+    client = active_client()
     chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
     others = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
     here = [cut for cut in others if client is None or cut.reader.local]
@@ -306,7 +306,7 @@ class _Never:
         return False
 
 
-def _active_client() -> Any:
+def active_client() -> Any:
     """Return the client of the active cluster; None if there is none, or inside its workers."""
     distributed = sys.modules.get("distributed")
     if distributed is None:

@@ -1,0 +1,192 @@
+"""Singular values of matrices that need not fit in memory, and what is said of them.
+
+The inner products of the columns (the Gram matrix of the shorter side) are summed up in one pass
+over blocks of rows, in float64; their eigenvalues are the squares of the singular values. Rounding
+hides those below some 1e-4 of the largest. Where there are such, another pass projects the rows on
+the directions that are left: the largest one among these is small, and hides less.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = [
+    "FLOOR",
+    "STATISTICS",
+    "describe_largest",
+    "describe_values",
+    "power_law",
+    "singular_values",
+]
+
+#: What is said of a matrix.
+STATISTICS = (
+    "spectral_norm",
+    "frobenius",
+    "stable_rank",
+    "effective_rank",
+    "rank",
+    "condition",
+    "alpha",
+)
+#: Singular values below this share of the largest are not told.
+FLOOR = 1e-9
+
+# Of those that are told, none is wrong by more than this share of itself.
+_ACCURACY = 1e-6
+_EPSILON = float(np.finfo(np.float64).eps)
+# Eigenvalues are wrong by up to so many roundings of the largest.
+_ROUNDINGS = 60
+_HIDDEN = _ROUNDINGS * _EPSILON / (2 * _ACCURACY)
+# Sums of squares between these have neither overflowed nor vanished.
+_SQUARES = 1e-200, 1e300
+# Of columns; for fewer, all values cost nothing.
+_FEWEST_FOR_LANCZOS = 64
+# Fewer make no tail.
+_FEWEST_IN_TAIL = 2
+
+
+def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
+    """Return all singular values of a matrix, largest first; NaN for those below the floor.
+
+    `blocks` gives the rows, no fewer than the columns, some at a time; it is called for each pass.
+    All are NaN where an element is not finite.
+    """
+    scale = 1.0
+    gram = _gram(blocks, scale)
+    if not _SQUARES[0] < np.trace(gram).real < _SQUARES[1]:
+        scale = max((float(np.abs(block).max(initial=0)) for block in blocks()), default=0.0)
+        if scale == 0 or not np.isfinite(scale):
+            return np.full(len(gram), scale * 0)
+        gram = _gram(blocks, scale)
+    values = np.full(len(gram), np.nan)
+    basis: Array | None = None
+    done = 0
+    while True:
+        squares = np.linalg.eigvalsh(gram)[::-1]
+        largest = squares[0] if basis is None else values[0] ** 2
+        told = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
+        values[done : done + told] = np.sqrt(squares[:told])
+        done += told
+        if not told or done == len(values):
+            return values * scale
+        left = _least_directions(gram, len(gram) - told)
+        basis = left if basis is None else basis @ left
+        gram = _gram(blocks, scale, basis)
+
+
+def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | None = None) -> Array:
+    total: Array | None = None
+    for block in blocks():
+        rows = _wide(block)
+        if scale != 1:
+            rows /= scale
+        if basis is not None:
+            rows = rows @ basis
+        with np.errstate(over="ignore", invalid="ignore"):
+            # numpy sees that both sides are the same array, and computes half.
+            product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
+        total = product if total is None else np.add(total, product, out=total)
+    return np.zeros((0, 0)) if total is None else total
+
+
+def _least_directions(gram: Array, count: int) -> Array:
+    """Return the eigenvectors of the smallest eigenvalues."""
+    try:
+        from scipy.linalg import eigh  # type: ignore[import-untyped]
+    except ImportError:
+        vectors: Array = np.linalg.eigh(gram)[1][:, :count]
+        return vectors
+    found: Array = eigh(gram, subset_by_index=[0, count - 1], driver="evr")[1]
+    return found
+
+
+def describe_largest(blocks: Callable[[], Iterable[Array]], columns: int) -> list[float]:
+    """Say of a matrix what the largest singular value and the sum of squares tell."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = sum((float(np.vdot(block, block).real) for block in map(_wide, blocks())), 0.0)
+    if columns < _FEWEST_FOR_LANCZOS or not _SQUARES[0] < total < _SQUARES[1]:
+        values = singular_values(blocks)
+        return describe_values(values, (columns, columns), _EPSILON)
+    from scipy.sparse.linalg import LinearOperator, eigsh  # type: ignore[import-untyped]
+
+    dtype = next(iter(blocks())).dtype
+
+    def product(vector: Array) -> Array:
+        found = np.zeros(columns, np.result_type(dtype, np.float64))
+        for block in map(_wide, blocks()):
+            found += block.conj().T @ (block @ vector.reshape(-1))
+        return found
+
+    operator = LinearOperator((columns, columns), matvec=product, dtype=np.result_type(dtype, "f8"))
+    start = np.random.default_rng(0).standard_normal(columns)
+    square = eigsh(operator, k=1, v0=start, tol=1e-9, return_eigenvectors=False)
+    largest = float(np.sqrt(square.real[0]))
+    nothing = [np.nan] * (len(STATISTICS) - 3)
+    return [largest, float(np.sqrt(total)), total / largest**2, *nothing]
+
+
+def _wide(block: Array) -> Array:
+    return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
+
+
+def describe_values(values: Array, shape: tuple[int, int], epsilon: float) -> list[float]:
+    """Say of singular values what `STATISTICS` names; `epsilon` is of the type of the elements.
+
+    Values below the floor count as zeros, but for the condition, which is not known then.
+    """
+    if np.isnan(values[0]):
+        return [np.nan] * len(STATISTICS)
+    told = values[values > 0]
+    if not len(told):
+        return [0.0, 0.0, np.nan, np.nan, 0.0, np.nan, np.nan]
+    largest = float(told[0])
+    share = told / largest
+    squares = float(np.sum(np.square(share)))
+    weights = share / np.sum(share)
+    entropy = -float(np.sum(weights * np.log(weights)))
+    rank = float(np.count_nonzero(share > max(shape) * epsilon))
+    condition = largest / float(values[-1]) if values[-1] > 0 else np.inf
+    if np.isnan(values[-1]):
+        condition = np.nan
+    alpha = power_law(np.square(share))[0]
+    norm = largest * np.sqrt(squares)
+    return [largest, norm, squares, float(np.exp(entropy)), rank, condition, alpha]
+
+
+def power_law(values: Array) -> tuple[float, float]:
+    """Fit a power law to the tail of positive numbers; return its exponent and where it begins.
+
+    The exponent is that of maximum likelihood, and the tail begins where the distance of
+    Kolmogorov and Smirnov between the tail and the law is smallest: Clauset, Shalizi and Newman,
+    Power-law distributions in empirical data, SIAM Review 51, 661 (2009), equations 3.1 and 3.9.
+    """
+    ordered = np.sort(values)
+    if len(ordered) <= _FEWEST_IN_TAIL:
+        return np.nan, np.nan
+    logs = np.log(ordered)
+    # Of the numbers from each one on: how many there are, and the sum of their logarithms.
+    counts = np.arange(len(logs), 0, -1)
+    sums = np.cumsum(logs[::-1])[::-1]
+    spread = sums - counts * logs
+    first = np.flatnonzero(np.diff(logs, prepend=-np.inf) > 0)  # of equal ones
+    first = first[(counts[first] >= _FEWEST_IN_TAIL) & (spread[first] > 0)]
+    if not len(first):
+        return np.nan, np.nan
+    slopes = counts[first] / spread[first]  # alpha - 1
+    distances = [
+        np.abs(
+            -np.expm1(-slope * (logs[start:] - logs[start]))
+            - np.arange(counts[start]) / counts[start]
+        ).max()
+        for start, slope in zip(first.tolist(), slopes.tolist(), strict=True)
+    ]
+    best = int(np.argmin(distances))
+    return 1 + float(slopes[best]), float(ordered[first[best]])

@@ -1,0 +1,471 @@
+"""`spectrum`: the singular values of every matrix, and what they say, out of core."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from math import prod
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import xarray as xr
+
+from xckpt.arrays.lazy import LazyArray
+from xckpt.errors import CheckpointWarning, locating
+from xckpt.labels import select
+from xckpt.labels.selection import similar
+from xckpt.progress import Progress
+from xckpt.statistics.entries import contents_of, laid_out
+from xckpt.statistics.scan import active_client, cpu_count
+from xckpt.statistics.singular import (
+    FLOOR,
+    STATISTICS,
+    describe_largest,
+    describe_values,
+    singular_values,
+)
+from xckpt.statistics.store import open_stores
+from xckpt.storage import reading_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from xckpt.labels import TensorFilter
+    from xckpt.progress import ProgressOption
+    from xckpt.statistics.entries import Described, Subject
+    from xckpt.statistics.kinds import Kind
+    from xckpt.storage.ahead import Range
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Matrices with more elements than this are left out unless they are named: embeddings mostly.
+LARGEST = 1 << 27
+
+# Rows that are read at a time, as float64.
+_BLOCK_NBYTES = 32 << 20
+# Wide matrices up to this size are read whole: what is in a column is not stored together.
+_WHOLE_NBYTES = 256 << 20
+# Below it BLAS gains nothing from threads: several matrices are done at a time.
+_SMALL_SIDE = 384
+# Where these alone are asked for, a few passes with vectors are enough.
+_OF_THE_LARGEST = {"spectral_norm", "frobenius", "stable_rank"}
+# To learn how fast this machine is.
+_TRIED_SIDE = 768
+_WORTH_ESTIMATING = 2e10
+_ALL = (0, 0)  # as stretches of a scan are named
+_OPERATIONS_OF_EIGENVALUES = 12  # as those of products: half of them wait for memory
+
+
+def spectrum(
+    obj: Any,
+    tensors: TensorFilter | None = None,
+    *,
+    minus: Any = None,
+    statistics: Iterable[str] | None = None,
+    values: bool = False,
+    progress: ProgressOption = None,
+    cache: bool = True,
+) -> xr.Dataset:
+    """Compute the singular values of every matrix, one after the other, and what they say.
+
+    A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; stacked layers and
+    experts are matrices one by one. It runs on this machine, or with one task for each matrix on
+    the cluster of an active `distributed.Client`.
+
+    Parameters
+    ----------
+    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        What to describe. Quantised tensors are taken as the numbers they stand for.
+    tensors : str, iterable of str, re.Pattern or callable, optional
+        Only these: a glob of whole names, several, a regular expression that is searched, or a
+        function of the name. By default all matrices of up to 2**27 elements; larger ones, which
+        are embeddings mostly, are done when they are named here.
+    minus : as `obj`, optional
+        Describe the differences to the tensors of the same names in another checkpoint: the rank
+        of what fine-tuning added.
+    statistics : iterable of str, optional
+        Some of the names below. For ``spectral_norm``, ``frobenius`` and ``stable_rank`` alone a
+        few passes by Lanczos's method are enough where scipy is installed.
+    values : bool
+        Whether to give the singular values themselves, instead of statistics.
+    progress : bool or callable, optional
+        As `xckpt.stats` takes it. A bar says how long it will take, as far as that is known.
+    cache : bool
+        Whether to keep the singular values of unchanged files in the user's cache, so that a
+        second call computes nothing and an interrupted one goes on.
+
+    Returns
+    -------
+    xarray.Dataset
+        Each variable with the dimension ``statistic`` first, then those along which tensors are
+        stacked. Tensors that are not asked for, and matrices with NaN or infinities, are NaN.
+
+        ==================  =====================================================================
+        ``spectral_norm``   the largest singular value
+        ``frobenius``       root of the sum of their squares
+        ``stable_rank``     ``(frobenius / spectral_norm) ** 2``
+        ``effective_rank``  exponential of the entropy of the values, divided by their sum
+        ``rank``            how many are above ``max(shape) * eps`` of the largest, with the ``eps``
+                            of the element type, at most that of float32, and above the floor
+        ``condition``       largest by smallest; NaN where the smallest is below the floor
+        ``alpha``           exponent of a power law that is fitted to the tail of the squares
+        ==================  =====================================================================
+
+        With `values`, each variable has the singular values, largest first, along a last dimension
+        ``value`` (``value_1``, ... for other sizes); those below the floor are NaN.
+        ``attrs["floor"]`` is the share of the largest value, 1e-9, below which none is told; all
+        above are right to 1e-6 of themselves.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor cannot be read.
+    KeyError
+        If `tensors` matches nothing.
+    ValueError
+        If a statistic is not known.
+
+    Notes
+    -----
+    The inner products of the shorter side are summed in float64 over blocks of rows, and their
+    eigenvalues found by LAPACK. ``alpha`` is the estimate of maximum likelihood, for a tail that
+    begins where the distance of Kolmogorov and Smirnov is smallest (Clauset, Shalizi and Newman,
+    SIAM Review 51, 661, 2009), as WeightWatcher has it; ``effective_rank`` is that of Roy and
+    Vetterli (EUSIPCO 2007).
+
+    Examples
+    --------
+    >>> found = xckpt.spectrum("m.zt", "*.mlp.*")  # doctest: +SKIP
+    >>> found.ckpt.table().nsmallest(3, "stable_rank")  # doctest: +SKIP
+    """
+    names = STATISTICS if statistics is None else tuple(statistics)
+    for name in names:
+        if name not in STATISTICS:
+            hint = similar(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
+            raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
+    contents = contents_of(obj)
+    variables = {n: v for n, v in contents.variables.items() if _has_matrices(v)}
+    entries = replace(contents, variables=variables).entries()
+    matrices = _chosen(entries, tensors, None if minus is None else contents_of(minus))
+    entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
+    is_quick = not values and set(names) <= _OF_THE_LARGEST and _has_scipy()
+    found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
+    if values:
+        return _laid_out_values(entries, found, contents)
+    columns = [STATISTICS.index(name) for name in names]
+    nothing = [np.nan] * len(STATISTICS)
+    rows = []
+    for entry in entries:
+        of_entry = [found[r.name].described if r.name in found else nothing for r in entry.readers]
+        rows.append(np.array(of_entry).T[columns].reshape(-1, *entry.shape))
+    result = laid_out(names, entries, rows, [{}] * len(entries), contents)
+    return result.assign_attrs(floor=FLOOR)
+
+
+def _has_matrices(variable: xr.Variable) -> bool:
+    record = variable.encoding.get("stack")
+    stacked = () if record is None else record.dims
+    inner = [size for dim, size in variable.sizes.items() if dim not in stacked]
+    is_float = variable.dtype.kind in "fc" or "float" in variable.dtype.name
+    return is_float and len(inner) >= 2 and inner[0] >= 2 and prod(inner[1:]) >= 2
+
+
+def _chosen(
+    entries: Sequence[Described], tensors: TensorFilter | None, others: Subject | None
+) -> dict[str, Matrix]:
+    """Return the matrices by the names of their tensors; say once which are left out."""
+    arrays = {reader.name: reader for entry in entries for reader in entry.readers}
+    wanted = select(arrays, tensors)
+    if tensors is not None and not wanted:
+        raise KeyError(f"tensors={tensors!r} matches no matrix{similar(arrays, tensors)}")
+    subtracted = None
+    if others is not None:
+        subtracted = {r.name: r for entry in others.entries() for r in entry.readers}
+    left_out: Counter[str] = Counter()
+    matrices = {}
+    for name in wanted:
+        reader = arrays[name]
+        if tensors is None and prod(reader.array.shape) > LARGEST:
+            left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
+        elif subtracted is None:
+            matrices[name] = Matrix(name, reader.array, reader.kind, reader.identity)
+        elif name not in subtracted:
+            left_out["are not in the other checkpoint"] += 1
+        elif subtracted[name].array.shape != reader.array.shape:
+            left_out["have another shape in the other checkpoint"] += 1
+        else:
+            other = subtracted[name]
+            array = _Difference(reader.array, other.array)
+            identity = None
+            if reader.identity is not None and other.identity is not None:
+                stored = reader.identity[0] + other.identity[0]
+                identity = stored, reader.identity[1:], other.identity[1:]
+            matrices[name] = Matrix(name, array, reader.kind, identity)
+    if left_out:
+        told = "; ".join(f"{count} {why}" for why, count in left_out.items())
+        warnings.warn(f"matrices without a spectrum: {told}", CheckpointWarning, stacklevel=3)
+    return matrices
+
+
+class _Difference:
+    """Two arrays of one shape, subtracted where they are read."""
+
+    def __init__(self, array: Any, other: Any) -> None:
+        self.array, self.other = array, other
+        self.shape = array.shape
+        is_complex = "c" in {array.dtype.kind, other.dtype.kind}
+        self.dtype = np.dtype(np.complex128 if is_complex else np.float64)
+
+    def __getitem__(self, key: Any) -> Array:
+        first = _values(self.array[key]).astype(self.dtype)
+        first -= _values(self.other[key]).astype(self.dtype)
+        return first
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return what is read of files."""
+        for array in (self.array, self.other):
+            if isinstance(array, LazyArray):
+                yield from array.ranges(key)
+
+
+def _values(found: Any) -> Array:
+    if hasattr(found, "dask"):
+        found = found.compute()
+    array: Array = np.asarray(found.todense() if hasattr(found, "todense") else found)
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A tensor as a matrix; pickles by reference."""
+
+    name: str
+    array: Any
+    #: What the store of results knows it by.
+    kind: Kind
+    identity: tuple[Any, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, which are along the first axis, and columns."""
+        rows, *others = self.array.shape
+        return rows, prod(others)
+
+    @property
+    def nbytes(self) -> int:
+        """In memory, as its elements are."""
+        return int(prod(self.shape) * self.array.dtype.itemsize)
+
+    @property
+    def operations(self) -> float:
+        """About how many multiplications it takes."""
+        least = min(self.shape)
+        return prod(self.shape) * least / 2 + _OPERATIONS_OF_EIGENVALUES * least**3 / 3
+
+    @property
+    def epsilon(self) -> float:
+        """Of the element type; of types of fewer bits it is that of float32."""
+        is_double = self.kind.name == "float64" or self.array.dtype == np.complex128
+        return float(np.finfo(np.float64 if is_double else np.float32).eps)
+
+    def blocks(self) -> Callable[[], Iterator[Array]]:
+        """Return what gives blocks of rows, or of columns where these are more, as rows."""
+        rows, columns = self.shape
+        long, short = max(self.shape), min(self.shape)
+        step = max(64, _BLOCK_NBYTES // (8 * short))
+        is_wide = columns > rows
+        array, whole = self.array, (slice(None),) * len(self.array.shape)
+        is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
+        if is_cheap or (is_wide and len(self.array.shape) > 2):
+            array = _values(self.array[whole]).reshape(self.shape)
+
+        def read() -> Iterator[Array]:
+            for start in range(0, long, step):
+                part = slice(start, min(start + step, long))
+                if is_wide:
+                    yield _values(array[:, part]).T
+                else:
+                    yield _values(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
+
+        return read
+
+
+class SingularValues:
+    """All singular values of a tensor, as they are kept."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+
+    def pack(self) -> bytes:
+        """Return them as bytes."""
+        return self.values.astype("<f8").tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes, matrix: Matrix) -> SingularValues:
+        """Return what was kept, if it can be true."""
+        values = np.frombuffer(data, "<f8").astype(np.float64)
+        told = values[~np.isnan(values)]
+        falls = bool((np.diff(told) <= 0).all() and (told >= 0).all() and np.isfinite(told).all())
+        is_whole = len(values) == min(matrix.shape) and len(told) > 0
+        if not is_whole or not falls or np.isnan(values[: len(told)]).any():
+            raise ValueError("not the singular values of this matrix")
+        return cls(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    described: list[float]
+    values: Array | None
+
+
+def _find(matrix: Matrix, *, is_quick: bool) -> _Found:
+    """Do one matrix."""
+    with locating(tensor=matrix.name):
+        blocks = matrix.blocks()
+        if is_quick:
+            return _Found(describe_largest(blocks, min(matrix.shape)), None)
+        return _described(matrix, singular_values(blocks))
+
+
+def _described(matrix: Matrix, values: Array) -> _Found:
+    return _Found(describe_values(values, matrix.shape, matrix.epsilon), values)
+
+
+def _find_all(
+    matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
+) -> dict[str, _Found]:
+    """Do all matrices that are not kept."""
+    found: dict[str, _Found] = {}
+    kept_as: Any = SingularValues  # as what scans keep, though nothing is added to it
+    known: Any = matrices
+    with open_stores(known, kept_as, enabled=cache) as opened:
+        stores: list[Any] = opened
+        left: list[Matrix] = []
+        of = dict(zip([matrix.name for matrix in matrices], stores, strict=True))
+        for matrix in matrices:
+            store = of[matrix.name]
+            kept = None if store is None else store.get(matrix, _ALL)
+            if kept is None:
+                left.append(matrix)
+            else:
+                found[matrix.name] = _described(matrix, kept.values)
+        label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
+        with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
+
+            def deliver(matrix: Matrix, one: _Found) -> None:
+                found[matrix.name] = one
+                store = of[matrix.name]
+                if store is not None and one.values is not None and one.values[0] >= 0:
+                    store.put(matrix, _ALL, SingularValues(one.values))
+                bar.advance(matrix.nbytes)
+
+            client = active_client()
+            near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
+            names = {matrix.name for matrix in near}
+            find = partial(_find, is_quick=is_quick)
+            _on_cluster(client, [m for m in left if m.name not in names], find, deliver)
+            _here(near, find, deliver)
+    return found
+
+
+def _here(
+    matrices: Sequence[Matrix],
+    find: Callable[[Matrix], _Found],
+    deliver: Callable[[Matrix, _Found], None],
+) -> None:
+    large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
+    small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
+    with reading_ahead(_ranges(large)), _blas_threads(cpu_count()):
+        for matrix in large:
+            deliver(matrix, find(matrix))
+    threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
+    try:
+        with reading_ahead(_ranges(small)), _blas_threads(1):
+            futures = {threads.submit(find, matrix): matrix for matrix in small}
+            for future in as_completed(futures):
+                deliver(futures[future], future.result())
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _on_cluster(
+    client: Any,
+    matrices: Sequence[Matrix],
+    find: Callable[[Matrix], _Found],
+    deliver: Callable[[Matrix, _Found], None],
+) -> None:
+    """Do matrices as tasks; one whose worker died is done again by another."""
+    if not matrices:
+        return
+    from distributed import as_completed as completed
+
+    token = f"xckpt-spectrum-{uuid4().hex}"
+    futures = {
+        client.submit(find, matrix, pure=False, key=f"{token}-{number}"): matrix
+        for number, matrix in enumerate(matrices)
+    }
+    done: Any = completed  # untyped
+    try:
+        for future, one in done(list(futures), with_results=True):
+            deliver(futures.pop(future), one)
+            future.release()
+    finally:
+        client.cancel(list(futures))
+
+
+def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
+    for matrix in matrices:
+        if isinstance(matrix.array, LazyArray | _Difference):
+            yield from matrix.array.ranges(...)
+
+
+def _blas_threads(count: int) -> Any:
+    """Return a context in which BLAS has so many threads."""
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    return threadpool_limits(count, user_api="blas")
+
+
+def _has_scipy() -> bool:
+    return find_spec("scipy") is not None
+
+
+def _estimate(matrices: Sequence[Matrix]) -> str:
+    """Say how long it will take, from how fast a product is here."""
+    operations = sum(matrix.operations for matrix in matrices)
+    if operations < _WORTH_ESTIMATING:
+        return ""
+    tried = np.ones((_TRIED_SIDE, _TRIED_SIDE))
+    tried @ tried  # the first one starts threads
+    start = time.perf_counter()
+    tried @ tried.T.copy()
+    seconds = operations * (time.perf_counter() - start) / _TRIED_SIDE**3
+    told = f"{seconds / 60:.0f} min" if seconds > 90 else f"{max(seconds, 1):.0f} s"
+    return f" (about {told})"
+
+
+def _laid_out_values(
+    entries: Sequence[Described], found: Mapping[str, _Found], contents: Subject
+) -> xr.Dataset:
+    variables: dict[Hashable, xr.Variable] = {}
+    dims: dict[int, str] = {}
+    for entry in entries:
+        some = [found[r.name].values if r.name in found else None for r in entry.readers]
+        size = max(len(values) for values in some if values is not None)
+        nothing = np.full(size, np.nan)
+        data = np.array([nothing if values is None else values for values in some])
+        dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
+        shape = (*entry.shape, size)
+        variables[entry.name] = xr.Variable(
+            (*entry.dims, dim), data.reshape(shape), None, entry.encoding
+        )
+    held = {dim for variable in variables.values() for dim in variable.dims}
+    coords = {name: c for name, c in contents.coords.items() if c.dims and held.issuperset(c.dims)}
+    attrs = {"source": contents.source} if contents.source else {}
+    return xr.Dataset(variables, coords, {**attrs, "floor": FLOOR})

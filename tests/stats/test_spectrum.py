@@ -1,0 +1,387 @@
+"""`xckpt.spectrum`: singular values out of core, right to 1e-6 of themselves or not told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.errors import CheckpointWarning
+from xckpt.statistics import spectra
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.singular import FLOOR, STATISTICS, power_law, singular_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RNG = np.random.default_rng(0)
+
+
+def of_condition(rows: int, columns: int, condition: float, rng: Any) -> Any:
+    least = min(rows, columns)
+    values = np.logspace(0, -np.log10(condition), least)
+    left = np.linalg.qr(rng.standard_normal((rows, least)))[0]
+    return (left * values) @ np.linalg.qr(rng.standard_normal((columns, least)))[0].T
+
+
+def matrices() -> Iterator[np.ndarray[Any, Any]]:
+    """Make matrices of many shapes, ranks, conditions, types and sizes of elements."""
+    rng = np.random.default_rng(1)
+    for number in range(200):
+        columns = int(rng.integers(2, 60))
+        rows = int(rng.integers(2, 120))
+        kind = number % 5
+        if kind == 0:
+            array: Any = rng.standard_normal((rows, columns))
+        elif kind == 1:
+            array = of_condition(rows, columns, 10 ** rng.uniform(0, 14), rng)
+        elif kind == 2:
+            rank = int(rng.integers(1, min(rows, columns) + 1))
+            array = rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))
+        elif kind == 3:
+            array = rng.standard_normal((rows, columns)) * (1 + 1j)
+            array += rng.standard_normal((rows, columns))
+        else:
+            array = rng.standard_normal((rows, columns)) * 10 ** rng.uniform(-8, 8, columns)
+        array = array * 10 ** rng.uniform(-30, 30)
+        if number % 2 and array.dtype.kind == "f":
+            array = array.astype("float32")
+        yield array
+
+
+def wide(array: Any) -> Any:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+class TestAgainstASingularValueDecomposition:
+    def test_values(self, tmp_path: Path) -> None:
+        arrays = dict(enumerate(matrices()))
+        ds = xr.Dataset({f"m{n}": ((f"a{n}", f"b{n}"), a) for n, a in arrays.items()})
+        xckpt.save(ds, tmp_path / "m.zt", version="2")
+        found = xckpt.spectrum(tmp_path / "m.zt", values=True, progress=False)
+        stated = xckpt.spectrum(tmp_path / "m.zt", progress=False)
+        assert found.attrs["floor"] == FLOOR
+        for number, array in arrays.items():
+            wanted = np.linalg.svd(wide(array), compute_uv=False)
+            values = found[f"m{number}"].values
+            told = ~np.isnan(values)
+            np.testing.assert_allclose(values[told], wanted[told], rtol=1e-6)
+            assert (wanted[~told] <= 1.001 * FLOOR * wanted[0]).all()
+            said = dict(zip(STATISTICS, stated[f"m{number}"].values, strict=True))
+            share = wanted / wanted[0]
+            weights = (wanted / wanted.sum())[share > 1e-13]
+            expected = {
+                "spectral_norm": wanted[0],
+                "frobenius": np.sqrt((wanted**2).sum()),
+                "stable_rank": (share**2).sum(),
+                "effective_rank": np.exp(-(weights * np.log(weights)).sum()),
+            }
+            for name, value in expected.items():
+                np.testing.assert_allclose(said[name], value, rtol=1e-6, err_msg=f"{number} {name}")
+            epsilon = np.finfo(array.real.dtype).eps
+            if not ((share > 1e-16) & (share < 1.1 * FLOOR)).any():
+                assert said["rank"] == np.linalg.matrix_rank(array, rtol=max(array.shape) * epsilon)
+            if told.all():
+                np.testing.assert_allclose(said["condition"], 1 / share[-1], rtol=2e-6)
+            else:
+                assert np.isnan(said["condition"])
+
+    @pytest.mark.parametrize("shape", [(230, 170), (170, 230), (20, 900), (900, 20)])
+    @pytest.mark.parametrize("order", "CF")
+    def test_matrices_that_are_read_in_blocks(
+        self, shape: tuple[int, int], order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 15)
+        monkeypatch.setattr(spectra, "_WHOLE_NBYTES", 1 << 10)
+        array = np.asarray(of_condition(*shape, 1e7, RNG), "float32", order=order)
+        xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.bpk")
+        found = xckpt.spectrum(tmp_path / "m.bpk", values=True, progress=False)["m"].values
+        wanted = np.linalg.svd(array.astype(float), compute_uv=False)
+        told = ~np.isnan(found)
+        np.testing.assert_allclose(found[told], wanted[told], rtol=1e-6)
+
+    @pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e160, 1e300])
+    def test_squares_that_overflow_or_vanish(self, scale: float) -> None:
+        array = RNG.standard_normal((30, 7))
+        found = singular_values(lambda: iter([array * scale]))
+        wanted = np.linalg.svd(array, compute_uv=False) * scale
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+    @pytest.mark.parametrize("number", [np.nan, np.inf])
+    def test_numbers_that_are_not_finite(self, number: float) -> None:
+        array = np.ones((5, 3))
+        array[2, 1] = number
+        ds = xr.Dataset({"m": (("a", "b"), array), "n": (("c", "d"), np.eye(3))})
+        found = xckpt.spectrum(ds, progress=False)
+        assert np.isnan(found["m"].values).all()
+        assert found["n"].sel(statistic="rank") == 3
+
+    def test_zeros(self) -> None:
+        found = xckpt.spectrum(xr.DataArray(np.zeros((4, 5))), progress=False)["data"]
+        said = dict(zip(STATISTICS, found.values, strict=True))
+        assert (said["spectral_norm"], said["frobenius"], said["rank"]) == (0, 0, 0)
+        assert np.isnan(said["stable_rank"])
+
+    @pytest.mark.parametrize("shape", [(300, 200), (200, 300), (20, 10)])
+    @pytest.mark.parametrize("dtype", ["float32", "complex64", "float64"])
+    def test_the_largest_alone(self, shape: tuple[int, int], dtype: str) -> None:
+        pytest.importorskip("scipy")
+        array = RNG.standard_normal(shape).astype(dtype)
+        asked = ("stable_rank", "spectral_norm")
+        found = xckpt.spectrum(xr.DataArray(array), statistics=asked, progress=False)["data"]
+        wanted = np.linalg.svd(wide(array), compute_uv=False)
+        np.testing.assert_allclose(
+            found.values, [(wanted**2).sum() / wanted[0] ** 2, wanted[0]], rtol=1e-6
+        )
+        assert found["statistic"].values.tolist() == list(asked)
+
+    def test_without_scipy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "scipy", None)
+        monkeypatch.setitem(sys.modules, "scipy.linalg", None)
+        monkeypatch.setattr(spectra, "find_spec", lambda _: None)
+        array = of_condition(200, 100, 1e8, RNG)
+        da = xr.DataArray(array)
+        found = xckpt.spectrum(da, values=True, progress=False)["data"].values
+        np.testing.assert_allclose(found, np.linalg.svd(array, compute_uv=False), rtol=1e-6)
+        norm = xckpt.spectrum(da, statistics=["spectral_norm"], progress=False)["data"]
+        np.testing.assert_allclose(norm.values, found[:1])
+
+
+def reference_power_law(values: Any) -> tuple[float, float]:
+    """Fit as the program of Clauset, Shalizi and Newman (plfit) does, number by number."""
+    ordered = sorted(values)
+    best = (np.inf, np.nan, np.nan)
+    for start in sorted(set(ordered))[:-1]:
+        tail = [value for value in ordered if value >= start]
+        alpha = 1 + len(tail) / sum(np.log(value / start) for value in tail)
+        distance = max(
+            abs((1 - (start / value) ** (alpha - 1)) - at / len(tail))
+            for at, value in enumerate(tail)
+        )
+        best = min(best, (distance, alpha, start))
+    return best[1], best[2]
+
+
+class TestPowerLaw:
+    @pytest.mark.parametrize("seed", range(8))
+    def test_as_the_method_is_published(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        values = [
+            rng.pareto(1.5 + seed, 150) + 1,
+            np.linalg.svd(rng.standard_normal((90, 60)), compute_uv=False) ** 2,
+            np.round(rng.pareto(2, 100) + 1, 1),  # some are equal
+        ][seed % 3]
+        np.testing.assert_allclose(power_law(values), reference_power_law(values), rtol=1e-9)
+
+    @pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0], [3.0] * 9])
+    def test_no_tail(self, values: list[float]) -> None:
+        assert np.isnan(power_law(np.array(values))).all()
+
+    def test_it_finds_the_exponent(self) -> None:
+        alpha, _ = power_law(np.random.default_rng(3).pareto(1.5, 20_000) + 1)
+        assert abs(alpha - 2.5) < 0.1
+
+
+def model(layers: int = 3) -> xr.Dataset:
+    rng = np.random.default_rng(5)
+    arrays: dict[str, Any] = {"embed": rng.standard_normal((60, 8)), "bias": np.ones(5)}
+    for n in range(layers):
+        arrays[f"layers.{n}.w"] = rng.standard_normal((12, 8)) * (n + 1)
+        arrays[f"layers.{n}.conv"] = rng.standard_normal((6, 3, 2, 2))
+        arrays[f"layers.{n}.norm"] = rng.standard_normal(8)
+    arrays["ids"] = np.arange(12).reshape(3, 4)
+    dims = {
+        name: [f"{name.split('.')[-1]}_{k}" for k in range(a.ndim)] for name, a in arrays.items()
+    }
+    return xr.Dataset({name: (dims[name], a.astype("f4")) for name, a in arrays.items()}).assign(
+        ids=(("i", "j"), arrays["ids"])
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "m.zt"
+    xckpt.save(model(), path)
+    os.utime(path, (1, 1))  # of files that were written just now nothing is kept
+    return path
+
+
+def norm(array: Any) -> float:
+    return float(np.linalg.norm(np.asarray(array, float).reshape(len(array), -1), 2))
+
+
+class TestWhichMatrices:
+    def test_flat(self, path: Path) -> None:
+        found = xckpt.spectrum(path, progress=False)
+        assert set(found) == {
+            "embed",
+            *(f"layers.{n}.{k}" for n in range(3) for k in ("w", "conv")),
+        }
+        for name, array in model().variables.items():
+            if name in found:
+                np.testing.assert_allclose(found[name][0], norm(array.values), rtol=1e-6)
+        table = found.ckpt.table()
+        assert list(table.columns) == list(STATISTICS)
+        assert "layers.1.conv" in table.index
+
+    def test_stacked_and_trees(self, path: Path) -> None:
+        flat = xckpt.spectrum(path, progress=False).ckpt.table().sort_index()
+        for obj in (
+            xr.open_dataset(path, stack=True),
+            xr.open_datatree(path),
+            xr.open_datatree(path, stack=True),
+            xr.open_dataset(path).load(),
+        ):
+            found = obj.ckpt.spectrum(progress=False).ckpt.table().sort_index()
+            np.testing.assert_allclose(found.loc[flat.index], flat, rtol=1e-9)
+        stacked = xr.open_dataset(path, stack=True).ckpt.spectrum(progress=False)
+        assert stacked["layers.w"].dims == ("statistic", "layers")
+
+    def test_some_of_a_stack(self, path: Path) -> None:
+        ds = xr.open_dataset(path, stack=True)
+        found = ds.ckpt.spectrum("layers.1.*", progress=False)
+        assert set(found) == {"layers.w", "layers.conv"}
+        assert np.isfinite(found["layers.w"].sel(layers=1)).all()
+        assert np.isnan(found["layers.w"].sel(layers=[0, 2])).all()
+        values = ds.ckpt.spectrum("layers.1.*", values=True, progress=False)
+        assert values["layers.w"].shape == (3, 8)
+        assert values["layers.conv"].dims != values["layers.w"].dims
+
+    def test_large_ones_are_done_when_they_are_named(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(spectra, "LARGEST", 400)
+        with pytest.warns(CheckpointWarning, match="1 have more than 400 elements"):
+            assert "embed" not in xckpt.spectrum(path, progress=False)
+        assert "embed" in xckpt.spectrum(path, "embed", progress=False)
+
+    def test_a_typo(self, path: Path) -> None:
+        with pytest.raises(KeyError, match=r"similar names.*embed"):
+            xckpt.spectrum(path, "embedd")
+        with pytest.raises(ValueError, match="stable_rank"):
+            xckpt.spectrum(path, statistics=["stable_rnak"])
+
+    @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "float16", ml_dtypes.float8_e4m3fn])
+    def test_small_floats(self, dtype: Any, tmp_path: Path) -> None:
+        array = RNG.standard_normal((40, 20)).astype(dtype)
+        xckpt.save(xr.Dataset({"m": (("a", "b"), array)}), tmp_path / "m.zt", version="2")
+        for decode in (True, False):
+            ds = xr.open_dataset(tmp_path / "m.zt", decode=decode)
+            found = ds.ckpt.spectrum(progress=False, cache=False)["m"]
+            np.testing.assert_allclose(found[0], norm(array.astype(float)), rtol=1e-6)
+            assert found.sel(statistic="rank") == 20
+
+
+class TestDifferences:
+    def test_the_rank_of_what_was_added(self, path: Path, tmp_path: Path) -> None:
+        tuned = model()
+        added = np.outer(np.arange(12.0), np.ones(8)) + np.outer(np.ones(12), np.arange(8.0))
+        tuned["layers.1.w"] = tuned["layers.1.w"] + added.astype("f4")
+        tuned = tuned.drop_vars("layers.2.w").assign(embed=(("x", "y"), np.ones((3, 3), "f4")))
+        with pytest.warns(CheckpointWarning) as caught:
+            found = xckpt.spectrum(tuned, minus=path, progress=False)
+        assert "1 have another shape" in str(caught[0].message)
+        assert len(caught) == 1
+        assert found["layers.1.w"].sel(statistic="rank") == 2
+        np.testing.assert_allclose(found["layers.1.w"][0], norm(added), rtol=1e-5)
+        assert (found["layers.0.w"].sel(statistic=["spectral_norm", "rank"]) == 0).all()
+        with pytest.warns(CheckpointWarning, match="1 are not in the other"):
+            xckpt.spectrum(path, minus=tuned, progress=False)
+
+
+class TestKept:
+    def test_a_second_call_reads_nothing(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = xckpt.spectrum(path, progress=False)
+        monkeypatch.setattr(spectra, "singular_values", None)
+        xr.testing.assert_identical(xckpt.spectrum(path, progress=False), first)
+        assert xckpt.spectrum(path, values=True, progress=False)["embed"].size == 8
+        with pytest.raises(TypeError):
+            xckpt.spectrum(path, progress=False, cache=False)
+
+    def test_what_is_done_when_it_is_interrupted(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done = []
+
+        def interrupting(*told: int) -> None:
+            done.append(told)
+            if len(done) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            xckpt.spectrum(path, progress=interrupting)
+        count = []
+
+        def counting(blocks: Any) -> Any:
+            count.append(blocks)
+            return singular_values(blocks)
+
+        monkeypatch.setattr(spectra, "singular_values", counting)
+        xckpt.spectrum(path, progress=False)
+        assert len(count) == 4  # of 7
+
+    @pytest.mark.parametrize("damage", [b"", b"\xff" * 64, None])
+    def test_what_cannot_be_true_is_computed_again(
+        self, damage: bytes | None, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = xckpt.spectrum(path, progress=False)
+        kept = spectra.SingularValues
+
+        class Wrong(kept):  # type: ignore[misc, valid-type]
+            def pack(self) -> bytes:
+                return super().pack()[::-1] if damage is None else damage
+
+        monkeypatch.setattr(spectra, "SingularValues", Wrong)
+        monkeypatch.setenv("XCKPT_CACHE_DIR", str(path.parent / "other"))
+        xckpt.spectrum(path, progress=False)
+        monkeypatch.setattr(spectra, "SingularValues", kept)
+        xr.testing.assert_identical(xckpt.spectrum(path, progress=False), first)
+
+    def test_progress_counts_the_bytes_of_the_matrices(self, path: Path) -> None:
+        told: list[tuple[int, int]] = []
+        found = xckpt.spectrum(path, progress=lambda *each: told.append(each))
+        total = sum(model()[name].nbytes for name in found)
+        assert told[-1] == (total, total)
+
+
+class TestCluster:
+    def test_the_same_numbers(self, path: Path) -> None:
+        distributed = pytest.importorskip("distributed")
+        here = xckpt.spectrum(path, progress=False, cache=False)
+        with (
+            distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+            ) as cluster,
+            distributed.Client(cluster),
+        ):
+            there = xckpt.spectrum(path, progress=False, cache=False)
+            minus = xckpt.spectrum(path, minus=path, progress=False, cache=False)
+        xr.testing.assert_allclose(there, here, rtol=1e-9)
+        assert (minus["embed"].sel(statistic="rank") == 0).all()
+
+
+def test_memory_does_not_grow_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block has more than its share, however long the matrix is."""
+    monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 16)
+    sizes = []
+
+    class Long:
+        shape, dtype, ndim = (100_000, 16), np.dtype("f4"), 2
+
+        def __getitem__(self, key: Any) -> Any:
+            rows = len(range(*key[0].indices(self.shape[0])))
+            sizes.append(rows)
+            return np.ones((rows, 16), "f4")
+
+    matrix: Any = spectra.Matrix("m", Long(), kind_named("float32"), None)
+    values = singular_values(matrix.blocks())
+    assert values[0] == pytest.approx(np.sqrt(prod(Long.shape)))
+    assert max(sizes) * 16 * 8 <= 1 << 16
