@@ -88,7 +88,24 @@ class FileVersion:
 
     def __init__(self, status: os.stat_result) -> None:
         self._seen = _change_of(status)
-        self.identity = (status.st_size, status.st_mtime_ns, status.st_ino, self._seen[0])
+        self.identity: tuple[int, ...] = (
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ino,
+            self._seen[0],
+        )
+
+    @property
+    def told(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What it is made of."""
+        return self.identity, self._seen
+
+    @classmethod
+    def of(cls, identity: tuple[int, ...], seen: tuple[int, ...]) -> FileVersion:
+        """Make one of what it was made of."""
+        version = object.__new__(cls)
+        version.identity, version._seen = identity, seen
+        return version
 
     def matches(self, status: os.stat_result) -> bool:
         """Whether a file still has the bytes that it had."""
@@ -185,6 +202,10 @@ class LocalSource(Source):
         self.identity = self._version.identity
         self.size = status.st_size
         _pool.get(self._key(OpenFile), lambda: descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Each task of a cluster has one: shorter than the names of what it consists of.
+        return _restored, (self.name, self.mmap, *self._version.told)
 
     @property
     def worth_skipping(self) -> int | None:
@@ -311,6 +332,19 @@ class LocalSource(Source):
             offset=offset,
             hint="Open it again; on a cluster, all workers must see the same file at this path",
         )
+
+
+def _restored(
+    name: str,
+    mmap: bool,
+    identity: tuple[int, ...],
+    seen: tuple[int, ...],
+) -> LocalSource:
+    source = object.__new__(LocalSource)
+    source.name, source.mmap = name, mmap
+    source._version = FileVersion.of(identity, seen)
+    source.identity, source.size = identity, identity[0]
+    return source
 
 
 def is_mapped(view: object) -> bool:
