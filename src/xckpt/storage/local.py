@@ -336,7 +336,7 @@ class LocalSource(Source):
 
 def _restored(
     name: str,
-    mmap: bool,
+    mmap: bool,  # noqa: FBT001  as it is pickled
     identity: tuple[int, ...],
     seen: tuple[int, ...],
 ) -> LocalSource:
