@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
 import xarray as xr
@@ -56,6 +57,7 @@ class CheckpointAccessor:
         self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
         self._findings: tuple[TensorFinding, ...] | None = None
+        self._described: list[Any] = []  # the arrays that the statistics are of
 
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
@@ -380,8 +382,9 @@ class CheckpointAccessor:
             cache=cache,
         )
         if compute and dim is None:
-            # From now on the summary shows what is wrong.
+            # From now on the summary shows what is wrong, and pictures use it.
             self._stats, self._findings = result, None
+            self._described = self._arrays()
         return result
 
     def histogram(
@@ -560,7 +563,10 @@ class CheckpointAccessor:
         """
         from xckpt.plots import Plots
 
-        return Plots(self._obj)
+        # Not after the object was changed in place.
+        is_current = len(now := self._arrays()) == len(self._described)
+        is_current = is_current and all(map(is_, now, self._described))
+        return Plots(self._obj, self._stats if is_current else None)
 
     def save(self, path: str | os.PathLike[str], engine: str | None = None, **options: Any) -> Any:
         """Write to a checkpoint, without loading it into memory; complete, or not at all.
@@ -700,6 +706,12 @@ class CheckpointAccessor:
             if name not in self._names:
                 raise KeyError(no_tensor(name, sorted(self._names)))
         return stable_id(namespace, name)
+
+    def _arrays(self) -> list[Any]:
+        from xckpt.tensors import flatten
+
+        variables = flatten(self._obj).variables.values()
+        return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])

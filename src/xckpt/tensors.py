@@ -22,7 +22,7 @@ from xckpt.notebook.summary import storage_words
 from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 __all__ = [
     "Flat",
@@ -158,6 +158,17 @@ class OpenTensors:
         for name, home in self._homes.items():
             found.add(name.removesuffix(parts.get(home, "")))
         return frozenset(found)
+
+    def select(self, names: TensorFilter | None) -> list[str]:
+        """Choose tensors by their names, or by those of the variables that they are stacked in."""
+        homes = self._homes
+        known = dict.fromkeys([row.name for row in self.rows])
+        wanted = set(select(known | dict.fromkeys(homes.values()), names))
+        return [name for name in known if name in wanted or homes.get(name) in wanted]
+
+    def variables_of(self, names: Iterable[str]) -> set[str]:
+        """Name the variables that have some tensors."""
+        return {self._homes.get(name, name) for name in names}
 
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""

@@ -25,9 +25,11 @@ def figures(
 
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     yield
-    for number in plt.get_fignums():
-        plt.figure(number).canvas.draw()  # labels are laid out, warnings are errors
-    plt.close("all")
+    try:
+        for number in plt.get_fignums():
+            plt.figure(number).canvas.draw()  # labels are laid out, warnings are errors
+    finally:
+        plt.close("all")
 
 
 @pytest.fixture(scope="session")

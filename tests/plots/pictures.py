@@ -12,3 +12,9 @@ def legend_texts(ax: Axes) -> list[str]:
     """Give the labels of a legend, none where there is no legend."""
     legend = ax.get_legend()
     return [] if legend is None else [text.get_text() for text in legend.get_texts()]
+
+
+def notes(ax: Axes) -> str:
+    """Give what is written below the title."""
+    places = {text: getattr(text, "xy", None) for text in ax.texts}
+    return next((text.get_text() for text, place in places.items() if place == (0, 1)), "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from matplotlib import pyplot as plt
 from tests.hostile_names import HOSTILE
 from tests.plots.pictures import legend_texts
 from xckpt.plots import Plots
-from xckpt.plots.axes import add_legend, common_path, line_styles, number_colours
+from xckpt.plots.axes import add_heading, add_legend, line_styles, name_the_ends, number_colours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +40,7 @@ def test_hostile_names_are_texts_in_every_picture(hostile: xr.Dataset) -> None:
         ":smile: %s {0}",
         "_hidden",
     ]
-    assert len(labels[-1]) <= 50
+    assert len(labels[-1]) <= 56
     Plots(hostile).treemap()
     for name in HOSTILE:
         ax = Plots(hostile).heatmap(name)
@@ -100,8 +102,70 @@ def test_colours_of_numbers_are_seen_on_any_background(style: str) -> None:
     assert min(abs(luminance(colour) - ground) for colour in colours.values()) > 0.15
 
 
-def test_names_share_whole_modules_only() -> None:
-    assert common_path(["a.b.weight", "a.bc.weight"]) == ("a.", ["b.weight", "bc.weight"])
-    assert common_path(["a.b", "a.b"]) == ("a.", ["b", "b"])
-    assert common_path(["a", "a.b"]) == ("", ["a", "a.b"])
-    assert common_path(["a.b"]) == ("", ["a.b"])
+@pytest.mark.parametrize("linthresh", [None, 1e-6])
+@pytest.mark.parametrize(("low", "high"), [(-1.37, 2.61), (0.731, 1.19), (-4e-3, 1e-4), (0.0, 5.5)])
+def test_ticks_name_zero_and_the_true_ends(low: float, high: float, linthresh: float) -> None:
+    _, ax = plt.subplots(layout="constrained")
+    ax.plot([low, high], [0, 1])
+    name_the_ends(ax, low, high, linthresh=linthresh)
+    ax.figure.canvas.draw()
+    ticks = ax.get_xticks()
+    assert {low, high} <= set(ticks)
+    assert (0.0 in ticks) == (low <= 0 <= high and (high > -low / 9 or linthresh is not None))
+    boxes = [text.get_window_extent() for text in ax.get_xticklabels() if text.get_text()]
+    assert 3 <= len(boxes) < 12
+    for left, right in itertools.pairwise(boxes):
+        assert left.x1 < right.x0
+    # After zooming in, ticks are where the picture is.
+    ax.set_xlim(low + (high - low) / 3, low + (high - low) / 2)
+    assert all(low < tick < high for tick in ax.get_xticks())
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_headings_stay_in_the_picture(columns: int) -> None:
+    figure, axes = plt.subplots(1, columns, figsize=(8, 4), layout="constrained", squeeze=False)
+    add_heading(axes[0, 0], "layers." * 30, *["a note that takes some room"] * 6)
+    figure.canvas.draw()
+    right = axes[0, 1].get_window_extent().x0 if columns == 2 else figure.bbox.x1
+    note = axes[0, 0].texts[0]
+    assert note.get_text().count("a note") == 6
+    title = axes[0, 0].title.get_window_extent()
+    assert title.x1 < right
+    assert note.get_window_extent().x1 < right
+    assert title.y0 >= note.get_window_extent().y1 - 1
+    assert title.y1 <= figure.bbox.y1
+
+
+def test_what_is_drawn_into_is_checked_first(flat: xr.Dataset, monkeypatch: Any) -> None:
+    monkeypatch.setattr("xckpt.plots.layers.OpenTensors", None, raising=False)
+    monkeypatch.setattr("xckpt.statistics.scan.open_stores", None)
+    monkeypatch.setattr("xckpt.arrays.lazy.LazyArray.__getitem__", None)
+    plots = Plots(flat)
+    _, axes = plt.subplots(1, 2)
+    pictures: list[Callable[..., object]] = [
+        plots.layers,
+        plots.histogram,
+        plots.treemap,
+        partial(plots.heatmap, "embed"),
+        partial(plots.compare, flat),
+    ]
+    for draw in pictures:
+        with pytest.raises(TypeError, match=r"ax is one matplotlib.axes.Axes, not ndarray"):
+            draw(ax=axes)
+        if draw != plots.treemap:
+            with pytest.raises(AttributeError, match="colr"):
+                draw(colr="red")
+    wrong: dict[str, Any]
+    for wrong in ({"statistic": "stdd"}, {"names": "*.atn.w"}, {"x": "layer"}, {"hue": "expert"}):
+        with pytest.raises(ValueError, match=r"there is no|no tensor is|none of 25 tensors"):
+            plots.layers(**wrong)
+    with pytest.raises(ValueError, match="similar names: 'std'"):
+        plots.layers("stdd")
+    for wrong in ({"bins": 0}, {"bins": [1, 0]}, {"scale": "log"}, {"names": "nothing"}):
+        with pytest.raises(ValueError, match=r"at least one bin|ascend|scale is|no tensor is"):
+            plots.histogram(**wrong)
+    with pytest.raises(ValueError, match="similar names: 'rel_l2'"):
+        plots.compare(flat, "rel_12")
+    with pytest.raises(ValueError, match="at least one row, or 'all'"):
+        plots.heatmap("embed", rows="every")  # type: ignore[arg-type]
+    assert len(plt.get_fignums()) == 1

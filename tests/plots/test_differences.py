@@ -10,6 +10,7 @@ import xarray as xr
 
 import xckpt.statistics
 from tests.hostile_names import HOSTILE
+from tests.plots.pictures import notes
 from xckpt.plots import Plots
 
 
@@ -50,7 +51,7 @@ def test_few_bars_another_statistic_and_some_tensors(base: xr.Dataset, tuned: xr
     assert widths(ax) == pytest.approx([float(abs(base["l.1.w"]).max() / 2)])
     assert ax.get_title() == "2 tensors: 1 same, 1 changed"
     both = Plots(base).compare(tuned, most=1)
-    assert both.get_title().endswith("the 1 most changed")
+    assert notes(both) == "the 1 most changed"
 
 
 def test_a_comparison_is_not_made_again(
@@ -81,6 +82,31 @@ def test_nothing_changed(base: xr.Dataset) -> None:
     ax = Plots(base).compare(base.copy(deep=True))
     assert not ax.patches
     assert ax.get_title() == "6 tensors: 6 same"
+    assert [text.get_text() for text in ax.texts] == ["All tensors are equal."]
+    assert not len(ax.get_xticks())
+
+
+def test_nothing_that_is_in_both_changed(base: xr.Dataset) -> None:
+    few = base.drop_vars("l.5.w")
+    (text,) = Plots(base).compare(few).texts
+    assert text.get_text() == "No tensor that is in both has changed."
+    with pytest.warns(xckpt.CheckpointWarning):
+        (text,) = Plots(base).compare(xr.Dataset({"other": ("x", [1.0])})).texts
+    assert text.get_text() == "No tensor is in both with the same shape."
+
+
+def test_codes_do_not_share_an_axis_with_weights() -> None:
+    codes = np.arange(-20, 20, dtype=np.int8).reshape(8, 5)
+    base = xr.Dataset({"a.weight": (("x", "y"), codes), "a.weight_scale": ("x", np.ones(8))})
+    base["b.weight"] = ("x", "y"), codes / 100
+    tuned = base.copy(deep=True)
+    tuned["a.weight"] = (base["a.weight"] // 2).astype(np.int8)
+    tuned["b.weight"] = base["b.weight"] * 2
+    ax = Plots(base).compare(tuned)
+    assert labels(ax) == ["b.weight"]
+    assert notes(ax) == "without 1 tensor of codes; its scales are in weight_scale"
+    ax = Plots(base).compare(tuned, "max_abs", "a.*")
+    assert (labels(ax), ax.get_xlabel()) == (["a.weight"], "max_abs of codes")
 
 
 def test_hostile_names_are_texts() -> None:

@@ -9,48 +9,137 @@ import pytest
 import xarray as xr
 from matplotlib.patches import StepPatch
 
-from tests.plots.pictures import legend_texts
+from tests.plots.pictures import legend_texts, notes
+from tests.stats.reference import dtype_of
 from xckpt.plots import Plots
+
+MINUS = "\N{MINUS SIGN}"
 
 
 def steps(ax: Any) -> list[Any]:
     return [patch.get_data() for patch in ax.patches if isinstance(patch, StepPatch)]
 
 
-def test_shares_of_elements(flat: xr.Dataset) -> None:
+def test_densities_of_elements(flat: xr.Dataset) -> None:
     ax = Plots(flat).histogram(["embed", "m.layers.0.attn.w"], bins=[-2.0, 0.0, 2.0])
-    shares, edges, _ = steps(ax)[0]
+    densities, edges, _ = steps(ax)[0]
     embed = flat["embed"].values
     expected = [((embed >= -2) & (embed < 0)).sum(), ((embed >= 0) & (embed <= 2)).sum()]
-    assert shares == pytest.approx(np.array(expected) / sum(expected))
+    assert densities == pytest.approx(np.array(expected) / embed.size / 2)
     assert list(edges) == [-2, 0, 2]
     assert legend_texts(ax) == ["embed", "m.layers.0.attn.w"]
-    assert ax.get_yscale() == "log"
+    assert (ax.get_yscale(), ax.get_ylabel(), ax.get_title()) == ("log", "density", "2 tensors")
 
 
-def test_many_numbered_tensors_have_the_colour_of_their_number(flat: xr.Dataset) -> None:
-    ax = Plots(flat).histogram("*.up", scale="symlog", log=False)
-    assert len(steps(ax)) == 18
+@pytest.mark.parametrize("scale", ["linear", "symlog"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
+def test_the_area_is_one_without_a_comb(dtype: str, scale: str) -> None:
+    values = np.random.default_rng(0).normal(1, 0.1, 100_000)
+    values = (values * 60 if dtype == "int8" else values).astype(dtype_of(dtype))
+    ax = Plots(xr.Dataset({"w": ("x", values)})).histogram(scale=scale, bins=300)
+    ((densities, edges, _),) = steps(ax)
+    along = edges if scale == "linear" else ax.transScale.transform([(e, 1) for e in edges])[:, 0]
+    if scale == "symlog":
+        transform: Any = ax.xaxis.get_transform()
+        along = along / transform.linthresh
+    assert np.nansum(densities * np.diff(along)) == pytest.approx(1, rel=1e-6)
+    top = np.flatnonzero(densities > 0.5 * np.nanmax(densities))
+    peak = densities[top[0] : top[-1] + 1]
+    assert len(peak) > 10
+    assert (np.abs(np.log(peak[1:] / peak[:-1])) < 0.3).all()  # a comb has half, or twice as much
+    ticks = ax.get_xticks()
+    assert {float(values.min()), float(values.max())} <= {*ticks.tolist()}
+
+
+def test_some_numbered_tensors_have_the_colour_of_their_number(flat: xr.Dataset) -> None:
+    ax = Plots(flat).histogram("*.attn.w", scale="symlog", log=False)
+    assert len(steps(ax)) == 6
     assert ax.get_legend() is None
-    colours = [patch.get_edgecolor() for patch in ax.patches]
-    assert len(set(colours)) == 6
-    assert colours[0] == colours[1] == colours[2]
+    assert len({patch.get_edgecolor() for patch in ax.patches}) == 6
     (bar,) = [each for each in ax.figure.axes if each is not ax]
     assert bar.get_ylabel() == "layers"
     assert (ax.get_xscale(), ax.get_yscale()) == ("symlog", "linear")
+    assert ax.get_title() == "m.layers.{0..5}.attn.w"
+
+
+def test_many_tensors_are_bands_and_the_outlier_has_a_name() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"layers.{layer}.experts.{expert}.{role}": ("x", rng.normal(0, 0.02, 500))
+        for layer in range(4)
+        for expert in range(8)
+        for role in ("up", "down")
+    }
+    tensors["layers.2.experts.5.up"][1][7] = -3.0
+    tensors["layers.1.experts.0.down"] = ("x", np.full(500, 1e-6))
+    ax = Plots(xr.Dataset(tensors)).histogram()
+    key = legend_texts(ax)
+    assert key[0] == "up  ×32"
+    assert key[1].startswith(f"layer 2, expert 5: {MINUS}3 to 0.0")
+    assert key[3] == "down  ×32"
+    assert key[5] == f"layer 1, expert 0: 1e{MINUS}06 to 1e{MINUS}06"
+    assert ax.get_title() == "layers.{0..3}.experts.{0..7}.*"
+    assert notes(ax) == "lines: medians; bands: 5 to 95 %, and all"
+    assert -3.0 in ax.get_xticks()
+    filled = {patch.get_facecolor()[:3] for patch in ax.patches if patch.get_fill()}
+    assert len(filled) == 2
+
+
+def test_many_roles_are_united() -> None:
+    rng = np.random.default_rng(0)
+    words = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up", "down")
+    tensors = {
+        f"layers.{layer}.{word}.{leaf}": ("x", rng.normal(size=9))
+        for word in words
+        for leaf in ("weight", "bias")
+        for layer in range(3)
+    }
+    tensors["layers.1.gate.bias"][1][3] = 1e4
+    ax = Plots(xr.Dataset(tensors)).histogram()
+    key = legend_texts(ax)
+    assert key[0] == "{q_proj,k_proj,v_proj,…,down}.weight  ×21"
+    assert key[3] == "{q_proj,k_proj,v_proj,…,down}.bias  ×21"
+    assert key[4].startswith("layer 1, gate: ")
+
+
+def test_codes_do_not_share_an_axis_with_weights() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "a.weight": ("x", rng.integers(-127, 128, 99).astype(np.int8)),
+        "a.weight_scale": ("y", np.ones(1)),
+        "b.weight": ("x", rng.normal(size=99)),
+    }
+    plots = Plots(xr.Dataset(tensors))
+    ax = plots.histogram("*.weight")
+    assert len(steps(ax)) == 1
+    assert ax.get_title() == "b.weight"
+    assert notes(ax) == "without 1 tensor of codes; its scales are in weight_scale"
+    ax = plots.histogram("a.weight")
+    assert ax.get_xlabel() == "code"
+    assert notes(ax) == "codes, whose scales are in weight_scale"
+
+
+def test_what_is_not_finite_is_said() -> None:
+    values = np.array([1.0, np.nan, 2.0, np.inf])
+    ds = xr.Dataset({"w": ("x", values), "nothing": ("x", values * np.nan)})
+    assert notes(Plots(ds).histogram("w")) == "without 2 NaN or infinite in w"
+    ax = Plots(ds).histogram()
+    assert notes(ax) == "without 6 NaN or infinite in 2 tensors"
+    with pytest.raises(ValueError, match="none of 1 tensor have a finite element"):
+        Plots(ds).histogram("nothing")
 
 
 def test_empty_bins_are_no_lines_at_the_bottom() -> None:
     ds = xr.Dataset({"w": ("x", np.array([0.0, 0.0, 9.0]))})
-    ((shares, _, _),) = steps(Plots(ds).histogram(bins=9))
+    ((densities, edges, _),) = steps(Plots(ds).histogram(bins=9))
+    shares = densities * np.diff(edges)
     assert shares[0] == pytest.approx(2 / 3)
     assert np.isnan(shares[1:-1]).all()
     assert shares[-1] == pytest.approx(1 / 3)
 
 
 def test_nothing_to_draw(flat: xr.Dataset) -> None:
-    with (
-        pytest.warns(UserWarning, match="matches none"),
-        pytest.raises(ValueError, match="no tensor is called"),
-    ):
+    with pytest.raises(ValueError, match="no tensor is called 'nothing'"):
         Plots(flat).histogram("nothing")
+    with pytest.raises(ValueError, match="there are no tensors"):
+        Plots(xr.Dataset()).histogram()

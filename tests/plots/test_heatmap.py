@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plots.pictures import legend_texts
+from tests.plots.pictures import legend_texts, notes
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.dataset import make_dataset
 from xckpt.options import OpenOptions
 from xckpt.plots import Plots, heatmap
-from xckpt.plots.heatmap import sampled
+from xckpt.plots.heatmap import blocks_of, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,79 @@ def test_each_block_shows_the_extreme_of_its_middle_row(
         for c in range(width):
             block = row[lefts[c] : lefts[c + 1]]
             assert values[r, c] == block[np.abs(block).argmax()]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 4))
+def test_all_rows_show_the_extreme_of_each_block(
+    nrows: int, ncolumns: int, columns: int, chunk: int
+) -> None:
+    array = np.random.default_rng(0).normal(size=(nrows, ncolumns)).astype(np.float32)
+    array[nrows // 2] = 0
+    lazy = da.from_array(array, chunks=(-(-nrows // chunk), -(-ncolumns // chunk)))
+    for sample in (blocks_of(lazy, 7, columns), blocks_of(array, 7, columns)):
+        height, width = min(7, nrows), min(columns, ncolumns)
+        tops = [r * nrows // height for r in range(height + 1)]
+        lefts = [c * ncolumns // width for c in range(width + 1)]
+        for r, c in np.ndindex(height, width):
+            block = array[tops[r] : tops[r + 1], lefts[c] : lefts[c + 1]].ravel()
+            assert sample.values[r, c] == block[np.abs(block).argmax()]
+        assert sample.dead.tolist() == [nrows // 2]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 5), (4, 3, 2, 70000)])
+def test_all_rows_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).normal(size=shape)
+    lazy = da.from_array(array, chunks=2 if 0 < array.size < 100 else -1)
+    sample = blocks_of(lazy, 100, 100)
+    expected = array.reshape(sample.shape)
+    assert abs(sample.values).max() == abs(array).max()
+    if array.size < 100:
+        assert (sample.values == expected).all()
+
+
+def test_a_picture_says_what_was_read(flat: xr.Dataset) -> None:
+    plots = Plots(flat)
+    assert notes(plots.heatmap("embed")) == ""
+    assert notes(plots.heatmap("embed", rows=10)) == "10 of 40 rows"
+    assert notes(plots.heatmap("embed", rows=10, columns=4)) == (
+        "10 of 40 rows, largest of each block"
+    )
+    assert notes(plots.heatmap("embed", columns=4)) == "all 40 rows, largest of each block"
+    big = Plots(xr.Dataset({"w": (("a", "b"), np.ones((50_257, 2)))}))
+    assert notes(big.heatmap("w")) == "256 of 50,257 rows"
+    ax = big.heatmap("w", rows="all")
+    assert notes(ax) == "all 50,257 rows, largest of each block"
+    assert drawn(ax).shape == (256, 2)
+
+
+def test_nan_and_dead_rows_are_marked_and_known_ones_are_told() -> None:
+    values = np.random.default_rng(0).normal(size=(1000, 8)).astype(np.float32)
+    values[[3, 500, 501, 502, 503], :] = 0
+    values[700, 2] = np.nan
+    ds = xr.Dataset({"w": (("a", "b"), values)})
+    assert notes(ds.ckpt.plot.heatmap("w", rows=50)) == "50 of 1,000 rows"
+    ds.ckpt.stats()
+    ax = ds.ckpt.plot.heatmap("w", rows=50)
+    assert notes(ax) == '50 of 1,000 rows · 1 NaN, 5 rows of zeros in all: rows="all" shows where'
+    assert legend_texts(ax) == []
+    ax = ds.ckpt.plot.heatmap("w", rows="all")
+    assert notes(ax).endswith("1 NaN, 5 rows of zeros in all")
+    assert legend_texts(ax) == ["NaN or infinite, in 1 block", "5 rows of zeros"]
+    unknown, dead = (np.asarray(line.get_ydata()) for line in ax.get_lines())
+    assert unknown == pytest.approx([700], abs=4)
+    assert dead.tolist() == [3, 500, 501, 502, 503]
+    ds["w"] = ds["w"] + 1  # no longer what the statistics are of
+    assert notes(ds.ckpt.plot.heatmap("w", rows=50)) == "50 of 1,000 rows"
+
+
+def test_codes_are_called_codes() -> None:
+    codes = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
+    ds = xr.Dataset({"w": (("a", "b"), codes), "w_scale": ("a", np.ones(3))})
+    ax = Plots(ds).heatmap("w")
+    assert notes(ax) == "codes, whose scales are in w_scale"
+    (bar,) = [each for each in ax.figure.axes if each is not ax]
+    assert bar.get_ylabel() == "code"
 
 
 def test_outliers_along_a_column_are_not_missed() -> None:
@@ -141,7 +215,7 @@ def test_what_is_not_finite_is_seen() -> None:
     values = np.array([[np.nan, 1.0], [np.inf, -2.0]])
     ax = Plots(xr.Dataset({"w": (("a", "b"), values)})).heatmap("w")
     assert drawn(ax).mask.tolist() == [[True, False], [True, False]]
-    assert legend_texts(ax) == ["NaN or infinite"]
+    assert legend_texts(ax) == ["NaN or infinite, in 2 blocks"]
     (image,) = ax.get_images()
     assert image.get_clim() == (-2, 2)
 

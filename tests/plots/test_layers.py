@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.collections import PolyCollection
 
 import xckpt.statistics
-from tests.plots.pictures import legend_texts
+from tests.plots.pictures import legend_texts, notes
 from xckpt.plots import Plots
 
 if TYPE_CHECKING:
@@ -32,10 +33,16 @@ def test_a_line_for_each_role(kind: str, flat: xr.Dataset, request: Any) -> None
         [[float(flat[f"m.layers.{n}.experts.{e}.up"].std()) for e in range(3)] for n in range(6)]
     )
     assert up == pytest.approx(np.median(experts, axis=1), rel=1e-5)
-    (band,) = ax.collections
+    (band,) = [each for each in ax.collections if isinstance(each, PolyCollection)]
     assert band.get_paths()[0].get_extents().ymax == pytest.approx(experts.max(), rel=1e-5)
-    assert legend_texts(ax) == ["attn.w", "experts.up"]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("layers", "std", "m.layers.*")
+    key = legend_texts(ax)
+    assert key[:2] == ["attn.w", "experts.{0..2}.up"]
+    layer, expert = np.unravel_index(experts.argmax(), experts.shape)
+    assert key[2] == f"layer {layer}, expert {expert}: {experts.max():.3g}"
+    layer, expert = np.unravel_index(experts.argmin(), experts.shape)
+    assert key[3] == f"layer {layer}, expert {expert}: {experts.min():.3g}"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("layers", "std")
+    assert ax.get_title() == "m.layers.{0..5}.*"
 
 
 def test_a_tree_and_a_selection_are_drawn_too(model: Path, stacked: xr.Dataset) -> None:
@@ -44,7 +51,7 @@ def test_a_tree_and_a_selection_are_drawn_too(model: Path, stacked: xr.Dataset) 
     ax = Plots(stacked.isel(layers=[1, 4])).layers("std", "*.attn.w")
     (line,) = ax.get_lines()
     assert np.asarray(line.get_xdata()).tolist() == [1, 4]
-    assert ax.get_title() == "m.layers.attn.w"
+    assert ax.get_title() == "m.layers.{1,4}.attn.w"
 
 
 def test_a_line_for_each_number_of_another_module(flat: xr.Dataset) -> None:
@@ -60,7 +67,8 @@ def test_a_line_for_each_number_of_another_module(flat: xr.Dataset) -> None:
 
 def test_colours_by_a_function_of_the_name(flat: xr.Dataset) -> None:
     ax = Plots(flat).layers("std", hue=lambda name: name.rpartition(".")[2])
-    assert legend_texts(ax) == ["w", "up"]
+    assert legend_texts(ax)[:2] == ["w", "up"]
+    assert all(text.startswith("layer ") for text in legend_texts(ax)[2:])
 
 
 def test_along_another_module(flat: xr.Dataset) -> None:
@@ -124,6 +132,77 @@ def test_no_figure_is_left_behind(flat: xr.Dataset) -> None:
     with pytest.raises(ValueError, match="no statistic"):
         Plots(flat).layers("sdt")
     assert not plt.get_fignums()
+
+
+def test_more_than_twelve_lines_are_bands_with_their_extremes_named() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    tensors = {
+        f"layers.{layer}.experts.{expert}.{role}": ("x", values * (1 + expert / 100))
+        for layer in range(3)
+        for expert in range(40)
+        for role in ("up", "down")
+    }
+    tensors["layers.2.experts.17.up"] = ("x", values * 9)
+    tensors["layers.1.experts.5.down"] = ("x", values * 0)
+    ds = xr.Dataset(tensors)
+    for ax in (Plots(ds).layers("std", hue="experts"), Plots(ds).layers("std")):
+        assert len(lines(ax)) == 2
+        assert len({line.get_color() for line in ax.get_lines()}) == 2
+        key = legend_texts(ax)
+        assert (ax.get_title(), key[0]) == ("layers.{0..2}.experts.{0..39}.*", "up")
+        assert key[1].startswith("layer 2, expert 17: ")
+        assert key[5] == "layer 1, expert 5: 0"
+        assert notes(ax) == "lines: medians; bands: 5 to 95 %, and all"
+        # Both bands of both roles.
+        assert len([each for each in ax.collections if isinstance(each, PolyCollection)]) == 4
+
+
+def test_more_than_twelve_roles_are_united() -> None:
+    values = np.random.default_rng(0).normal(size=9)
+    words = ("q", "k", "v", "o", "gate", "up", "down")
+    tensors = {
+        f"l.{n}.{word}.{leaf}": ("x", values * (n + 1))
+        for word in words
+        for leaf in ("weight", "bias")
+        for n in range(3)
+    }
+    tensors["l.1.k.bias"] = ("x", values * 100)
+    ax = Plots(xr.Dataset(tensors)).layers("std")
+    assert len(lines(ax)) == 2
+    assert any(text.startswith("l 1, k: ") for text in legend_texts(ax))
+    ax = Plots(xr.Dataset(tensors)).layers("std", hue=lambda name: name[-4:])
+    assert len(lines(ax)) == 2
+    assert legend_texts(ax)[0] == "ight"
+
+
+def test_statistics_of_the_session_are_used(
+    flat: xr.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = flat.load()
+    loaded.ckpt.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr("xckpt.statistics.api.gather", None)
+        assert len(lines(loaded.ckpt.plot.layers("std", "*.attn.w"))) == 1
+    before = lines(loaded.ckpt.plot.layers("std", "*.attn.w"))[0]
+    loaded["m.layers.0.attn.w"] = loaded["m.layers.0.attn.w"] * 3
+    after = lines(loaded.ckpt.plot.layers("std", "*.attn.w"))[0]
+    assert after[0] == pytest.approx(3 * before[0], rel=1e-5)
+
+
+def test_codes_do_not_share_an_axis_with_weights() -> None:
+    values = np.random.default_rng(0).normal(size=9)
+    tensors: dict[str, Any] = {}
+    for n in range(3):
+        tensors[f"l.{n}.a.weight"] = ("x", (values * 30).astype(np.int8))
+        tensors[f"l.{n}.a.weight_scale"] = ("y", np.array([n + 1.0, 2.0]))
+        tensors[f"l.{n}.b.weight"] = ("x", values)
+    plots = Plots(xr.Dataset(tensors))
+    ax = plots.layers("std")
+    assert legend_texts(ax) == ["a.weight_scale", "b.weight"]
+    assert notes(ax) == "without 3 tensors of codes; their scales are in weight_scale"
+    ax = plots.layers("std", "*.a.weight")
+    assert ax.get_ylabel() == "std of codes"
+    assert notes(ax) == "codes, whose scales are in weight_scale"
 
 
 def test_experts_without_the_statistic_leave_a_gap() -> None:

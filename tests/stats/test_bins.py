@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import xarray as xr
 from tests.stats.checkpoints import model, write
 from tests.stats.reference import dtype_of
 from xckpt.statistics import histogram
+from xckpt.statistics.bins import bin_edges, distributions, edges_on_grid
+from xckpt.statistics.entries import contents_of
+from xckpt.statistics.kinds import kind_named
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,3 +112,67 @@ def test_tensors_share_bins_and_stacked_dimensions_stay(tmp_path: Path) -> None:
     assert h["layers.w"].sum("bin").values.tolist() == [48 * 32] * 3
     assert h["layers"].values.tolist() == [0, 1, 2]
     assert h["none"].sum() == 0
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float32", "float64"])
+@pytest.mark.parametrize(("mean", "std"), [(1.0, 0.1), (0.0, 0.5), (-2.0, 0.2)])
+def test_densities_on_the_grid_of_a_type_have_no_comb_and_no_step(
+    name: str, mean: float, std: float
+) -> None:
+    values = np.random.default_rng(0).normal(mean, std, 200_000).astype(dtype_of(name))
+    (found,) = distributions(contents_of(xr.Dataset({"x": ("a", values)})).entries())
+    edges = edges_on_grid(found.kind, bin_edges(200, "linear", [found]))
+    counts = found.counts(edges)
+    assert counts.sum() == found.count == 200_000
+    assert edges[0] <= found.low
+    assert edges[-1] >= found.high
+    cumulated = np.array([math.erf((edge - mean) / std / math.sqrt(2)) / 2 for edge in edges])
+    expected = 200_000 * np.diff(cumulated)
+    many = expected > 1000
+    assert many.sum() > (4 if "float8" in name else 20)
+    # Five standard deviations of what is random.
+    assert (np.abs(counts - expected)[many] < 5 * np.sqrt(expected[many]) + 1).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "int8", "uint8", "bool"])
+def test_a_bin_on_the_grid_has_a_number_of_the_type(name: str) -> None:
+    every = np.unique(kind_named(name).values)
+    every = every[np.isfinite(every)]
+    ends = (every[0], every[-1])
+    for low, high in [(0.0, 1.0), (np.clip(-1.0, *ends), 1.0), ends, (1.0, 1.0)]:
+        edges = edges_on_grid(kind_named(name), np.linspace(low, high + 1e-9, 500))
+        inside = every[(every > edges[0]) & (every < edges[-1])]
+        assert np.histogram(inside, edges)[0].min() >= 1
+        assert low >= edges[0]
+        assert high <= edges[-1]
+
+
+@pytest.mark.parametrize("span", [(0, 0), (-3, 5), (0, 255), (-1000, -400), (250, 70_000)])
+def test_bins_of_integers_are_between_integers(span: tuple[int, int]) -> None:
+    edges = edges_on_grid(kind_named("int32"), np.linspace(*span, 2000))
+    assert (edges % 1 == 0.5).all()
+    assert edges[0] <= span[0] <= span[1] <= edges[-1]
+    values = np.arange(span[0], span[1] + 1, dtype=np.int32)
+    (found,) = distributions(contents_of(xr.Dataset({"x": ("a", values)})).entries())
+    counts = found.counts(edges)
+    assert counts.sum() == len(values)
+    assert counts[1:-1].tolist() == np.diff(edges)[1:-1].tolist()
+
+
+def test_a_distribution_knows_its_extremes_and_what_is_not_finite() -> None:
+    values = np.array([3.0, np.nan, -1.0, np.inf, 0.0, 0.25], np.float32)
+    ds = xr.Dataset({"x": ("a", values), "nan": ("b", values[[1]])})
+    found, nothing = distributions(contents_of(ds).entries())
+    assert (found.name, found.count, found.other) == ("x", 4, 2)
+    assert (found.low, found.high) == (-1, 3)
+    assert found.smallest == pytest.approx(0.25, rel=2**-8)
+    assert found.mean == pytest.approx(0.5625, rel=2**-8)
+    assert (nothing.count, nothing.other) == (0, 1)
+
+
+def test_bins_are_checked_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.statistics.bins.gather", None)
+    with pytest.raises(ValueError, match="at least one bin, not 0"):
+        counts(np.ones(3), bins=0)
+    with pytest.raises(ValueError, match="ascend"):
+        counts(np.ones(3), bins=[1, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNames, stated_name
+from xckpt.labels.codes import scales_of_codes
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 from xckpt.labels.selection import TensorFilter, select, similar
 
@@ -11,6 +12,7 @@ __all__ = [
     "TensorFilter",
     "child_nodes",
     "flat_name",
+    "scales_of_codes",
     "select",
     "similar",
     "stated_name",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,14 @@ class Plots:
     ----------
     obj : xarray.Dataset or xarray.DataTree
         Opened by one of our engines, flat or stacked; most pictures also work for any other object.
+    stats : xarray.Dataset, optional
+        What `xckpt.stats` found in this object, so that it is not computed again.
+
+    Notes
+    -----
+    Tensors of codes, such as the int8 weights that have their scales next to them, are never drawn
+    with weights: they are left out, which the picture says, or labelled as codes if nothing else
+    is chosen. Arguments are checked before any data are read.
 
     Examples
     --------
@@ -32,8 +40,9 @@ class Plots:
     >>> ds.ckpt.plot.layers("std", "*_proj.weight")  # doctest: +SKIP
     """
 
-    def __init__(self, obj: xr.Dataset | xr.DataTree) -> None:
+    def __init__(self, obj: xr.Dataset | xr.DataTree, stats: xr.Dataset | None = None) -> None:
         self._obj = obj
+        self._stats = stats
 
     def __repr__(self) -> str:
         kinds = [name for name in vars(Plots) if not name.startswith("_")]
@@ -53,8 +62,11 @@ class Plots:
         """Draw a statistic along the numbered modules of a model: one line for each role.
 
         The tensors ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... make one line. Where they are
-        numbered twice, like experts in layers, the line is the median over the other numbers, and
-        a band spans the smallest to the largest. Tensors without a number are not shown.
+        numbered twice, like experts in layers, the line is the median over the other numbers, a
+        band spans the smallest to the largest, another one the middle 90 % of eight or more, and
+        the legend names the tensors at the extremes. If there are more than twelve roles, those
+        are united whose names differ in one word, and the smallest of what is left. Tensors
+        without a number are not shown.
 
         Parameters
         ----------
@@ -66,11 +78,11 @@ class Plots:
             The module whose numbers are on the axis; by default the outermost, usually the layers.
         hue : str or callable, optional
             How lines are coloured: by another numbered module, with one line for each of its
-            numbers; or by the result of a function of the name without numbers. By default every
-            line has its own colour.
+            numbers, or bands if these are more than twelve; or by the result of a function of the
+            name without numbers. By default every line has its own colour.
         stats : xarray.Dataset, optional
-            The result of `xckpt.stats` for this object; by default it is computed, or taken from
-            the cache.
+            The result of `xckpt.stats` for this object, or of `xckpt.compare`; by default what
+            ``ds.ckpt.stats()`` found, or else it is computed, or taken from the cache.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
@@ -85,41 +97,51 @@ class Plots:
         ------
         ImportError
             If matplotlib is not installed.
+        TypeError
+            If `ax` is not one Axes.
         ValueError
-            If no tensor has a number, or the statistic does not exist.
+            If no tensor matches or has a number, or the statistic does not exist.
 
         Examples
         --------
         >>> ds.ckpt.plot.layers("absmax", "*.mlp.*", hue="experts")  # doctest: +SKIP
         """
-        from xckpt.plots.lines import draw_layers
+        from xckpt.plots.layers import draw_layers
 
-        return draw_layers(self._obj, statistic, names, x=x, hue=hue, stats=stats, ax=ax, **kwargs)
+        return draw_layers(
+            *(self._obj, statistic, names),
+            **{"x": x, "hue": hue, "stats": stats, "known": self._stats, "ax": ax, **kwargs},
+        )
 
     def histogram(
         self,
         names: TensorFilter | None = None,
         *,
-        bins: int | Sequence[float] = 200,
+        bins: int | Sequence[float] | None = None,
         scale: str = "linear",
         log: bool = True,
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw how the elements of tensors are distributed, one line for each tensor.
+        """Draw how the elements of tensors are distributed: their densities.
 
-        The lines of numbered modules are coloured by their number.
+        Up to twelve tensors have a line each, with colours by number where they only differ in
+        that. More become bands of quantiles, one for each role as in `layers`; the tensor that is
+        spread most, and of few roles also the one that is spread least, has a line of its own and
+        a name. Bins are as wide as the numbers of the stored element type are apart, or wider.
 
         Parameters
         ----------
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to draw, as for ``ds.ckpt.find``; by default all.
-        bins : int or sequence of float, default 200
-            Number of bins, or their edges.
+        bins : int or sequence of float, optional
+            Number of bins from the smallest to the largest element of a line or band, by default
+            at most 200 and fewer for small tensors, and as many again for all but a few outliers
+            where that is much less; or the edges.
         scale : {"linear", "symlog"}
             Scale of the values; ``"symlog"`` is logarithmic on both sides of zero.
         log : bool, default True
-            Whether the axis of shares is logarithmic, which makes outliers visible.
+            Whether the axis of densities is logarithmic, which makes outliers visible.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure.
         **kwargs
@@ -128,7 +150,9 @@ class Plots:
         Returns
         -------
         matplotlib.axes.Axes
-            The axes. Shares are relative to the finite elements of each tensor.
+            The axes, with ticks at the smallest and the largest element and at zero. A density is
+            the share of the finite elements of a tensor for each unit of the values, or for each
+            decade if these are logarithmic.
 
         Raises
         ------
@@ -141,15 +165,15 @@ class Plots:
         --------
         >>> ds.ckpt.plot.histogram("*.q_proj.weight")  # doctest: +SKIP
         """
-        from xckpt.plots.lines import draw_histogram
+        from xckpt.plots.distribution import draw_histogram
 
         return draw_histogram(self._obj, names, bins=bins, scale=scale, log=log, ax=ax, **kwargs)
 
     def treemap(self, names: TensorFilter | None = None, *, ax: Axes | None = None) -> Axes:
         """Draw where the bytes of a checkpoint are: nested rectangles, like its modules.
 
-        Areas show stored bytes, colours show element types. Modules that only differ in their
-        number are one rectangle, with ``*`` for the number. No data are read.
+        Areas show stored bytes, colours show element types as in the summary. Modules that only
+        differ in their number are one rectangle, with ``*`` for the number. No data are read.
 
         Parameters
         ----------
@@ -182,7 +206,7 @@ class Plots:
         self,
         name: str,
         *,
-        rows: int = 256,
+        rows: int | Literal["all"] = 256,
         columns: int = 256,
         robust: bool = False,
         ax: Axes | None = None,
@@ -194,14 +218,21 @@ class Plots:
         and its element of largest magnitude is shown, so that outliers along a column are not
         missed; one NaN in that row makes the block NaN. No other rows are read, and at most 2**24
         elements: of longer rows only a part. Tensors that are compressed, or sparse with
-        coordinates, are decoded whole, once.
+        coordinates, are decoded whole, once. With ``rows="all"`` everything is read, chunk by
+        chunk, and a block shows the element of largest magnitude in all of its rows.
+
+        The heading says what was read, and what statistics that were computed before know of NaN,
+        infinities and rows of zeros in the whole tensor. Rows that have any are marked at the
+        right edge.
 
         Parameters
         ----------
         name : str
             Name of a tensor in the file, also one that is stacked, or of a variable.
-        rows, columns : int, default 256
-            The largest number of blocks along the axes.
+        rows : int or "all", default 256
+            The largest number of blocks along the rows; ``"all"`` reads all rows for 256 blocks.
+        columns : int, default 256
+            The largest number of blocks along the columns.
         robust : bool, default False
             Whether colours span the middle 98 % of the elements instead of all of them.
         ax : matplotlib.axes.Axes, optional
@@ -230,7 +261,10 @@ class Plots:
         """
         from xckpt.plots.heatmap import draw_heatmap
 
-        return draw_heatmap(self._obj, name, size=(rows, columns), robust=robust, ax=ax, **kwargs)
+        return draw_heatmap(
+            *(self._obj, name),
+            **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},
+        )
 
     def compare(
         self,
@@ -263,19 +297,20 @@ class Plots:
         -------
         matplotlib.axes.Axes
             The axes, most changed first, logarithmic where the values span more than two powers of
-            ten. The title says how many tensors are the same, or on one side only.
+            ten. The title says how many tensors are the same, or on one side only; where nothing
+            changed, a sentence stands in place of the bars.
 
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         ValueError
-            If the statistic does not exist, or `most` is not positive.
+            If no tensor matches, the statistic does not exist, or `most` is not positive.
 
         Examples
         --------
         >>> base.ckpt.plot.compare(tuned)  # doctest: +SKIP
         """
-        from xckpt.plots.lines import draw_differences
+        from xckpt.plots.differences import draw_differences
 
         return draw_differences(self._obj, other, statistic, names, most=most, ax=ax, **kwargs)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from itertools import product, takewhile
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from xckpt.notebook.formatting import printable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
 __all__ = [
+    "add_heading",
     "add_legend",
-    "common_path",
     "line_styles",
     "luminance",
+    "name_the_ends",
     "new_axes",
     "number_colours",
+    "number_text",
+    "require_drawable",
     "require_matplotlib",
     "safe",
     "whole_numbers",
@@ -30,9 +33,19 @@ __all__ = [
 ]
 
 _WIDTH = 44
+_LABEL_WIDTH = 56
 _MOST_LABELS = 24
 _FEW_LABELS = 5
 _COLUMNS = 3
+_NOTE_WIDTH = 120
+# In sizes of the font, about this in DejaVu Sans.
+_CHARACTER_WIDTH = 0.6
+# Of the labels of an axis.
+_INCHES_OF_LABELS = 0.5
+# Other ticks are as far as this from those that are named, in parts of the axis.
+_TICK_ROOM = 0.1
+# Of those that matplotlib's styles have not, seen on white and on black.
+_MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -42,6 +55,18 @@ def require_matplotlib() -> None:
         import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'xckpt[plot]'") from error
+
+
+def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> None:
+    """Refuse axes that are none, and options of matplotlib's, before anything is computed."""
+    require_matplotlib()
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    if ax is not None and not isinstance(ax, Axes):
+        raise TypeError(f"ax is one matplotlib.axes.Axes, not {type(ax).__name__}")
+    if draw is not None:
+        draw(Figure().add_subplot())
 
 
 def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5) -> Axes:
@@ -63,27 +88,68 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
     text.set_parse_math(False)
 
 
+def add_heading(ax: Axes, title: str, *notes: str) -> None:
+    """Write a title, and below it in small letters what has to be known of a picture."""
+    from matplotlib.font_manager import FontProperties
+
+    room = _room(ax)
+    lines = [""]
+    for note in filter(None, notes):
+        size = FontProperties(size="small").get_size_in_points() * _CHARACTER_WIDTH
+        joined = f"{lines[-1]} · {note}" if lines[-1] else note
+        lines[-1:] = [joined] if len(joined) * size < room else [lines[-1], note]
+    lines = [shortened(printable(line), _NOTE_WIDTH) for line in filter(None, lines)]
+    write(ax.title, title, max(20, int(room / (float(ax.title.get_fontsize()) * _CHARACTER_WIDTH))))
+    ax.title.set(x=0, ha="left")
+    if lines:
+        text = ax.annotate(
+            "", (0, 1), (0, 4), "axes fraction", "offset points", ha="left", va="bottom"
+        )
+        text.set(text="\n".join(lines), fontsize="small", alpha=0.8, parse_math=False)
+        ax.set_title(ax.get_title(), pad=8 + 11 * len(lines), parse_math=False, x=0, ha="left")
+
+
+def _room(ax: Axes) -> float:
+    """Return how wide a line above axes may be, in points."""
+    figure: Any = ax.get_figure(root=True)
+    width, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
+    place = ax.get_position()
+    alone = spec is not None and spec.get_gridspec().ncols == 1
+    # Before the layout, which takes something on the left for labels.
+    return float(width - 50 if alone else place.width * width)
+
+
 def add_legend(
-    ax: Axes, handles: Sequence[Artist], labels: Sequence[str], *, below: bool = False
+    ax: Axes,
+    handles: Sequence[Artist],
+    labels: Sequence[str],
+    *,
+    below: Literal["axes", "labels"] | None = None,
+    beside: bool = False,
 ) -> None:
-    """Add a legend: inside where it is small, else next to the axes, or below them."""
+    """Add a legend: inside where it is small, else next to the axes, or below something."""
     if not handles:
         return
     kept = len(handles) if len(handles) <= _MOST_LABELS else _MOST_LABELS - 1
     place: dict[str, Any] = {"loc": "best"}
     if below:
+        from matplotlib.transforms import ScaledTranslation
+
+        figure: Any = ax.get_figure(root=True)
+        down = -_INCHES_OF_LABELS if below == "labels" else 0.0
         place = {
             "loc": "upper center",
             "bbox_to_anchor": (0.5, -0.01),
+            "bbox_transform": ax.transAxes + ScaledTranslation(0, down, figure.dpi_scale_trans),
             "ncols": min(kept, _COLUMNS),
         }
-    elif len(handles) > _FEW_LABELS:
+    elif beside or len(handles) > _FEW_LABELS:
         place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
     # Matplotlib would leave out labels that begin with an underscore, and read formulas.
     blank = [" "] * kept
     legend = ax.legend(list(handles[:kept]), blank, frameon=False, fontsize="small", **place)
     for text, label in zip(legend.get_texts(), labels, strict=False):
-        write(text, label)
+        write(text, label, _LABEL_WIDTH)
     if kept < len(handles):
         legend.set_title(f"the first {kept} of {len(handles)}")
         legend.get_title().set_fontsize("small")
@@ -94,6 +160,8 @@ def line_styles(count: int) -> list[dict[str, Any]]:
     from matplotlib import rcParams
 
     colours = rcParams["axes.prop_cycle"].by_key().get("color", ["C0"])
+    if len(colours) < count <= len(colours) + len(_MORE_COLOURS):
+        colours = [*colours, *_MORE_COLOURS]
     cycle = [
         {"color": colour, "linestyle": style} for style, colour in product(_LINE_STYLES, colours)
     ]
@@ -133,11 +201,52 @@ def luminance(colour: Any) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-def common_path(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the modules that all names are in, with a dot at the end, and the rests."""
-    if len(names) < 2:
-        return "", list(names)
-    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    shared = takewhile(lambda parts: len(set(parts)) == 1, columns)
-    common = "".join(f"{parts[0]}." for parts in shared)
-    return common, [name[len(common) :] for name in names]
+def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None = None) -> None:
+    """Put ticks at the extremes and at zero; on a symmetric scale that begins at `linthresh`."""
+    from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, SymmetricalLogLocator
+
+    regular: Any = MaxNLocator(7)
+    if linthresh is not None:
+        ax.set_xscale("symlog", linthresh=linthresh)
+        regular = SymmetricalLogLocator(base=10, linthresh=linthresh)
+        regular.set_params(numticks=9)
+
+    class Ends(Locator):
+        """Named ticks, and regular ones where there is room."""
+
+        def __call__(self) -> Any:
+            start, stop = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
+            return self.tick_values(start, stop)
+
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            along = ax.transScale.transform
+            width = np.ptp(along([(vmin, 1.0), (vmax, 1.0)])[:, 0])
+            kept = [each for each in (low, high) if vmin <= each <= vmax]
+            # Zero comes first, if there is room.
+            for each in sorted([0.0, *regular.tick_values(vmin, vmax)], key=abs):
+                others = along([(other, 1.0) for other in [each, *kept]])[:, 0]
+                if (
+                    vmin <= each <= vmax
+                    and (abs(others[1:] - others[0]) > _TICK_ROOM * width).all()
+                ):
+                    kept.append(float(each))
+            return np.array(sorted(kept))
+
+    ax.xaxis.set_major_locator(Ends())
+    ax.xaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.minorticks_off()
+
+
+def number_text(value: float) -> str:
+    """Write a number in short."""
+    return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _tick(value: float, _: object = None) -> str:
+    """Write a number at an axis."""
+    digits, _, exponent = number_text(value).partition("e")
+    if not exponent:
+        return digits
+    power = int(exponent.replace("\N{MINUS SIGN}", "-"))
+    times = {"1": "", "\N{MINUS SIGN}1": "\N{MINUS SIGN}"}.get(digits, f"{digits}·")
+    return rf"{times}$10^{{{power}}}$"

@@ -5,10 +5,20 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import dask.array as da
 import numpy as np
 
 from xckpt.errors import shown
-from xckpt.plots.axes import add_legend, new_axes, require_matplotlib, safe, whole_numbers, write
+from xckpt.labels import scales_of_codes
+from xckpt.notebook.formatting import counted
+from xckpt.plots.axes import (
+    add_heading,
+    add_legend,
+    new_axes,
+    require_drawable,
+    safe,
+    whole_numbers,
+)
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
@@ -22,59 +32,154 @@ _MOST_ELEMENTS = 1 << 24
 _WIDEST_FOLD = 1 << 16
 _MANY_FRAMES_NBYTES = 256 << 20
 _FEWEST_LONG_ROWS = 16
+# Blocks along the rows of a picture of all of them.
+_MOST_ROWS = 256
+_START = np.array([0])
 _NAN_COLOUR = "#e6007e"
+_DEAD_COLOUR = "#d9731a"
 _ROBUST = (1.0, 99.0)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Sample(NamedTuple):
-    """A few elements of a tensor, as a matrix, and the rows and columns of the whole tensor."""
+    """A few elements of a tensor, as a matrix, and what is known of the whole tensor."""
 
     values: Array
     shape: tuple[int, int]
+    #: Which rows were read, and how many columns of them.
+    rows: Array
+    read: int
+    #: Rows of zeros among them.
+    dead: Array
+
+    def describe(self) -> str:
+        """Say what was read and is shown; nothing if that is all."""
+        nrows, ncolumns = self.shape
+        if self.values.shape == self.shape:
+            return ""
+        count = len(self.rows)
+        rows = f"all {nrows:,} rows" if count == nrows else f"{count:,} of {nrows:,} rows"
+        if self.read < ncolumns:
+            rows += f", {self.read:,} of {ncolumns:,} elements of each"
+        is_reduced = self.values.shape != (count, self.read)
+        return rows + (", largest of each block" if is_reduced else "")
 
 
 def draw_heatmap(
     obj: Any,
     name: str,
     *,
-    size: tuple[int, int],
+    size: tuple[int | str, int],
     robust: bool,
+    known: xr.Dataset | None,
     ax: Axes | None,
     **style: Any,
 ) -> Axes:
     """Draw the elements of a tensor; see `xckpt.plots.Plots.heatmap`."""
-    require_matplotlib()
-    variable = OpenTensors(obj).variable(name)
+    require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
+    rows, columns = size
+    is_whole = rows == "all"
+    if columns < 1 or not (is_whole or (isinstance(rows, int) and rows > 0)):
+        raise ValueError(
+            f"a picture has at least one row, or 'all', and at least one column, not {size}"
+        )
+    tensors = OpenTensors(obj)
+    variable = tensors.variable(name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
-    if min(size) < 1:
-        raise ValueError(f"a picture has at least one row and one column, not {size}")
-    sample = sampled(variable.data, *size, by_row=_has_cheap_rows(variable))
-    ax = new_axes(ax, 7.0, 5.0)
+    faults = _known_faults(tensors[name], known)
+    if isinstance(rows, str):
+        sample = blocks_of(variable.data, _MOST_ROWS, columns)
+    else:
+        sample = sampled(variable.data, rows, columns, by_row=_has_cheap_rows(variable))
+    ax = new_axes(ax, 7.0, 5.4)
     options = _colours(sample.values, robust=robust) | style
-    rows, columns = sample.shape
+    nrows, ncolumns = sample.shape
     image = ax.imshow(
         np.ma.masked_invalid(sample.values),
-        extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
+        extent=(-0.5, ncolumns - 0.5, nrows - 0.5, -0.5),
         **{"aspect": "auto", "interpolation": "nearest", **options},
     )
-    ax.figure.colorbar(image, ax=ax, extend="both" if robust else "neither")
+    bar = ax.figure.colorbar(image, ax=ax, extend="both" if robust else "neither")
     image.set_cmap(image.get_cmap().with_extremes(bad=_NAN_COLOUR))
-    if not np.isfinite(sample.values).all():
-        from matplotlib.patches import Patch
-
-        add_legend(ax, [Patch(facecolor=_NAN_COLOUR)], ["NaN or infinite"], below=True)
+    scales = scales_of_codes({row.name: row.dtype for row in tensors.rows}).get(name)
+    if scales is not None:
+        bar.set_label("code")
+    _mark(ax, sample)
     split = _split(variable.shape)
     ax.set_ylabel(safe(" × ".join(map(str, variable.dims[:split]))))
     ax.set_xlabel(safe(" × ".join(map(str, variable.dims[split:]))))
-    for axis, length in ((ax.yaxis, rows), (ax.xaxis, columns)):
+    for axis, length in ((ax.yaxis, nrows), (ax.xaxis, ncolumns)):
         whole_numbers(axis)
         if length == 1:
             axis.set_ticks([])
-    write(ax.title, name, 70)
+    of_codes = f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
+    add_heading(ax, name, sample.describe(), _what_is_known(faults, sample), of_codes)
     return ax
+
+
+def _mark(ax: Axes, sample: Sample) -> None:
+    """Mark rows of zeros, and rows with what is not finite, at the right edge; explain both."""
+    from matplotlib.lines import Line2D
+
+    height, nrows = len(sample.values), sample.shape[0]
+    unknown = ~np.isfinite(sample.values)
+    at = np.flatnonzero(unknown.any(axis=1))
+    dead = sample.dead if len(sample.dead) < len(sample.rows) else sample.dead[:0]
+    marks = [
+        (_NAN_COLOUR, (at + 0.5) * nrows / height - 0.5, _not_finite(int(unknown.sum()))),
+        (_DEAD_COLOUR, dead, f"{counted(len(dead), 'row')} of zeros"),
+    ]
+    handles, labels = [], []
+    for colour, places, text in marks:
+        if not len(places):
+            continue
+        look: dict[str, Any] = {
+            "color": colour,
+            "marker": "<",
+            "markersize": 5,
+            "linestyle": "",
+            "clip_on": False,
+        }
+        ax.plot(
+            np.full(len(places), 1.012),
+            places,
+            transform=ax.get_yaxis_transform(),
+            markeredgewidth=0,
+            **look,
+        )
+        handles.append(Line2D([], [], **look))
+        labels.append(text)
+    add_legend(ax, handles, labels, below="labels")
+
+
+def _not_finite(count: int) -> str:
+    return f"NaN or infinite, in {counted(count, 'block')}"
+
+
+def _known_faults(tensor: xr.DataArray, known: xr.Dataset | None) -> dict[str, int]:
+    """Return what statistics found, if there are any: how many NaN, infinities and dead rows."""
+    from xckpt.statistics import findings, known_stats
+
+    found = known_stats(tensor)
+    if found is None:
+        found = known
+    if found is None:
+        return {}
+    rules = findings(found)
+    own = rules[rules["tensor"] == str(tensor.name)]
+    return {rule: int(value) for rule, value in zip(own["rule"], own["value"], strict=True)}
+
+
+def _what_is_known(faults: dict[str, int], sample: Sample) -> str:
+    """Say what statistics know of the whole tensor."""
+    words = {"nan": "NaN", "inf": "infinities", "dead_rows": "rows of zeros"}
+    facts = [f"{faults[rule]:,} {word}" for rule, word in words.items() if rule in faults]
+    if not facts:
+        return ""
+    where = "" if len(sample.rows) == sample.shape[0] else ': rows="all" shows where'
+    return f"{', '.join(facts)} in all{where}"
 
 
 def _colours(values: Array, *, robust: bool) -> dict[str, Any]:
@@ -118,13 +223,78 @@ def sampled(array: Any, rows: int, columns: int, *, by_row: bool = True) -> Samp
     chosen = [np.unravel_index(row, array.shape[:split]) for row in (edges[:-1] + edges[1:]) // 2]
     starts = np.arange(width) * shape[1] // width
     part = _MOST_ELEMENTS // (height * width)
+    rows_read = (edges[:-1] + edges[1:]) // 2
     if height * shape[1] <= _MOST_ELEMENTS or len(array.shape) - split > 1:
-        lines = _read([array[tuple(row)] for row in chosen], by_row)
-        values = [_extremes(line.reshape(-1), starts) for line in lines]
+        lines = [line.reshape(-1) for line in _read([array[tuple(row)] for row in chosen], by_row)]
+        values = np.concatenate([_extremes(line, starts) for line in lines])
+        dead = np.array([row for row, line in zip(rows_read, lines, strict=True) if not line.any()])
+        read = shape[1]
     else:
         parts = _read([array[(*row, slice(a, a + part))] for row in chosen for a in starts], by_row)
-        values = [_extremes(each.reshape(-1), np.array([0])) for each in parts]
-    return Sample(np.concatenate(values).reshape(height, width), shape)
+        values = np.concatenate([_extremes(each.reshape(-1), _START) for each in parts])
+        dead, read = np.array([]), min(part * width, shape[1])
+    return Sample(values.reshape(height, width), shape, rows_read, read, dead)
+
+
+def blocks_of(array: Any, rows: int, columns: int) -> Sample:
+    """Read all of an array, chunk by chunk, and keep the largest magnitude of each block."""
+    import dask
+
+    split = _split(array.shape)
+    shape = prod(array.shape[:split]), prod(array.shape[split:])
+    size = min(rows, shape[0]), min(columns, shape[1])
+    if isinstance(array, da.Array):
+        starts = [np.cumsum([0, *along]).tolist() for along in array.chunks]
+        chunks = array.to_delayed()
+        tasks = [
+            dask.delayed(_chunk_extremes)(
+                chunks[at],
+                [s[i] for s, i in zip(starts, at, strict=True)],
+                array.shape,
+                split,
+                size,
+            )
+            for at in np.ndindex(chunks.shape)
+        ]
+        found = dask.compute(*tasks)
+    else:
+        found = (_chunk_extremes(array, [0] * array.ndim, array.shape, split, size),)
+    values = np.zeros(size)
+    is_dead = np.ones(shape[0], bool)
+    for place, extremes, row_numbers, zeros in found:
+        values[place] = _larger(values[place], extremes)
+        is_dead[row_numbers] &= zeros
+    return Sample(values, shape, np.arange(shape[0]), shape[1], np.flatnonzero(is_dead))
+
+
+def _chunk_extremes(
+    chunk: Any, start: list[int], shape: tuple[int, ...], split: int, size: tuple[int, int]
+) -> tuple[Any, Array, Array, Array]:
+    """Return the extremes of the blocks that a chunk has a part in, and its rows of zeros."""
+    values = _numbers(chunk)
+    rows = _flat_indices(start[:split], values.shape[:split], shape[:split])
+    columns = _flat_indices(start[split:], values.shape[split:], shape[split:])
+    table = values.reshape(len(rows), len(columns))
+    zeros: Array = np.logical_not(table.any(axis=1))
+    places = []
+    lengths = prod(shape[:split]), prod(shape[split:])
+    for axis, (numbers, length, count) in enumerate(
+        zip((rows, columns), lengths, size, strict=True)
+    ):
+        block = np.searchsorted(np.arange(1, count) * length // count, numbers, side="right")
+        first = np.flatnonzero(np.diff(block, prepend=-1))
+        table = _extremes(table, first, axis)
+        places.append(block[first])
+    return np.ix_(*places), table, rows, zeros
+
+
+def _flat_indices(start: list[int], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """Return the positions of a box in an array that is laid out flat."""
+    if not shape:
+        return np.zeros(1, np.int64)
+    grid = np.ix_(*[np.arange(a, a + n) for a, n in zip(start, sizes, strict=True)])
+    flat: Array = np.ravel_multi_index(grid, shape).ravel()
+    return flat
 
 
 def _split(shape: tuple[int, ...]) -> int:
@@ -141,17 +311,24 @@ def _read(parts: list[Any], alone: bool) -> list[Array]:  # noqa: FBT001  the on
 
     if alone:  # optimised together, slices of one chunk would share the read of all of it
         parts = [each for part in parts for each in dask.optimize(part)]
-    found = []
-    for part in dask.compute(*parts):
-        values = np.asarray(part.todense() if hasattr(part, "todense") else part)
-        if values.dtype.kind == "c":
-            values = np.abs(values)
-        found.append(values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32))
-    return found
+    return [_numbers(part) for part in dask.compute(*parts)]
 
 
-def _extremes(line: Array, starts: Array) -> Array:
-    """Return the element of largest magnitude of each block of a row."""
-    high = np.maximum.reduceat(line, starts)
-    low = np.minimum.reduceat(line, starts)
-    return np.where(np.abs(low) > np.abs(high), low, high)
+def _numbers(part: Any) -> Array:
+    """Return elements as numbers that can be drawn."""
+    values = np.asarray(part.todense() if hasattr(part, "todense") else part)
+    if values.dtype.kind == "c":
+        values = np.abs(values)
+    return values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
+
+
+def _extremes(values: Array, starts: Array, axis: int = 0) -> Array:
+    """Return the element of largest magnitude of each block along an axis."""
+    high = np.maximum.reduceat(values, starts, axis)
+    return _larger(high, np.minimum.reduceat(values, starts, axis))
+
+
+def _larger(one: Array, other: Array) -> Array:
+    """Return the numbers of larger magnitude, or NaN."""
+    larger: Array = np.where((np.abs(other) > np.abs(one)) | np.isnan(other), other, one)
+    return larger

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.labels import select
 from xckpt.labels.stacking import numbered
-from xckpt.notebook.formatting import binary_size, columns, printable, share, shortened
-from xckpt.plots.axes import add_legend, line_styles, luminance, new_axes, require_matplotlib, write
+from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
+from xckpt.notebook.html import colors_of
+from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
+from xckpt.plots.roles import require_any
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
@@ -64,13 +65,13 @@ class _Module:
 
 def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     """Draw where the bytes are; see `xckpt.plots.Plots.treemap`."""
-    require_matplotlib()
+    require_drawable(ax)
     from matplotlib.patches import Patch
 
-    rows = {row.name: row for row in OpenTensors(obj).rows}
-    chosen = select(rows, names)
-    if not chosen:
-        raise ValueError(f"no tensor is called {names!r}" if rows else "there are no tensors")
+    tensors = OpenTensors(obj)
+    rows = {row.name: row for row in tensors.rows}
+    chosen = tensors.select(names)
+    require_any(chosen, tensors, names)
     root = _tree(rows[name] for name in chosen)
     if not root.nbytes:
         raise ValueError("all tensors are empty")
@@ -78,16 +79,20 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     ax.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     kinds = [kind for kind, _ in root.dtypes.most_common()]
-    styles = line_styles(len(kinds))
-    canvas = _Canvas(ax, {k: each["color"] for k, each in zip(kinds, styles, strict=True)})
+    # As the summary has them, also in a picture of some of the tensors.
+    whole: Counter[str] = Counter()
+    for row in rows.values():
+        whole[row.dtype] += row.nbytes
+    colours = colors_of(kind for kind, _ in whole.most_common())
+    canvas = _Canvas(ax, {kind: colours[kind] for kind in kinds})
     canvas.draw(root, Box(0, 0, 1, 1), ())
     labels = [
         f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
         for kind in kinds
     ]
     handles = [Patch(facecolor=colour) for colour in canvas.colours.values()]
-    add_legend(ax, handles, labels, below=True)
-    write(ax.title, f"{binary_size(root.nbytes)} in {root.count:,} tensors")
+    add_legend(ax, handles, labels, below="axes")
+    add_heading(ax, f"{binary_size(root.nbytes)} in {counted(root.count, 'tensor')}")
     return ax
 
 

@@ -3,7 +3,7 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.statistics.api import QUANTILES, findings, stats, table, tensor_names
+from xckpt.statistics.api import QUANTILES, findings, known_stats, stats, table, tensor_names
 from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
@@ -17,6 +17,7 @@ __all__ = [
     "compare",
     "findings",
     "histogram",
+    "known_stats",
     "require_numbers",
     "spectrum",
     "statistic_names",

@@ -16,7 +16,7 @@ from xckpt.statistics.describe import describe, describe_rows, statistic_names
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid_out, member_names
 from xckpt.statistics.refine import refine, wanted_of
-from xckpt.statistics.scan import gather
+from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -140,6 +140,12 @@ def stats(
         found = deferred(partial(_statistics, find), entries, shapes)
     with paused_collector():
         return laid_out(names, entries, found, attrs, contents)
+
+
+def known_stats(obj: Any) -> xr.Dataset | None:
+    """Return the statistics of an object if an earlier scan kept them; no data are read."""
+    readers = [reader for entry in contents_of(obj).entries() for reader in entry.readers]
+    return stats(obj) if all(kept(readers, Sketch)) else None
 
 
 def _statistics(find: Callable[..., Any], entries: Sequence[Described]) -> list[Any]:

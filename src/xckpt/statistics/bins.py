@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,11 +22,61 @@ if TYPE_CHECKING:
 
     from xckpt.progress import ProgressOption
     from xckpt.statistics.describe import Spectrum
+    from xckpt.statistics.entries import Described
+    from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # The logarithmic part of a symmetric scale spans so many powers of ten below the largest value.
 _DECADES = 8
+# Between these quantiles is what is not an outlier.
+_BULK = (0.001, 0.999)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How the finite elements of a tensor are distributed.
+
+    The numbers are NaN where it has none.
+    """
+
+    name: str
+    count: int  # of finite elements
+    other: int  # elements that are NaN or infinite
+    low: float
+    high: float
+    mean: float
+    smallest: float  # magnitude but zero
+    bulk: tuple[float, float]  # the range of all but two thousandths of the elements
+    _reader: Reader
+    # Packed, because sketches of thousands of tensors take too much memory.
+    _sketch: bytes
+
+    @property
+    def kind(self) -> Kind:
+        """How elements are counted."""
+        return self._reader.kind
+
+    def counts(self, edges: Array) -> Array:
+        """Count the elements in bins."""
+        return _count(spectrum(Sketch.unpack(self._sketch, self._reader)), edges)
+
+
+def distributions(
+    entries: Sequence[Described], *, progress: ProgressOption = None, cache: bool = True
+) -> list[Distribution]:
+    """Find how the elements of tensors are distributed, from the sketches of a scan."""
+    readers = [reader for entry in entries for reader in entry.readers]
+
+    def finish(number: int, sketch: Sketch) -> Distribution:
+        return _distribution(readers[number], sketch)
+
+    with Progress(progress, "histogram") as bar:
+        found: list[Distribution] = gather(
+            readers, Sketch, finish, bar, cache=cache, stretched=True
+        )
+    return found
 
 
 def histogram(
@@ -82,20 +134,15 @@ def histogram(
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
+    require_bins(bins)
     contents = contents_of(obj)
     entries = contents.entries()
-    readers = [reader for entry in entries for reader in entry.readers]
-    # Packed, because sketches of thousands of tensors take too much memory.
-    with Progress(progress, "histogram") as bar:
-        kept = gather(readers, Sketch, lambda _, s: _kept(s), bar, cache=cache, stretched=True)
-    edges = _edges(bins, scale, [span for span, _ in kept if span is not None])
+    every = distributions(entries, progress=progress, cache=cache)
+    edges = bin_edges(bins, scale, [each for each in every if each.count])
     variables: dict[Hashable, Any] = {}
-    found = (
-        _count(spectrum(Sketch.unpack(data, reader)), edges)
-        for reader, (_, data) in zip(readers, kept, strict=True)
-    )
+    found = iter(every)
     for entry in entries:
-        rows = [next(found) for _ in entry.readers]
+        rows = [next(found).counts(edges) for _ in entry.readers]
         values = np.array(rows, np.int64).reshape(*entry.shape, len(edges) - 1)
         counts = np.moveaxis(values, -1, 0)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
@@ -111,16 +158,28 @@ def histogram(
     return xr.Dataset(variables, coords)
 
 
-def _kept(sketch: Sketch) -> tuple[tuple[float, float, float] | None, bytes]:
-    """Keep a sketch, and its smallest and largest element and smallest magnitude but zero."""
+def _distribution(reader: Reader, sketch: Sketch) -> Distribution:
     found = spectrum(sketch)
-    values = found.values(found.counts > 0)
-    if not len(values):
-        return None, sketch.pack()
+    there = found.counts > 0
+    values, counts = found.values(there), found.counts[there]
+    count, packed = int(counts.sum()), sketch.pack()
+    other = sketch.count - count
+    if not count:
+        nan = np.nan
+        return Distribution(
+            reader.name, 0, other, nan, nan, nan, np.inf, (nan, nan), reader, packed
+        )
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
     # Those that are known by their codes are clipped to the extremes; these are known.
     low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
-    return (float(low), float(high), smallest), sketch.pack()
+    ends = np.searchsorted(np.cumsum(counts), np.multiply(_BULK, count)).clip(0, len(values) - 1)
+    mean = float(np.average(values, weights=counts))
+    return Distribution(
+        *(reader.name, count, other, float(low), float(high), mean, smallest),
+        (float(values[ends[0]]), float(values[ends[1]])),
+        reader,
+        packed,
+    )
 
 
 def _count(found: Spectrum, edges: Array) -> Array:
@@ -133,23 +192,81 @@ def _count(found: Spectrum, edges: Array) -> Array:
     return counts
 
 
-def _edges(bins: int | ArrayLike, scale: str, spans: Sequence[tuple[float, float, float]]) -> Array:
+def require_bins(bins: int | ArrayLike) -> None:
+    """Refuse bins that are none."""
     if np.ndim(bins):
         edges = np.asarray(bins, np.float64)
         if len(edges) < 2 or not (np.diff(edges) > 0).all():
             raise ValueError("edges of bins are two or more numbers that ascend")
-        return edges
-    count = int(np.asarray(bins))
-    if count < 1:
+    elif (count := int(np.asarray(bins))) < 1:
         raise ValueError(f"there is at least one bin, not {count}")
-    low = min((span[0] for span in spans), default=0.0)
-    high = max((span[1] for span in spans), default=0.0)
+
+
+def bin_edges(bins: int | ArrayLike, scale: str, found: Sequence[Distribution]) -> Array:
+    """Return the edges of bins for tensors with finite elements."""
+    if np.ndim(bins):
+        return np.asarray(bins, np.float64)
+    count = int(np.asarray(bins))
+    low = min((each.low for each in found), default=0.0)
+    high = max((each.high for each in found), default=0.0)
     if low == high:
         low, high = low - 0.5, high + 0.5
     if scale == "linear" or count < 3:
         return np.linspace(low, high, count + 1)
-    smallest = min((span[2] for span in spans), default=np.inf)
+    smallest = min((each.smallest for each in found), default=np.inf)
     return _symmetric_edges(low, high, smallest, count)
+
+
+def edges_on_grid(kind: Kind, edges: Array) -> Array:
+    """Move edges to between the numbers that elements of a kind can be told apart by.
+
+    Bins that would have none of these numbers are united with their neighbours, so that a bin is
+    as wide as the numbers in it are apart: divided by the widths, counts are densities without a
+    comb where bins are finer than the numbers, and without a step where their spacing doubles.
+    Elements at the first and at the last edge are inside.
+    """
+    if kind.exact:
+        cells = _cells(kind)
+        first = np.searchsorted(cells, edges[0], side="left") - 1
+        last = np.searchsorted(cells, edges[-1], side="right")
+        nearest = np.searchsorted((cells[1:] + cells[:-1]) / 2, edges[1:-1])
+        at = np.unique([first, *nearest, last]).clip(0, len(cells) - 1)
+        on_grid: Array = cells[np.unique(at)]
+        return on_grid
+    inner, low, high = _rounded(edges[1:-1], np.rint), edges[0], edges[-1]
+    # A code is of numbers from its beginning away from zero, to which the next one belongs.
+    if low <= 0:
+        low = low - 1 if kind.integer else np.nextafter(low, -np.inf)
+    if high >= 0:
+        high = high + 1 if kind.integer else np.nextafter(high, np.inf)
+    low, high = _rounded(low, np.floor), _rounded(high, np.ceil)
+    if kind.integer:
+        inner, low, high = (_between(each) for each in (inner, low, high))
+    ascending: Array = np.unique([low, *inner[(inner > low) & (inner < high)], high])
+    return ascending
+
+
+@cache
+def _cells(kind: Kind) -> Array:
+    """Return what is halfway between the finite numbers of a kind, and as far beyond the ends."""
+    values = np.unique(kind.values[np.isfinite(kind.values)])
+    middles = values[:-1] / 2 + values[1:] / 2
+    ends = 2 * values[0] - middles[0], 2 * values[-1] - middles[-1]
+    cells: Array = np.concatenate([ends[:1], middles, ends[1:]])
+    return cells
+
+
+def _rounded(numbers: Array, way: Any) -> Array:
+    """Round to eight significant bits, which is where codes begin."""
+    fractions, exponents = np.frexp(numbers)
+    rounded: Array = np.ldexp(way(fractions * 256) / 256, exponents)
+    return rounded
+
+
+def _between(numbers: Array) -> Array:
+    """Move numbers to halfway between integers, towards zero."""
+    halfway: Array = np.copysign(np.maximum(np.rint(np.abs(numbers)), 1) - 0.5, numbers)
+    return halfway
 
 
 def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Array:

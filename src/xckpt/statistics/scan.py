@@ -82,6 +82,14 @@ def gather(
     return found.results
 
 
+def kept(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
+    """Return what is kept of a stretched scan of each tensor, None if that is not all of it."""
+    with open_stores(readers, operation, enabled=True) as stores:
+        found = _Found(readers, stores, lambda _, whole: whole)
+        found.take_what_is_kept(stretched=True)
+    return found.results
+
+
 class _Found:
     """What is found of tensors by and by, and what still has to be read."""
 

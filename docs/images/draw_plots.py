@@ -1,0 +1,175 @@
+"""Draw the pictures of ``docs/how-to/plots.md``: ``python docs/images/draw_plots.py [FOLDER]``.
+
+The checkpoints are random numbers in the shapes of known models, small, with what real ones have:
+spreads that drift with depth, channels of outliers, and a fault here and there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import ml_dtypes
+import numpy as np
+import xarray as xr
+
+import xckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+    Tensors = Iterator[tuple[str, Array]]
+
+BFLOAT16 = ml_dtypes.bfloat16
+STYLES = {"light": "default", "dark": "dark_background"}
+
+
+def weights(seed: int) -> Callable[..., Array]:
+    """Return what draws weights, with heavier tails than a normal distribution has."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int, std: float, mean: float = 0.0, tails: float = 6.0) -> Array:
+        drawn = rng.standard_t(tails, shape) * np.sqrt((tails - 2) / tails)
+        return (mean + std * drawn).astype(np.float32)
+
+    return draw
+
+
+def gpt2(layers: int = 12, width: int = 96) -> Tensors:
+    """Draw a model like GPT-2, in float32: outliers in one channel, rows of zeros, a NaN."""
+    draw = weights(2)
+    wte = draw(50257 // 8, width, std=0.14)
+    wte[5000:5040] = 0
+    wte[123, 17] = np.nan
+    yield "wte.weight", wte
+    wpe = draw(1024, width, std=0.02)
+    wpe[:, 31] *= 40
+    yield "wpe.weight", wpe
+    for layer in range(layers):
+        depth = layer / layers
+        for norm in ("ln_1", "ln_2"):
+            yield f"h.{layer}.{norm}.weight", draw(width, std=0.03, mean=0.2 + 0.9 * depth)
+            yield f"h.{layer}.{norm}.bias", draw(width, std=0.02)
+        for name, shape, std in (
+            ("attn.c_attn", (width, 3 * width), 0.2 - 0.06 * depth),
+            ("attn.c_proj", (width, width), 0.1 + 0.1 * depth),
+            ("mlp.c_fc", (width, 4 * width), 0.13),
+            ("mlp.c_proj", (4 * width, width), 0.08 + 0.05 * depth),
+        ):
+            yield f"h.{layer}.{name}.weight", draw(*shape, std=std)
+            yield f"h.{layer}.{name}.bias", draw(shape[1], std=0.05 + 0.1 * depth)
+    yield "ln_f.weight", draw(width, std=0.1, mean=1.4)
+    yield "ln_f.bias", draw(width, std=0.05)
+
+
+def llama(layers: int = 32, width: int = 128) -> Tensors:
+    """Draw a model like Llama, in bfloat16; down projections are int8 with scales."""
+    draw = weights(3)
+
+    def weight(*shape: int, std: float, mean: float = 0.0) -> Array:
+        return draw(*shape, std=std, mean=mean, tails=8).astype(BFLOAT16)
+
+    yield "model.embed_tokens.weight", weight(32 * width, width, std=0.016)
+    for layer in range(layers):
+        base, depth = f"model.layers.{layer}", layer / layers
+        for name, rows, std in (
+            ("q_proj", width, 0.024 - 0.008 * depth),
+            ("k_proj", width // 4, 0.032 - 0.012 * depth),
+            ("v_proj", width // 4, 0.009 + 0.008 * depth),
+            ("o_proj", width, 0.011 + 0.004 * depth),
+        ):
+            values = weight(rows, width, std=std)
+            if (layer, name) == (17, "k_proj"):
+                values[5, 40] = 3.5
+            yield f"{base}.self_attn.{name}.weight", values
+        for name in ("gate_proj", "up_proj"):
+            values = weight(3 * width, width, std=0.017 + 0.003 * depth)
+            if name == "gate_proj" and layer == 5:
+                values[:, 77] *= 12
+                values[100:104] = 0
+            yield f"{base}.mlp.{name}.weight", values
+        down = draw(width, 3 * width, std=0.015)
+        scale = np.abs(down).max(axis=1, keepdims=True) / 127
+        yield f"{base}.mlp.down_proj.weight", np.rint(down / scale).astype(np.int8)
+        yield f"{base}.mlp.down_proj.weight_scale", scale
+        for norm in ("input", "post_attention"):
+            gain = weight(width, std=0.06, mean=0.15 + 0.5 * depth)
+            yield f"{base}.{norm}_layernorm.weight", gain
+    yield "model.norm.weight", weight(width, std=0.2, mean=1.9)
+    yield "lm_head.weight", weight(32 * width, width, std=0.015)
+
+
+def mixture(layers: int = 24, experts: int = 64, width: int = 32) -> Tensors:
+    """Draw a mixture of experts, in bfloat16; one expert exploded, one died."""
+    draw = weights(5)
+
+    def weight(*shape: int, std: float, mean: float = 0.0) -> Array:
+        return draw(*shape, std=std, mean=mean).astype(BFLOAT16)
+
+    rng = np.random.default_rng(6)
+    yield "model.embed_tokens.weight", weight(4096, width, std=0.02)
+    for layer in range(layers):
+        base, depth = f"model.layers.{layer}", layer / layers
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{base}.self_attn.{name}.weight", weight(width, width, std=0.02)
+        yield f"{base}.mlp.gate.weight", weight(experts, width, std=0.01 + 0.01 * depth)
+        for expert in range(experts):
+            spread = 0.02 * (1 + 0.5 * depth) * np.exp(0.15 * rng.standard_normal())
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                values = weight(width, width, std=spread)
+                if (layer, expert, name) == (17, 3, "up_proj"):
+                    values *= 8
+                if (layer, expert, name) == (9, 40, "down_proj"):
+                    values *= 0.05
+                yield f"{base}.mlp.experts.{expert}.{name}.weight", values
+        for norm in ("input", "post_attention"):
+            yield f"{base}.{norm}_layernorm.weight", weight(width, std=0.05, mean=0.4 + depth)
+    yield "model.norm.weight", weight(width, std=0.2, mean=1.9)
+
+
+def opened(tensors: Tensors, path: Path) -> xr.Dataset:
+    """Write tensors to a file, and open that."""
+    variables = {
+        name: ([f"d{size}_{axis}" for axis, size in enumerate(values.shape)], values)
+        for name, values in tensors
+    }
+    xckpt.save(xr.Dataset(variables), path)
+    return xr.open_dataset(path, engine="ztensor")
+
+
+def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
+    """Return what draws each picture of the page."""
+    gpt = opened(gpt2(), folder / "gpt2.zt")
+    moe = opened(mixture(), folder / "moe.zt")
+    dense = opened(llama(), folder / "llama.zt")
+    gpt.ckpt.stats(progress=False)
+    return {
+        "plot-layers": lambda: dense.ckpt.plot.layers("std", "*.self_attn.*"),
+        "plot-experts": lambda: moe.ckpt.plot.layers("std", "*.experts.*"),
+        "plot-histogram": lambda: moe.ckpt.plot.histogram("*.experts.*"),
+        "plot-heatmap": lambda: gpt.ckpt.plot.heatmap("wte.weight", rows="all", robust=True),
+        "plot-treemap": dense.ckpt.plot.treemap,
+    }
+
+
+def main(target: Path) -> None:
+    """Draw all pictures on light and on dark ground."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with TemporaryDirectory() as folder:
+        for name, draw in pictures(Path(folder)).items():
+            for ground, style in STYLES.items():
+                with plt.style.context(style):
+                    draw().figure.savefig(target / f"{name}-{ground}.png", dpi=90)
+                plt.close("all")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

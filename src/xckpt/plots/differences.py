@@ -1,0 +1,104 @@
+"""How much the tensors of two checkpoints differ: ``ds.ckpt.plot.compare``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from xckpt.labels import scales_of_codes, select
+from xckpt.notebook.formatting import counted
+from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe
+from xckpt.plots.layers import WIDE_SPAN, require_statistic
+from xckpt.plots.roles import codes_left_out, require_any
+from xckpt.tensors import OpenTensors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from xckpt.labels import TensorFilter
+
+__all__ = ["draw_differences"]
+
+_INCHES_PER_BAR = 0.26
+_WIDEST_NAME = 56
+_STATUS_WORDS = {
+    "same": "same",
+    "changed": "changed",
+    "only_a": "only here",
+    "only_b": "only in the other",
+    "shape": "of another shape",
+}
+
+
+def draw_differences(
+    obj: Any,
+    other: Any,
+    statistic: str,
+    names: TensorFilter | None,
+    *,
+    most: int,
+    ax: Axes | None,
+    **style: Any,
+) -> Axes:
+    """Draw how much tensors differ; see `xckpt.plots.Plots.compare`."""
+    from xckpt.statistics import MEASURES, compare, table
+
+    require_drawable(ax, lambda trial: trial.barh([0], [0.0], **style))
+    require_statistic(statistic, [each for each in MEASURES if each != "status"])
+    if most < 1:
+        raise ValueError(f"a picture has at least one bar, not {most}")
+    if isinstance(other, xr.Dataset) and "statistic" in other.dims:
+        frame = table(other)
+        frame = frame.loc[select(frame.index, names)]
+    else:
+        frame = table(compare(obj, other, tensors=names))
+    tensors = OpenTensors(obj)
+    require_any(frame.index.tolist(), tensors, names)
+    counts = Counter(frame["status"])
+    facts = [f"{counts[kind]:,} {word}" for kind, word in _STATUS_WORDS.items() if counts[kind]]
+    summary = f"{counted(len(frame), 'tensor')}: {', '.join(facts)}"
+    changed = frame[frame["status"] == "changed"]
+    note, of_codes = "", ""
+    codes = scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    is_code = changed.index.isin(list(codes))
+    if is_code.all() and is_code.size:
+        of_codes = " of codes"
+    elif is_code.any():
+        note = codes_left_out(changed.index[is_code].tolist(), codes)
+        changed = changed[~is_code]
+    bars = changed.head(most)[::-1]
+    ax = new_axes(ax, 8.0, 1.6 + _INCHES_PER_BAR * max(4, len(bars)))
+    kept = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
+    add_heading(ax, summary, kept, note)
+    if bars.empty:
+        _say(ax, counts)
+        return ax
+    values = bars[statistic].to_numpy(np.float64)
+    drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
+    ax.set_yticks(np.arange(len(bars)), [safe(name, _WIDEST_NAME) for name in bars.index])
+    ax.tick_params("y", length=0, labelsize="small")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(x=0.12)
+    ax.set_xlabel(safe(statistic) + of_codes)
+    finite = values[np.isfinite(values)]
+    if finite.size and finite.min() > 0 and finite.max() > WIDE_SPAN * finite.min():
+        ax.set_xscale("log")
+    ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize="small")
+    return ax
+
+
+def _say(ax: Axes, counts: Counter[str]) -> None:
+    """Say in the middle of a picture without bars what there is to say."""
+    same, other = counts["same"], counts.total() - counts["same"]
+    if not same:
+        text = "No tensor is in both with the same shape."
+    elif not other:
+        text = "All tensors are equal." if same > 1 else "The tensor is equal in both."
+    else:
+        text = "No tensor that is in both has changed."
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    ax.text(0.5, 0.5, text, ha="center", va="center", size="large", transform=ax.transAxes)

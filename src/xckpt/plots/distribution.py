@@ -1,0 +1,287 @@
+"""How the elements of tensors are distributed: ``ds.ckpt.plot.histogram``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.notebook.formatting import counted
+from xckpt.plots.axes import (
+    add_heading,
+    add_legend,
+    line_styles,
+    name_the_ends,
+    new_axes,
+    number_colours,
+    number_text,
+    require_drawable,
+)
+from xckpt.plots.roles import MOST_LINES, choose, numbers_of, roles_of, title_and_labels
+from xckpt.tensors import find
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from xckpt.labels import TensorFilter
+    from xckpt.plots.roles import Chosen, Role
+    from xckpt.statistics.bins import Distribution
+
+__all__ = ["draw_histogram"]
+
+# So many lines at most are told apart by name rather than by number.
+_FEW_LINES = 5
+_FEWEST_BINS, _MOST_BINS = 10, 200
+_QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+# Of the inner band and of the outer one.
+_ALPHAS = (0.25, 0.12)
+# More bands than this have no outer one, and only a name for the tensor that is spread most.
+_FEW_BANDS = 3
+# Where all but few elements are in less of the range than this, they have bins of their own.
+_NARROW_BULK = 0.25
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class _Density(NamedTuple):
+    """Elements for each unit of the axis, as parts of all of a tensor."""
+
+    found: Distribution
+    edges: Values
+    values: Values
+
+    def at(self, points: Values) -> Values:
+        """Return the density at points."""
+        where = np.searchsorted(self.edges, points, side="right") - 1
+        inside = (where >= 0) & (where < len(self.values))
+        values: Values = np.where(inside, self.values[where.clip(0, len(self.values) - 1)], 0.0)
+        return values
+
+
+def draw_histogram(
+    obj: Any,
+    names: TensorFilter | None,
+    *,
+    bins: int | Sequence[float] | None,
+    scale: Any,
+    log: bool,
+    ax: Axes | None,
+    **style: Any,
+) -> Axes:
+    """Draw how elements are distributed; see `xckpt.plots.Plots.histogram`."""
+    from xckpt.statistics.bins import require_bins
+
+    require_drawable(ax, lambda trial: trial.stairs([1.0], [0.0, 1.0], **style))
+    if bins is not None:
+        require_bins(bins)
+    if scale not in {"linear", "symlog"}:
+        raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
+    chosen = choose(obj, names)
+    found, notes = _found(obj, chosen)
+    axis = _Axis(found, bins, scale)
+    low, high = min(each.low for each in found), max(each.high for each in found)
+    title, roles = roles_of([each.name for each in found], most=MOST_LINES)
+    by_name = {each.name: each for each in found}
+    members = [[by_name[name] for name in role.names] for role in roles]
+    is_banded = len(found) > MOST_LINES
+    ax = new_axes(ax, height=4.5)
+    if is_banded:
+        _draw_bands(ax, roles, members, axis, style)
+        bands = "5 to 95 %, and all" if len(roles) <= _FEW_BANDS else "5 to 95 %"
+        notes = [f"lines: medians; bands: {bands}", *notes]
+    else:
+        title = _draw_lines(ax, roles, found, axis, style) or title
+    name_the_ends(ax, low, high, linthresh=axis.linthresh)
+    ax.set_yscale("log" if log else "linear")
+    drawn = [density for density in axis.drawn if density > 0]
+    if log and drawn:
+        ax.set_ylim(min(drawn) / 2, max(drawn) * 2)
+    elif not log:
+        ax.set_ylim(0, None)
+    add_heading(ax, title, *notes)
+    ax.set_xlabel("code" if chosen.scales else "value")
+    ax.set_ylabel("density" if axis.linthresh is None else "density (share for each decade)")
+    ax.grid(visible=True, alpha=0.25)
+    return ax
+
+
+def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
+    """Find the distributions of tensors, and what is to be said of those that have none."""
+    from xckpt.statistics.bins import distributions
+    from xckpt.statistics.entries import contents_of
+
+    homes, names = chosen.tensors.variables_of(chosen.names), set(chosen.names)
+    entries = contents_of(find(obj, lambda name: name in homes)).entries()
+    every = [each for each in distributions(entries) if each.name in names]
+    found = [each for each in every if each.count]
+    if not found:
+        what = "are numbers" if not every else "have a finite element"
+        raise ValueError(f"none of {counted(len(names), 'tensor')} {what}")
+    notes = [chosen.note]
+    others = [each for each in every if each.other]
+    if others:
+        total = sum(each.other for each in others)
+        where = others[0].name if len(others) == 1 else counted(len(others), "tensor")
+        notes.append(f"without {total:,} NaN or infinite in {where}")
+    if chosen.scales:
+        scales = next(iter(chosen.scales.values()))
+        notes.append(f"codes, whose scales are in {scales.rpartition('.')[2]}")
+    return found, notes
+
+
+class _Axis:
+    """Bins, and densities in them."""
+
+    def __init__(self, found: Sequence[Distribution], bins: Any, scale: str) -> None:
+        from xckpt.statistics.bins import bin_edges
+
+        self.bins, self.scale = bins, scale
+        self.linthresh: float | None = None
+        #: Densities in the picture.
+        self.drawn: list[float] = []
+        if scale == "symlog":
+            self.edges = bin_edges(self._number(found), scale, found)
+            if (self.edges > 0).any():
+                self.linthresh = float(self.edges[self.edges > 0].min())
+
+    def densities(self, found: Sequence[Distribution]) -> list[_Density]:
+        """Return the densities of tensors, in bins that all of them share but for their types."""
+        from xckpt.statistics.bins import edges_on_grid
+
+        edges = self._edges(found)
+        densities = []
+        for each in found:
+            own = edges if np.ndim(self.bins) else edges_on_grid(each.kind, edges)
+            widths = np.diff(self._along(own))
+            densities.append(_Density(each, own, each.counts(own) / each.count / widths))
+        return densities
+
+    def _edges(self, found: Sequence[Distribution]) -> Values:
+        from xckpt.statistics.bins import bin_edges
+
+        if self.scale == "symlog":
+            return self.edges
+        edges: Values = bin_edges(self._number(found), self.scale, found)
+        if np.ndim(self.bins):
+            return edges
+        low, high = (np.median([each.bulk[end] for each in found]) for end in (0, 1))
+        if 0 < high - low < _NARROW_BULK * (edges[-1] - edges[0]):
+            edges = np.union1d(edges, np.linspace(low, high, len(edges)))
+        return edges
+
+    def _number(self, found: Sequence[Distribution]) -> Any:
+        """Return how many bins there are, or their edges."""
+        if self.bins is not None:
+            return self.bins
+        # By Rice's rule; few elements in many bins would be no more than noise.
+        usual = float(np.median([each.count for each in found]))
+        return int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
+
+    def _along(self, edges: Values) -> Values:
+        """Return where numbers are on the axis, in decades if that is logarithmic."""
+        if self.linthresh is None:
+            return edges
+        from matplotlib.scale import SymmetricalLogTransform
+
+        transform = SymmetricalLogTransform(10, self.linthresh, 1)
+        along: Values = transform.transform(edges) / self.linthresh
+        return along
+
+
+# --- a line for each tensor ----------------------------------------------------------------------
+
+
+def _draw_lines(
+    ax: Axes,
+    roles: Sequence[Role],
+    found: Sequence[Distribution],
+    axis: _Axis,
+    style: dict[str, Any],
+) -> str:
+    """Draw tensors one by one; return their title, if it is not that of their roles."""
+    densities = [each for one in found for each in axis.densities([one])]
+    styles = line_styles(len(found))
+    numbers = [numbers_of(each.name) for each in found]
+    is_numbered = len(roles) == 1 and len(found) > _FEW_LINES and len(numbers[0]) == 1
+    if is_numbered:
+        (base,) = numbers[0]
+        colours = number_colours(ax, [each[base] for each in numbers], base)
+        styles = [{"color": colours[each[base]]} for each in numbers]
+    handles = [
+        _stairs(ax, axis, each.edges, each.values, {"linewidth": 1.2, **own, **style})
+        for each, own in zip(densities, styles, strict=True)
+    ]
+    if not is_numbered:
+        title, labels = title_and_labels([[each.name] for each in found])
+        if len(found) > 1:
+            add_legend(ax, handles, labels)
+        return title
+    return ""
+
+
+def _stairs(ax: Axes, axis: _Axis, edges: Values, values: Values, style: dict[str, Any]) -> Any:
+    axis.drawn += values.tolist()
+    # A logarithm would draw nothing at the bottom.
+    return ax.stairs(np.where(values > 0, values, np.nan), edges, **style)
+
+
+# --- bands of many -------------------------------------------------------------------------------
+
+
+def _draw_bands(
+    ax: Axes,
+    roles: Sequence[Role],
+    members: Sequence[Sequence[Distribution]],
+    axis: _Axis,
+    style: dict[str, Any],
+) -> None:
+    """Draw bands of quantiles, and the tensors that are spread most and least."""
+    handles: list[Any] = []
+    labels: list[str] = []
+    few = len(roles) <= _FEW_BANDS
+    for role, found, own in zip(roles, members, line_styles(len(roles)), strict=True):
+        own = {"linewidth": 1.3, **own, **style}  # noqa: PLW2901
+        densities = axis.densities(found)
+        edges = densities[0].edges
+        for each in densities[1:]:
+            if not np.array_equal(edges, each.edges):  # of another type
+                edges = np.union1d(edges, each.edges)
+        middles = (edges[1:] + edges[:-1]) / 2
+        levels = np.quantile([each.at(middles) for each in densities], _QUANTILES, axis=0)
+        handles.append(_stairs(ax, axis, edges, levels[2], own))
+        times = f"  ×{len(found):,}" if len(found) > 1 else ""
+        labels.append((role.label if len(roles) > 1 else "median") + times)
+        if len(found) == 1:
+            continue
+        axis.drawn += levels[-1 if few else -2].tolist()
+        colour = handles[-1].get_edgecolor()
+        for at, alpha in zip((1, 0) if few else (1,), _ALPHAS, strict=False):
+            look = {"color": colour, "alpha": alpha, "linewidth": 0}
+            ax.stairs(levels[-1 - at], edges, baseline=levels[at], fill=True, **look)
+        for each, dashes, end in _extremes(densities)[: None if few else 1]:
+            span = f"{number_text(each.found.low)} to {number_text(each.found.high)}"
+            labels.append(f"{role.place(each.found.name)}: {span}")
+            if few:
+                thin = {**own, "linewidth": 1.0, "linestyle": dashes}
+                handles.append(_stairs(ax, axis, each.edges, each.values, thin))
+            else:  # lines of so many would hide each other
+                look = {"marker": "v", "s": 30, "color": colour, "zorder": 3, "clip_on": False}
+                place = ax.get_xaxis_transform()
+                handles.append(ax.scatter([end], [0.01], transform=place, **look))
+    add_legend(ax, handles, labels, beside=True)
+
+
+def _extremes(densities: Sequence[_Density]) -> list[tuple[_Density, str, float]]:
+    """Return the tensors that are spread most and least, with dashes and their far ends."""
+    centre = np.median([each.found.mean for each in densities])
+
+    def far_end(each: _Density) -> float:
+        return max(each.found.low, each.found.high, key=lambda end: abs(end - centre))
+
+    def reach(each: _Density) -> float:
+        return float(abs(far_end(each) - centre))
+
+    both = [(max(densities, key=reach), "--"), (min(densities, key=reach), "-.")]
+    return [(each, dashes, far_end(each)) for each, dashes in both]

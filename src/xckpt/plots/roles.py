@@ -1,0 +1,216 @@
+"""Which tensors a picture is of, what they have in common, and what is said of each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from xckpt.labels import scales_of_codes, similar
+from xckpt.labels.stacking import numbered, words
+from xckpt.notebook.folding import Row, fold
+from xckpt.notebook.formatting import counted
+from xckpt.tensors import OpenTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from xckpt.labels import TensorFilter
+
+__all__ = ["MOST_LINES", "Chosen", "Role", "choose", "roles_of", "title_and_labels"]
+
+#: More lines than this cannot be told apart, and become bands.
+MOST_LINES = 12
+
+_LONGEST_LABEL = 40
+
+
+# --- which tensors -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tensors of a picture: all of them are weights, or all of them are codes."""
+
+    tensors: OpenTensors
+    names: list[str]
+    #: The scales of codes, if these are drawn.
+    scales: dict[str, str]
+    #: What is left out.
+    note: str
+
+    @property
+    def of_codes(self) -> str:
+        """What is said of numbers that are none of weights."""
+        return " of codes" if self.scales else ""
+
+
+def choose(obj: Any, names: TensorFilter | None) -> Chosen:
+    """Choose the tensors of a picture; codes are never on an axis with weights."""
+    tensors = OpenTensors(obj)
+    chosen = tensors.select(names)
+    require_any(chosen, tensors, names)
+    codes = scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    weights = [name for name in chosen if name not in codes]
+    if not weights:
+        return Chosen(tensors, chosen, {name: codes[name] for name in chosen}, "")
+    return Chosen(tensors, weights, {}, codes_left_out([n for n in chosen if n in codes], codes))
+
+
+def require_any(chosen: Sequence[str], tensors: OpenTensors, names: TensorFilter | None) -> None:
+    """Refuse names that no tensor has."""
+    known = [row.name for row in tensors.rows]
+    if not chosen and (names is None or not known):
+        raise ValueError("there are no tensors")
+    if not chosen:
+        raise ValueError(f"no tensor is called {names!r}{similar(known, names or ())}")
+
+
+def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
+    """Say that tensors of codes are not drawn; nothing if there are none."""
+    if not names:
+        return ""
+    their = "its scales are" if len(names) == 1 else "their scales are"
+    return f"without {counted(len(names), 'tensor')} of codes; {their} in {_leaf(scales[names[0]])}"
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+# --- roles ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Tensors whose names differ in the numbers of their modules, or in little more."""
+
+    label: str
+    names: list[str]
+    #: Words that all names have.
+    shared: frozenset[str]
+
+    @classmethod
+    def of(cls, label: str, names: list[str]) -> Role:
+        """Make a role of tensors."""
+        every = {words(numbered(name.split(".")).template) for name in names}
+        return cls(label, names, frozenset.intersection(*map(frozenset, every)))
+
+    @property
+    def bare(self) -> str:
+        """The first name without numbers."""
+        return ".".join(words(numbered(self.names[0].split(".")).template))
+
+    def place(self, name: str) -> str:
+        """Say which of them a tensor is: ``layer 17, expert 3``."""
+        found = numbered(name.split("."))
+        places = zip(found.bases, found.indices, strict=True)
+        own = [word for word in words(found.template) if word not in self.shared]
+        return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
+
+
+def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Role]]:
+    """Group tensors by their names without numbers; return what all share, and the groups.
+
+    Where there are more than `most` groups, those are united whose names differ in one word, as
+    the summary does it, and the smallest of what is left.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        groups.setdefault(numbered(name.split(".")).template, []).append(name)
+    if len(groups) > most:
+        groups = _united(groups)
+    rest: list[str] = []
+    if len(groups) > most:
+        ranked = sorted(groups, key=lambda key: -len(groups[key]))
+        rest = [name for key in ranked[most - 1 :] for name in groups[key]]
+        groups = {key: groups[key] for key in groups if key in ranked[: most - 1]}
+    title, labels = title_and_labels([*groups.values(), *([rest] if rest else [])])
+    if rest:
+        labels[-1] = "all others"
+    members = [*groups.values(), *([rest] if rest else [])]
+    return title, [Role.of(label, each) for label, each in zip(labels, members, strict=True)]
+
+
+def _united(groups: dict[Any, list[str]]) -> dict[Any, list[str]]:
+    """Unite groups whose names differ in one word, but not weights with biases."""
+    # A row stands for each group, with its number for a shape: patterns list those.
+    keys = list(groups)
+    patterns = fold(
+        Row(".".join("0" if part is None else part for part in key), key[-1] or "", (at,), 0, 0)
+        for at, key in enumerate(keys)
+    )
+    united = [[keys[at] for (at,) in pattern.shapes] for pattern in patterns]
+    united.sort(key=lambda some: keys.index(some[0]))
+    return {some[0]: [name for key in some for name in groups[key]] for some in united}
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def title_and_labels(groups: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
+    """Return the pattern of what all names share, and that of each group without it.
+
+    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one group its pattern.
+    """
+    if len(groups) == 1:
+        text = _label(groups[0], 0)
+        return text, [_end(text)]
+    every = [name.split(".") for group in groups for name in group]
+    templates = {numbered(parts).template[:-1] for parts in every}
+    columns = zip(*templates, strict=False)
+    depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
+    labels = [_end(_label(group, depth)) for group in groups]
+    if not depth:
+        return counted(len(every), "tensor"), labels
+    return _patterns({".".join([*parts[:depth], "*"]) for parts in every})[0], labels
+
+
+def _label(names: Sequence[str], depth: int) -> str:
+    """Write the pattern of names without the modules that all share; one name as it is."""
+    inner = [".".join(name.split(".")[depth:]) for name in names]
+    return inner[0] if len(inner) == 1 else " | ".join(_patterns(inner))
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Fold names; into one pattern if their words are as alike as numbers are."""
+    names = list(names)
+    found = fold(Row(name, "", (), 0, 0) for name in names)
+    if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
+        starred = {
+            ".".join("*" if part is None else part for part in numbered(name.split(".")).template)
+            for name in names
+        }
+        found = fold(Row(name, "", (), 0, 0) for name in sorted(starred))
+    return [pattern.text for pattern in found]
+
+
+def _end(text: str) -> str:
+    """Leave out the outer modules of a long name."""
+    parts = text.split(".")
+    for start in range(len(parts)):
+        # Not inside of a range, where two dots are.
+        short = ".".join(parts[start:])
+        if len(short) <= _LONGEST_LABEL and short.count("{") == short.count("}"):
+            return f"…{short}" if start else text
+    return text
+
+
+def _one_of(base: str) -> str:
+    """Return what one of several is called, where it is English."""
+    return base[:-1] if len(base) > 2 and base.endswith("s") and not base.endswith("ss") else base
+
+
+def numbers_of(name: str) -> dict[str, int]:
+    """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
+    found = numbered(name.split("."))
+    pairs = zip(reversed(found.bases), reversed(found.indices), strict=True)
+    return {base: int(index) for base, index in pairs}
+
+
+def outermost(names: Iterable[str]) -> str | None:
+    """Return the module that most tensors are numbered in first."""
+    first = Counter(next(iter(numbered(name.split(".")).bases), None) for name in names)
+    first.pop(None, None)
+    return first.most_common(1)[0][0] if first else None

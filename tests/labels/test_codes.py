@@ -1,0 +1,45 @@
+"""Which tensors hold codes: those whose scales are next to them, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from xckpt.labels import scales_of_codes
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype", "scales"),
+    [
+        ("l.0.weight", "int8", "l.0.weight_scale"),
+        ("l.0.weight", "float8_e4m3fn", "l.0.weight_scale_inv"),
+        ("l.0.weight", "int8", "l.0.SCB"),
+        ("l.0.weight", "uint32", "l.0.scales"),
+        ("l.0.weight", "float8_e4m3fn", "l.0.scale"),
+        ("l.0.qweight", "int32", "l.0.scales"),
+        ("l.0.qzeros", "int32", "l.0.scales"),
+        ("l.0.weight_packed", "uint8", "l.0.weight_scale"),
+        ("l.0.weight_zero_point", "int8", "l.0.weight_scale"),
+        ("l.0.weight", "uint8", "l.0.weight.absmax"),
+        ("gate_up_proj_blocks", "uint8", "gate_up_proj_scales"),
+        ("w", "int8", "w_scale"),
+        ("w:data", "int8", "w:scales"),
+        ("l.0.weight_scale", "float8_e4m3fn", "l.0.weight_scale_2"),
+    ],
+)
+def test_codes_are_known_by_their_scales(codes: str, dtype: str, scales: str) -> None:
+    assert scales_of_codes({codes: dtype, scales: "float32"}) == {codes: scales}
+    assert scales_of_codes({codes: dtype, f"other.{scales}": "float32"}) == {}
+    # Weights that come with a scale are weights.
+    assert scales_of_codes({codes: "bfloat16", scales: "float32"}) == {}
+
+
+def test_what_is_counted_is_no_code() -> None:
+    dtypes = {
+        "bn.weight": "float32",
+        "bn.scale": "float32",
+        "bn.num_batches_tracked": "int64",
+        "ids": "int32",
+        "scales": "float32",
+        "w_scale": "float32",
+    }
+    assert scales_of_codes(dtypes) == {}
