@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BFLOAT16 = ml_dtypes.bfloat16
 STYLES = {"light": "default", "dark": "dark_background"}
+DARK = "plot-experts"
 
 
 def weights(seed: int) -> Callable[..., Array]:
@@ -145,31 +146,33 @@ def opened(tensors: Tensors, path: Path) -> xr.Dataset:
 
 def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
     """Return what draws each picture of the page."""
-    gpt = opened(gpt2(), folder / "gpt2.zt")
     moe = opened(mixture(), folder / "moe.zt")
     dense = opened(llama(), folder / "llama.zt")
-    gpt.ckpt.stats(progress=False)
+    dense.ckpt.stats(progress=False)
     return {
         "plot-layers": lambda: dense.ckpt.plot.layers("std", "*.self_attn.*"),
         "plot-experts": lambda: moe.ckpt.plot.layers("std", "*.experts.*"),
-        "plot-histogram": lambda: moe.ckpt.plot.histogram("*.experts.*"),
-        "plot-heatmap": lambda: gpt.ckpt.plot.heatmap("wte.weight", rows="all", robust=True),
+        "plot-histogram": lambda: moe.ckpt.plot.histogram("*.experts.*.up_proj.weight"),
+        "plot-heatmap": lambda: dense.ckpt.plot.heatmap(
+            "model.layers.5.mlp.gate_proj.weight", rows=128, robust=True
+        ),
         "plot-treemap": dense.ckpt.plot.treemap,
     }
 
 
-def main(target: Path) -> None:
-    """Draw all pictures on light and on dark ground."""
-    mpl.use("Agg")
+def draw_all(target: Path, folder: Path) -> None:
+    """Draw every picture on light ground, and one on dark."""
     from matplotlib import pyplot as plt
 
-    with TemporaryDirectory() as folder:
-        for name, draw in pictures(Path(folder)).items():
-            for ground, style in STYLES.items():
+    for name, draw in pictures(folder).items():
+        for ground, style in STYLES.items():
+            if ground == "light" or name == DARK:
                 with plt.style.context(style):
                     draw().figure.savefig(target / f"{name}-{ground}.png", dpi=90)
                 plt.close("all")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    mpl.use("Agg")
+    with TemporaryDirectory() as temporary:
+        draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent), Path(temporary))

@@ -79,9 +79,12 @@ def test_a_legend_of_many_is_beside_the_picture_and_cut() -> None:
     add_legend(ax, ax.get_lines(), [f"w{number}" for number in range(40)])
     legend = ax.get_legend()
     assert legend is not None
-    assert len(legend.get_texts()) == 23
-    assert legend.get_title().get_text() == "the first 23 of 40"
+    shown = len(legend.get_texts())
+    assert 15 < shown < 30
+    assert legend.get_title().get_text() == f"the first {shown} of 40"
     ax.figure.canvas.draw()
+    assert legend.get_window_extent().y0 > 0
+    assert legend.get_window_extent().y1 < ax.figure.bbox.y1
     assert legend.get_window_extent().x0 > ax.get_window_extent().x1
 
 
@@ -155,15 +158,17 @@ def test_what_is_drawn_into_is_checked_first(flat: xr.Dataset, monkeypatch: Any)
         if draw != plots.treemap:
             with pytest.raises(AttributeError, match="colr"):
                 draw(colr="red")
-    wrong: dict[str, Any]
-    for wrong in ({"statistic": "stdd"}, {"names": "*.atn.w"}, {"x": "layer"}, {"hue": "expert"}):
+    wrong: list[dict[str, Any]]
+    wrong = [{"statistic": "stdd"}, {"names": "*.atn.w"}, {"x": "layer"}, {"hue": "expert"}]
+    for arguments in wrong:
         with pytest.raises(ValueError, match=r"there is no|no tensor is|none of 25 tensors"):
-            plots.layers(**wrong)
+            plots.layers(**arguments)
     with pytest.raises(ValueError, match="similar names: 'std'"):
         plots.layers("stdd")
-    for wrong in ({"bins": 0}, {"bins": [1, 0]}, {"scale": "log"}, {"names": "nothing"}):
+    wrong = [{"bins": 0}, {"bins": [1, 0]}, {"scale": "log"}, {"names": "nothing"}]
+    for arguments in wrong:
         with pytest.raises(ValueError, match=r"at least one bin|ascend|scale is|no tensor is"):
-            plots.histogram(**wrong)
+            plots.histogram(**arguments)
     with pytest.raises(ValueError, match="similar names: 'rel_l2'"):
         plots.compare(flat, "rel_12")
     with pytest.raises(ValueError, match="at least one row, or 'all'"):

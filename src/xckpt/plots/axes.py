@@ -34,7 +34,9 @@ __all__ = [
 
 _WIDTH = 44
 _LABEL_WIDTH = 56
-_MOST_LABELS = 24
+# Of a label in a legend; and of all that is above and below axes.
+_INCHES_OF_LABEL = 0.175
+_INCHES_OF_FRAME = 1.3
 _FEW_LABELS = 5
 _COLUMNS = 3
 _NOTE_WIDTH = 120
@@ -42,8 +44,8 @@ _NOTE_WIDTH = 120
 _CHARACTER_WIDTH = 0.6
 # Of the labels of an axis.
 _INCHES_OF_LABELS = 0.5
-# Other ticks are as far as this from those that are named, in parts of the axis.
-_TICK_ROOM = 0.1
+# Between ticks, for their labels.
+_INCHES_OF_TICK = 0.6
 # Of those that matplotlib's styles have not, seen on white and on black.
 _MORE_COLOURS = ("#8c6d31", "#5254a3", "#ad494a", "#637939")
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -69,10 +71,14 @@ def require_drawable(ax: Any, draw: Callable[[Axes], object] | None = None) -> N
         draw(Figure().add_subplot())
 
 
-def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5) -> Axes:
-    """Return the axes to draw into: those of the caller, or those of a new figure (in inches)."""
+def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5, *, labels: int = 0) -> Axes:
+    """Return the axes to draw into: those of the caller, or those of a new figure (in inches).
+
+    There is room for a legend of so many labels at their side.
+    """
     from matplotlib import pyplot as plt
 
+    height = max(height, _INCHES_OF_FRAME + labels * _INCHES_OF_LABEL)
     # Legends next to the axes get their room from the constrained layout.
     return plt.subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
 
@@ -130,12 +136,14 @@ def add_legend(
     """Add a legend: inside where it is small, else next to the axes, or below something."""
     if not handles:
         return
-    kept = len(handles) if len(handles) <= _MOST_LABELS else _MOST_LABELS - 1
+    figure: Any = ax.get_figure(root=True)
+    height = ax.get_position().height * figure.get_size_inches()[1]
+    most = max(_FEW_LABELS, int(height / _INCHES_OF_LABEL))
+    kept = len(handles) if len(handles) <= most else most - 1
     place: dict[str, Any] = {"loc": "best"}
     if below:
         from matplotlib.transforms import ScaledTranslation
 
-        figure: Any = ax.get_figure(root=True)
         down = -_INCHES_OF_LABELS if below == "labels" else 0.0
         place = {
             "loc": "upper center",
@@ -143,7 +151,7 @@ def add_legend(
             "bbox_transform": ax.transAxes + ScaledTranslation(0, down, figure.dpi_scale_trans),
             "ncols": min(kept, _COLUMNS),
         }
-    elif beside or len(handles) > _FEW_LABELS:
+    elif (beside or len(handles) > _FEW_LABELS) and figure.get_layout_engine() is not None:
         place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
     # Matplotlib would leave out labels that begin with an underscore, and read formulas.
     blank = [" "] * kept
@@ -220,15 +228,14 @@ def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None 
 
         def tick_values(self, vmin: float, vmax: float) -> Any:
             along = ax.transScale.transform
-            width = np.ptp(along([(vmin, 1.0), (vmax, 1.0)])[:, 0])
+            span = np.ptp(along([(vmin, 1.0), (vmax, 1.0)])[:, 0])
+            inches = ax.get_window_extent().width / ax.get_figure(root=True).dpi
+            room = _INCHES_OF_TICK / max(inches, _INCHES_OF_TICK) * span
             kept = [each for each in (low, high) if vmin <= each <= vmax]
             # Zero comes first, if there is room.
             for each in sorted([0.0, *regular.tick_values(vmin, vmax)], key=abs):
                 others = along([(other, 1.0) for other in [each, *kept]])[:, 0]
-                if (
-                    vmin <= each <= vmax
-                    and (abs(others[1:] - others[0]) > _TICK_ROOM * width).all()
-                ):
+                if vmin <= each <= vmax and (abs(others[1:] - others[0]) > room).all():
                     kept.append(float(each))
             return np.array(sorted(kept))
 

@@ -17,7 +17,7 @@ from xckpt.plots.axes import (
     number_text,
     require_drawable,
 )
-from xckpt.plots.roles import MOST_LINES, choose, numbers_of, roles_of, title_and_labels
+from xckpt.plots.roles import MOST_LINES, choose, groups_of, numbers_of, roles_of, title_and_labels
 from xckpt.tensors import find
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _FEW_LINES = 5
 _FEWEST_BINS, _MOST_BINS = 10, 200
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 # Of the inner band and of the outer one.
-_ALPHAS = (0.25, 0.12)
+_ALPHAS = (0.3, 0.18)
 # More bands than this have no outer one, and only a name for the tensor that is spread most.
 _FEW_BANDS = 3
 # Where all but few elements are in less of the range than this, they have bins of their own.
@@ -86,7 +86,7 @@ def draw_histogram(
     by_name = {each.name: each for each in found}
     members = [[by_name[name] for name in role.names] for role in roles]
     is_banded = len(found) > MOST_LINES
-    ax = new_axes(ax, height=4.5)
+    ax = new_axes(ax, labels=len(found) if not is_banded else 2 * len(roles) + _FEW_BANDS)
     if is_banded:
         _draw_bands(ax, roles, members, axis, style)
         bands = "5 to 95 %, and all" if len(roles) <= _FEW_BANDS else "5 to 95 %"
@@ -214,7 +214,7 @@ def _draw_lines(
         for each, own in zip(densities, styles, strict=True)
     ]
     if not is_numbered:
-        title, labels = title_and_labels([[each.name] for each in found])
+        title, labels = title_and_labels([groups_of([each.name]) for each in found])
         if len(found) > 1:
             add_legend(ax, handles, labels)
         return title
@@ -284,4 +284,6 @@ def _extremes(densities: Sequence[_Density]) -> list[tuple[_Density, str, float]
         return float(abs(far_end(each) - centre))
 
     both = [(max(densities, key=reach), "--"), (min(densities, key=reach), "-.")]
+    if reach(both[0][0]) == reach(both[1][0]):
+        return []
     return [(each, dashes, far_end(each)) for each, dashes in both]

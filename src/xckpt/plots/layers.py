@@ -18,7 +18,7 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
-from xckpt.plots.roles import MOST_LINES, Role, choose, numbers_of, outermost, roles_of
+from xckpt.plots.roles import MOST_LINES, Role, choose, groups_of, numbers_of, outermost, roles_of
 from xckpt.tensors import find
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ WIDE_SPAN = 100.0
 _FEW_POINTS = 64
 # Of bands: the outer one has all values, the inner one those between two quantiles.
 _INNER = (0.05, 0.95)
-_ALPHAS = (0.13, 0.25)
+_ALPHAS = (0.18, 0.3)
 _FEWEST_QUANTILES = 8
 # So many bands have both of their extremes named, others the one that is farther from the rest.
 _FEW_BANDS = 3
@@ -94,7 +94,9 @@ def draw_layers(
     column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
     present = [name for name in numbered if name in column]
     title, lines = _lines_of(present, column, along, other, hue if callable(hue) else None)
-    ax = new_axes(ax, height=4.0 + 0.14 * max(0, len(lines) - 6))
+    bands = sum(1 for line in lines if line.extremes)
+    named = sum(len(_named(line, bands)) for line in lines)
+    ax = new_axes(ax, labels=len(lines) + named)
     if any(line.number for line in lines):
         colours = number_colours(ax, [line.number for line in lines], other or "")
         for line in lines:
@@ -165,7 +167,7 @@ def _lines_of(
         kinds: dict[str, list[str]] = {}
         for role in roles:
             kinds.setdefault(role.label, []).extend(role.names)
-        roles = [Role.of(label, each) for label, each in kinds.items()]
+        roles = [Role.of(label, groups_of(each)) for label, each in kinds.items()]
     return title, [line for role in roles for line in _lines(role, column, along, None)]
 
 

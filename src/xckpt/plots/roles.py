@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from itertools import starmap, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.labels import scales_of_codes, similar
 from xckpt.labels.stacking import numbered, words
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
 
-__all__ = ["MOST_LINES", "Chosen", "Role", "choose", "roles_of", "title_and_labels"]
+__all__ = ["MOST_LINES", "Chosen", "Role", "choose", "groups_of", "roles_of", "title_and_labels"]
 
 #: More lines than this cannot be told apart, and become bands.
 MOST_LINES = 12
 
-_LONGEST_LABEL = 40
+_LONGEST_LABEL = 48
 
 
 # --- which tensors -------------------------------------------------------------------------------
@@ -92,10 +92,11 @@ class Role:
     shared: frozenset[str]
 
     @classmethod
-    def of(cls, label: str, names: list[str]) -> Role:
+    def of(cls, label: str, groups: Sequence[_Group]) -> Role:
         """Make a role of tensors."""
-        every = {words(numbered(name.split(".")).template) for name in names}
-        return cls(label, names, frozenset.intersection(*map(frozenset, every)))
+        names = [name for group in groups for name in group.names]
+        every = [frozenset(words(group.template)) for group in groups]
+        return cls(label, names, frozenset.intersection(*every))
 
     @property
     def bare(self) -> str:
@@ -110,91 +111,104 @@ class Role:
         return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
 
 
-def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Role]]:
-    """Group tensors by their names without numbers; return what all share, and the groups.
+class _Group(NamedTuple):
+    """Tensors whose names differ in numbers only."""
 
-    Where there are more than `most` groups, those are united whose names differ in one word, as
-    the summary does it, and the smallest of what is left.
-    """
+    template: tuple[str | None, ...]
+    names: list[str]
+
+
+def groups_of(names: Iterable[str]) -> list[_Group]:
+    """Group tensors by their names without numbers."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault(numbered(name.split(".")).template, []).append(name)
-    if len(groups) > most:
-        groups = _united(groups)
-    rest: list[str] = []
-    if len(groups) > most:
-        ranked = sorted(groups, key=lambda key: -len(groups[key]))
-        rest = [name for key in ranked[most - 1 :] for name in groups[key]]
-        groups = {key: groups[key] for key in groups if key in ranked[: most - 1]}
-    title, labels = title_and_labels([*groups.values(), *([rest] if rest else [])])
-    if rest:
+    return list(starmap(_Group, groups.items()))
+
+
+def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Role]]:
+    """Group tensors by their names without numbers; return what all share, and the roles.
+
+    Where there are more than `most`, those are united whose names differ in one word, as the
+    summary does it, and the smallest of what is left.
+    """
+    bundles = [[group] for group in groups_of(names)]
+    if len(bundles) > most:
+        bundles = _united([group for (group,) in bundles])
+    is_cut = len(bundles) > most
+    if is_cut:
+        bundles.sort(key=lambda some: -sum(len(group.names) for group in some))
+        rest = [group for some in bundles[most - 1 :] for group in some]
+        bundles = [*bundles[: most - 1], rest]
+    title, labels = title_and_labels(bundles)
+    if is_cut:
         labels[-1] = "all others"
-    members = [*groups.values(), *([rest] if rest else [])]
-    return title, [Role.of(label, each) for label, each in zip(labels, members, strict=True)]
+    return title, list(map(Role.of, labels, bundles))
 
 
-def _united(groups: dict[Any, list[str]]) -> dict[Any, list[str]]:
+def _united(groups: Sequence[_Group]) -> list[list[_Group]]:
     """Unite groups whose names differ in one word, but not weights with biases."""
     # A row stands for each group, with its number for a shape: patterns list those.
-    keys = list(groups)
     patterns = fold(
-        Row(".".join("0" if part is None else part for part in key), key[-1] or "", (at,), 0, 0)
-        for at, key in enumerate(keys)
+        Row(".".join(part or "0" for part in template), template[-1] or "", (at,), 0, 0)
+        for at, (template, _) in enumerate(groups)
     )
-    united = [[keys[at] for (at,) in pattern.shapes] for pattern in patterns]
-    united.sort(key=lambda some: keys.index(some[0]))
-    return {some[0]: [name for key in some for name in groups[key]] for some in united}
+    united = sorted([at for (at,) in pattern.shapes] for pattern in patterns)
+    return [[groups[at] for at in some] for some in united]
 
 
 # --- names ---------------------------------------------------------------------------------------
 
 
-def title_and_labels(groups: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
-    """Return the pattern of what all names share, and that of each group without it.
+def title_and_labels(bundles: Sequence[Sequence[_Group]]) -> tuple[str, list[str]]:
+    """Return the pattern of what all names share, and that of each bundle without it.
 
-    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one group its pattern.
+    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern.
     """
-    if len(groups) == 1:
-        text = _label(groups[0], 0)
+    if len(bundles) == 1:
+        text = _label(bundles[0], 0)
         return text, [_end(text)]
-    every = [name.split(".") for group in groups for name in group]
-    templates = {numbered(parts).template[:-1] for parts in every}
-    columns = zip(*templates, strict=False)
+    every = [group for bundle in bundles for group in bundle]
+    columns = zip(*(group.template[:-1] for group in every), strict=False)
     depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
-    labels = [_end(_label(group, depth)) for group in groups]
+    labels = [_end(_label(bundle, depth)) for bundle in bundles]
+    names = [name.split(".", depth)[:depth] for group in every for name in group.names]
     if not depth:
-        return counted(len(every), "tensor"), labels
-    return _patterns({".".join([*parts[:depth], "*"]) for parts in every})[0], labels
+        return counted(len(names), "tensor"), labels
+    return _patterns(".".join([*parts, "*"]) for parts in names)[0], labels
 
 
-def _label(names: Sequence[str], depth: int) -> str:
+def _label(bundle: Sequence[_Group], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
-    inner = [".".join(name.split(".")[depth:]) for name in names]
-    return inner[0] if len(inner) == 1 else " | ".join(_patterns(inner))
+    names = [name.split(".", depth)[depth] for group in bundle for name in group.names]
+    if len(names) == 1:
+        return names[0]
+    found = _patterns(names)
+    if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
+        starred = [[part or "*" for part in group.template[depth:]] for group in bundle]
+        found = _patterns(map(".".join, starred))
+    return " | ".join(found)
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Fold names; into one pattern if their words are as alike as numbers are."""
-    names = list(names)
-    found = fold(Row(name, "", (), 0, 0) for name in names)
-    if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
-        starred = {
-            ".".join("*" if part is None else part for part in numbered(name.split(".")).template)
-            for name in names
-        }
-        found = fold(Row(name, "", (), 0, 0) for name in sorted(starred))
-    return [pattern.text for pattern in found]
+    return [pattern.text for pattern in fold(Row(name, "", (), 0, 0) for name in names)]
 
 
 def _end(text: str) -> str:
     """Leave out the outer modules of a long name."""
     parts = text.split(".")
-    for start in range(len(parts)):
-        # Not inside of a range, where two dots are.
+    starts = [0]
+    for start in range(1, len(parts)):
+        # Not inside of a range, where two dots are, and not at one.
         short = ".".join(parts[start:])
-        if len(short) <= _LONGEST_LABEL and short.count("{") == short.count("}"):
+        if short.count("{") == short.count("}") and not short.startswith("{"):
+            starts.append(start)
+    for start in starts[:-1]:
+        short = ".".join(parts[start:])
+        if len(short) <= _LONGEST_LABEL:
             return f"…{short}" if start else text
-    return text
+    start = starts[-2:][0]
+    return "…" + ".".join(parts[start:]) if start else text
 
 
 def _one_of(base: str) -> str:
