@@ -46,6 +46,13 @@ def test_many_roles_are_united_by_words_and_none_is_lost() -> None:
     assert role.place("model.layers.2.self_attn.k_proj.b") == "layer 2, k_proj"
 
 
+def test_gains_are_not_united_with_weights() -> None:
+    names = [f"layers.{n}.{word}.weight" for n in range(3) for word in ("q", "k", "norm")]
+    ndims = {name: 1 if "norm" in name else 2 for name in names}
+    _, roles = roles_of(names, 2, ndims)
+    assert [role.label for role in roles] == ["{q,k}.weight", "norm.weight"]
+
+
 @pytest.mark.parametrize("most", [2, 3, 5])
 def test_what_cannot_be_united_is_together_at_last(most: int) -> None:
     names = [f"a{n}.b{n}.c{n}.{m}" for n in range(9) for m in range(n + 1)]

@@ -82,7 +82,7 @@ def draw_histogram(
     found, notes = _found(obj, chosen)
     axis = _Axis(found, bins, scale)
     low, high = min(each.low for each in found), max(each.high for each in found)
-    title, roles = roles_of([each.name for each in found], most=MOST_LINES)
+    title, roles = roles_of([each.name for each in found], MOST_LINES, chosen.ndims)
     by_name = {each.name: each for each in found}
     members = [[by_name[name] for name in role.names] for role in roles]
     is_banded = len(found) > MOST_LINES

@@ -93,7 +93,8 @@ def draw_layers(
         raise ValueError(f"none of {len(chosen.names)} tensors is {what if along else 'numbered'}")
     column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
     present = [name for name in numbered if name in column]
-    title, lines = _lines_of(present, column, along, other, hue if callable(hue) else None)
+    kind = hue if callable(hue) else None
+    title, lines = _lines_of(present, column, along, other, kind, chosen.ndims)
     bands = sum(1 for line in lines if line.extremes)
     named = sum(len(_named(line, bands)) for line in lines)
     ax = new_axes(ax, labels=len(lines) + named)
@@ -153,6 +154,7 @@ def _lines_of(
     along: str,
     other: str | None,
     kind: Callable[[str], Any] | None,
+    ndims: Mapping[str, int],
 ) -> tuple[str, list[_Line]]:
     """Make a line for each role, or for each number of another module; bands where it is many."""
     title, roles = roles_of(names, most=len(names))
@@ -162,7 +164,7 @@ def _lines_of(
     if count <= MOST_LINES:
         return title, [line for role in roles for line in _lines(role, column, along, other)]
     if kind is None:
-        title, roles = roles_of(names)
+        title, roles = roles_of(names, MOST_LINES, ndims)
     else:
         kinds: dict[str, list[str]] = {}
         for role in roles:

@@ -14,7 +14,7 @@ from xckpt.notebook.formatting import counted
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
 
@@ -39,6 +39,11 @@ class Chosen:
     scales: dict[str, str]
     #: What is left out.
     note: str
+
+    @property
+    def ndims(self) -> dict[str, int]:
+        """How many axes each tensor has."""
+        return {row.name: len(row.shape) for row in self.tensors.rows}
 
     @property
     def of_codes(self) -> str:
@@ -126,7 +131,9 @@ def groups_of(names: Iterable[str]) -> list[_Group]:
     return list(starmap(_Group, groups.items()))
 
 
-def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Role]]:
+def roles_of(
+    names: Iterable[str], most: int = MOST_LINES, ndims: Mapping[str, int] | None = None
+) -> tuple[str, list[Role]]:
     """Group tensors by their names without numbers; return what all share, and the roles.
 
     Where there are more than `most`, those are united whose names differ in one word, as the
@@ -134,7 +141,7 @@ def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Ro
     """
     bundles = [[group] for group in groups_of(names)]
     if len(bundles) > most:
-        bundles = _united([group for (group,) in bundles])
+        bundles = _united([group for (group,) in bundles], ndims or {})
     is_cut = len(bundles) > most
     if is_cut:
         bundles.sort(key=lambda some: -sum(len(group.names) for group in some))
@@ -146,14 +153,15 @@ def roles_of(names: Iterable[str], most: int = MOST_LINES) -> tuple[str, list[Ro
     return title, list(map(Role.of, labels, bundles))
 
 
-def _united(groups: Sequence[_Group]) -> list[list[_Group]]:
-    """Unite groups whose names differ in one word, but not weights with biases."""
+def _united(groups: Sequence[_Group], ndims: Mapping[str, int]) -> list[list[_Group]]:
+    """Unite groups whose names differ in one word, but not weights with biases or gains."""
     # A row stands for each group, with its number for a shape: patterns list those.
-    patterns = fold(
-        Row(".".join(part or "0" for part in template), template[-1] or "", (at,), 0, 0)
-        for at, (template, _) in enumerate(groups)
-    )
-    united = sorted([at for (at,) in pattern.shapes] for pattern in patterns)
+    rows = [
+        Row(".".join(part or "0" for part in template), kind, (at,), 0, 0)
+        for at, (template, names) in enumerate(groups)
+        for kind in [f"{template[-1]} {ndims.get(names[0])}"]
+    ]
+    united = sorted([at for (at,) in pattern.shapes] for pattern in fold(rows))
     return [[groups[at] for at in some] for some in united]
 
 
