@@ -24,6 +24,9 @@ from xckpt.labels import scales_of_codes
         ("w", "int8", "w_scale"),
         ("w:data", "int8", "w:scales"),
         ("l.0.weight_scale", "float8_e4m3fn", "l.0.weight_scale_2"),
+        ("l.0.weight_scale", "float8_e4m3fn", "l.0.weight_global_scale"),
+        ("l.0.weight_packed", "int32", "l.0.scale_packed"),
+        ("l.0.W_q", "uint8", "l.0.scale"),
     ],
 )
 def test_codes_are_known_by_their_scales(codes: str, dtype: str, scales: str) -> None:
@@ -43,3 +46,12 @@ def test_what_is_counted_is_no_code() -> None:
         "w_scale": "float32",
     }
     assert scales_of_codes(dtypes) == {}
+
+
+def test_integers_that_say_how_codes_are_read_are_none_of_weights() -> None:
+    scales = {"m.0.qweight": "int32", "m.0.scales": "float16", "m.1.w.absmax": "uint8"}
+    parts = {"m.0.g_idx": "int32", "m.0.weight_shape": "int64", "m.1.w.quant_state.nf4": "uint8"}
+    others = {"m.0.bias": "float16", "m.0.sub.ids": "int64", "m.ids": "int64", "ids": "int64"}
+    found = scales_of_codes({**scales, "m.1.w": "uint8", **parts, **others})
+    assert found.keys() == {"m.0.qweight", "m.1.w", "m.1.w.absmax", *parts}
+    assert found["m.0.g_idx"] == "m.0.scales"

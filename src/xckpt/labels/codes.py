@@ -19,14 +19,17 @@ _SCALES = (
     *(".absmax", "_absmax"),
 )
 # Scales of scales.
-_GLOBAL_SCALES = ("_2", ":global")
+_GLOBAL_SCALES = ("_scale_2", "_global_scale", ":global")
 # Of which a module has one, and what they scale then.
-_SCALES_OF_A_MODULE = ("scales", "scale", "SCB")
-_SCALED = frozenset({"weight", "qweight", "qzeros", "kernel", "codes"})
+_SCALES_OF_A_MODULE = ("scales", "scale", "SCB", "scale_packed")
+_SCALED = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
 
 
 def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
     """Find the tensors that hold codes, because a tensor with their scales is next to them.
+
+    Integers in the same module, such as shapes, zero points and indices of groups, say how the
+    codes are to be read, and count as such.
 
     Parameters
     ----------
@@ -49,6 +52,16 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
             scales = next((each for each in _candidates(name) if each in dtypes), None)
             if scales is not None:
                 found[name] = scales
+    modules = {name.rpartition(".")[0]: scales for name, scales in found.items()}
+    modules = {name: scales for name, scales in modules.items() if name} | found
+    codes = dict(found)
+    for name, dtype in dtypes.items():
+        if dtype.lstrip("u").startswith("int") and name not in codes:
+            # In the module of codes, or below them: ``weight.quant_state.bitsandbytes__nf4``.
+            module = name.rpartition(".")[0]
+            scales = modules.get(module) or codes.get(module.rpartition(".")[0])
+            if scales is not None:
+                found[name] = scales
     return found
 
 
@@ -59,8 +72,8 @@ def _candidates(name: str) -> Iterator[str]:
         yield stem + ending
     if stem.endswith("_scale"):
         for ending in _GLOBAL_SCALES:
-            yield stem + ending
-    module, dot, leaf = name.rpartition(".")
+            yield stem.removesuffix("_scale") + ending
+    module, dot, leaf = stem.rpartition(".")
     if leaf in _SCALED:
         for scales in _SCALES_OF_A_MODULE:
             yield module + dot + scales

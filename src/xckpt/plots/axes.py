@@ -213,6 +213,7 @@ def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None 
     """Put ticks at the extremes and at zero; on a symmetric scale that begins at `linthresh`."""
     from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, SymmetricalLogLocator
 
+    figure: Any = ax.get_figure(root=True)
     regular: Any = MaxNLocator(7)
     if linthresh is not None:
         ax.set_xscale("symlog", linthresh=linthresh)
@@ -229,7 +230,7 @@ def name_the_ends(ax: Axes, low: float, high: float, *, linthresh: float | None 
         def tick_values(self, vmin: float, vmax: float) -> Any:
             along = ax.transScale.transform
             span = np.ptp(along([(vmin, 1.0), (vmax, 1.0)])[:, 0])
-            inches = ax.get_window_extent().width / ax.get_figure(root=True).dpi
+            inches = ax.get_window_extent().width / figure.dpi
             room = _INCHES_OF_TICK / max(inches, _INCHES_OF_TICK) * span
             kept = [each for each in (low, high) if vmin <= each <= vmax]
             # Zero comes first, if there is room.

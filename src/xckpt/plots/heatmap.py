@@ -88,7 +88,7 @@ def draw_heatmap(
     variable = tensors.variable(name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
-    faults = _known_faults(tensors[name], known)
+    faults = _known_faults(tensors, name, known)
     if isinstance(rows, str):
         sample = blocks_of(variable.data, _MOST_ROWS, columns)
     else:
@@ -158,17 +158,18 @@ def _not_finite(count: int) -> str:
     return f"NaN or infinite, in {counted(count, 'block')}"
 
 
-def _known_faults(tensor: xr.DataArray, known: xr.Dataset | None) -> dict[str, int]:
+def _known_faults(tensors: OpenTensors, name: str, known: xr.Dataset | None) -> dict[str, int]:
     """Return what statistics found, if there are any: how many NaN, infinities and dead rows."""
     from xckpt.statistics import findings, known_stats
 
-    found = known_stats(tensor)
-    if found is None:
-        found = known
+    found = known_stats(tensors[name])
+    if found is None and known is not None:
+        (home,) = tensors.variables_of([name])
+        found = known[[home]] if home in known else None
     if found is None:
         return {}
     rules = findings(found)
-    own = rules[rules["tensor"] == str(tensor.name)]
+    own = rules[rules["tensor"] == name]
     return {rule: int(value) for rule, value in zip(own["rule"], own["value"], strict=True)}
 
 

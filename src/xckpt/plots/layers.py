@@ -94,7 +94,7 @@ def draw_layers(
     column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
     present = [name for name in numbered if name in column]
     kind = hue if callable(hue) else None
-    title, lines = _lines_of(present, column, along, other, kind, chosen.ndims)
+    title, lines = _lines_of(present, column, along, other, kind=kind, ndims=chosen.ndims)
     bands = sum(1 for line in lines if line.extremes)
     named = sum(len(_named(line, bands)) for line in lines)
     ax = new_axes(ax, labels=len(lines) + named)
@@ -153,6 +153,7 @@ def _lines_of(
     column: Mapping[str, float],
     along: str,
     other: str | None,
+    *,
     kind: Callable[[str], Any] | None,
     ndims: Mapping[str, int],
 ) -> tuple[str, list[_Line]]:
