@@ -31,7 +31,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # The logarithmic part of a symmetric scale spans so many powers of ten below the largest value.
 _DECADES = 8
 # Between these quantiles is what is not an outlier.
-_BULK = (0.001, 0.999)
+_BULK = (0.005, 0.995)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Distribution:
     high: float
     mean: float
     smallest: float  # magnitude but zero
-    bulk: tuple[float, float]  # the range of all but two thousandths of the elements
+    bulk: tuple[float, float]  # the range of all but a hundredth of the elements
     _reader: Reader
     # Packed, because sketches of thousands of tensors take too much memory.
     _sketch: bytes
