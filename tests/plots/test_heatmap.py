@@ -126,6 +126,15 @@ def test_nan_and_dead_rows_are_marked_and_known_ones_are_told() -> None:
     assert notes(ds.ckpt.plot.heatmap("w", rows=50)) == "50 of 1,000 rows"
 
 
+def test_so_many_dead_rows_are_marked_by_fewer_marks() -> None:
+    values = np.zeros((20_000, 2), np.float32)
+    values[::5] = 1
+    ax = Plots(xr.Dataset({"w": (("a", "b"), values)})).heatmap("w", rows="all")
+    assert legend_texts(ax) == ["16,000 rows of zeros"]
+    (line,) = ax.get_lines()
+    assert 500 < np.size(line.get_ydata()) <= 1000
+
+
 def test_codes_are_called_codes() -> None:
     codes = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
     ds = xr.Dataset({"w": (("a", "b"), codes), "w_scale": ("a", np.ones(3))})

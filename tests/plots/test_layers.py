@@ -157,6 +157,19 @@ def test_more_than_twelve_lines_are_bands_with_their_extremes_named() -> None:
         assert len([each for each in ax.collections if isinstance(each, PolyCollection)]) == 4
 
 
+def test_one_outlier_is_not_in_the_inner_band() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    tensors = {f"l.{n}.e.{e}.w": ("x", values) for n in range(3) for e in range(8)}
+    tensors["l.1.e.5.w"] = ("x", values * 1000)
+    ax = Plots(xr.Dataset(tensors)).layers("std")
+    outer, inner = (
+        each.get_paths()[0].get_extents().ymax
+        for each in ax.collections
+        if isinstance(each, PolyCollection)
+    )
+    assert outer == pytest.approx(1000 * inner)
+
+
 def test_more_than_twelve_roles_are_united() -> None:
     values = np.random.default_rng(0).normal(size=9)
     words = ("q", "k", "v", "o", "gate", "up", "down")

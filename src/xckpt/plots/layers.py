@@ -195,7 +195,10 @@ def _line(role: Role, number: int, points: Mapping[int, list[tuple[float, str]]]
         values = np.array([value for value, _ in points[each]])
         values = values[~np.isnan(values)]
         if values.size:
-            levels[:, column] = np.quantile(values, [0.0, *_INNER, 1.0, 0.5])[[0, 1, 4, 2, 3]]
+            # One of a few does not widen the inner band.
+            lower = np.quantile(values, _INNER[0], method="higher")
+            upper = np.quantile(values, _INNER[1], method="lower")
+            levels[:, column] = values.min(), lower, np.median(values), upper, values.max()
     every = [
         _Extreme(each, value, name)
         for each in at
