@@ -563,6 +563,8 @@ class CheckpointAccessor:
         """
         from xckpt.plots import Plots
 
+        if self._stats is None:
+            return Plots(self._obj)
         # Not after the object was changed in place.
         is_current = len(now := self._arrays()) == len(self._described)
         is_current = is_current and all(map(is_, now, self._described))
