@@ -146,6 +146,7 @@ def test_public_names() -> None:
         "read_index",
         "references",
         "save",
+        "spectrum",
         "stats",
         "table",
         "verify",
