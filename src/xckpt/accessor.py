@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
+    from xckpt.notebook.modules import ModuleTree
+    from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.tensors import OpenTensors
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointAccessor"]
 
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
-_NEXT_CALLS = ("ds.ckpt.explore()", "ds.ckpt.stats()")
 
 
 @xr.register_dataset_accessor("ckpt")
@@ -73,7 +73,9 @@ class CheckpointAccessor:
 
         if self.format is None:
             return f"<p>{escape(_not_ours(self._obj))}</p>"
-        return render(self._summary(), _NEXT_CALLS)
+        summary, obj = self._summary(), self._called
+        calls = (f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()", summary.choose)
+        return render(summary, [call for call in calls if call])
 
     @property
     def format(self) -> str | None:
@@ -126,7 +128,7 @@ class CheckpointAccessor:
         --------
         >>> ds.ckpt.tree(4)  # doctest: +SKIP
         """
-        from xckpt.notebook.summary import ModuleTree
+        from xckpt.notebook.modules import ModuleTree
         from xckpt.tensors import OpenTensors
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
@@ -719,6 +721,11 @@ class CheckpointAccessor:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
 
     @property
+    def _called(self) -> str:
+        """What code that is shown calls the object."""
+        return "dt" if isinstance(self._obj, xr.DataTree) else "ds"
+
+    @property
     def _encoding(self) -> dict[Any, Any]:
         root = self._obj.root if isinstance(self._obj, xr.DataTree) else self._obj
         return root.encoding
@@ -736,6 +743,8 @@ class CheckpointAccessor:
             attrs=self._obj.attrs,
             findings=self._known_findings(),
             dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
+            stacked=tensors.stacks,
+            obj=self._called,
         )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:

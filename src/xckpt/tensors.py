@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dask.array as da
@@ -18,6 +17,7 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
+from xckpt.notebook.modules import Stacked
 from xckpt.notebook.summary import storage_words
 from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 
@@ -144,6 +144,17 @@ class OpenTensors:
         }
 
     @property
+    def stacks(self) -> list[Stacked]:
+        """The tensors that are one variable each, by the dimensions that are left of these."""
+        found = []
+        for name, members in self._members.items():
+            variable = self._flat.variables[name]
+            record: StackRecord = variable.encoding["stack"]
+            dims = tuple([dim if dim in variable.dims else "" for dim in record.dims])
+            found.append(Stacked(record.template, dims, members.along))
+        return found
+
+    @property
     def stacked(self) -> Collection[str]:
         """Names of the tensors that are stacked."""
         return self._homes
@@ -223,7 +234,7 @@ class OpenTensors:
             if dtype not in known:
                 known[dtype] = str(dtype)
             storage = "" if _is_plain(encoding) else _storage(encoding)
-            row = Row(str(name), known[dtype], shape, nbytes, prod(shape), storage)
+            row = Row(str(name), known[dtype], shape, nbytes, storage)
             if "stack" in encoding:
                 yield from self._unstacked(row, variable)
             else:
@@ -239,12 +250,12 @@ class OpenTensors:
         record: StackRecord = variable.encoding["stack"]
         sizes = zip(variable.dims, variable.shape, strict=True)
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
-        nbytes, size = row.nbytes // len(record.members), prod(shape)
+        nbytes = row.nbytes // len(record.members)
         self._members[row.name] = members
         for member in members.numbers:
             if member not in self._homes and member not in self._flat.variables:
                 self._homes[member] = row.name
-                yield Row(member, row.dtype, shape, nbytes, size, row.storage)
+                yield Row(member, row.dtype, shape, nbytes, row.storage)
 
     def _indexes_of(self, name: str) -> Mapping[Any, xr.Variable]:
         return self._indexes[self._flat.nodes[name]]
@@ -313,7 +324,8 @@ class _Members:
         self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
     ) -> None:
         record: StackRecord = variable.encoding["stack"]
-        left = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
+        #: The indices along each of the stacked dimensions.
+        self.along = left = tuple([_indices(name, variable, d, indexes) for d in record.dims])
         #: The index of each along the stacked dimensions.
         self.numbers = dict(zip(record.names(left), product(*left), strict=True))
         self._variable, self._record = variable, record

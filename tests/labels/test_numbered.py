@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from xckpt.labels.stacking import flat_names, is_index, numbered, numbered_modules, stack
-from xckpt.notebook.folding import Row, _indexed
-from xckpt.notebook.summary import ModuleTree, sizes_table
+from xckpt.notebook.folding import Row, families_of
+from xckpt.notebook.modules import ModuleTree
+from xckpt.notebook.summary import sizes_table
 from xckpt.plots.treemap import _tree
 
 INDICES = ["0", "7", "10", "00", "007", "9" * 18]
@@ -14,7 +15,7 @@ WORDS = ["", "w1", "-1", "1e3", "²", "٣", "\uff13", "0x1", "9" * 19, "9" * 500
 
 
 def rows(*names: str) -> list[Row]:
-    return [Row(name, "float32", (2,), 8, 2) for name in names]
+    return [Row(name, "float32", (2,), 8) for name in names]
 
 
 @pytest.mark.parametrize("component", INDICES + WORDS)
@@ -32,7 +33,7 @@ def test_all_agree_on_what_an_index_is(component: str) -> None:
     assert len(ModuleTree(rows(*names), 3)._root.children["layers"].children) == 2 - expected
     (layer,) = sizes_table(rows(names[0]), "layer").index
     assert layer == (f"layers.{component}" if expected else "")
-    assert len(_indexed(rows(*names))) == 2 - expected
+    assert len(families_of(rows(*names))) == 2 - expected
 
 
 def test_only_some_modules() -> None:

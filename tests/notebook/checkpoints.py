@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def row(name: str, dtype: str, *shape: int, storage: str = "") -> Row:
-    size = prod(shape)
-    return Row(name, dtype, shape, nbytes_of(dtype, size), size, storage)
+    return Row(name, dtype, shape, nbytes_of(dtype, prod(shape)), storage)
 
 
 def gpt2(layers: int = 12, width: int = 768) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
-from xckpt.notebook.folding import Row, fold, one_by_one
+from xckpt.notebook.folding import Row, ascending, fold, one_by_one
 from xckpt.notebook.formatting import columns
 
 ROWS = st.lists(
@@ -20,7 +20,6 @@ ROWS = st.lists(
         dtype=st.sampled_from(["float32", "int8"]),
         shape=st.lists(st.integers(0, 3), max_size=3).map(tuple),
         nbytes=st.integers(0, 2**70),
-        size=st.integers(0, 2**70),
         storage=st.sampled_from(["", "zstd"]),
     ),
     unique_by=lambda row: row.name,
@@ -74,36 +73,54 @@ def _members(listed: str) -> list[str]:
 
 
 def test_a_decoder_of_the_gpt_family() -> None:
-    assert [(p.text, p.count, len(p.shapes)) for p in fold(gpt2())] == [
-        ("{wte,wpe}.weight", 2, 2),
-        ("h.{0..11}.ln_{1,2}.{weight,bias}", 48, 1),
-        ("h.{0..11}.attn.c_{attn,proj}.weight", 24, 2),
-        ("h.{0..11}.attn.c_{attn,proj}.bias", 24, 2),
-        ("h.{0..11}.mlp.c_{fc,proj}.weight", 24, 2),
-        ("h.{0..11}.mlp.c_{fc,proj}.bias", 24, 2),
-        ("ln_f.{weight,bias}", 2, 1),
+    assert [(p.text, p.count, p.shape) for p in fold(gpt2())] == [
+        ("wte.weight", 1, (50257, 768)),
+        ("wpe.weight", 1, (1024, 768)),
+        ("h.{0..11}.ln_{1,2}.{weight,bias}", 48, (768,)),
+        ("h.{0..11}.attn.c_attn.weight", 12, (768, 2304)),
+        ("h.{0..11}.attn.c_attn.bias", 12, (2304,)),
+        ("h.{0..11}.attn.c_proj.weight", 12, (768, 768)),
+        ("h.{0..11}.{attn,mlp}.c_proj.bias", 24, (768,)),
+        ("h.{0..11}.mlp.c_fc.weight", 12, (768, 3072)),
+        ("h.{0..11}.mlp.c_fc.bias", 12, (3072,)),
+        ("h.{0..11}.mlp.c_proj.weight", 12, (3072, 768)),
+        ("ln_f.{weight,bias}", 2, (768,)),
+    ]
+
+
+def test_what_differs_in_shape_stays_apart() -> None:
+    rows = [row(f"h.{i}.w", "float32", 4 if i % 6 else 8) for i in range(12)]
+    rows += [row(f"{name}.weight", "float32", 9, 4) for name in ("a", "b")]
+    rows.append(row("c.weight", "float32", 7, 4))
+    assert [(p.text, p.shape, p.count, p.size) for p in fold(rows)] == [
+        ("h.{0,6}.w", (8,), 2, 16),
+        ("h.{1..5,7..11}.w", (4,), 10, 40),
+        ("{a,b}.weight", (9, 4), 2, 72),
+        ("c.weight", (7, 4), 1, 28),
     ]
 
 
 def test_a_convolutional_network_with_stages_of_different_depth() -> None:
     counts = {pattern.text: pattern.count for pattern in fold(resnet())}
-    assert counts["layer{1,4}.{0..2}.conv{1..3}.weight"] == 2 * 3 * 3
-    assert counts["layer3.{0..5}.bn{1..3}.{weight,bias,running_mean,running_var}"] == 6 * 3 * 4
-    assert counts["layer{1..4}.0.downsample.0.weight"] == 4
+    assert counts["layer3.{0..5}.conv2.weight"] == 6
+    assert counts["layer3.0.conv1.weight"] == 1
+    assert counts["layer3.{1..5}.conv1.weight"] == 5
+    assert counts["layer3.{0..5}.bn{1,2}.{weight,bias,running_mean,running_var}"] == 6 * 2 * 4
+    assert counts["layer{1..4}.0.downsample.1.num_batches_tracked"] == 4
     assert counts["fc.bias"] == 1
-    assert len(counts) == 17
 
 
 def test_a_mixture_of_experts() -> None:
     patterns = {pattern.text: pattern for pattern in fold(mixture_of_experts(61, 256, dense=3))}
     experts = patterns["model.layers.{3..60}.mlp.experts.{0..255}.{gate,up,down}_proj.weight"]
     assert experts.count == experts.grid == 58 * 256 * 3
-    assert experts.shapes == ((5120, 1536),)
+    assert experts.shape == (5120, 1536)
     assert experts.dtype == "float8_e4m3fn"
     assert experts.nbytes == experts.size == experts.count * 5120 * 1536
     assert "model.layers.{0..2}.mlp.{gate,up,down}_proj.weight" in patterns
-    assert "model.layers.{0..60}.self_attn.{q,k,v,o}_proj.weight" in patterns
-    assert len(patterns) == 11
+    assert "model.layers.{0..60}.self_attn.{q,o}_proj.weight" in patterns
+    assert "model.layers.{0..60}.self_attn.{k,v}_proj.weight" in patterns
+    assert len(patterns) == 12
 
 
 # --- indices -------------------------------------------------------------------------------------
@@ -217,9 +234,10 @@ def test_every_tensor_is_counted_once(rows: list[Row]) -> None:
         assert sum(p.count for p in patterns) == len(rows)
         assert sum(p.nbytes for p in patterns) == sum(r.nbytes for r in rows)
         assert sum(p.size for p in patterns) == sum(r.size for r in rows)
-        assert {(p.dtype, p.storage, s) for p in patterns for s in p.shapes} == {
+        assert {(p.dtype, p.storage, p.shape) for p in patterns} == {
             (r.dtype, r.storage, r.shape) for r in rows
         }
+        assert {p.first for p in patterns} <= {r.name for r in rows}
 
 
 @given(ROWS)
@@ -237,6 +255,34 @@ def test_a_pattern_stands_for_the_names_in_it(names: list[str]) -> None:
     for pattern, stands_for in zip(patterns, meant, strict=True):
         assert len(stands_for) == pattern.grid >= pattern.count
         assert len(stands_for & set(names)) >= pattern.count
+
+
+@pytest.mark.parametrize("separator", ["\n", "\0"])
+def test_characters_that_are_used_inside_are_names_like_others(separator: str) -> None:
+    names = [f"a{separator}b.1.w", "a\0b.2.w", "a\nb.3.w"]
+    (one, two) = sorted(fold(row(n, "int8", 1) for n in names), key=lambda p: p.count)
+    assert (one.count, two.count) == (1, 2)
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def in_order(*names: str) -> list[str]:
+    return [names[at] for at in ascending(names)]
+
+
+def test_numbers_ascend_and_words_keep_the_order_of_the_file() -> None:
+    assert in_order("wte", "h.0.w", "h.0.b", "h.10.w", "h.10.b", "h.2.w", "h.2.b", "b10", "b9") == [
+        *("wte", "h.0.w", "h.0.b", "h.2.w", "h.2.b", "h.10.w", "h.10.b", "b9", "b10")
+    ]
+    assert in_order("h.010.w", "h.9.w", f"h.{'9' * 5000}.w", "h.x.w") == [
+        *("h.9.w", "h.010.w", f"h.{'9' * 5000}.w", "h.x.w")
+    ]
+
+
+@given(PATHS)
+def test_order_is_a_permutation(names: list[str]) -> None:
+    assert sorted(ascending(names)) == list(range(len(names)))
 
 
 @given(PATHS)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from xckpt.notebook.folding import Row
-from xckpt.notebook.summary import ModuleTree, sizes_table
+from xckpt.notebook.modules import ModuleTree
+from xckpt.notebook.summary import sizes_table
 
 ROWS = [
-    Row("embed", "float32", (10, 4), 160, 40),
-    *(Row(f"h.{i}.w", "bfloat16", (4, 4), 32, 16) for i in range(3)),
-    *(Row(f"h.{i}.b", "float32", (4,), 16, 4) for i in range(3)),
-    Row("a\x1b[31m<b>\u202e.x", "float32", (), 4, 1),
+    Row("embed", "float32", (10, 4), 160),
+    *(Row(f"h.{i}.w", "bfloat16", (4, 4), 32) for i in range(3)),
+    *(Row(f"h.{i}.b", "float32", (4,), 16) for i in range(3)),
+    Row("a\x1b[31m<b>\u202e.x", "float32", (), 4),
 ]
 
 
@@ -33,7 +34,7 @@ def test_hostile_names_are_inert() -> None:
 
 
 def test_large_trees_are_cut() -> None:
-    tree = ModuleTree([Row(f"m{i}", "float32", (), 4, 1) for i in range(1000)], 2)
+    tree = ModuleTree([Row(f"m{i}", "float32", (), 4) for i in range(1000)], 2)
     lines = repr(tree).splitlines()
     assert len(lines) == 301
     assert "smaller depth" in lines[-1]

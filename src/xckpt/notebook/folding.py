@@ -11,8 +11,8 @@ Two steps make a pattern:
 2. Families that differ in one word and have the same index sets and number of tensors are united:
    ``{q,k,v,o}_proj``.
 
-Element type, way of storing and number of axes are the same throughout a pattern, so that weights
-are not mixed with biases.
+Shape, element type and way of storing are the same throughout a pattern, so that a row never hides
+a vocabulary next to a width, or weights among biases.
 
 In a pattern a backslash stands before braces, and before commas inside them, that are part of a
 real name, and ``…`` in braces for members left out.
@@ -20,11 +20,13 @@ real name, and ``…`` in braces for members left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections import defaultdict
+from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from os.path import commonprefix
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.labels.stacking import is_index
 from xckpt.notebook.formatting import columns, printable, shortened
@@ -32,7 +34,17 @@ from xckpt.notebook.formatting import columns, printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = ["Pattern", "Row", "fold", "indices_text", "one_by_one"]
+__all__ = [
+    "Family",
+    "Pattern",
+    "Row",
+    "ascending",
+    "families_of",
+    "fold",
+    "indices_text",
+    "one_by_one",
+    "united",
+]
 
 _LONGEST_TEXT = 120
 _MOST_MEMBERS = 6
@@ -40,8 +52,8 @@ _LONGEST_MEMBERS = 48
 _LONGEST_LISTED_RUN = 2
 _DEEPEST_MERGE = 16
 _JOINTS = "_-:/"
-# Any whole number is an index, "0" among them, so that this word cannot be a real one.
-_INDEX = "0"
+_NUMBER = re.compile(r"([0-9]+)")
+_ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 # A word, the alternatives of a merged word, or the indices (in digits) of a repeated module.
 _Component = str | tuple[str, ...] | frozenset[str]
@@ -54,8 +66,12 @@ class Row(NamedTuple):
     dtype: str  # stored element type
     shape: tuple[int, ...]
     nbytes: int  # as stored
-    size: int
     storage: str = ""  # "csr", "zstd", ...: how it is stored where that is not plainly dense
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,93 +81,167 @@ class Pattern:
     text: str  # the names in short, printable, at most 120 columns
     count: int
     grid: int  # how many names the braces stand for: more than `count` where some are missing
-    shapes: tuple[tuple[int, ...], ...]  # the different ones, in file order
+    shape: tuple[int, ...]
     dtype: str
     storage: str
     nbytes: int
     size: int
+    first: str  # the name of the first tensor
 
 
 @dataclass(slots=True)
-class _Family:
-    """Rows that one pattern will stand for, while they are being counted."""
+class Family:
+    """Tensors of one kind whose names differ in whole numbers only, or several such families."""
 
     components: tuple[_Component, ...]
     dtype: str
+    shape: tuple[int, ...]
     storage: str
-    ndim: int
-    indices: list[tuple[int, set[str]]]
+    first: str = ""  # the name of the first tensor, and its place
+    place: int = 0
     count: int = 0
     nbytes: int = 0
-    size: int = 0
-    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)  # an ordered set
+
+    @property
+    def template(self) -> tuple[str | None, ...]:
+        """The components, None where an index stands."""
+        return tuple([part if isinstance(part, str) else None for part in self.components])
+
+    @property
+    def indices(self) -> list[frozenset[str]]:
+        """The indices that stand in each of these places."""
+        return [part for part in self.components if isinstance(part, frozenset)]
 
     def pattern(self) -> Pattern:
+        """Return what a summary shows."""
         return Pattern(
             text=_text(self.components),
             count=self.count,
             grid=prod([1 if isinstance(part, str) else len(part) for part in self.components]),
-            shapes=tuple(self.shapes),
+            shape=self.shape,
             dtype=self.dtype,
             storage=self.storage,
             nbytes=self.nbytes,
-            size=self.size,
+            size=self.count * prod(self.shape),
+            first=self.first,
         )
 
 
 def fold(rows: Iterable[Row]) -> list[Pattern]:
     """Fold tensors into patterns."""
-    families = _indexed(rows)
-    # Families that differ in one word are united, from the last component to the first.
-    depth = max([len(family.components) for family in families], default=0)
-    for position in reversed(range(min(depth, _DEEPEST_MERGE))):
-        families = _merged_at(position, families)
-    return [family.pattern() for family in families]
+    return [family.pattern() for family in united(families_of(rows))]
 
 
 def one_by_one(rows: Iterable[Row]) -> list[Pattern]:
     """Return a pattern for each tensor."""
-    return [family.pattern() for row in rows for family in _indexed([row])]
+    return [family.pattern() for row in rows for family in families_of([row])]
 
 
-class _Words(dict[str, str]):
-    """Path components as seen so far: indices all look the same, others are themselves."""
-
-    def __missing__(self, component: str) -> str:
-        self[component] = word = _INDEX if is_index(component) else component
-        return word
-
-
-def _indexed(rows: Iterable[Row]) -> list[_Family]:
-    """Group rows whose names differ in whole-number components only."""
-    families: dict[Hashable, _Family] = {}
-    words = _Words()
-    for name, dtype, shape, nbytes, size, storage in rows:
-        parts = name.split(".")
-        key = (itemgetter(*parts)(words), dtype, storage, len(shape))
-        family = families.get(key)
-        if family is None:
-            indices = [(at, set[str]()) for at, part in enumerate(parts) if is_index(part)]
-            family = _Family(tuple(parts), dtype, storage, len(shape), indices)
-            families[key] = family
-        family.count += 1
-        family.nbytes += nbytes
-        family.size += size
-        family.shapes[shape] = None
-        for position, values in family.indices:
-            values.add(parts[position])
-    for family in families.values():
-        if family.indices:
-            components = list(family.components)
-            for position, values in family.indices:
-                components[position] = frozenset(values)
-            family.components = tuple(components)
-    return list(families.values())
+def ascending(names: Sequence[str]) -> list[int]:
+    """Return the order in which numbers ascend, ``h.2`` before ``h.10``; else that of the file."""
+    # A name is texts with numbers between them. Texts rank by where they come first after the
+    # same texts, so that words keep the order of the file.
+    ranks: dict[tuple[int, str], int] = {}
+    keys = []
+    for name in names:
+        key, rank = [], -1
+        for at, piece in enumerate(_NUMBER.split(name)):
+            if at % 2:
+                # The longer of two numbers without zeros in front is the larger one.
+                number = piece.lstrip("0")
+                key.append((len(number), number))
+            else:
+                rank = ranks.setdefault((rank, piece), len(ranks))
+                key.append((rank, ""))
+        keys.append(key)
+    return sorted(range(len(names)), key=keys.__getitem__)
 
 
-def _merged_at(position: int, families: list[_Family]) -> list[_Family]:
+def families_of(rows: Iterable[Row]) -> list[Family]:
+    """Group tensors of one kind whose names differ in whole-number components only."""
+    columns: Any = list(zip(*rows, strict=True)) or [()] * len(Row._fields)
+    names, dtypes, shapes, nbytes, storages = columns
+    # With zeros for all digits the names of a deep model are some dozens, and their components
+    # begin in the same places: nothing is split for each of 100,000 tensors.
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for place, kind in enumerate(zip(_masked(names), dtypes, shapes, storages, strict=True)):
+        alike[kind].append(place)
+    families: dict[tuple[Any, ...], Family] = {}
+    indices: dict[tuple[Any, ...], list[set[str]]] = {}
+    for places in alike.values():
+        numbered, spelled = _cut(names[places[0]])
+        for some in _spelled_alike(names, places, spelled):
+            first = names[some[0]]
+            parts = first.split(".")
+            template = tuple([None if is_index(part) else part for part in parts])
+            of = (dtypes[some[0]], shapes[some[0]], storages[some[0]])
+            key = (template, *of)
+            if key not in families:
+                families[key] = Family(tuple(parts), *of, first, some[0])
+                indices[key] = [set() for _ in numbered]
+            family = families[key]
+            family.count += len(some)
+            family.nbytes += sum([nbytes[place] for place in some])
+            spellings = [names[place] for place in some] if numbered else []
+            for cut, values in zip(numbered, indices[key], strict=True):
+                values.update(map(itemgetter(cut), spellings))
+    for key, family in families.items():
+        found = map(frozenset, indices[key])
+        words = family.first.split(".")
+        family.components = tuple([next(found) if is_index(word) else word for word in words])
+    return sorted(families.values(), key=lambda family: family.place)
+
+
+def _masked(names: Sequence[str]) -> list[str]:
+    """Write zeros for all digits."""
+    # All at once, as this takes longer than anything else; a name may have the separator in it.
+    masked = _with_zeros("\n".join(names)).split("\n")
+    return masked if len(masked) == len(names) else list(map(_with_zeros, names))
+
+
+def _with_zeros(text: str) -> str:
+    # UTF-8, as translating a str takes ten times as long.
+    encoded = text.encode("utf-8", "surrogatepass").translate(_ANY_DIGIT)
+    return encoded.decode("utf-8", "surrogatepass")
+
+
+def _cut(name: str) -> tuple[list[slice], list[slice]]:
+    """Return where components stand that are indices, and those that have digits otherwise."""
+    numbered, spelled, start = [], [], 0
+    for part in name.split("."):
+        cut = slice(start, start + len(part))
+        if is_index(part):
+            numbered.append(cut)
+        elif _NUMBER.search(part):
+            spelled.append(cut)
+        start += len(part) + 1
+    return numbered, spelled
+
+
+def _spelled_alike(
+    names: Sequence[str], places: list[int], spelled: Sequence[slice]
+) -> Iterable[list[int]]:
+    """Group names by their words with digits, such as ``w1`` and ``w2``."""
+    if not spelled:
+        return [places]
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for place in places:
+        found[tuple([names[place][cut] for cut in spelled])].append(place)
+    return found.values()
+
+
+def united(families: Sequence[Family]) -> list[Family]:
+    """Unite families that differ in one word, from the last component to the first."""
+    families = list(families)
+    depth = max([len(family.components) for family in families], default=0)
+    for position in reversed(range(min(depth, _DEEPEST_MERGE))):
+        families = _merged_at(position, families)
+    return families
+
+
+def _merged_at(position: int, families: list[Family]) -> list[Family]:
     """Unite families that differ in the component at a position only."""
-    groups: dict[Hashable, list[_Family]] = {}
+    groups: dict[Hashable, list[Family]] = {}
     for family in families:
         groups.setdefault(_all_but(position, family), []).append(family)
     for first, *others in groups.values():
@@ -162,12 +252,10 @@ def _merged_at(position: int, families: list[_Family]) -> list[_Family]:
         for other in others:
             first.count += other.count
             first.nbytes += other.nbytes
-            first.size += other.size
-            first.shapes |= other.shapes
     return [group[0] for group in groups.values()]
 
 
-def _all_but(position: int, family: _Family) -> Hashable:
+def _all_but(position: int, family: Family) -> Hashable:
     """Return what families must share to be united at a position; unique where they cannot be."""
     components = family.components
     if position >= len(components) or not isinstance(word := components[position], str):
@@ -176,7 +264,7 @@ def _all_but(position: int, family: _Family) -> Hashable:
     if len(components) == 1:  # nothing else is shared, so that only w1, w2, w3 are alike
         mark = word.rstrip("0123456789") if word[-1:].isdigit() else word
     return (
-        *(family.dtype, family.storage, family.ndim, family.count),
+        *(family.dtype, family.storage, family.shape, family.count),
         *(*components[:position], mark, *components[position + 1 :]),
     )
 

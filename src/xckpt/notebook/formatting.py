@@ -18,7 +18,6 @@ __all__ = [
     "counted",
     "printable",
     "shape_text",
-    "shapes_text",
     "share",
     "short_count",
     "shortened",
@@ -131,11 +130,6 @@ def word(text: str, width: int = _WIDEST_WORD) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """Write a shape."""
     return shortened(TIMES.join(map(str, shape)) or "scalar", _WIDEST_SHAPE)
-
-
-def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
-    """Write the shape that several tensors share, or how many different ones they have."""
-    return shape_text(shapes[0]) if len(shapes) == 1 else counted(len(shapes), "shape")
 
 
 def value_text(value: Any) -> str:

@@ -16,14 +16,23 @@ from xckpt.notebook.formatting import (
     binary_size,
     counted,
     printable,
-    shapes_text,
+    shape_text,
     share,
     short_count,
     shortened,
     value_text,
     word,
 )
-from xckpt.notebook.text import BREAK, count_text, findings_text, format_text, kind_text, rest_text
+from xckpt.notebook.text import (
+    BREAK,
+    choice_text,
+    count_text,
+    format_text,
+    kind_text,
+    modules_text,
+    remarks,
+    rest_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,12 +45,14 @@ __all__ = ["PALETTE", "colors_of", "render"]
 #: Colours of element types: each has a contrast of 3:1 and more with white and with ``#111``. The
 #: last is for all the rest.
 PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")
+_ERROR = "#d1363f"
 _WARNING = "#d9731a"
+_PLAIN = "#788794"
 
 _MOST_ROWS = 12
-_MOST_FOLDED_ROWS = 12
+_MOST_FOLDED_ROWS = 8
 _MOST_DTYPES = 8
-_MOST_NOTES = 5
+_MOST_MODULES = 8
 _MOST_ITEMS = 24
 _LONGEST_NOTE = 240
 
@@ -87,6 +98,7 @@ def render(summary: Summary, calls: Sequence[str] = ()) -> str:
             *_remarks(summary),
             *_bar(summary, colors),
             *_table(summary, colors),
+            *_modules(summary),
             *_list("Stored as", storage, len(storage)),
             *_list("Named dimensions", dims, len(summary.dims)),
             *_list("File attributes", attrs, len(summary.attrs)),
@@ -122,19 +134,28 @@ def _header(summary: Summary) -> str:
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
-    marked = []
-    if summary.findings is not None:
-        number, which = findings_text(summary.findings)
-        if which:
-            marked.append(f"<b>{number}</b>: {_text(which)}")
-        else:
-            yield f'<div style="padding-top:4px;{_MUTED}">{number}</div>'
-    marked += [
-        f"<b>note:</b> {_text(shortened(printable(note), _LONGEST_NOTE))}"
-        for note in summary.notes[:_MOST_NOTES]
-    ]
-    style = f"border-left:3px solid {_WARNING};padding-left:8px;margin-top:6px;{_WRAPPED}"
-    yield from [f'<div style="{style}">{html}</div>' for html in marked]
+    for kind, what in remarks(summary):
+        text = _text(shortened(printable(what), _LONGEST_NOTE))
+        if not kind:
+            yield f'<div style="padding-top:4px;{_MUTED}">{text}</div>'
+            continue
+        color = _ERROR if kind == "error" else _WARNING if kind == "warning" else _PLAIN
+        style = f"border-left:3px solid {color};padding-left:8px;margin-top:4px;{_WRAPPED}"
+        yield f'<div style="{style}"><b>{_text(kind)}:</b> {text}</div>'
+
+
+def _modules(summary: Summary) -> Iterator[str]:
+    if not summary.modules:
+        return
+    yield f'<div style="{_CODE};margin:4px 6px;{_WRAPPED}">'
+    for each in summary.modules[:_MOST_MODULES]:
+        label, parts = modules_text(each)
+        yield f"{_text(label)}: {_muted(_text(parts))}<br>"
+    if (rest := len(summary.modules) - _MOST_MODULES) > 0:
+        yield f"… {rest:,} more sets of modules<br>"
+    if choice := choice_text(summary):
+        yield _text(choice)
+    yield "</div>"
 
 
 # --- element types -------------------------------------------------------------------------------
@@ -198,7 +219,7 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
 def _head(text: str, style: str) -> str:
     if not text:
         return f'<td style="{style}"></td>'
-    return f'<th scope="col" style="{style};font-weight:600">{_muted(text)}</th>'
+    return f'<th scope="col" style="{style};font-weight:600;{_MUTED}">{text}</th>'
 
 
 def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
@@ -207,11 +228,11 @@ def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
     return (
         f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
         + (_cell(_RIGHT, count_text(pattern)) if folded else "")
-        + _cell(_LEFT, shapes_text(pattern.shapes))
+        + _cell(_LEFT, shape_text(pattern.shape))
         + _cell(_LEFT, kind_text(pattern), _key(color))
         + _cell(_RIGHT, binary_size(pattern.nbytes))
         + _cell(_RIGHT, share(pattern.nbytes, whole))
-        + f'<td style="padding:0">{bar}</td></tr>'
+        + (f'<td style="padding:0">{bar}</td></tr>' if bar else "</tr>")
     )
 
 
@@ -239,7 +260,7 @@ def _name(text: str) -> str:
 def _rest(patterns: Iterable[Pattern]) -> Iterator[tuple[str, str]]:
     for pattern in patterns:
         count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
-        figures = f"{count}{shapes_text(pattern.shapes)}, {kind_text(pattern)}"
+        figures = f"{count}{shape_text(pattern.shape)}, {kind_text(pattern)}"
         yield pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"
 
 
@@ -257,6 +278,6 @@ def _list(
     yield f"{_muted(title + number)}</summary>"
     yield f'<div style="{_CODE};margin:2px 0 4px 16px;{_WRAPPED}">'
     for name, value in islice(items, most):
-        yield f"{_text(name)} {_muted(_text(value))}<br>"
+        yield f"<b>{_text(name)}</b> {_text(value)}<br>"
     yield _muted(f"… {count - most:,} more") if count > most else ""
     yield "</div></details>"

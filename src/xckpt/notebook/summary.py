@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from metadata alone: a `Summary`, a tree of modules, a table of sizes.
+"""What a checkpoint holds, from metadata alone: a `Summary`, a table of sizes.
 
 `xckpt.notebook.text` and `xckpt.notebook.html` show a `Summary`.
 """
@@ -6,23 +6,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from html import escape
-from itertools import chain, islice
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
+from xckpt.index import paused_collector
 from xckpt.labels.stacking import numbered
-from xckpt.notebook.folding import Pattern, Row, fold, indices_text, one_by_one
-from xckpt.notebook.formatting import (
-    base_name,
-    binary_size,
-    columns,
-    counted,
-    printable,
-    shapes_text,
-    shortened,
+from xckpt.notebook.codes import mark_codes, marked
+from xckpt.notebook.folding import (
+    Pattern,
+    Row,
+    ascending,
+    families_of,
+    fold,
+    one_by_one,
+    united,
 )
+from xckpt.notebook.formatting import base_name, binary_size, counted, shape_text
+from xckpt.notebook.modules import ModuleSet, Stacked, module_sets, selection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "ModuleTree",
+    "FoldedFinding",
     "Summary",
     "TensorFinding",
     "Total",
@@ -52,8 +53,7 @@ _STORAGE = {
     "quantized": "quantized",
     "structural": "structural",
 }
-_MOST_LINES = 300
-_WIDEST_NAME = 60
+_SEVERITIES = ("error", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,15 @@ class TensorFinding(NamedTuple):
     severity: str  # "error", "warning" or "info"
 
 
+class FoldedFinding(NamedTuple):
+    """The findings of one rule in tensors with similar names."""
+
+    severity: str
+    rule: str
+    value: float  # the largest, of the first tensor of the pattern
+    pattern: Pattern
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a checkpoint holds at a glance.
@@ -92,12 +101,13 @@ class Summary:
     dtypes: tuple[Total, ...]  # by stored element type, largest first
     storage: tuple[Total, ...]  # by way of storing, where that is not plainly dense
     patterns: tuple[Pattern, ...]  # largest first
+    modules: tuple[ModuleSet, ...]  # numbered modules, where they are not all alike
+    choose: str  # the call that chooses some of these; empty where there is none
     dims: Mapping[str, int]  # named dimensions and their sizes
     attrs: Mapping[Any, Any]
+    errors: tuple[str, ...]  # what cannot be read
     notes: tuple[str, ...]  # what a user should know before relying on the file
-    findings: tuple[TensorFinding, ...] | None = (
-        None  # worst first; None where statistics are not known
-    )
+    findings: tuple[FoldedFinding, ...] | None  # worst first; None without statistics
 
 
 def new_summary(
@@ -108,15 +118,26 @@ def new_summary(
     version: str,
     attrs: Mapping[Any, Any],
     dims: Mapping[str, int] | None = None,
+    errors: Sequence[str] = (),
     notes: Sequence[str] = (),
     shards: int = 0,
     findings: Iterable[TensorFinding] | None = None,
+    stacked: Iterable[Stacked] = (),
+    obj: str = "",
 ) -> Summary:
-    """Sum up tensors in one pass."""
-    rows = iter(rows)
-    first = list(islice(rows, _FEW + 1))
-    patterns = one_by_one(first) if len(first) <= _FEW else fold(chain(first, rows))
-    patterns.sort(key=lambda pattern: -pattern.nbytes)
+    """Sum up tensors in one pass; `obj` is what an open object is called in code."""
+    with paused_collector():
+        rows = list(rows)
+        families = families_of(rows)
+        mark_codes(families)
+        modules, chosen = module_sets(families, stacked), selection(families)
+        if len(rows) <= _FEW:
+            patterns = one_by_one(marked(rows))
+        else:
+            patterns = [family.pattern() for family in united(families)]
+    order = ascending([pattern.first for pattern in patterns])
+    patterns = [patterns[at] for at in sorted(order, key=lambda at: -patterns[at].nbytes)]
+    numbers = ", ".join(f"{module}={number}" for module, number in chosen.items())
     return Summary(
         title=base_name(title),
         format=format,
@@ -128,11 +149,29 @@ def new_summary(
         dtypes=_totals((pattern.dtype, pattern) for pattern in patterns),
         storage=_totals((pattern.storage, pattern) for pattern in patterns if pattern.storage),
         patterns=tuple(patterns),
+        modules=tuple(modules),
+        choose=f"{obj}.ckpt.sel({numbers})" if obj and numbers else "",
         dims=dims or {},
         attrs=attrs,
+        errors=tuple(errors),
         notes=tuple(notes),
-        findings=None if findings is None else tuple([TensorFinding(*each) for each in findings]),
+        findings=None if findings is None else tuple(_folded(findings)),
     )
+
+
+def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
+    """Fold what one rule found in tensors with similar names."""
+    by_rule: dict[tuple[int, str, str], list[TensorFinding]] = {}
+    for finding in findings:
+        known = finding.severity in _SEVERITIES
+        rank = _SEVERITIES.index(finding.severity) if known else len(_SEVERITIES)
+        by_rule.setdefault((rank, finding.severity, finding.rule), []).append(finding)
+    for (_, severity, rule), some in sorted(by_rule.items(), key=lambda item: item[0][0]):
+        # The largest first, as it is the one that a pattern names; NaN is not larger than another.
+        some.sort(key=lambda finding: -abs(finding.value))
+        values = {finding.tensor: finding.value for finding in some}
+        for pattern in fold(Row(name, rule, (), 0) for name in values):
+            yield FoldedFinding(severity, rule, values[pattern.first], pattern)
 
 
 def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
@@ -158,10 +197,8 @@ def index_summary(index: Any) -> Summary:
         format=index.format,
         version=index.version,
         attrs=index.attrs,
-        notes=[
-            *_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
-            *_first_of(index.warnings, counted(len(index.warnings), "warning")),
-        ],
+        errors=_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
+        notes=_first_of(index.warnings, counted(len(index.warnings), "warning")),
         shards=len(index.shards),
     )
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
@@ -177,7 +214,7 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
             plain = plain and part.encoding is None
         encodings = () if plain else [part.encoding for part in tensor.parts.values()]
         storage = "" if plain else storage_words(tensor.layout, encodings)
-        yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, tensor.size, storage)
+        yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, storage)
 
 
 def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
@@ -206,64 +243,7 @@ def _unexplained(index: Any, stored: int) -> list[str]:
     return []
 
 
-# --- modules -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Modules:
-    """A module, or several that only differ in their number."""
-
-    count: int = 0
-    nbytes: int = 0
-    indices: set[str] = field(default_factory=set)
-    children: dict[str | None, _Modules] = field(default_factory=dict)
-
-
-class ModuleTree:
-    """The modules of a checkpoint, numbered ones folded, with what is in them.
-
-    Examples
-    --------
-    >>> ds.ckpt.tree(depth=3)  # doctest: +SKIP
-    model                   134 tensors   14.0 MiB
-      embed_tokens            2 tensors    2.2 MiB
-      layers                120 tensors   11.8 MiB
-        {0..11}             120 tensors   11.8 MiB
-    """
-
-    def __init__(self, rows: Iterable[Row], depth: int) -> None:
-        self._root = _Modules()
-        for row in rows:
-            node = self._root
-            parts = row.name.split(".")[:depth]
-            for part, word in zip(parts, numbered(parts).template, strict=True):
-                node = node.children.setdefault(word, _Modules())
-                node.count += 1
-                node.nbytes += row.nbytes
-                if word is None:
-                    node.indices.add(part)
-
-    def __repr__(self) -> str:
-        lines = list(islice(_lines(self._root, 0), _MOST_LINES + 1))
-        width = max((columns(name) for name, _, _ in lines), default=0)
-        text = [
-            f"{name}{' ' * (width - columns(name))}  {count:>16}  {size:>10}"
-            for name, count, size in lines[:_MOST_LINES]
-        ]
-        if len(lines) > _MOST_LINES:
-            text.append("… and more: choose a smaller depth, or a part with find()")
-        return "\n".join(text) or "no tensors"
-
-    def _repr_html_(self) -> str:
-        return f"<pre style='line-height:1.4'>{escape(repr(self))}</pre>"
-
-
-def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
-    for key, child in node.children.items():
-        name = indices_text(child.indices) if key is None else printable(key)
-        short = shortened(name, _WIDEST_NAME)
-        yield "  " * level + short, counted(child.count, "tensor"), binary_size(child.nbytes)
-        yield from _lines(child, level + 1)
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -> pd.DataFrame:
@@ -271,11 +251,14 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
     import pandas as pd
 
     if by == "pattern":
-        found = fold(rows)
+        families = families_of(rows)
+        mark_codes(families)
+        found = [family.pattern() for family in united(families)]
+        names = [pattern.first for pattern in found]
         frame = pd.DataFrame(
             {
                 "tensors": [pattern.count for pattern in found],
-                "shape": [shapes_text(pattern.shapes) for pattern in found],
+                "shape": [shape_text(pattern.shape) for pattern in found],
                 "dtype": [pattern.dtype for pattern in found],
                 "storage": [pattern.storage for pattern in found],
                 "parameters": [pattern.size for pattern in found],
@@ -291,6 +274,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
             total[0] += 1
             total[1] += row.size
             total[2] += row.nbytes
+        names = list(totals)
         frame = pd.DataFrame(
             list(totals.values()),
             index=pd.Index(list(totals), name=by, dtype=object),
@@ -300,6 +284,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
         raise ValueError(f"by must be 'pattern', 'dtype' or 'layer', not {by!r}")
     whole: Any = max(1, frame["nbytes"].sum())
     frame["share"] = frame["nbytes"] / whole
+    frame = frame.iloc[ascending(names)]
     return frame.sort_values("nbytes", ascending=False, kind="stable")
 
 

@@ -12,7 +12,7 @@ from xckpt.notebook.formatting import (
     columns,
     counted,
     printable,
-    shapes_text,
+    shape_text,
     share,
     short_count,
     shortened,
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.summary import Summary, TensorFinding
+    from xckpt.notebook.modules import ModuleSet
+    from xckpt.notebook.summary import FoldedFinding, Summary
 
 __all__ = [
     "BREAK",
+    "choice_text",
     "count_text",
-    "findings_text",
     "format_text",
     "kind_text",
+    "modules_text",
+    "remarks",
     "render",
     "rest_text",
 ]
@@ -48,8 +51,9 @@ _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
 _WIDEST_KIND = 28
 _WIDEST_VERSION = 16
-_WIDEST_TENSOR = 72
-_MOST_RULES = 4
+_MOST_FINDINGS = 8
+_COUNTED = ("error", "warning")
+_MOST_MODULES = 8
 
 
 def render(summary: Summary) -> str:
@@ -66,15 +70,14 @@ def render(summary: Summary) -> str:
     # Lazily: there may be a million of these.
     dims = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
     attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
-    remarks = [f"note: {printable(note)}" for note in summary.notes[:_MOST_NOTES]]
-    if summary.findings is not None:
-        remarks.insert(0, ": ".join(filter(None, findings_text(summary.findings))))
+    told = [f"{kind}: {printable(what)}" if kind else what for kind, what in remarks(summary)]
     return "\n".join(
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
-            *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in remarks],
+            *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in told],
             *_table(summary),
+            *_modules(summary),
             *_listed("stored as: ", storage, len(storage), most_lines=1),
             *_listed("dims: ", dims, len(summary.dims), most_lines=2),
             *_listed("attrs: ", attrs, len(summary.attrs), most_lines=3),
@@ -129,7 +132,7 @@ def _table(summary: Summary) -> Iterator[str]:
         [
             pattern.text,
             f"{TIMES}{count_text(pattern)}" if pattern.grid > 1 else "",
-            shapes_text(pattern.shapes),
+            shape_text(pattern.shape),
             kind_text(pattern),
             binary_size(pattern.nbytes),
             share(pattern.nbytes, summary.nbytes),
@@ -174,6 +177,16 @@ def _wrapped(name: str, width: int) -> list[str]:
     return lines
 
 
+def _modules(summary: Summary) -> Iterator[str]:
+    for each in summary.modules[:_MOST_MODULES]:
+        label, parts = modules_text(each)
+        yield _INDENT + shortened(f"{label}: {parts}", _WIDTH - len(_INDENT))
+    if rest := len(summary.modules) - _MOST_MODULES:
+        yield from [f"{_INDENT}… {rest:,} more sets of modules"] if rest > 0 else []
+    if choice := choice_text(summary):
+        yield _INDENT + shortened(choice, _WIDTH - len(_INDENT))
+
+
 # --- words that all renderings share -------------------------------------------------------------
 
 
@@ -204,14 +217,42 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
     return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
 
 
-def findings_text(findings: Sequence[TensorFinding]) -> tuple[str, str]:
-    """Write how many findings there are, and then what they are and where the first is."""
-    if not findings:
-        return "no findings", ""
-    rules = Counter(finding.rule for finding in findings).most_common()
-    listed = [f"{count:,} {word(rule).replace('_', ' ')}" for rule, count in rules[:_MOST_RULES]]
-    listed += ["…"] if len(rules) > _MOST_RULES else []
-    first = findings[0]
-    where = word(first.tensor, _WIDEST_TENSOR)
-    what = f"{word(first.rule).replace('_', ' ')} {first.value:.6g}"
-    return counted(len(findings), "finding"), f"{', '.join(listed)}; first {where} ({what})"
+def remarks(summary: Summary) -> Iterator[tuple[str, str]]:
+    """List what is wrong and what to know, errors first: the kind of each, and what it is."""
+    yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
+    if (findings := summary.findings) is not None:
+        yield "", findings_text(findings)
+        for severity, rule, value, pattern in findings[:_MOST_FINDINGS]:
+            what = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
+            of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
+            largest = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
+            yield word(severity), f"{what}{of}: {pattern.text} ({largest})"
+        if rest := findings[_MOST_FINDINGS:]:
+            yield "", f"… {sum([each.pattern.count for each in rest]):,} more findings"
+    yield from [("note", note) for note in summary.notes[:_MOST_NOTES]]
+
+
+def findings_text(findings: Sequence[FoldedFinding]) -> str:
+    """Write how many findings there are, and of what severity."""
+    severities: Counter[str] = Counter()
+    for finding in findings:
+        severities[finding.severity] += finding.pattern.count
+    if not severities:
+        return "no findings"
+    parts = [
+        counted(count, severity) if severity in _COUNTED else f"{count:,} {word(severity)}"
+        for severity, count in severities.items()
+    ]
+    return f"{counted(severities.total(), 'finding')}: {', '.join(parts)}"
+
+
+def modules_text(each: ModuleSet) -> tuple[str, str]:
+    """Name a set of modules, and what is in these only."""
+    dim = f" (dimension {word(each.dim)})" if each.dim else ""
+    return f"{word(each.module)} {each.indices}{dim}", ", ".join(each.parts)
+
+
+def choice_text(summary: Summary) -> str:
+    """Say how to choose by the numbers of modules, where these are not all alike."""
+    dims = ", whatever the dimensions are called" if any(m.dim for m in summary.modules) else ""
+    return f"choose with {summary.choose}{dims}" if summary.choose and summary.modules else ""

@@ -1,0 +1,103 @@
+"""The summary says which numbered modules there are and what only some of them have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from xckpt.notebook.folding import families_of
+from xckpt.notebook.html import render as render_html
+from xckpt.notebook.modules import ModuleSet, Stacked, module_sets, selection
+from xckpt.notebook.summary import new_summary
+from xckpt.notebook.text import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from xckpt.notebook.folding import Row
+
+
+def sets_of(rows: Iterable[Row], *stacked: Stacked) -> list[ModuleSet]:
+    return module_sets(families_of(rows), stacked)
+
+
+def text_of(rows: Iterable[Row], **more: Any) -> str:
+    return render(new_summary(rows, title="m", format="f", version="", attrs={}, **more))
+
+
+def test_a_mixture_of_experts_has_three_sets_of_layers() -> None:
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert sets_of(mixture_of_experts(10, 4, dense=3)) == [
+        ModuleSet("layers", "{0..9}", "", ("self_attn", *norms)),
+        ModuleSet("layers", "{0..2}", "", ("mlp.{gate,up,down}_proj",)),
+        ModuleSet("layers", "{3..9}", "", ("mlp.{gate,experts}",)),
+    ]
+
+
+def test_where_all_modules_are_alike_there_is_nothing_to_say() -> None:
+    assert sets_of(gpt2()) == []
+    assert sets_of(mixture_of_experts(5, 4)) == []
+    assert "choose" not in text_of(gpt2(), obj="ds")
+
+
+def test_steps_of_a_sequence_are_no_layers() -> None:
+    # The number after "downsample" is a convolution's or a norm's.
+    assert {each.module for each in sets_of(resnet())} == {"layer2", "layer3"}
+
+
+def test_a_dimension_is_named_with_its_set() -> None:
+    rows = [row(f"layers.{n}.a", "int8", 2) for n in range(6)]
+    rows += [row(f"layers.{n}.b", "int8", 2) for n in range(4, 6)]
+    stacked = [
+        Stacked(("layers", None, "a"), ("layers",), (tuple(range(6)),)),
+        Stacked(("layers", None, "b"), ("layers_1",), ((4, 5),)),
+    ]
+    assert sets_of(rows, *stacked) == [
+        ModuleSet("layers", "{0..5}", "layers", ("a",)),
+        ModuleSet("layers", "{4,5}", "layers_1", ("b",)),
+    ]
+    text = text_of(rows, stacked=stacked, obj="ds")
+    assert "\n  layers {4,5} (dimension layers_1): b\n" in text
+    assert "choose with ds.ckpt.sel(layers=3), whatever the dimensions are called" in text
+
+
+def test_modules_of_one_name_in_several_places_are_told_apart() -> None:
+    rows = [row(f"encoder.layers.{n}.w", "int8", 2) for n in range(12)]
+    rows += [row(f"decoder.layers.{n}.w", "int8", 2) for n in range(6)]
+    assert sets_of(rows) == [
+        ModuleSet("encoder.layers", "{0..11}", "", ("w",)),
+        ModuleSet("decoder.layers", "{0..5}", "", ("w",)),
+    ]
+
+
+def test_the_same_name_in_two_shapes_is_one_set_unless_it_is_stacked() -> None:
+    rows = [row(f"h.{n}.w", "int8", 2 + n % 2) for n in range(8)]
+    assert sets_of(rows) == []
+    parts = [Stacked(("h", None, "w"), (f"h_{k}",), (tuple(range(k, 8, 2)),)) for k in (0, 1)]
+    assert [(each.dim, each.parts) for each in sets_of(rows, *parts)] == [
+        ("h_0", ("w",)),
+        ("h_1", ("w",)),
+    ]
+
+
+def test_the_example_is_of_the_tensors_that_are_most() -> None:
+    assert selection(families_of(mixture_of_experts(10, 5, dense=3))) == {"layers": 6, "experts": 2}
+    assert selection(families_of(gpt2())) == {"h": 6}
+    assert selection(families_of([row("a", "int8", 1)])) == {}
+    assert selection(families_of([row("class.0.w", "int8", 1), row("a b.0.w", "int8", 1)])) == {}
+
+
+def test_html_says_it_too() -> None:
+    rows = mixture_of_experts(10, 4, dense=3)
+    html = render_html(new_summary(rows, title="m", format="f", version="", attrs={}, obj="dt"))
+    assert "layers {3..9}:" in html
+    assert "choose with dt.ckpt.sel(layers=6, experts=2)" in html
+
+
+def test_hostile_names_of_modules_are_inert() -> None:
+    names = [f"<b>\x1b.{n}.{leaf}" for n in range(9) for leaf in ("x", "\u202ey")[: 1 + n % 2]]
+    rows = [row(name, "int8", 1) for name in names]
+    html = render_html(new_summary(rows, title="m", format="f", version="", attrs={}))
+    assert "<b>\\x1b" not in html
+    assert "&lt;b&gt;\\x1b {0..8}" in html
+    assert r"\u202ey" in text_of(rows)
