@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointAccessor"]
 
+_RESULT = "ds.ckpt.table() is a DataFrame with one row for each tensor"
+_MOST_TRIED = 8
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 
 
@@ -69,11 +72,29 @@ class CheckpointAccessor:
     def _repr_html_(self) -> str:
         from html import escape
 
-        from xckpt.notebook.html import render
-
         if self.format is None:
             return f"<p>{escape(_not_ours(self._obj))}</p>"
-        summary, obj = self._summary(), self._called
+        return self._html(self._summary())
+
+    # What `xckpt.notebook.extension` shows in place of xarray's view of very many variables; None
+    # for the objects of others.
+    def _repr_large_(self, note: str) -> dict[str, str] | None:
+        from html import escape
+
+        from xckpt.notebook.text import render
+
+        if not self._is_ours:
+            return None
+        if self._is_result:
+            text = f"{self._obj!r}\n{_RESULT}\n{note}"
+            return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
+        summary = self._summary(notes=[note])
+        return {"text/plain": render(summary), "text/html": self._html(summary)}
+
+    def _html(self, summary: Summary) -> str:
+        from xckpt.notebook.html import render
+
+        obj = self._called
         calls = (f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()", summary.choose)
         return render(summary, [call for call in calls if call])
 
@@ -721,6 +742,26 @@ class CheckpointAccessor:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
 
     @property
+    def _is_ours(self) -> bool:
+        """Whether the object was opened from a checkpoint, or made of such an object."""
+        if self.format is not None or self._is_result:
+            return True
+        import dask.array as da
+
+        from xckpt.arrays.graph import TensorLayer
+
+        # Some operations drop what says so; then the graphs of arrays still begin with the file.
+        variables = (v for node in self._nodes() for v in node.variables.values())
+        some = [v._data for v in islice(variables, _MOST_TRIED)]  # noqa: SLF001  `data` would read
+        graphs = [getattr(data.dask, "layers", {}) for data in some if isinstance(data, da.Array)]
+        return any(isinstance(layer, TensorLayer) for graph in graphs for layer in graph.values())
+
+    @property
+    def _is_result(self) -> bool:
+        """Whether these are statistics, or a comparison."""
+        return bool(self._encoding.get("statistics"))
+
+    @property
     def _called(self) -> str:
         """What code that is shown calls the object."""
         return "dt" if isinstance(self._obj, xr.DataTree) else "ds"
@@ -730,7 +771,7 @@ class CheckpointAccessor:
         root = self._obj.root if isinstance(self._obj, xr.DataTree) else self._obj
         return root.encoding
 
-    def _summary(self, tensors: OpenTensors | None = None) -> Summary:
+    def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
         from xckpt.notebook.summary import new_summary
         from xckpt.tensors import OpenTensors
 
@@ -738,13 +779,14 @@ class CheckpointAccessor:
         return new_summary(
             tensors.rows,
             title=str(self._encoding.get("source", "")),
-            format=str(self.format),
+            format=self.format or "",
             version=str(self._encoding.get("format_version", "")),
             attrs=self._obj.attrs,
             findings=self._known_findings(),
             dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
             stacked=tensors.stacks,
             obj=self._called,
+            notes=notes,
         )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:

@@ -16,6 +16,7 @@ from xarray.backends.common import datatree_from_dict_with_io_cleanup
 import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
 from xckpt import formats
 from xckpt.identity import next_namespace
+from xckpt.notebook.extension import load_in_session
 from xckpt.options import OpenOptions
 
 if TYPE_CHECKING:
@@ -243,4 +244,5 @@ def described(ds: Dataset, source: Source, index: Index) -> Dataset:
     }
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)
+    load_in_session()
     return ds

@@ -1,110 +1,209 @@
-"""``%load_ext`` changes how large Datasets of checkpoints are shown, and nothing else."""
+"""In IPython large checkpoints are shown as their summary, and all else is shown as before."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import dask
 import numpy as np
 import pytest
 import xarray as xr
 
 pytest.importorskip("IPython", reason="the extension is one of IPython")
 
-from IPython.core.formatters import HTMLFormatter
+from IPython.core.formatters import DisplayFormatter
 
+import xckpt
 from xckpt.notebook import extension
-from xckpt.notebook.extension import load_ipython_extension, unload_ipython_extension
+from xckpt.notebook.extension import (
+    load_in_session,
+    load_ipython_extension,
+    unload_ipython_extension,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LARGE, SMALL = 4, 3
 
 
-class _Accessor:
-    """As ``ds.ckpt`` is, for Datasets that say they are of a checkpoint."""
+class _Extensions:
+    """What a session has loaded, as IPython keeps it."""
 
-    def __init__(self, ds: xr.Dataset) -> None:
-        self.format = ds.encoding.get("format")
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.loaded: set[str] = set()
 
-    def _repr_html_(self) -> str:
-        return f"<p>{self.format}</p>"
+    def load_extension(self, name: str) -> None:
+        self.loaded.add(name)
+        sys.modules[name].load_ipython_extension(self.session)
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Give a session without anything registered, in which small Datasets are large."""
-    monkeypatch.setattr(extension, "MOST_VARIABLES", 3)
-    monkeypatch.setattr(xr.Dataset, "ckpt", property(_Accessor), raising=False)
-    formatters = {"text/html": HTMLFormatter()}
-    return SimpleNamespace(display_formatter=SimpleNamespace(formatters=formatters))
+    monkeypatch.setattr(extension, "_unwanted", False)
+    made = SimpleNamespace(display_formatter=DisplayFormatter())
+    made.extension_manager = _Extensions(made)
+    with dask.config.set({"xckpt.summary-above": SMALL}):
+        yield made
 
 
-def dataset(count: int, ours: bool = True) -> xr.Dataset:  # noqa: FBT002  reads well here
-    ds = xr.Dataset({f"v{n}": ("x", np.zeros(2)) for n in range(count)})
-    ds.encoding["format"] = "ztensor" if ours else None
-    return ds
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extension")
+    np.savez(folder / "m.npz", **{f"h.{n}.w": np.full(2, n, "f4") for n in range(LARGE)})  # type: ignore[arg-type]
+    return folder / "m.npz"
 
 
-def html(session: Any, obj: object) -> Any:
-    return session.display_formatter.formatters["text/html"](obj)
+@pytest.fixture
+def ds(path: Path) -> xr.Dataset:
+    return xr.open_dataset(path, engine="npz")
 
 
-def test_large_datasets_of_checkpoints_are_shown_as_the_summary(session: Any) -> None:
+def html(session: Any, obj: object) -> str:
+    shown: str = session.display_formatter.format(obj)[0]["text/html"]
+    return shown
+
+
+def text(session: Any, obj: object) -> str:
+    shown: str = session.display_formatter.format(obj)[0]["text/plain"]
+    return shown
+
+
+def is_summary(session: Any, obj: object) -> bool:
+    """Return whether it is a summary, as text and as HTML; it says how to turn that off."""
+    shown = [
+        "4 tensors" in text(session, obj) and "shown as a summary" in text(session, obj),
+        "<b>4</b> tensors" in html(session, obj) and "shown as a summary" in html(session, obj),
+    ]
+    assert shown[0] == shown[1]
+    if shown[0]:
+        assert "dask.config.set({'xckpt.summary-above': None})" in text(session, obj)
+        assert "xckpt.summary-above" in html(session, obj)
+    else:
+        assert text(session, obj) == repr(obj)
+        assert "xarray" in html(session, obj)
+    return shown[0]
+
+
+def test_large_checkpoints_are_shown_as_their_summary(session: Any, path: Path) -> None:
     load_ipython_extension(session)
-    assert html(session, dataset(4)) == "<p>ztensor</p>"
+    assert is_summary(session, xr.open_dataset(path, engine="npz"))
+    assert is_summary(session, xr.open_datatree(path, engine="npz"))
 
 
-def test_others_are_shown_as_before(session: Any) -> None:
+def test_what_is_made_of_them_is_too(session: Any, ds: xr.Dataset, path: Path) -> None:
     load_ipython_extension(session)
-    for ds in (dataset(3), dataset(4, ours=False), dataset(4)["v0"]):
-        assert "xarray" in html(session, ds)
-        assert "<p>ztensor</p>" not in html(session, ds)
+    for made in (ds * 2, ds.map(np.abs), ds.astype("f8"), ds.isel(d2=0), ds.compute(), ds.copy()):
+        assert is_summary(session, made)
+    assert is_summary(session, xr.open_datatree(path, engine="npz")["h"].copy())
 
 
-def test_unloading_leaves_nothing_behind(session: Any) -> None:
-    printers = session.display_formatter.formatters["text/html"].type_printers
+def test_others_are_shown_as_before(session: Any, ds: xr.Dataset) -> None:
+    load_ipython_extension(session)
+    others = xr.Dataset({f"v{n}": ("x", np.zeros(2)) for n in range(LARGE)})
+    for obj in (others, others.chunk(), xr.DataTree(others), ds[["h.0.w"]], ds["h.0.w"]):
+        assert not is_summary(session, obj)
+
+
+def test_statistics_of_many_tensors_are_a_text(session: Any, ds: xr.Dataset) -> None:
+    load_ipython_extension(session)
+    result = ds.ckpt.stats(cache=False, progress=False)
+    for shown in (text(session, result), html(session, result)):
+        assert "ds.ckpt.table() is a DataFrame" in shown
+    assert html(session, result).startswith("<pre>")
+
+
+def test_the_option_says_from_how_many_on(session: Any, ds: xr.Dataset) -> None:
+    load_ipython_extension(session)
+    for most in (None, False, LARGE):
+        with dask.config.set({"xckpt.summary-above": most}):
+            assert not is_summary(session, ds)
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def test_opening_a_checkpoint_loads_it(
+    session: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("IPython.get_ipython", lambda: session)
+    assert xckpt.load_ipython_extension
+    xr.open_dataset(path, engine="npz")
+    assert session.extension_manager.loaded == {"xckpt"}
+    assert is_summary(session, xr.open_dataset(path, engine="npz"))
+    # What was unloaded stays so.
+    session.extension_manager.loaded.clear()
+    unload_ipython_extension(session)
+    assert not is_summary(session, xr.open_dataset(path, engine="npz"))
+    load_ipython_extension(session)
+    assert is_summary(session, xr.open_dataset(path, engine="npz"))
+
+
+def test_outside_of_ipython_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)
+    load_in_session()
+    monkeypatch.delitem(sys.modules, "IPython")
+    load_in_session()
+    assert "IPython" not in sys.modules
+
+
+def test_unloading_leaves_nothing_behind(session: Any, ds: xr.Dataset) -> None:
+    display = session.display_formatter
+    formatters = [*display.formatters.values(), display.mimebundle_formatter]
+    before = [dict(formatter.type_printers) for formatter in formatters]
     for _ in range(2):
         load_ipython_extension(session)
         load_ipython_extension(session)
-        assert xr.Dataset in printers
         unload_ipython_extension(session)
-        assert xr.Dataset not in printers
-    assert "xarray" in html(session, dataset(4))
+        assert [formatter.type_printers for formatter in formatters] == before
+    assert not is_summary(session, ds)
     unload_ipython_extension(session)
 
 
-def test_what_was_registered_before_stays_in_use(session: Any) -> None:
-    formatter = session.display_formatter.formatters["text/html"]
-
-    def before(_: object) -> str:
-        return "before"
-
-    formatter.for_type(xr.Dataset, before)
+def test_what_is_registered_for_a_type_of_content_comes_first(session: Any, ds: xr.Dataset) -> None:
+    for kind in ("text/html", "image/png"):
+        formatter = session.display_formatter.formatters[kind]
+        formatter.for_type(xr.Dataset, lambda _: "registered")
     load_ipython_extension(session)
-    assert html(session, dataset(3)) == "before"
-    assert html(session, dataset(4)) == "<p>ztensor</p>"
+    for obj in (ds, ds[["h.0.w"]]):
+        assert html(session, obj) == "registered"
     unload_ipython_extension(session)
-    assert formatter.type_printers[xr.Dataset] is before
+    assert session.display_formatter.format(ds)[0]["image/png"] == "registered"
 
 
-def test_what_was_registered_by_name_stays_in_use(session: Any) -> None:
-    formatter = session.display_formatter.formatters["text/html"]
-    formatter.for_type_by_name(xr.Dataset.__module__, "Dataset", lambda _: "by name")
+def test_what_was_registered_by_name_stays_in_use(session: Any, ds: xr.Dataset) -> None:
+    bundles = session.display_formatter.mimebundle_formatter
+    bundles.for_type_by_name(xr.Dataset.__module__, "Dataset", lambda _: {"text/html": "by name"})
     load_ipython_extension(session)
-    assert html(session, dataset(3)) == "by name"
+    assert html(session, ds[["h.0.w"]]) == "by name"
+    assert is_summary(session, ds)
     unload_ipython_extension(session)
-    assert html(session, dataset(4)) == "by name"
+    assert html(session, ds) == "by name"
 
 
-def test_what_was_registered_for_a_base_class_stays_there(session: Any) -> None:
-    formatter = session.display_formatter.formatters["text/html"]
-    formatter.for_type(object, lambda _: "any object")
+def test_what_was_registered_for_a_base_class_stays_there(session: Any, ds: xr.Dataset) -> None:
+    markdown = session.display_formatter.formatters["text/markdown"]
+    markdown.for_type(object, lambda _: "any object")
     load_ipython_extension(session)
-    assert html(session, dataset(3)) == "any object"
+    assert session.display_formatter.format(ds[["h.0.w"]])[0]["text/markdown"] == "any object"
     unload_ipython_extension(session)
-    assert set(formatter.type_printers) == {object}
+    assert set(markdown.type_printers) == {object}
 
 
-def test_what_was_registered_later_is_not_undone(session: Any) -> None:
+def test_other_types_of_content_are_not_asked_for(session: Any, ds: xr.Dataset) -> None:
     load_ipython_extension(session)
-    formatter = session.display_formatter.formatters["text/html"]
-    formatter.for_type(xr.Dataset, lambda _: "later")
+    ds["_repr_png_"] = ("x", [1.0])
+    assert set(session.display_formatter.format(ds)[0]) == {"text/plain", "text/html"}
+
+
+def test_what_was_registered_later_is_not_undone(session: Any, ds: xr.Dataset) -> None:
+    load_ipython_extension(session)
+    bundles = session.display_formatter.mimebundle_formatter
+    bundles.for_type(xr.Dataset, lambda _: {"text/html": "later"})
     unload_ipython_extension(session)
-    assert html(session, dataset(4)) == "later"
+    assert html(session, ds) == "later"

@@ -1,85 +1,137 @@
-"""``%load_ext xckpt``: large Datasets of checkpoints are shown as the folded summary.
+"""In IPython, large Datasets and trees of checkpoints are shown as the folded summary.
 
-xarray's own HTML takes time that grows with the square of the number of variables, about a minute
-and 30 MB for 10,000 (https://github.com/pydata/xarray/issues/8173). An engine cannot change how a
-Dataset is shown, and this changes it for the whole session; so it is done only when asked for.
+xarray's own HTML takes time that grows with the square of the number of variables, minutes and
+50 MB for 18,000 (https://github.com/pydata/xarray/issues/8173), and an engine cannot change how a
+Dataset is shown. So the first checkpoint that is opened in a session of IPython loads this as
+``%load_ext xckpt`` does. ``%unload_ext xckpt`` undoes it, and the option ``xckpt.summary-above`` of
+dask's configuration says from how many variables on; None is never. Whatever else is registered
+for a type of content comes first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from itertools import accumulate
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = ["load_in_session", "load_ipython_extension", "unload_ipython_extension"]
 
-    import xarray as xr
+_NAME = "xckpt"
+_OPTION = "xckpt.summary-above"
+_MOST_VARIABLES = 500
+_BUNDLED = ("text/plain", "text/html")
+# Short, as all of it has to fit into a line of text.
+_NOTE = (
+    "shown as a summary; for xarray's own view, which can take minutes: "
+    f"dask.config.set({{{_OPTION!r}: None}})"
+)
+# Whether somebody unloaded this, who would not want it back with the next file.
+_unwanted = False
 
-__all__ = ["MOST_VARIABLES", "load_ipython_extension", "unload_ipython_extension"]
 
-#: Datasets with more variables than this are shown as the summary.
-MOST_VARIABLES = 500
+class _Shown:
+    """Shows large checkpoints as their summary, and all other objects of a class as before.
 
-
-class _DatasetHtml:
-    """Shows large Datasets of checkpoints as their summary, and all others as before.
-
-    `before` was registered for Datasets. `otherwise` showed them: that, or what was registered for
+    `before` was registered for the class. `otherwise` showed them: that, or what was registered for
     a class that they inherit from.
     """
 
-    def __init__(
-        self, before: Callable[[Any], Any] | None, otherwise: Callable[[Any], Any] | None
-    ) -> None:
-        self.before = before
-        self._otherwise = otherwise
+    def __init__(self, formatter: Any, shown: type) -> None:
+        # What is registered by the name of a class moves to the class when that is looked up.
+        self.otherwise = formatter.for_type(shown)
+        self.before = formatter.type_printers.get(shown)
+        self.method = str(formatter.print_method)
 
-    def __call__(self, ds: xr.Dataset) -> Any:
-        if len(ds.variables) > MOST_VARIABLES:
-            # Every Dataset has it once one of our engines is loaded, so all of ours have it.
-            accessor: Any = getattr(ds, "ckpt", None)
-            if getattr(accessor, "format", None) is not None:
-                return accessor._repr_html_()
-        return ds._repr_html_() if self._otherwise is None else self._otherwise(ds)
+
+class _Bundle(_Shown):
+    """Shows them in all ways at once."""
+
+    def __call__(self, obj: Any) -> Any:
+        if _is_large(obj) and (bundle := obj.ckpt._repr_large_(_NOTE)) is not None:
+            return bundle
+        return None if self.otherwise is None else self.otherwise(obj)
+
+
+class _Nothing(_Shown):
+    """Says for other types of content that there is none.
+
+    IPython would ask the object for `_repr_png_` and others, and xarray would look for similar
+    names among all variables, which takes longer than the summary.
+    """
+
+    def __call__(self, obj: Any) -> Any:
+        if _is_large(obj):
+            return None
+        if self.otherwise is not None:
+            return self.otherwise(obj)
+        method = getattr(type(obj), self.method, None)
+        return None if method is None else method(obj)
+
+
+def _is_large(obj: Any) -> bool:
+    import dask
+
+    most = dask.config.get(_OPTION, _MOST_VARIABLES)
+    # Every Dataset has the accessor once one of our engines is loaded, so all of ours have it.
+    if most is None or most is False or not hasattr(type(obj), "ckpt"):
+        return False
+    nodes = obj.subtree if hasattr(type(obj), "subtree") else [obj]
+    return any(count > most for count in accumulate(len(node.variables) for node in nodes))
+
+
+def load_in_session() -> None:
+    """Load the extension if this is a session of IPython and nobody unloaded it."""
+    ipython = sys.modules.get("IPython")
+    session = None if ipython is None else ipython.get_ipython()
+    if session is not None and not _unwanted and _NAME not in session.extension_manager.loaded:
+        session.extension_manager.load_extension(_NAME)
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Show Datasets of checkpoints with more than 500 variables as ``ds.ckpt``.
+    """Show checkpoints with more than 500 variables as ``ds.ckpt``.
 
     Parameters
     ----------
     ipython : IPython.core.interactiveshell.InteractiveShell
         The session, as ``%load_ext`` hands it over.
     """
-    import xarray as xr
-
-    formatter = _formatter(ipython)
-    # What is registered by the name of a class moves to the class when that is looked up.
-    otherwise = formatter.for_type(xr.Dataset)
-    before = formatter.type_printers.get(xr.Dataset)
-    if not isinstance(before, _DatasetHtml):
-        formatter.for_type(xr.Dataset, _DatasetHtml(before, otherwise))
+    global _unwanted  # noqa: PLW0603  of the session, which there is one of
+    _unwanted = False
+    for formatter, kind in _formatters(ipython):
+        for shown in _classes():
+            if not isinstance(formatter.type_printers.get(shown), _Shown):
+                formatter.for_type(shown, kind(formatter, shown))
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Show Datasets as before.
+    """Show Datasets and trees as before.
 
     Parameters
     ----------
     ipython : IPython.core.interactiveshell.InteractiveShell
         The session, as ``%unload_ext`` hands it over.
     """
+    global _unwanted  # noqa: PLW0603  as above
+    _unwanted = True
+    for formatter, _ in _formatters(ipython):
+        for shown in _classes():
+            ours = formatter.type_printers.get(shown)
+            # Whoever registered something else since then wants that.
+            if not isinstance(ours, _Shown):
+                continue
+            if ours.before is None:
+                formatter.pop(shown)
+            else:
+                formatter.for_type(shown, ours.before)
+
+
+def _formatters(ipython: Any) -> list[tuple[Any, type[_Shown]]]:
+    display = ipython.display_formatter
+    others = [one for kind, one in display.formatters.items() if kind not in _BUNDLED]
+    return [(display.mimebundle_formatter, _Bundle), *[(one, _Nothing) for one in others]]
+
+
+def _classes() -> tuple[type, ...]:
     import xarray as xr
 
-    formatter = _formatter(ipython)
-    ours = formatter.type_printers.get(xr.Dataset)
-    # Whoever registered something else since then wants that.
-    if not isinstance(ours, _DatasetHtml):
-        return
-    if ours.before is None:
-        formatter.pop(xr.Dataset)
-    else:
-        formatter.for_type(xr.Dataset, ours.before)
-
-
-def _formatter(ipython: Any) -> Any:
-    return ipython.display_formatter.formatters["text/html"]
+    return xr.Dataset, xr.DataTree

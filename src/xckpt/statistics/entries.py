@@ -292,4 +292,7 @@ def laid_out(
         for name, coord in contents.coords.items()
         if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
     }
-    return xr.Dataset(variables, coords, {"source": contents.source} if contents.source else None)
+    result = xr.Dataset(variables, coords, {"source": contents.source} if contents.source else None)
+    # In a notebook xarray would take minutes to show the results of very many tensors.
+    result.encoding["statistics"] = True
+    return result
