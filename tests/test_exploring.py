@@ -15,7 +15,7 @@ from xckpt.errors import CheckpointWarning
 from xckpt.exploring import compute, explore, histogram
 from xckpt.notebook.summary import index_summary
 from xckpt.sample import write_checkpoint
-from xckpt.statistics import stats, table
+from xckpt.statistics import findings, stats, table
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
@@ -80,18 +80,55 @@ def test_code_gives_the_tensor(obj: Any, path: Path) -> None:
 def test_statistics_are_those_of_the_file(obj: Any) -> None:
     tensors = OpenTensors(obj)
     names = [row.name for row in tensors.rows]
-    found = compute(tensors, names, ignore)
+    found = compute(tensors, names, ignore).statistics
     expected = table(stats(obj)).T.to_dict()
     assert found.keys() == expected.keys()
     for name, values in found.items():
         np.testing.assert_array_equal([*values.values()], [*expected[name].values()])
 
 
+def test_findings_are_those_of_the_file(obj: Any) -> None:
+    tensors = OpenTensors(obj)
+    found = compute(tensors, [row.name for row in tensors.rows], ignore).findings
+    expected = findings(stats(obj)).itertuples(index=False, name=None)
+    assert sorted(map(tuple, found)) == sorted(expected)
+    assert found
+
+
+def test_what_is_computed_already_is_known(path: Path) -> None:
+    pytest.importorskip("anywidget")
+    ds = xr.open_dataset(path, engine="ztensor", stack=True)
+    assert not ds.ckpt.explore()._known
+    expected = table(ds.ckpt.stats(progress=False))
+    explorer = ds.ckpt.explore()
+    assert len(explorer._known) == len(expected) == len(explorer._names)
+    at = explorer._row_of["lm_head.weight"]
+    assert explorer._known[at][explorer._columns["std"]] == expected.loc["lm_head.weight", "std"]
+    assert {explorer._names[row] for row, *_ in explorer._found} == set(
+        ds.ckpt.findings()["tensor"]
+    )
+
+
+def test_layers_ascend_whatever_their_order_in_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget")
+    names = ["embed", *sorted(f"h.{n}.w" for n in range(12)), "norm"]
+    np.savez(tmp_path / "m.npz", **{name: np.ones(1) for name in names})  # type: ignore[arg-type]
+    explorer = xr.open_dataset(tmp_path / "m.npz", engine="npz").ckpt.explore()
+    assert explorer._names == ["embed", *(f"h.{n}.w" for n in range(12)), "norm"]
+
+
+def test_codes_are_told_from_weights(path: Path) -> None:
+    pytest.importorskip("anywidget")
+    explorer = xr.open_dataset(path, engine="ztensor").ckpt.explore()
+    codes = [n for n, is_one in zip(explorer._names, explorer._table._codes, strict=True) if is_one]
+    assert codes == [f"model.layers.{n}.mlp.down_proj.weight" for n in range(3)]
+
+
 def test_a_histogram_counts_all_finite_elements(obj: Any) -> None:
     tensors = OpenTensors(obj)
     for row in tensors.rows[::5]:
         edges, counts = histogram(tensors, row.name, ignore)
-        values = compute(tensors, [row.name], ignore)[row.name]
+        values = compute(tensors, [row.name], ignore).statistics[row.name]
         assert counts.sum() == values["count"] - values["nan"] - values["inf"]
         assert len(edges) == len(counts) + 1
         # One value alone is in the middle of all bins.
@@ -147,7 +184,7 @@ def test_where_it_cannot_be_told_which_are_left_the_variable_is_shown(path: Path
 
 def test_text_has_no_statistics() -> None:
     ds = xr.Dataset({"text": ("x", np.array(["a", "b"])), "n": ("x", np.arange(2.0))})
-    assert list(compute(OpenTensors(ds), ["text", "n"], ignore)) == ["n"]
+    assert list(compute(OpenTensors(ds), ["text", "n"], ignore).statistics) == ["n"]
 
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\u202eb\n", "\udc80", "a.b"])

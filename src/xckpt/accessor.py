@@ -574,7 +574,7 @@ class CheckpointAccessor:
         if self.format is None:
             raise ValueError(_not_ours(self._obj))
         tensors = OpenTensors(self._obj)
-        return explore(tensors, self._summary(tensors))
+        return explore(tensors, self._summary(tensors), self._stats)
 
     @property
     def plot(self) -> Plots:

@@ -11,6 +11,9 @@ import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning
+from xckpt.notebook.codes import marked
+from xckpt.notebook.folding import ascending
+from xckpt.notebook.summary import Computed, TensorFinding
 from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
@@ -47,8 +50,8 @@ class StaticSummary:
         return render(self._summary)
 
 
-def explore(tensors: OpenTensors, summary: Summary) -> Any:
-    """Make the widget that explores an open object."""
+def explore(tensors: OpenTensors, summary: Summary, result: xr.Dataset | None = None) -> Any:
+    """Make the widget that explores an open object, perhaps with its statistics."""
     try:
         from xckpt.notebook.explorer import Explorer
     except ModuleNotFoundError as error:
@@ -59,11 +62,14 @@ def explore(tensors: OpenTensors, summary: Summary) -> Any:
         return StaticSummary(summary)
     from xckpt.statistics import QUANTILES, statistic_names
 
+    rows = marked(tensors.rows)
+    rows = [rows[at] for at in ascending([row.name for row in rows])]
     return Explorer(
-        tensors.rows,
+        rows,
         summary=summary,
         statistics=statistic_names(QUANTILES),
         compute=partial(compute, tensors),
+        computed=None if result is None else _computed(result),
         histogram=partial(histogram, tensors),
         code=tensors.code,
     )
@@ -71,17 +77,30 @@ def explore(tensors: OpenTensors, summary: Summary) -> Any:
 
 def compute(
     tensors: OpenTensors, names: Sequence[str], report: Callable[[int, int], object]
-) -> dict[str, dict[str, float]]:
+) -> Computed:
     """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
     from xckpt.statistics import stats
 
     numeric = [name for name in names if _has_numbers(tensors.variable(name))]
-    result = stats(_dataset(tensors, numeric), progress=report)
-    statistics = result["statistic"].to_numpy().tolist()
-    return {
-        name: dict(zip(statistics, result.variables[key].values.tolist(), strict=True))
-        for key, name in enumerate(numeric)
-    }
+    return _computed(stats(_dataset(tensors, numeric), progress=report), numeric)
+
+
+def _computed(result: xr.Dataset, names: Sequence[str] | None = None) -> Computed:
+    """Return what statistics say of tensors, which `names` calls by their numbers."""
+    from xckpt.statistics import findings, table
+
+    frame = table(result)
+    called = list(frame.index) if names is None else names
+    values = dict(zip(called, frame.to_numpy(float).tolist(), strict=True))
+    found = findings(result) if called else frame
+    named = dict(zip(map(str, frame.index), called, strict=True))
+    return Computed(
+        {name: dict(zip(frame, each, strict=True)) for name, each in values.items()},
+        [
+            TensorFinding(named[str(tensor)], *more)
+            for tensor, *more in found.itertuples(index=False, name=None)
+        ],
+    )
 
 
 def histogram(
@@ -92,7 +111,7 @@ def histogram(
 
     bins: int | np.ndarray[Any, Any] = _BINS
     if tensors.variable(name).dtype.kind in "iu":
-        bins = _whole_edges(compute(tensors, [name], report)[name])
+        bins = _whole_edges(compute(tensors, [name], report).statistics[name])
     result = counted(_dataset(tensors, [name]), bins, "linear", progress=report)
     left, right = (result[f"bin_{side}"].to_numpy() for side in ("left", "right"))
     return np.append(left, right[-1]), result.variables[0].to_numpy()

@@ -123,4 +123,5 @@ def tell_statistics(page: Page, rows: Sequence[int], values: Any) -> None:
 
 def shown_rows(page: Page) -> list[str]:
     """List the names in the rows that are to be seen, as they are seen."""
-    return page.locator(".xckpt-list .xckpt-row:visible .xckpt-name").all_inner_texts()
+    names = page.locator(".xckpt-list .xckpt-row:visible .xckpt-name").all_inner_texts()
+    return [name.replace("\n", "") for name in names]

@@ -211,6 +211,17 @@ def test_statistics_that_come_in_are_sorted_in(page: Page) -> None:
     assert shown_rows(page)[0] == NAMES[77]
 
 
+def test_numbers_ascend_in_the_tree_and_a_module_of_one_tensor_is_one_row(browser: Browser) -> None:
+    names = ["wte.weight", *(f"h.{n}.ln.{leaf}" for n in (1, 2, 10) for leaf in "wb"), "f.0.x.y"]
+    with explorer_page(browser, [row(name, "int8", 1) for name in names]) as (page, _):
+        page.get_by_role("button", name="Tree").click()
+        assert shown_rows(page)[:6] == ["wte.weight", "▾h", "▾1.ln", "w", "b", "▾2.ln"]
+        page.locator(".xckpt-list").focus()
+        page.keyboard.press("End")
+        wait_for_row(page, len(names) - 1)
+        assert shown_rows(page)[-4:] == ["▾10.ln", "w", "b", "f.0.x.y"]
+
+
 def test_the_tree_opens_and_closes(page: Page) -> None:
     page.get_by_role("button", name="Tree").click()
     page.get_by_role("searchbox").fill("h.11.attn")
@@ -240,6 +251,8 @@ def test_a_click_selects(page: Page) -> None:
     assert page.locator(".xckpt-title").inner_text() == NAMES[3]
     assert page.locator(".xckpt-facts").inner_text() == "float32 · 768 · 3.0 KiB"
     assert page.get_by_text("Computing statistics…").is_visible()
+    page.evaluate("model.tell({ tell: 'working', row: 3, share: 0.25 }, [])")
+    assert page.locator(".xckpt-figures progress").evaluate("(bar) => bar.value") == 0.25
 
 
 def test_keys_move_and_only_where_they_stop_is_selected(page: Page) -> None:
@@ -308,7 +321,15 @@ def test_a_failure_is_shown_with_its_tensor(page: Page) -> None:
     page.evaluate("model.set('_row', 5)")
     page.evaluate("model.tell({ tell: 'failed', row: 5, reason: 'digest <b>differs</b>' }, [])")
     assert page.get_by_role("alert").inner_text() == "digest <b>differs</b>"
+    assert badges(page) == {NAMES[5]: "failed"}
     page.evaluate("model.set('_row', 6)")
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_why_work_ended_early_is_shown(page: Page) -> None:
+    page.evaluate("model.tell({ tell: 'stopped', reason: 'disk <b>gone</b>' }, [])")
+    assert page.get_by_role("alert").inner_text() == "Stopped: disk <b>gone</b>"
+    page.get_by_role("button", name="Compute all").click()
     assert page.get_by_role("alert").count() == 0
 
 
@@ -322,6 +343,133 @@ def test_code_is_copied(browser: Browser) -> None:
         page.get_by_role("button", name="Copy code").click()
         assert page.get_by_role("button", name="Copied").is_visible()
         assert page.evaluate("copied") == 'ds["wpe.weight"]'
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_names_lose_words_and_never_numbers(page: Page) -> None:
+    name = "model.layers.17.mlp.experts.203.down_proj.weight"
+    expected = {
+        48: name,
+        47: "…layers.17.mlp.experts.203.down_proj.weight",
+        42: "…17.mlp.experts.203.down_proj.weight",
+        35: "…17.…experts.203.down_proj.weight",
+        32: "…17.…203.down_proj.weight",
+        24: "…17.…203.…weight",
+        9: "…17.…203.…weight",
+    }
+    for width, text in expected.items():
+        assert page.evaluate("([n, w]) => explorer.elided(n, w)", [name, width]) == text
+    assert page.evaluate("explorer.elided('model.a.0.b', 99, 6)") == "…a.0.b"
+    long = page.evaluate("explorer.elided('h.3.' + 'n'.repeat(50), 20)")
+    assert re.fullmatch("…3.n+…n+", long)
+    assert len(long) == 20
+
+
+def test_what_all_names_begin_with_ends_before_a_number(page: Page) -> None:
+    for names, text in (
+        (["m.layers.1.a", "m.layers.1.b"], "m.layers."),
+        (["m.a.x", "m.b.x"], "m."),
+        (["m.a", "n.a"], ""),
+        (["m.a"], ""),
+        ([], ""),
+    ):
+        assert page.evaluate("(names) => explorer.sharedPrefix(names)", names) == len(text)
+
+
+def test_where_names_do_not_fit_all_lose_the_same_words(browser: Browser) -> None:
+    names = [f"model.language.layers.{n}.w" for n in (3, 30)] + ["model.language." + "x" * 300]
+    rows = [row(name, "int8", 1) for name in names]
+    with explorer_page(browser, rows) as (page, _):
+        assert shown_rows(page)[:2] == ["…layers.3.w", "…layers.30.w"]
+        page.get_by_role("searchbox").fill("layers")
+        assert shown_rows(page) == names[:2]
+
+
+def test_the_column_of_names_has_an_edge_that_moves(page: Page) -> None:
+    cell = page.locator(".xckpt-list .xckpt-row:visible .xckpt-name").first
+    before = cell.evaluate("(one) => one.offsetWidth")
+    edge = page.get_by_role("separator", name="Width of the column of names")
+    box = edge.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 4, box["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] - 196, box["y"] + 4)
+    page.mouse.up()
+    assert cell.evaluate("(one) => one.offsetWidth") == pytest.approx(before - 200, abs=2)
+    page.mouse.move(10, 10)
+    edge.focus()
+    page.keyboard.press("ArrowRight")
+    assert cell.evaluate("(one) => one.offsetWidth") == pytest.approx(before - 176, abs=2)
+    heads = page.locator(".xckpt-columns > span").evaluate_all(
+        "(all) => all.map((o) => o.offsetLeft)"
+    )
+    cells = page.locator(".xckpt-list .xckpt-row:visible").first.locator("> span")
+    places = cells.evaluate_all("(all) => all.map((o) => o.offsetLeft)")
+    assert np.diff(places[:4]).tolist() == np.diff(heads[:4]).tolist()
+    edge.dblclick()
+    assert cell.evaluate("(one) => one.offsetWidth") == before
+    for _ in range(60):
+        edge.press("ArrowRight")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+
+
+def tell_findings(page: Page, *found: tuple[int, str, str, str]) -> None:
+    page.evaluate("(found) => model.tell({ tell: 'findings', found }, [])", list(map(list, found)))
+    page.wait_for_function("document.querySelector('.xckpt-wrong-only').offsetHeight > 0")
+
+
+def badges(page: Page) -> dict[str, str]:
+    """Give what is said to be wrong in the rows that are to be seen."""
+    rows = page.locator(".xckpt-list .xckpt-row:visible").filter(
+        has=page.locator(".xckpt-badge:visible")
+    )
+    names = rows.evaluate_all("(all) => all.map((one) => one.title.split('\\n')[0])")
+    return dict(zip(names, rows.locator(".xckpt-badge").all_inner_texts(), strict=True))
+
+
+def test_what_is_wrong_is_marked_and_can_be_filtered(page: Page) -> None:
+    assert page.locator(".xckpt-wrong-only").is_hidden()
+    tell_findings(page, (3, "nan", "error", "2"), (3, "inf", "error", "inf"))
+    tell_findings(page, (9, "dead_rows", "warning", "4"), (40, "<b>new</b>", "info", "1"))
+    assert badges(page) == {NAMES[3]: "NaN …", NAMES[9]: "dead rows"}
+    assert page.locator(".xckpt-row.xckpt-error").first.get_attribute("title") == (
+        f"{NAMES[3]}\nerror: nan (2)\nerror: inf (inf)"
+    )
+    page.get_by_role("button", name="3 with findings").click()
+    assert shown_rows(page) == [
+        f"{NAMES[3]}NaN …",
+        f"{NAMES[9]}dead rows",
+        f"{NAMES[40]}<b>new</b>",
+    ]
+    assert page.locator(".xckpt-status").inner_text().startswith("3 of 148 tensors")
+    page.evaluate("model.set('_row', 9)")
+    tell_statistics(page, [9], np.zeros((1, len(STATISTICS))))
+    assert page.locator(".xckpt-figures .xckpt-mark").all_inner_texts() == [
+        "warning: dead rows (4)"
+    ]
+    # What Python selects is shown, whatever is filtered.
+    page.evaluate("model.set('_row', 11)")
+    assert page.locator(".xckpt-status").inner_text().startswith("148 tensors")
+
+
+def test_codes_are_not_taken_for_weights(browser: Browser) -> None:
+    rows = [row("a.weight", "int8", 4, storage="codes"), row("b.weight", "int8", 4)]
+    with explorer_page(browser, rows) as (page, _):
+        tell_statistics(page, [0, 1], [[4, 0, 99.0, 50.0, 98.0], [4, 0, 1.0, 2.0, 3.0]])
+        select(page, "Sort by", "by std")
+        cells = page.locator(".xckpt-list .xckpt-row:visible .xckpt-statistic")
+        assert shown_rows(page) == ["b.weight", "a.weight"]
+        assert cells.all_inner_texts() == ["2", "codes"]
+        select(page, "Sort by", "by count")
+        assert cells.all_inner_texts() == ["4", "4"]
+        page.evaluate("model.set('_row', 0)")
+        figures = page.locator(".xckpt-figures").inner_text()
+        assert "numbers of the codes, not of the weights" in figures
 
 
 # --- computing all -------------------------------------------------------------------------------
@@ -342,6 +490,8 @@ def test_all_that_is_found_and_not_known_is_asked_for(page: Page) -> None:
     assert asked(page) == found[2:]
     page.evaluate("model.set('_busy', true)")
     assert page.get_by_role("button", name="Computing…").is_disabled()
+    done = page.get_by_role("progressbar", name="Tensors with statistics")
+    assert done.evaluate("(bar) => [bar.value, bar.max]") == [0, 10]
     tell_statistics(page, found[2:], np.zeros((10, len(STATISTICS))))
     page.evaluate("model.set('_busy', false)")
     assert page.get_by_role("button", name="Statistics are complete").is_disabled()
@@ -377,7 +527,8 @@ def test_a_name_of_ten_thousand_components_has_a_place_in_the_tree(browser: Brow
     rows = [row("a." * 10_000 + "w", "float32", 1), row("b.w", "float32", 1)]
     with explorer_page(browser, rows) as (page, complaints):
         page.get_by_role("button", name="Tree").click()
-        assert shown_rows(page)[1:] == ["w", "▾b", "w"]
+        assert shown_rows(page)[0].startswith("…")
+        assert shown_rows(page)[1:] == ["b.w"]
         assert complaints == []
 
 

@@ -255,9 +255,9 @@ def test_notebooks_that_are_not_trusted_show_the_same(page: Page, lab: Lab) -> N
     cleaned = shown.locator("div div").first.evaluate("(one) => one.parentElement.outerHTML")
     assert "aria-label" not in cleaned  # it was cleaned
     assert styles(cleaned) == styles(html)
-    assert shown.locator("details").count() == 1
+    assert shown.locator("details").count() == 2
     expect(shown.get_by_text("license 'MIT'")).to_be_hidden()
-    shown.locator("summary").click()
+    shown.locator("summary").last.click()
     expect(shown.get_by_text("license 'MIT'")).to_be_visible()
 
 

@@ -30,6 +30,7 @@ from xckpt.notebook.text import render
 def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
     rows = [row(codes, dtype, 8, 8), row(scale, "float32", 8)]
     assert [each.storage for each in marked(rows)] == ["codes", ""]
+    assert marked(marked(rows)) == marked(rows)
     layers = [row(f"h.{n}.{r.name}", r.dtype, *r.shape) for n in range(20) for r in rows]
     summary = new_summary(layers, title="m", format="f", version="", attrs={})
     assert {(p.count, p.dtype, p.storage) for p in summary.patterns} == {

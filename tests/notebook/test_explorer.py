@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from xckpt.errors import IntegrityError
 from xckpt.notebook import explorer as module
 from xckpt.notebook.explorer import Explorer
 from xckpt.notebook.html import colors_of
-from xckpt.notebook.summary import new_summary
+from xckpt.notebook.summary import Computed, TensorFinding, new_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,15 +41,17 @@ class Source:
         self.gate = Event()
         self.gate.set()
 
-    def compute(
-        self, names: Sequence[str], report: Callable[[int, int], object]
-    ) -> dict[str, dict[str, float]]:
+    def compute(self, names: Sequence[str], report: Callable[[int, int], object]) -> Computed:
         self.calls.append(list(names))
         assert self.gate.wait(LONG)
         report(16 * len(names), 16 * len(names))
         if self.broken & set(names):
             raise IntegrityError("digest differs", path="/home/someone/m.zt")
-        return {n: {"mean": float(NAMES.index(n)), "new": 0.0} for n in names if n != "text"}
+        numbers = [name for name in names if name != "text"]
+        return Computed(
+            {name: {"mean": float(NAMES.index(name)), "new": 0.0} for name in numbers},
+            [TensorFinding(name, "inf", math.inf, "error") for name in numbers if name == "b"],
+        )
 
     def histogram(
         self, name: str, report: Callable[[int, int], object]
@@ -60,7 +63,7 @@ class Source:
 class Opened:
     """An explorer, what computes for it, and what it told the browser."""
 
-    def __init__(self, rows: Sequence[Row] = ROWS) -> None:
+    def __init__(self, rows: Sequence[Row] = ROWS, computed: Computed | None = None) -> None:
         self.source = Source()
         summary = new_summary(rows, title="/a/m.zt", format="ztensor", version="1.0", attrs={})
         self.explorer = Explorer(
@@ -70,6 +73,7 @@ class Opened:
             compute=self.source.compute,
             histogram=self.source.histogram,
             code="ds[{!r}]".format,
+            computed=computed,
         )
         self.told: list[tuple[dict[str, Any], list[Any]]] = []
         self.explorer._table.send = lambda message, buffers: self.told.append((message, buffers))
@@ -202,6 +206,53 @@ def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
     assert opened.told == [({"tell": "failed", "row": 2, "reason": "digest differs"}, [])]
 
 
+def test_what_is_wrong_is_told(opened: Opened) -> None:
+    opened.ask({"ask": "compute"}, 0, 2)
+    opened.done()
+    found = [(2, "inf", "error", "inf")]
+    assert opened.told[0] == ({"tell": "findings", "found": found}, [])
+    opened.explorer.selected = "text"
+    opened.done()
+    opened.told.clear()
+    opened.ask({"ask": "known"})
+    assert [message["tell"] for message, _ in opened.told] == ["findings", "statistics", "failed"]
+
+
+def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_REPORTS", 0)
+    opened.explorer.selected = "b"
+    opened.done()
+    shares = [message["share"] for message, _ in opened.told if message["tell"] == "working"]
+    assert shares == [0, 1]
+
+
+def test_what_is_known_before_is_not_computed() -> None:
+    known = Computed({"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error")])
+    opened = Opened(computed=known)
+    opened.ask({"ask": "known"})
+    assert opened.told[0][0]["found"] == [(2, "nan", "error", "1")]
+    assert list(opened.statistics()) == [2]
+    opened.ask({"ask": "compute"}, *range(3))
+    opened.done()
+    assert opened.source.calls == [["a.0.w", "a.1.w"]]
+
+
+def test_codes_are_marked() -> None:
+    rows = [row("a", "int8", 1, storage="codes zstd"), row("b", "int8", 1, storage="zstd")]
+    assert Opened(rows).explorer._table._codes == b"\1\0"
+
+
+def test_what_is_only_wrong_with_weights_is_not_said_of_codes() -> None:
+    rows = [row("a", "int8", 1, storage="codes"), row("b", "int8", 1)]
+    rules = ("constant", "exploding", "all_zero")
+    found = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
+    opened = Opened(rows, Computed({}, found))
+    assert [each[:2] for each in opened.explorer._found] == [
+        (0, "all_zero"),
+        *((1, rule) for rule in rules),
+    ]
+
+
 # --- computing all -------------------------------------------------------------------------------
 
 
@@ -245,9 +296,7 @@ def test_cancelling_keeps_what_is_done(opened: Opened, monkeypatch: pytest.Monke
     gate = opened.source.gate
     original = opened.source.compute
 
-    def compute(
-        names: Sequence[str], report: Callable[[int, int], object]
-    ) -> dict[str, dict[str, float]]:
+    def compute(names: Sequence[str], report: Callable[[int, int], object]) -> Computed:
         if names == ["b"]:
             opened.explorer._progress._button.click()
         return original(names, report)
@@ -293,7 +342,7 @@ def test_an_error_of_our_own_is_shown(opened: Opened, monkeypatch: pytest.Monkey
     monkeypatch.setattr(opened.explorer, "_batches", lambda _: 1 / 0)
     opened.ask({"ask": "compute"}, 0)
     opened.done()
-    assert opened.explorer._progress._figures.value == "Stopped: division by zero"
+    assert opened.told[-1][0] == {"tell": "stopped", "reason": "division by zero"}
     assert opened.explorer._table._busy is False
 
 

@@ -58,7 +58,7 @@ def mark_codes(families: Iterable[Family]) -> None:
 
 
 def _storage(storage: str) -> str:
-    return f"{CODES} {storage}".rstrip()
+    return storage if CODES in storage.split() else f"{CODES} {storage}".rstrip()
 
 
 def _may_be_codes(dtype: str) -> bool:

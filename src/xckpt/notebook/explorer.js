@@ -12,6 +12,14 @@ const FEW_MATCHES = 300; // a tree of so few is shown open
 const SETTLING = 150; // milliseconds after which a selection is no passing by
 const REFRESHING = 500; // milliseconds between two sorts while statistics come in
 const MOST_KINDS = 40;
+const TWISTY = 16; // pixels, of what opens a module
+const INDENT = 14; // pixels, of each level of the tree
+const NARROWEST_NAME = 96; // pixels
+const LEAST_ELSE = 180; // pixels, of all other columns
+const STEP = 24; // pixels that a key moves the edge of a column
+// What is true of codes as it is of weights.
+const OF_CODES = ["count", "nan", "inf", "zero", "unique"];
+const BADGES = { nan: "NaN", inf: "∞", all_zero: "all zero", dead_rows: "dead rows" };
 const DEEPEST = 64; // modules in modules; a name may have any number of dots
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -36,6 +44,46 @@ function shortened(text, width) {
   const head = Math.max(1, Math.floor(width / 3));
   const tail = Math.max(1, width - 1 - head);
   return `${text.slice(0, head)}…${text.slice(-tail)}`;
+}
+
+const INDEX = /^\d+$/;
+
+/**
+ * Leave out words at the beginning of a name until it fits, and never a number: of many layers it
+ * says which one a row is of. The last word stays, too.
+ */
+export function elided(name, width, prefix = 0) {
+  const parts = name.split(/(?<=\.)/);
+  const left = parts.map(() => false);
+  let length = name.length;
+  let start = 0;
+  for (let n = 0; n < parts.length - 1; n += 1) {
+    start += parts[n].length;
+    if (start > prefix && length <= width) break;
+    if (INDEX.test(parts[n].slice(0, -1))) continue;
+    left[n] = true;
+    length += (left[n - 1] ? 0 : 1) - parts[n].length;
+  }
+  const last = parts.pop();
+  parts.push(length > width ? shortened(last, Math.max(8, last.length + width - length)) : last);
+  return parts.map((part, n) => (left[n] ? (left[n - 1] ? "" : "…") : part)).join("");
+}
+
+/** Count the characters of the words that names begin with, up to a number. */
+export function sharedPrefix(names) {
+  if (names.length < 2) return 0;
+  let shared = names[0].split(/(?<=\.)/).slice(0, -1);
+  const number = shared.findIndex((part) => INDEX.test(part.slice(0, -1)));
+  if (number >= 0) shared = shared.slice(0, number);
+  let text = shared.join("");
+  for (const name of names) {
+    while (text && !name.startsWith(text)) {
+      shared.pop();
+      text = shared.join("");
+    }
+    if (!text) break;
+  }
+  return text.length;
 }
 
 const grouped = new Intl.NumberFormat("en-US");
@@ -145,7 +193,9 @@ export class Tensors {
     this.shape = numbers(Uint32Array, model.get("_shape"));
     this.shapes = model.get("_shapes");
     this.nbytes = numbers(Float64Array, model.get("_nbytes"));
+    this.codes = numbers(Uint8Array, model.get("_codes"));
     this.statistics = model.get("_statistics");
+    this.found = new Map(); // what is wrong with a row: [badge, severity, what it says]
     this.known = new Uint8Array(this.count);
     this.values = null;
   }
@@ -158,6 +208,17 @@ export class Tensors {
       this.values.set(values.subarray(n * width, (n + 1) * width), row * width);
       this.known[row] = 1;
     });
+  }
+
+  /** Note that something is wrong with a row. */
+  mark(row, badge, severity, text) {
+    const marks = this.found.get(row) ?? [];
+    if (!marks.some((mark) => mark[2] === text)) this.found.set(row, [...marks, [badge, severity, text]]);
+  }
+
+  /** Tell whether a statistic of a row is that of codes, which says nothing of the weights. */
+  isOfCodes(row, number) {
+    return this.codes[row] === 1 && !OF_CODES.includes(this.statistics[number]);
   }
 
   statistic(row, number) {
@@ -184,7 +245,8 @@ export class Tensors {
   }
 
   column(number) {
-    return Float64Array.from({ length: this.count }, (_, row) => this.statistic(row, number));
+    const value = (_, row) => (this.isOfCodes(row, number) ? NaN : this.statistic(row, number));
+    return Float64Array.from({ length: this.count }, value);
   }
 }
 
@@ -240,21 +302,25 @@ class Tree {
     });
     const items = [];
     const depths = [];
-    this.list(0, 0, items, depths);
+    this.list(0, 0, items, depths, matching);
     return { items: Int32Array.from(items), depths };
   }
 
-  list(node, depth, items, depths) {
+  list(node, depth, items, depths, matching) {
     const here = this.rows[node].filter((row) => this.rank[row] >= 0);
     const ranked = here.map((row) => [this.rank[row], row]);
     for (const child of this.children[node]) {
-      if (this.counts[child]) ranked.push([this.best[child], -1 - this.end(child)]);
+      // A module of one tensor is in the row of that.
+      if (this.counts[child] === 1) ranked.push([this.best[child], matching[this.best[child]]]);
+      else if (this.counts[child]) ranked.push([this.best[child], -1 - this.end(child)]);
     }
     ranked.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     for (const [, item] of ranked) {
       items.push(item);
       depths.push(depth);
-      if (item < 0 && this.isOpen(-1 - item)) this.list(-1 - item, depth + 1, items, depths);
+      if (item < 0 && this.isOpen(-1 - item)) {
+        this.list(-1 - item, depth + 1, items, depths, matching);
+      }
     }
   }
 
@@ -271,6 +337,15 @@ class Tree {
       parts.unshift(this.labels[parent]);
     }
     return parts.join(".");
+  }
+
+  /** Count the characters of a name that the rows above it have: its module that is open. */
+  above(row) {
+    let node = this.home[row];
+    while (node > 0 && this.counts[node] === 1) node = this.parents[node];
+    let length = 0;
+    for (; node > 0; node = this.parents[node]) length += this.labels[node].length + 1;
+    return length;
   }
 
   isOpen(node) {
@@ -335,10 +410,14 @@ export class List {
     this.empty = element("div", "empty");
     this.ruler = element("span", "ruler xckpt-name", { "aria-hidden": "true" });
     this.ruler.textContent = "0".repeat(100);
-    this.columns = element("div", "row xckpt-columns", { "aria-hidden": "true" });
+    this.columns = element("div", "row xckpt-columns");
     for (const name of ["name", "shape", "kind", "size", "statistic"]) {
       this.columns.append(element("span", name, { textContent: name === "kind" ? "stored as" : name }));
     }
+    this.longest = 0; // characters of the longest name
+    this.shared = 0; // characters that all names begin with
+    this.prefix = 0; // of these, those that are left out
+    this.columns.firstChild.append(this.grip());
     this.space.append(this.layer);
     const height = Math.max(FEWEST_ROWS, Math.min(MOST_ROWS, tensors.count)) * ROW_HEIGHT;
     this.box.style.height = `${height}px`;
@@ -348,6 +427,42 @@ export class List {
     this.box.addEventListener("click", (event) => this.click(event));
     this.resized = new ResizeObserver(() => this.draw());
     this.resized.observe(this.box);
+  }
+
+  /** Make the edge of the column of names, which the mouse and the keyboard move. */
+  grip() {
+    const grip = element("span", "grip", { tabIndex: 0, role: "separator" });
+    grip.setAttribute("aria-orientation", "vertical");
+    grip.setAttribute("aria-label", "Width of the column of names");
+    grip.title = "Drag to make room for names; double-click to undo";
+    const width = () => this.columns.firstChild.offsetWidth;
+    let from = null;
+    grip.addEventListener("pointerdown", (event) => {
+      event.preventDefault();
+      grip.setPointerCapture(event.pointerId);
+      from = [event.clientX, width()];
+    });
+    grip.addEventListener("pointermove", (event) => {
+      if (from !== null) this.widen(from[1] + event.clientX - from[0]);
+    });
+    grip.addEventListener("pointerup", () => (from = null));
+    grip.addEventListener("dblclick", () => this.widen(null));
+    grip.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -STEP, ArrowRight: STEP }[event.key];
+      if (step === undefined && event.key !== "Escape") return;
+      event.preventDefault();
+      this.widen(step === undefined ? null : width() + step);
+    });
+    return grip;
+  }
+
+  /** Give the column of names so many pixels; null is what the others leave. */
+  widen(pixels) {
+    const most = this.box.clientWidth - LEAST_ELSE;
+    const width = pixels === null ? null : Math.max(NARROWEST_NAME, Math.min(most, pixels));
+    this.box.parentElement.classList.toggle("xckpt-widened", width !== null);
+    this.box.parentElement.style.setProperty("--xckpt-name", width === null ? "" : `${width}px`);
+    this.draw();
   }
 
   show(items, depths, tree) {
@@ -376,6 +491,8 @@ export class List {
     while (this.pool.length < needed) this.pool.push(this.newRow());
     this.layer.style.transform = `translateY(${this.box.scrollTop - (top - first * ROW_HEIGHT)}px)`;
     this.width = this.ruler.offsetWidth / 100;
+    const room = this.columns.firstChild.clientWidth / this.width;
+    this.prefix = this.longest > room ? this.shared : 0;
     this.columns.style.paddingRight = `${PADDING + this.box.offsetWidth - this.box.clientWidth}px`;
     this.pool.forEach((row, n) => {
       row.box.hidden = n >= needed;
@@ -390,15 +507,18 @@ export class List {
     const row = { box: element("div", "row", { id: `${this.id}-${this.pool.length}` }) };
     row.name = element("span", "name");
     row.twisty = element("span", "twisty", { "aria-hidden": "true" });
+    row.text = element("span", "text");
     row.path = element("span", "path");
     row.leaf = element("span");
+    row.badge = element("span", "badge");
     row.shape = element("span", "shape");
     row.kind = element("span", "kind");
     row.key = element("span", "key", { textContent: "■", "aria-hidden": "true" });
     row.type = element("span");
     row.size = element("span", "size");
     row.statistic = element("span", "statistic");
-    row.name.append(row.twisty, row.path, row.leaf);
+    row.text.append(row.path, row.leaf);
+    row.name.append(row.twisty, row.text, row.badge);
     row.kind.append(row.key, row.type);
     row.box.append(row.name, row.shape, row.kind, row.size, row.statistic);
     this.layer.append(row.box);
@@ -415,7 +535,7 @@ export class List {
     row.box.setAttribute("aria-posinset", String(at + 1));
     row.box.classList.toggle("xckpt-selected", at === this.at);
     row.box.classList.toggle("xckpt-module", item < 0);
-    row.name.style.paddingLeft = `${depth * 14}px`;
+    row.name.style.paddingLeft = `${depth * INDENT}px`;
     row.twisty.hidden = !this.tree;
     if (item < 0) this.fillModule(row, -1 - item);
     else this.fillTensor(row, item, depth);
@@ -425,6 +545,8 @@ export class List {
     const open = this.tree.isOpen(node);
     row.box.setAttribute("aria-expanded", String(open));
     row.box.title = "";
+    this.mark(row, []);
+    row.statistic.classList.remove("xckpt-of-codes");
     row.twisty.textContent = open ? "▾" : "▸";
     row.path.textContent = "";
     row.leaf.textContent = printable(this.tree.label(node));
@@ -439,12 +561,15 @@ export class List {
   fillTensor(row, tensor, depth) {
     const { names, kinds, kind, colors, shapes, shape, nbytes } = this.tensors;
     const name = printable(names[tensor]) || '""';
-    const leaf = this.tree ? name.slice(name.lastIndexOf(".") + 1) || name : name;
-    const room = (row.name.clientWidth - depth * 14 - (this.tree ? 16 : 0)) / this.width;
-    const text = shortened(leaf, Math.max(8, Math.floor(room)));
+    const leaf = this.tree ? printable(names[tensor].slice(this.tree.above(tensor))) || name : name;
+    const marks = this.tensors.found.get(tensor) ?? [];
+    this.mark(row, marks);
+    const taken = depth * INDENT + (this.tree ? TWISTY : 0) + row.badge.offsetWidth;
+    const room = Math.max(8, Math.floor((row.name.clientWidth - taken) / this.width));
+    const text = elided(leaf, room, this.tree ? 0 : this.prefix);
     const cut = this.tree ? 0 : mutedLength(text);
     row.box.removeAttribute("aria-expanded");
-    row.box.title = name;
+    row.box.title = [name, ...marks.map((mark) => mark[2])].join("\n");
     row.twisty.textContent = "";
     row.path.textContent = text.slice(0, cut);
     row.leaf.textContent = text.slice(cut);
@@ -454,7 +579,20 @@ export class List {
     row.type.textContent = kinds[kind[tensor]];
     row.size.textContent = binarySize(nbytes[tensor]);
     const known = this.tensors.known[tensor] && this.statistic >= 0;
-    row.statistic.textContent = known ? figure(this.tensors.statistic(tensor, this.statistic)) : "";
+    const codes = known && this.tensors.isOfCodes(tensor, this.statistic);
+    const value = known ? figure(this.tensors.statistic(tensor, this.statistic)) : "";
+    row.statistic.textContent = codes ? "codes" : value;
+    row.statistic.classList.toggle("xckpt-of-codes", Boolean(codes));
+  }
+
+  /** Show what is wrong with a tensor, the worst of it in words. */
+  mark(row, marks) {
+    const worst = marks.find((mark) => mark[1] === "error") ?? marks[0];
+    row.badge.hidden = worst === undefined;
+    row.badge.textContent = worst === undefined ? "" : worst[0] + (marks.length > 1 ? " …" : "");
+    for (const severity of ["error", "warning", "info"]) {
+      row.box.classList.toggle(`xckpt-${severity}`, worst !== undefined && worst[1] === severity);
+    }
   }
 
   /** Put the cursor on a row of the list, and that into sight. */
@@ -531,6 +669,7 @@ class Detail {
     this.row = -1;
     this.histograms = new Map();
     this.failures = new Map();
+    this.shares = new Map(); // how far the statistics of a row are
     this.logarithmic = false;
     this.box = element("section", "detail", { "aria-label": "Selected tensor" });
   }
@@ -576,7 +715,17 @@ class Detail {
     }
     if (!this.tensors.known[this.row]) {
       box.append(element("p", "hint", { role: "status", textContent: "Computing statistics…" }));
+      const share = this.shares.get(this.row);
+      if (share !== undefined) box.append(element("progress", "", { max: 1, value: share }));
       return box;
+    }
+    for (const [, severity, text] of this.tensors.found.get(this.row) ?? []) {
+      box.append(element("p", `mark xckpt-${severity}`, { textContent: text }));
+    }
+    if (this.tensors.codes[this.row]) {
+      const text = "These are codes: the weights are codes times the scales next to them.";
+      box.append(element("p", "mark xckpt-info", { textContent: text }));
+      box.append(element("div", "label", { textContent: "numbers of the codes, not of the weights" }));
     }
     const [plain, quantiles] = [element("dl", "plain"), element("dl", "quantiles")];
     this.tensors.statistics.forEach((name, number) => {
@@ -688,7 +837,8 @@ class Explorer {
     this.list = new List(this.tensors, (row) => this.choose(row), (node) => this.toggle(node));
     this.detail = new Detail(this.tensors, model);
     const { columns, box } = this.list;
-    this.box.append(this.toolbar(), columns, box, this.footer(), this.detail.box);
+    this.alert = element("p", "alert xckpt-failure", { role: "alert", hidden: true });
+    this.box.append(this.toolbar(), this.alert, columns, box, this.footer(), this.detail.box);
     this.timer = 0;
     this.refresh();
     this.detail.show(-1);
@@ -720,12 +870,19 @@ class Explorer {
       this.list.choose(Math.max(0, this.list.at));
     });
     this.type.addEventListener("change", () => this.refresh(true));
+    this.wrong = element("button", "button xckpt-wrong-only", { type: "button", hidden: true });
+    this.wrong.setAttribute("aria-pressed", "false");
+    this.wrong.title = "Show only tensors with something wrong";
+    this.wrong.addEventListener("click", () => {
+      this.filterWrong(this.wrong.getAttribute("aria-pressed") === "false");
+      this.refresh(true);
+    });
     this.sort.addEventListener("change", () => {
       this.resort(!["file", "name"].includes(this.sort.value)); // figures largest first
     });
     this.direction.addEventListener("click", () => this.resort(!this.descending));
     this.view.addEventListener("click", () => this.turn());
-    bar.append(this.search, this.type, this.sort, this.direction, this.view);
+    bar.append(this.search, this.type, this.wrong, this.sort, this.direction, this.view);
     return bar;
   }
 
@@ -733,12 +890,29 @@ class Explorer {
     const bar = element("div", "footer");
     this.status = element("span", "status", { role: "status" });
     this.compute = element("button", "button", { type: "button" });
+    this.done = element("progress", "", { hidden: true, "aria-label": "Tensors with statistics" });
+    this.asked = [];
     this.compute.addEventListener("click", () => {
+      this.alert.hidden = true;
       const rows = Uint32Array.from(this.matching.filter((row) => !this.tensors.known[row]));
+      this.asked = rows;
       this.model.send({ ask: "compute" }, undefined, [rows.buffer]);
     });
-    bar.append(this.status, this.compute);
+    bar.append(this.status, this.done, this.compute);
     return bar;
+  }
+
+  filterWrong(pressed) {
+    this.wrong.setAttribute("aria-pressed", String(pressed));
+  }
+
+  /** Say how many tensors have something wrong. */
+  countWrong() {
+    const { found } = this.tensors;
+    const severities = [...found.values()].flatMap((marks) => marks.map((mark) => mark[1]));
+    this.wrong.hidden = !found.size;
+    this.wrong.textContent = `⚠ ${grouped.format(found.size)} with findings`;
+    this.wrong.classList.toggle("xckpt-error", severities.includes("error"));
   }
 
   /** Sort anew. */
@@ -758,8 +932,13 @@ class Explorer {
     const { names, kind, nbytes, count } = this.tensors;
     const matches = matcher(this.search.value);
     const type = Number(this.type.value);
-    const fits = (row) => (type < 0 || kind[row] === type) && matches(names[row]);
+    const wrong = this.wrong.getAttribute("aria-pressed") === "true";
+    const { found } = this.tensors;
+    const fits = (row) =>
+      (type < 0 || kind[row] === type) && (!wrong || found.has(row)) && matches(names[row]);
     this.matching = this.order.filter(fits);
+    this.countWrong();
+    this.measure();
     const at = this.list.items[this.list.at];
     if (this.tree === null) {
       this.list.show(Int32Array.from(this.matching), null, null);
@@ -783,9 +962,18 @@ class Explorer {
     this.showWork();
   }
 
+  /** Leave out what all names begin with, where some do not fit. */
+  measure() {
+    const { names } = this.tensors;
+    let longest = 0;
+    for (const row of this.matching) longest = Math.max(longest, names[row].length);
+    this.list.longest = longest;
+    this.list.shared = sharedPrefix(Array.from(this.matching, (row) => names[row]));
+  }
+
   nothing() {
     const query = printable(this.search.value);
-    if (!query) return "No tensor is of this type.";
+    if (!query) return "No tensor is of this kind.";
     if (!WILDCARD.test(query)) return `No name has “${query}” in it.`;
     return `No whole name matches ${query}. A glob may need * at its ends.`;
   }
@@ -796,6 +984,10 @@ class Explorer {
     const filtered = this.matching.length < this.tensors.count;
     const which = filtered ? ` ${grouped.format(this.matching.length)}` : "";
     this.compute.disabled = busy || !missing;
+    const done = this.asked.reduce((sum, row) => sum + this.tensors.known[row], 0);
+    this.done.hidden = !busy || !this.asked.length;
+    this.done.max = Math.max(1, this.asked.length);
+    this.done.value = done;
     if (busy) this.compute.textContent = "Computing…";
     else if (missing) this.compute.textContent = `Compute all${which}`;
     else this.compute.textContent = "Statistics are complete";
@@ -834,6 +1026,7 @@ class Explorer {
       if (!this.matching.includes(row)) {
         this.search.value = "";
         this.type.value = "-1";
+        this.filterWrong(false);
       }
       this.refresh();
       this.find(row);
@@ -852,22 +1045,42 @@ class Explorer {
       const rows = numbers(Uint32Array, buffers[0]);
       this.tensors.receive(rows, numbers(Float64Array, buffers[1]));
       if (rows.includes(this.detail.row)) this.detail.draw();
-      this.soon ??= setTimeout(() => {
-        this.soon = null;
-        if (this.list.statistic >= 0) {
-          this.order = this.tensors.sorted(this.sort.value, this.descending);
-        }
-        this.refresh();
-      }, REFRESHING);
-      this.list.draw();
+      this.soonAgain();
     } else if (message.tell === "histogram") {
       const [edges, counts] = buffers.map((buffer) => numbers(Float64Array, buffer));
       this.detail.histograms.set(message.row, { edges, counts });
       this.detail.draw();
+    } else if (message.tell === "findings") {
+      for (const [row, rule, severity, value] of message.found) {
+        const words = rule.replaceAll("_", " ");
+        this.tensors.mark(row, BADGES[rule] ?? words, severity, `${severity}: ${words} (${value})`);
+      }
+      this.soonAgain();
+    } else if (message.tell === "working") {
+      this.detail.shares.set(message.row, message.share);
+      if (message.row === this.detail.row) this.detail.draw();
     } else if (message.tell === "failed") {
       this.detail.failures.set(message.row, message.reason);
+      this.tensors.mark(message.row, "failed", "error", `error: ${message.reason}`);
       this.detail.draw();
+      this.soonAgain();
+    } else if (message.tell === "stopped") {
+      this.alert.textContent = `Stopped: ${message.reason}`;
+      this.alert.hidden = false;
     }
+  }
+
+  /** Show what is new in the rows at once, and sort and filter anew, not too often. */
+  soonAgain() {
+    this.list.draw();
+    this.countWrong();
+    this.soon ??= setTimeout(() => {
+      this.soon = null;
+      if (this.list.statistic >= 0) {
+        this.order = this.tensors.sorted(this.sort.value, this.descending);
+      }
+      this.refresh();
+    }, REFRESHING);
   }
 
   close() {

@@ -5,11 +5,14 @@ The rows are in the browser as columns of bytes, and searched, filtered and sort
 
 The two sides talk in messages with arrays as buffers::
 
-    browser -> kernel   {ask: "known"}              a view is new and wants all statistics so far
+    browser -> kernel   {ask: "known"}              a view is new and wants all that is known
                         {ask: "compute"}            uint32 rows
     kernel -> browser   {tell: "statistics"}        uint32 rows, float64 (rows, statistics)
+                        {tell: "findings", found}   lists of row, rule, severity and value
                         {tell: "histogram", row}    float64 edges, float64 counts
+                        {tell: "working", row, share}
                         {tell: "failed", row, reason}
+                        {tell: "stopped", reason}   a job ended early
 
 The row that is selected is the trait `_row` of both, -1 for none.
 """
@@ -28,6 +31,7 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.notebook import html, text
+from xckpt.notebook.codes import CODES
 from xckpt.notebook.formatting import binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:
@@ -36,11 +40,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from xckpt.notebook.folding import Row
-    from xckpt.notebook.summary import Summary
+    from xckpt.notebook.summary import Computed, Summary
 
     Report = Callable[[int, int], object]
-    #: Returns the statistics of those of the named tensors that have any, by name.
-    Compute = Callable[[Sequence[str], Report], Mapping[str, Mapping[str, float]]]
+    Compute = Callable[[Sequence[str], Report], Computed]
     #: Returns the edges of the bins of a tensor, and one count fewer.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
 
@@ -52,6 +55,8 @@ _BATCH_ROWS = 512
 _BATCH_NBYTES = 64 << 20
 _SECONDS_BETWEEN_REPORTS = 0.1
 _LONGEST_REASON = 300
+# Findings that say nothing where the numbers are codes.
+_OF_WEIGHTS = {"constant", "exploding"}
 
 
 class _Table(anywidget.AnyWidget):
@@ -68,6 +73,7 @@ class _Table(anywidget.AnyWidget):
     _shape = traitlets.Bytes().tag(sync=True)
     _shapes = traitlets.List(traitlets.Unicode()).tag(sync=True)
     _nbytes = traitlets.Bytes().tag(sync=True)
+    _codes = traitlets.Bytes().tag(sync=True)
     _statistics = traitlets.List(traitlets.Unicode()).tag(sync=True)
     _row = traitlets.Int(-1).tag(sync=True)
     _code = traitlets.Unicode().tag(sync=True)
@@ -97,6 +103,7 @@ class _Table(anywidget.AnyWidget):
             _shape=shape.tobytes(),
             _shapes=[shape_text(shape) for shape in shapes],
             _nbytes=nbytes.tobytes(),
+            _codes=bytes([CODES in row.storage.split() for row in rows]),
             _statistics=list(statistics),
         )
 
@@ -171,11 +178,14 @@ class Explorer(ipywidgets.VBox):
     statistics : sequence of str
         Names of what `compute` returns.
     compute : Compute
-        Computes statistics; called in a thread.
+        Returns what is computed of those of the named tensors that have statistics; called in a
+        thread.
     histogram : Histogram
         Computes a histogram; called in a thread.
     code : callable
         Returns the Python expression for the tensor of a name.
+    computed : Computed, optional
+        What is known already.
 
     Attributes
     ----------
@@ -200,21 +210,27 @@ class Explorer(ipywidgets.VBox):
         compute: Compute,
         histogram: Histogram,
         code: Callable[[str], str],
+        computed: Computed | None = None,
     ) -> None:
         self._names = [row.name for row in rows]
         self._row_of = {name: at for at, name in enumerate(self._names)}
         self._nbytes = [row.nbytes for row in rows]
+        self._codes = [CODES in row.storage.split() for row in rows]
         self._summary = summary
         self._compute = compute
         self._histogram = histogram
         self._code = code
         self._columns = {name: at for at, name in enumerate(statistics)}
         self._known: dict[int, NDArray[np.float64]] = {}
+        self._found: list[tuple[int, str, str, float]] = []
+        self._failed: dict[int, str] = {}
         self._one = Background(self._stopped)
         self._many = Background(self._stopped)
         self._table = _Table(rows, statistics)
         self._progress = _ProgressBar(self._many.cancel)
         super().__init__(children=[self._table, self._progress])
+        if computed is not None:
+            self._keep(computed)
         self._table.on_msg(self._hear)
         self._table.observe(self._picked, "_row")
 
@@ -258,8 +274,17 @@ class Explorer(ipywidgets.VBox):
     def _describe(self, row: int, check: Callable[..., None]) -> None:
         """Compute and send what is shown of the selected tensor."""
         check()
+        told = time.monotonic()
+
+        def report(done: int, total: int) -> None:
+            nonlocal told
+            check()
+            if time.monotonic() - told >= _SECONDS_BETWEEN_REPORTS:
+                told = time.monotonic()
+                self._tell({"tell": "working", "row": row, "share": done / max(1, total)})
+
         if row not in self._known:
-            self._describe_rows([row], check)
+            self._describe_rows([row], report)
         if row not in self._known:
             return
         edges, counts = self._histogram(self._names[row], check)
@@ -272,7 +297,9 @@ class Explorer(ipywidgets.VBox):
         """Do what a view asks for."""
         asked = message.get("ask")
         if asked == "known":
-            self._tell_statistics(list(self._known))
+            self._tell_known(list(self._known), self._found)
+            for row, reason in self._failed.items():
+                self._tell({"tell": "failed", "row": row, "reason": reason})
         elif asked == "compute" and not self._table._busy:  # noqa: SLF001
             rows = np.frombuffer(buffers[0], "<u4").tolist()
             wanted = [row for row in rows if row < len(self._names) and row not in self._known]
@@ -323,13 +350,25 @@ class Explorer(ipywidgets.VBox):
             self._describe_rows(rows[:middle], report)
             self._describe_rows(rows[middle:], report)
             return
+        self._tell_known(*self._keep(found))
         for row in rows:
-            statistics = found.get(self._names[row])
-            if statistics is None:
+            if row not in self._known:
                 self._fail(row, "It has no statistics: its elements are not numbers.")
-            else:
-                self._known[row] = self._values(statistics)
-        self._tell_statistics([row for row in rows if row in self._known])
+
+    def _keep(self, found: Computed) -> tuple[list[int], list[tuple[int, str, str, float]]]:
+        """Remember what is known; return the rows that it is known of, and what is wrong there."""
+        rows = [self._row_of[name] for name in found.statistics if name in self._row_of]
+        for row in rows:
+            self._known[row] = self._values(found.statistics[self._names[row]])
+            self._failed.pop(row, None)
+        wrong = [
+            (self._row_of[each.tensor], word(each.rule), each.severity, float(each.value))
+            for each in found.findings
+            if each.tensor in self._row_of
+            and not (each.rule in _OF_WEIGHTS and self._codes[self._row_of[each.tensor]])
+        ]
+        self._found += wrong
+        return rows, wrong
 
     def _values(self, statistics: Mapping[str, float]) -> NDArray[np.float64]:
         values = np.full(len(self._columns), np.nan)
@@ -338,17 +377,24 @@ class Explorer(ipywidgets.VBox):
                 values[self._columns[name]] = value
         return values
 
-    def _tell_statistics(self, rows: Collection[int]) -> None:
+    def _tell_known(
+        self, rows: Collection[int], wrong: Collection[tuple[int, str, str, float]]
+    ) -> None:
+        if wrong:
+            # JSON has no infinities.
+            found = [(row, rule, severity, f"{value:.6g}") for row, rule, severity, value in wrong]
+            self._tell({"tell": "findings", "found": found})
         if rows:
             values = np.array([self._known[row] for row in rows], "<f8")
             self._tell({"tell": "statistics"}, np.array(rows, "<u4"), values)
 
     def _fail(self, row: int, reason: str) -> None:
+        self._failed[row] = reason
         self._tell({"tell": "failed", "row": row, "reason": reason})
 
     def _stopped(self, error: Exception) -> None:
         """Show why a job ended early."""
-        self._progress.fail(_reason(error))
+        self._tell({"tell": "stopped", "reason": _reason(error)})
 
     def _tell(self, message: dict[str, Any], *arrays: NDArray[Any]) -> None:
         self._table.send(message, [array.tobytes() for array in arrays])
@@ -376,7 +422,6 @@ class _ProgressBar(ipywidgets.HBox):
     def begin(self, rows: int, nbytes: int) -> None:
         """Show up."""
         self._rows, self._nbytes, self._told = rows, nbytes, 0.0
-        self._bar.layout.display = self._button.layout.display = ""
         self.report(0, 0)
         self.layout.display = "flex"
 
@@ -393,9 +438,3 @@ class _ProgressBar(ipywidgets.HBox):
     def end(self) -> None:
         """Go away."""
         self.layout.display = "none"
-
-    def fail(self, reason: str) -> None:
-        """Say what went wrong."""
-        self._bar.layout.display = self._button.layout.display = "none"
-        self._figures.value = f"Stopped: {reason}"
-        self.layout.display = "flex"

@@ -206,7 +206,7 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
     title = "tensors, repeated modules folded" if folded else "tensors"
     yield _head(title, f"width:70%;min-width:15em;{_LEFT}")
     yield _head("count", _RIGHT) if folded else ""
-    yield _head("shape", _LEFT) + _head("stored as", _LEFT) + _head("size", _RIGHT)
+    yield _head("shape", _LEFT) + _head(f"stored{_NO_BREAK}as", _LEFT) + _head("size", _RIGHT)
     yield _head("share", _RIGHT) + _head("", f"min-width:{_WIDTH_OF_SHARE}px;padding:0")
     yield "</tr></thead><tbody>"
     for pattern in patterns[:kept]:

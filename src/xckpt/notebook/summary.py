@@ -26,11 +26,12 @@ from xckpt.notebook.formatting import base_name, binary_size, counted, shape_tex
 from xckpt.notebook.modules import ModuleSet, Stacked, module_sets, selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
 
 __all__ = [
+    "Computed",
     "FoldedFinding",
     "Summary",
     "TensorFinding",
@@ -72,6 +73,13 @@ class TensorFinding(NamedTuple):
     rule: str  # "nan", "all_zero", ...
     value: float  # how much
     severity: str  # "error", "warning" or "info"
+
+
+class Computed(NamedTuple):
+    """What is known of tensors that have statistics."""
+
+    statistics: Mapping[str, Mapping[str, float]]  # by name
+    findings: Collection[TensorFinding]
 
 
 class FoldedFinding(NamedTuple):
