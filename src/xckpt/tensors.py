@@ -70,9 +70,11 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
     if isinstance(obj, xr.DataTree):
         flat.coords.update((node.path, dict(node.coords.variables)) for node in obj.parents)
     for path, ds in _datasets(obj):
-        flat.coords[path] = dict(ds.coords.variables)
-        for name, variable in ds.variables.items():
-            if name in flat.coords[path]:
+        coords = flat.coords[path] = dict(ds.coords.variables)
+        # What is frozen looks each variable up by its name.
+        variables = getattr(ds.variables, "mapping", ds.variables)
+        for name, variable in variables.items():
+            if name in coords:
                 continue
             tensor: Any = name if obj is ds else tensor_name(path, str(name), variable)
             if tensor in flat.variables:
@@ -226,8 +228,8 @@ class OpenTensors:
         known: dict[Any, str] = {}
         for name, variable in self._flat.variables.items():
             encoding = variable.encoding
-            shape = self._shapes[variable.dims] = variable.shape
-            # Asking the variable takes ten times as long.
+            # Asking the variable takes ten times as long, here and below.
+            shape = self._shapes[variable.dims] = variable._data.shape  # noqa: SLF001
             told = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if told else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
