@@ -223,16 +223,16 @@ def test_what_is_in_names_does_nothing(page: Page, lab: Lab) -> None:
     assert page.locator(".jp-Notebook img").count() == 0
 
 
-def test_the_extension_shows_large_datasets_as_their_summary(page: Page, lab: Lab) -> None:
+def test_large_datasets_are_shown_as_their_summary_without_asking(page: Page, lab: Lab) -> None:
     path = "'hostile.safetensors', engine='safetensors'"
     outputs = run_cells(
         page,
         lab,
-        f"import xarray as xr\nds = xr.open_dataset({path}); xr.set_options(display_style='text')\n"
-        "%load_ext xckpt\nds",
-        "%unload_ext xckpt\nds",
+        f"import xarray as xr\nds = xr.open_dataset({path})\nds",
+        "%unload_ext xckpt\nxr.set_options(display_style='text')\nds",
     )
     expect(outputs[0].get_by_text("602 tensors")).to_be_visible()
+    expect(outputs[0].get_by_text("xckpt.summary-above")).to_be_visible()
     expect(outputs[1]).to_contain_text("xarray.Dataset")
 
 

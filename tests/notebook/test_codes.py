@@ -50,6 +50,7 @@ def test_names_of_scales_tell(codes: str, dtype: str, scale: str) -> None:
         ("a.weight", "bool", "a.weight_scale"),
         ("a.weight", "f6", "a.weight_scale"),
         ("a.weight_scale", "float8_e4m3fn", "a.weight"),
+        ("a.weight:scale", "uint8", "a.weight:data"),
     ],
 )
 def test_others_are_what_they_are(name: str, dtype: str, other: str) -> None:

@@ -101,7 +101,6 @@ def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
     attrs = {f"a{n}": n for n in range(99)}
     rows: list[Any] = []
     fastest = []
-    rows: list[Row] = []
     for experts in (26, 256):
         rows = [
             *mixture_of_experts(64, experts),

@@ -72,8 +72,8 @@ def _scales_of(name: str) -> Iterator[str]:
     """Return what the scales of a tensor may be called."""
     yield from [name + suffix for suffix in _SUFFIXES]
     whole, colon, _ = name.rpartition(":")
-    if colon:
-        yield from (f"{whole}:scale", f"{whole}:scales")
+    if colon:  # its own name among these says nothing
+        yield from {f"{whole}:scale", f"{whole}:scales"} - {name}
     stem, dot, leaf = name.rpartition(".")
     if leaf in _LEAVES:
         yield from [f"{stem}{dot}{scale}" for scale in _IN_MODULE if scale != leaf]
