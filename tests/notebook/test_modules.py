@@ -26,6 +26,11 @@ def test_numbered_modules_are_one_line() -> None:
     assert repr(ModuleTree([], 3)) == "no tensors"
 
 
+def test_numbers_in_words_ascend() -> None:
+    tree = ModuleTree([Row(f"layer{n}.w", "float32", (), 4) for n in (1, 10, 2)], 1)
+    assert [line.split()[0] for line in repr(tree).splitlines()] == ["layer1", "layer2", "layer10"]
+
+
 def test_hostile_names_are_inert() -> None:
     tree = ModuleTree(ROWS, 3)
     assert "\x1b" not in repr(tree)

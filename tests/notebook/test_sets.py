@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
@@ -92,6 +93,26 @@ def test_html_says_it_too() -> None:
     html = render_html(new_summary(rows, title="m", format="f", version="", attrs={}, obj="dt"))
     assert "layers {3..9}:" in html
     assert "choose with dt.ckpt.sel(layers=6, experts=2)" in html
+
+
+def test_as_many_sets_as_tensors_take_linear_time() -> None:
+    took = []
+    for count in (300, 3_000):
+        rows = [row(f"h.{n}.w{n}.weight", "int8", n) for n in range(count)]
+        rows += [row(f"h.{n}.v.weight_scale", "float32", n) for n in range(count)]
+        rows += [row(f"h.{n}.v.weight", "int8", n) for n in range(count)]
+        start = time.process_time()
+        summary = new_summary(rows, title="m", format="f", version="", attrs={})
+        took.append(time.process_time() - start)
+        assert len(summary.modules) == count + 1
+        assert "more sets of modules" in render(summary)
+    assert took[1] < 30 * took[0]
+
+
+def test_names_of_very_many_components_are_no_burden() -> None:
+    rows = [row("h.0." + "a." * 20_000 + leaf, "int8", 1) for leaf in "xyz"]
+    rows += [row(f"h.{n}.b", "int8", 1) for n in range(9)]
+    assert sets_of(rows)[0] == ModuleSet("h", "{0..8}", "", ("b",))
 
 
 def test_hostile_names_of_modules_are_inert() -> None:

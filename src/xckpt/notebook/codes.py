@@ -49,10 +49,10 @@ def mark_codes(families: Iterable[Family]) -> None:
         name = ".".join(["0" if part is None else part for part in family.template])
         templates.setdefault(name, []).append(family)
     for name, some in templates.items():
-        scales = [each for scale in _scales_of(name) for each in templates.get(scale, ())]
+        scales = [each.indices for scale in _scales_of(name) for each in templates.get(scale, ())]
+        there = [frozenset().union(*found) for found in zip(*scales, strict=False)]
         for family in some if scales else ():
-            places = zip(family.indices, *[each.indices for each in scales], strict=False)
-            covered = all(indices <= frozenset().union(*found) for indices, *found in places)
+            covered = all(here <= all_ for here, all_ in zip(family.indices, there, strict=False))
             if _may_be_codes(family.dtype) and covered:
                 family.storage = _storage(family.storage)
 

@@ -14,17 +14,19 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.labels.stacking import numbered, numbered_bases
-from xckpt.notebook.folding import Family, Row, fold, indices_text
+from xckpt.notebook.folding import Family, Row, ascending, fold, indices_text
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["ModuleSet", "ModuleTree", "Stacked", "module_sets", "selection"]
 
 _MOST_LINES = 300
 _WIDEST_NAME = 60
 _MOST_PARTS = 6
+_MOST_DESCRIBED = 16  # sets of modules; a summary shows fewer
+_DEEPEST = 16
 _LONGEST_SEQUENCE = 3
 
 _Words = tuple[str | None, ...]
@@ -66,7 +68,7 @@ def module_sets(families: Iterable[Family], stacked: Iterable[Stacked] = ()) -> 
     named: dict[str, list[_Words]] = {}
     for path in found:
         named.setdefault(numbered_bases([*path, None])[-1], []).append(path)
-    sets = []
+    sets: list[ModuleSet] = []
     for base, paths in named.items():
         different = {each for path in paths for each in found[path]}
         # Of two or three it is a sequence of steps, say a convolution and a norm.
@@ -76,9 +78,10 @@ def module_sets(families: Iterable[Family], stacked: Iterable[Stacked] = ()) -> 
             for path in paths:
                 whole = ".".join([part or "*" for part in path])
                 name = base if len(paths) == 1 else whole
+                owners = _owners(found[path])
                 for each in sorted(found[path], key=_first_and_longest):
-                    others = [set(parts) for other, parts in found[path].items() if other != each]
-                    only = _parts(found[path][each], set().union(*others))
+                    few = len(sets) < _MOST_DESCRIBED
+                    only = _parts(found[path][each], owners) if few else ()
                     sets.append(ModuleSet(name, indices_text(each.indices), each.dim, only))
     return sets
 
@@ -118,12 +121,23 @@ def _words(template: Iterable[str | int | None]) -> _Words:
     return tuple([part if isinstance(part, str) else None for part in template])
 
 
-def _parts(here: Iterable[_Words], elsewhere: set[_Words]) -> tuple[str, ...]:
+def _owners(sets: Mapping[_Numbers, Iterable[_Words]]) -> dict[_Words, _Numbers | None]:
+    """Return which set of modules has parts that begin with some words; None if several do."""
+    owners: dict[_Words, _Numbers | None] = {}
+    for each, parts in sets.items():
+        for words in parts:
+            for length in range(1, min(len(words), _DEEPEST) + 1):
+                start = words[:length]
+                owners[start] = each if owners.get(start, each) == each else None
+    return owners
+
+
+def _parts(here: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> tuple[str, ...]:
     """Name the parts of modules in so few words that no others have parts of that name."""
-    taken = {words[:length] for words in elsewhere for length in range(len(words) + 1)}
     names: dict[str, None] = {}
     for words in here:
-        length = next((n for n in range(1, len(words)) if words[:n] not in taken), len(words))
+        deepest = min(len(words), _DEEPEST)
+        length = next((n for n in range(1, deepest) if owners[words[:n]] is not None), len(words))
         names[".".join([word or "*" for word in words[:length]])] = None
     texts = [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names if name)]
     more = [f"… {len(texts) - _MOST_PARTS:,} more"] if len(texts) > _MOST_PARTS + 1 else []
@@ -197,7 +211,9 @@ class ModuleTree:
 
 
 def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
-    for key, child in node.children.items():
+    keys = list(node.children)
+    for at in ascending([key or "" for key in keys]):
+        key, child = keys[at], node.children[keys[at]]
         name = indices_text(child.indices) if key is None else printable(key)
         short = shortened(name, _WIDEST_NAME)
         yield "  " * level + short, counted(child.count, "tensor"), binary_size(child.nbytes)
