@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
+from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.entries import contents_of
+from xckpt.statistics.plausible import are_spans, are_tallies
+from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -83,21 +86,37 @@ def histogram(
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
     contents = contents_of(obj)
-    entries = contents.entries()
+    with paused_collector():
+        entries = contents.entries()
     readers = [reader for entry in entries for reader in entry.readers]
     # Packed, because sketches of thousands of tensors take too much memory.
+    packed: dict[int, bytes] = {}
     with Progress(progress, "histogram") as bar:
-        kept = gather(readers, Sketch, lambda _, s: _kept(s), bar, cache=cache, stretched=True)
-    edges = _edges(bins, scale, [span for span, _ in kept if span is not None])
+
+        def scan(numbers: list[int]) -> list[list[float]]:
+            def finish(number: int, sketch: Sketch) -> list[float]:
+                packed[numbers[number]] = sketch.pack()
+                return _span(sketch)
+
+            some = [readers[number] for number in numbers]
+            return gather(some, Sketch, finish, bar, cache=cache, stretched=True)
+
+        def count(numbers: list[int]) -> Iterator[Any]:
+            scan([number for number in numbers if number not in packed])
+            for number in numbers:
+                sketch = Sketch.unpack(packed.pop(number), readers[number])
+                yield _count(spectrum(sketch), edges)
+
+        spans = rows_of(readers, ("span",), 3, scan, are_plausible=are_spans, enabled=cache)
+        edges = _edges(bins, scale, spans[~np.isnan(spans[:, 0])].tolist())
+        about = ("counts", *edges.tolist())
+        width = len(edges) - 1
+        rows = rows_of(readers, about, width, count, are_plausible=are_tallies, enabled=cache)
     variables: dict[Hashable, Any] = {}
-    found = (
-        _count(spectrum(Sketch.unpack(data, reader)), edges)
-        for reader, (_, data) in zip(readers, kept, strict=True)
-    )
+    stop = 0
     for entry in entries:
-        rows = [next(found) for _ in entry.readers]
-        values = np.array(rows, np.int64).reshape(*entry.shape, len(edges) - 1)
-        counts = np.moveaxis(values, -1, 0)
+        start, stop = stop, stop + len(entry.readers)
+        counts = rows[start:stop].astype(np.int64).T.reshape(-1, *entry.shape)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {
@@ -105,22 +124,22 @@ def histogram(
         for name, coord in contents.coords.items()
         if coord.dims and set(coord.dims) <= stacked
     }
-    coords["bin"] = (edges[:-1] + edges[1:]) / 2
+    coords["bin"] = edges[:-1] / 2 + edges[1:] / 2
     coords["bin_left"] = ("bin", edges[:-1])
     coords["bin_right"] = ("bin", edges[1:])
     return xr.Dataset(variables, coords)
 
 
-def _kept(sketch: Sketch) -> tuple[tuple[float, float, float] | None, bytes]:
-    """Keep a sketch, and its smallest and largest element and smallest magnitude but zero."""
+def _span(sketch: Sketch) -> list[float]:
+    """Return the smallest and the largest element, and the smallest magnitude but zero."""
     found = spectrum(sketch)
     values = found.values(found.counts > 0)
     if not len(values):
-        return None, sketch.pack()
+        return [np.nan, np.nan, np.nan]
     smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
     # Those that are known by their codes are clipped to the extremes; these are known.
     low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
-    return (float(low), float(high), smallest), sketch.pack()
+    return [float(low), float(high), smallest]
 
 
 def _count(found: Spectrum, edges: Array) -> Array:
@@ -133,7 +152,7 @@ def _count(found: Spectrum, edges: Array) -> Array:
     return counts
 
 
-def _edges(bins: int | ArrayLike, scale: str, spans: Sequence[tuple[float, float, float]]) -> Array:
+def _edges(bins: int | ArrayLike, scale: str, spans: Sequence[Sequence[float]]) -> Array:
     if np.ndim(bins):
         edges = np.asarray(bins, np.float64)
         if len(edges) < 2 or not (np.diff(edges) > 0).all():
@@ -167,11 +186,14 @@ def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Ar
 
 def _steps(start: float, stop: float, count: int) -> Array:
     """Return edges from `start` to `stop`, all but the last rounded to eight significant bits."""
-    edges = np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
-    fractions, exponents = np.frexp(edges)
-    digits = np.rint(fractions * 256)
-    digits[0] = np.floor(fractions[0] * 256)
-    rounded: Array = np.ldexp(digits / 256, exponents)
+    with np.errstate(over="ignore"):  # of the last edge, which is known
+        edges = (
+            np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
+        )
+        fractions, exponents = np.frexp(edges)
+        digits = np.rint(fractions * 256)
+        digits[0] = np.floor(fractions[0] * 256)
+        rounded: Array = np.ldexp(digits / 256, exponents)
     if len(edges) == 1:
         return np.maximum(rounded, stop)
     return np.append(rounded[:-1][rounded[:-1] < stop], stop)

@@ -21,6 +21,8 @@ from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import Described, contents_of, deferred, laid_out
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
+from xckpt.statistics.plausible import are_measures
+from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
@@ -193,23 +195,34 @@ def compare_pairs(
     """Return the measures of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
-        def same(numbers: list[int]) -> Iterator[tuple[int, Comparison]]:
-            """Find tensors with the same bytes among those that would have to be decoded."""
-            stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
-            if not stored:
-                return
-            readers = list(stored.values())
-            alike = gather(readers, SameBytes, lambda _, each: each.are_same, bar)
-            for number, are_same in zip(stored, alike, strict=True):
-                if are_same:
-                    found = Comparison.begin(pairs[number], None)
-                    found.imply(found.size)
-                    yield number, found
+        def find(numbers: list[int]) -> list[list[float]]:
+            some = [pairs[number] for number in numbers]
+            same = partial(_with_same_bytes, some, bar)
+            return gather(some, Comparison, finish, bar, cache=cache, shortcut=same)
 
         def finish(_: int, found: Comparison) -> list[float]:
             return measures(found)
 
-        return gather(pairs, Comparison, finish, bar, cache=cache, shortcut=same)
+        about = ("comparison", *MEASURES)
+        width = len(MEASURES)
+        rows = rows_of(pairs, about, width, find, are_plausible=are_measures, enabled=cache)
+    found: list[list[float]] = rows.tolist()
+    return found
+
+
+def _with_same_bytes(
+    pairs: Sequence[PairReader | ChunkedPair], bar: Progress, numbers: list[int]
+) -> Iterator[tuple[int, Comparison]]:
+    """Find tensors with the same bytes among those that would have to be decoded."""
+    stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
+    if not stored:
+        return
+    alike = gather(list(stored.values()), SameBytes, lambda _, each: each.are_same, bar)
+    for number, are_same in zip(stored, alike, strict=True):
+        if are_same:
+            found = Comparison.begin(pairs[number], None)
+            found.imply(found.size)
+            yield number, found
 
 
 # --- which tensors belong together ---------------------------------------------------------------
