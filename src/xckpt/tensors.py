@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import element_type_of, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
@@ -261,9 +261,7 @@ def find(
     """Choose variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
     asked = dtype if isinstance(dtype, list | tuple | set) else [dtype]
-    dtypes = {
-        stored_dtype(d) if d in ELEMENT_TYPES else np.dtype(d) for d in asked if d is not None
-    }
+    dtypes = {_dtype(each) for each in asked if each is not None}
     least = parse_bytes(min_bytes)
     known = {str(name): name for name in flat.variables}
     matching = select(known, names)
@@ -278,6 +276,17 @@ def find(
         if is_meant and encoding.get("nbytes", variable.nbytes) >= least:
             chosen[known[text]] = variable
     return rebuild(obj, Flat(chosen, {}, flat.coords))
+
+
+def _dtype(asked: Any) -> np.dtype[Any]:
+    """Return an element type as variables are stored with it, or any other that numpy knows."""
+    try:
+        return stored_dtype(element_type_of(asked))
+    except ValueError as error:
+        try:
+            return np.dtype(asked)
+        except TypeError:
+            raise TypeError(str(error)) from None
 
 
 def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:

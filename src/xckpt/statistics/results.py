@@ -4,8 +4,8 @@ Statistics follow from sketches, but for thousands of tensors that takes seconds
 kept as well: for each checkpoint and each set of options there is a file in the folder
 ``results-1`` of the cache of this user, of records like those of the sketches (see
 `xckpt.statistics.store`). A record has some rows: a key of 16 bytes for each, then all numbers as
-float64. Where no file can be kept, or the checkpoint is known only as long as it is open, rows stay
-in the memory of this process. Rows that cannot be true of their tensor are not believed (see
+float64. Where no file can be written, or the checkpoint is known only as long as it is open, rows
+stay in the memory of this process. Rows that cannot be true of their tensor are not believed (see
 `xckpt.statistics.plausible`).
 """
 
@@ -96,9 +96,12 @@ class _File:
 
     def __init__(self, origin: Origin, about: tuple[Any, ...], width: int) -> None:
         self._name = digest_of(origin.name, origin.version, about)
-        self._folder = cache.folder(FOLDER) if origin.lasts else None
+        self._folder = cache.folder(FOLDER)
+        # Where the user wants nothing to be kept, nothing is.
+        self._is_kept = self._folder is not None or not origin.lasts
         self.rows = dict(_session.get(self._name, {}))
-        if self._folder is None:
+        if self._folder is None or not origin.lasts:
+            self._folder = None
             return
         data, records = read_records(self._folder / self._name.hex())
         nbytes = 8 * width
@@ -120,6 +123,8 @@ class _File:
             if append_record(path, digest_of(payload), payload):
                 cache.make_room(self._folder, LARGEST_FOLDER)
                 return
+        if not self._is_kept:
+            return
         own = _session.setdefault(self._name, {})
         own |= {key: row.tobytes() for key, row in zip(keys, table, strict=True)}
         _session.move_to_end(self._name)

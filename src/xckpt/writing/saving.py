@@ -11,23 +11,26 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part, paused_collector
 from xckpt.labels import select
+from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.sink import Sink, UploadSink
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
-from xckpt.writing.casting import check_cast
+from xckpt.writing.casting import check_cast, holds
 from xckpt.writing.data import StoredData, lazy_dask_array
 from xckpt.writing.fitting import Changes, Requests, fit
 from xckpt.writing.gathering import gather, source_files, stored_payload
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.writing.data import Payload
     from xckpt.writing.streaming import Item
 
-__all__ = ["Destination", "append", "convert", "save"]
+__all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 
 # Those that all formats have.
 _OPTIONS = ("encoding", "cast", "compute", "overwrite", "progress", "storage_options")
@@ -158,7 +161,7 @@ def convert(
     verify: bool | None = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
-) -> None:
+) -> Conversion:
     """Write a checkpoint in another format, or anew in its own.
 
     Values are copied as they are stored wherever the new format stores them so: nothing is loaded
@@ -190,6 +193,11 @@ def convert(
         For fsspec, of both files.
     **format_options
         Options of the new format itself.
+
+    Returns
+    -------
+    Conversion
+        What was written, and which element types changed.
 
     Raises
     ------
@@ -231,7 +239,14 @@ def convert(
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
             job = destination.job(payloads, index.attrs, changes, sources=files_of(source))
         changes.warn(destination.path, stacklevel=2)
-        job.run(progress)
+        nbytes = job.run(progress)
+    recasts = tuple(
+        Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
+        for types, count in changes.recast.items()
+    )
+    before = sum([tensor.nbytes for tensor in chosen])
+    count = len(job.tensors)
+    return Conversion(destination.path, destination.writer.name, count, nbytes, before, recasts)
 
 
 def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions) -> Payload:
@@ -367,6 +382,76 @@ def _alone(source: Source) -> Iterator[None]:
         del descriptor  # which closes it, and that unlocks
 
 
+# --- what a conversion did ------------------------------------------------------------------------
+
+
+class Recast(NamedTuple):
+    """Tensors that a conversion wrote in another element type.
+
+    Parameters
+    ----------
+    stored, written : str
+        Element types in the old and in the new file.
+    tensors : int
+        How many.
+    exact : bool
+        Whether no value changed: the new type has all values of the old one, or each was checked.
+        Else they were rounded, as ``cast="allow"`` asked for.
+    """
+
+    stored: str
+    written: str
+    tensors: int
+    exact: bool
+
+    def __str__(self) -> str:
+        wide, narrow = ELEMENT_TYPES[self.written].bits, ELEMENT_TYPES[self.stored].bits
+        size = f"{max(wide, narrow) / min(wide, narrow):.1f} x"
+        size = "of the same size" if wide == narrow else size
+        size += " larger" if wide > narrow else " smaller" if wide < narrow else ""
+        exact = "exact" if self.exact else "rounded"
+        tensors = counted(self.tensors, f"{self.stored} tensor")
+        return f"{tensors} written as {self.written} ({exact}), {size}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Conversion:
+    """What `convert` wrote.
+
+    Parameters
+    ----------
+    path : str
+        The new file; of several, the one to open.
+    format : str
+        Its format.
+    tensors : int
+        How many it has.
+    nbytes : int
+        Size of the new file, or of all new files, in bytes.
+    source_nbytes : int
+        Stored size of the tensors in the old file, in bytes.
+    recasts : tuple of Recast
+        Which element types changed.
+    """
+
+    path: str
+    format: str
+    tensors: int
+    nbytes: int
+    source_nbytes: int
+    recasts: tuple[Recast, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether no value was rounded."""
+        return all(recast.exact for recast in self.recasts)
+
+    def __repr__(self) -> str:
+        size = f"{binary_size(self.nbytes)}, was {binary_size(self.source_nbytes)}"
+        head = f"{self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {size}"
+        return "\n".join([head, *(f"  {recast}" for recast in self.recasts)])
+
+
 # --- where to, and as what ------------------------------------------------------------------------
 
 
@@ -426,14 +511,26 @@ class Destination:
                 changes=changes,
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
-            replaced = []
-            if self._overwrite:
-                paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
-                targets = {_resolved(path) for path in paths}
-                replaced = [each for each in sources if _resolved(each.name) in targets]
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+            superseded = None
+            if planned.suffix:
+                self.open_sink().abort()  # an existing file is an error, though it is not written
+                superseded = label if self._overwrite else None
+                self.path += planned.suffix
+                self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
+                paths.append(self.path)
+            targets = {_resolved(path) for path in paths if self._overwrite}
+            replaced = [each for each in sources if _resolved(each.name) in targets]
             return WriteJob(
-                planned, fitted, self._cast, self.open_sink, label, before=before, replaced=replaced
+                planned,
+                fitted,
+                self._cast,
+                self.open_sink,
+                label,
+                before=before,
+                replaced=replaced,
+                superseded=superseded,
             )
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
