@@ -117,9 +117,13 @@ _ALIASES = {
     **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
     **{f"c{bits}": f"complex{bits}" for bits in (64, 128)},
-    **{"bf16": "bfloat16", "half": "float16", "double": "float64"},
-    **{"float8_e4m3": "float8_e4m3fn", "float8_e8m0": "float8_e8m0fnu"},
-    **{"float4_e2m1": "float4_e2m1fn", "boolean": "bool"},
+    "bf16": "bfloat16",
+    "half": "float16",
+    "double": "float64",
+    "float8_e4m3": "float8_e4m3fn",
+    "float8_e8m0": "float8_e8m0fnu",
+    "float4_e2m1": "float4_e2m1fn",
+    "boolean": "bool",
 }
 _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
 

@@ -331,7 +331,7 @@ def test_the_ending_names_the_format(tmp_path: Path) -> None:
         try:
             save(ds, tmp_path / f"m{suffix}")
         except ValueError as error:
-            assert "several formats" in str(error)  # noqa: PT017
+            assert "several programs" in str(error)  # noqa: PT017
             continue
         assert read_index(tmp_path / f"m{suffix}").format == engine
     with pytest.raises(ValueError, match=r"no format has the ending of 'm\.txt'; pass engine="):

@@ -1,4 +1,4 @@
-"""Large models as several safetensors files, with an index, as Hugging Face's libraries have them."""
+"""Large models as several safetensors files with an index, as Hugging Face's libraries do."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_what_is_not_a_size(tmp_path: Path, size: Any) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(("size", "nbytes"), [("1KB", 1000), ("1kib", 1024), ("0.9 kB", 900), (900, 900)])
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("1KB", 1000), ("1kib", 1024), ("0.9 kB", 900), (900, 900)]
+)
 def test_sizes(size: Any, nbytes: int) -> None:
     assert parse_size("size", size) == nbytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from math import isnan
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,7 @@ def stats(
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
@@ -87,6 +89,8 @@ def stats(
     cache : bool
         Whether to keep what was found of unchanged files in the user's cache, so that a second
         call reads nothing and an interrupted one goes on (``XCKPT_CACHE_DIR`` says where).
+    storage_options : dict, optional
+        For fsspec, where `obj` is a URL.
 
     Returns
     -------
@@ -119,10 +123,8 @@ def stats(
     >>> st["blocks.0.attn.w_qkv"].sel(statistic="std").item()  # doctest: +SKIP
     0.0199
     """
-    for quantile in quantiles:
-        if not 0.0 <= quantile <= 1.0:
-            raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")
-    contents = contents_of(obj)
+    quantiles = _checked_quantiles(quantiles)
+    contents = contents_of(obj, storage_options)
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
     with paused_collector():
@@ -130,7 +132,7 @@ def stats(
     names = statistic_names(quantiles)
     find = partial(
         _describe_all,
-        quantiles=tuple(quantiles),
+        quantiles=quantiles,
         exact=exact_quantiles,
         progress=progress,
         cache=cache,
@@ -146,6 +148,21 @@ def stats(
         found = deferred(partial(_statistics, find), entries, shapes)
     with paused_collector():
         return laid_out(names, entries, found, attrs, contents)
+
+
+def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
+    if isinstance(quantiles, str) or not isinstance(quantiles, Iterable):
+        raise TypeError(
+            f"quantiles are a sequence of numbers such as [0.05, 0.5], not {quantiles!r}"
+        )
+    checked = []
+    for quantile in quantiles:
+        if not isinstance(quantile, Real) or isinstance(quantile, bool):
+            raise TypeError(f"a quantile is a number between 0 and 1, unlike {quantile!r}")
+        if not 0.0 <= quantile <= 1.0:
+            raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")
+        checked.append(float(quantile))
+    return tuple(checked)
 
 
 def _statistics(find: Callable[..., Any], entries: Sequence[Described]) -> list[Any]:

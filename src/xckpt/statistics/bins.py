@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ def histogram(
     *,
     progress: ProgressOption = None,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
 
@@ -55,6 +57,8 @@ def histogram(
     progress : bool or callable, optional
         As for `stats`.
     cache : bool
+        As for `stats`.
+    storage_options : dict, optional
         As for `stats`.
 
     Returns
@@ -85,7 +89,8 @@ def histogram(
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
-    contents = contents_of(obj)
+    asked = _checked_bins(bins)
+    contents = contents_of(obj, storage_options)
     with paused_collector():
         entries = contents.entries()
     readers = [reader for entry in entries for reader in entry.readers]
@@ -108,7 +113,7 @@ def histogram(
                 yield _count(spectrum(sketch), edges)
 
         spans = rows_of(readers, ("span",), 3, scan, are_plausible=are_spans, enabled=cache)
-        edges = _edges(bins, scale, spans[~np.isnan(spans[:, 0])].tolist())
+        edges = _edges(asked, scale, spans[~np.isnan(spans[:, 0])].tolist())
         about = ("counts", *edges.tolist())
         width = len(edges) - 1
         rows = rows_of(readers, about, width, count, are_plausible=are_tallies, enabled=cache)
@@ -152,15 +157,27 @@ def _count(found: Spectrum, edges: Array) -> Array:
     return counts
 
 
-def _edges(bins: int | ArrayLike, scale: str, spans: Sequence[Sequence[float]]) -> Array:
+def _checked_bins(bins: Any) -> int | Array:
+    """Return the number of bins or their edges; a mistake is noticed before anything is read."""
     if np.ndim(bins):
         edges = np.asarray(bins, np.float64)
-        if len(edges) < 2 or not (np.diff(edges) > 0).all():
+        if edges.ndim > 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
             raise ValueError("edges of bins are two or more numbers that ascend")
         return edges
-    count = int(np.asarray(bins))
+    try:
+        count = index(bins)
+    except TypeError:
+        text = f"bins are a number of bins or a sequence of their edges, not {bins!r}"
+        raise TypeError(text) from None
     if count < 1:
         raise ValueError(f"there is at least one bin, not {count}")
+    return count
+
+
+def _edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -> Array:
+    if not isinstance(bins, int):
+        return bins
+    count = bins
     low = min((span[0] for span in spans), default=0.0)
     high = max((span[1] for span in spans), default=0.0)
     if low == high:

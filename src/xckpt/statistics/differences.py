@@ -15,7 +15,7 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
-from xckpt.labels.selection import select
+from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.describe import scaled
@@ -71,6 +71,7 @@ def compare(
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Compare the tensors of two checkpoints by their names, in one pass over both.
 
@@ -96,6 +97,8 @@ def compare(
     cache : bool
         Whether to keep what was found of two unchanged files in the user's cache, so that a second
         call reads nothing.
+    storage_options : dict, optional
+        For fsspec, where `a` or `b` is a URL.
 
     Returns
     -------
@@ -145,9 +148,16 @@ def compare(
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
     rename = _renaming(names)
-    ours, theirs = contents_of(a), contents_of(b)
+    is_open = [isinstance(side, xr.Dataset | xr.DataArray | xr.DataTree) for side in (a, b)]
+    if storage_options is not None and all(is_open):
+        contents_of(a, storage_options)  # which says that they are for paths
+    ours, theirs = (
+        contents_of(side, None if opened else storage_options)
+        for side, opened in zip((a, b), is_open, strict=True)
+    )
     with paused_collector():
-        entries, others = ours.entries(), theirs.entries()
+        entries = every = ours.entries()
+        others = theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
             rename = _renaming(
                 {
@@ -157,6 +167,11 @@ def compare(
                 }
             )
         entries, rows = _matched(entries, others, rename, tensors)
+    if not entries and tensors is not None:
+        names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
+        hint = similar(names_of_both, tensors)
+        text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
     if _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)

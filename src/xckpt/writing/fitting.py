@@ -139,7 +139,10 @@ def fit(
             if name in fitted:
                 raise ValueError(f"two tensors are called {shown(name)}")
             shaped.level = wanted.get("level")
+            before = shaped.tensor.dtype
             shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, changes)
+            if shaped.tensor.dtype != before:
+                changes.recast[before, shaped.tensor.dtype] += 1
             fitted[name] = shaped
     requests.check_used(fitted)
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
@@ -193,8 +196,6 @@ def _fitted(
     """Choose element type, memory order, compression, digests and attributes of a tensor."""
     can = writer.can
     dtype, parts = _typed(tensor, writer, wanted, cast)
-    if dtype != tensor.dtype:
-        changes.recast[tensor.dtype, dtype] += 1
     for what, known in (("compression", can.compressions), ("digest", can.digests)):
         choice = wanted.get(what)
         if choice is not None and choice not in known:

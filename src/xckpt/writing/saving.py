@@ -23,7 +23,7 @@ from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part, paused_collector
-from xckpt.labels import select
+from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.storage import is_remote, local_path
@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 
 # Those that all formats have.
-_OPTIONS = ("encoding", "cast", "compute", "overwrite", "progress", "storage_options")
+_OPTIONS = (
+    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
+    *("tensors", "verify", "source_engine"),
+)
 
 
 def save(
@@ -159,6 +162,7 @@ def convert(
     overwrite: bool = False,
     progress: ProgressOption = None,
     verify: bool | None = None,
+    source_engine: str | None = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Any,
 ) -> Conversion:
@@ -189,6 +193,8 @@ def convert(
         As `xckpt.save` takes it.
     verify : bool, optional
         False does not check the digests of the old file.
+    source_engine : str, optional
+        Name of the format of the old file; by default it is detected from the content.
     storage_options : dict, optional
         For fsspec, of both files.
     **format_options
@@ -211,6 +217,8 @@ def convert(
         If the new format cannot hold something, or a conversion would lose something.
     OSError
         If a file cannot be read or written.
+    ValueError
+        If no tensor matches `tensors`.
 
     Warns
     -----
@@ -230,12 +238,12 @@ def convert(
         storage_options=storage_options,
         format_options=format_options,
     )
-    source, index = open_index(src, storage_options=storage_options)
+    source, index = open_index(src, source_engine, storage_options=storage_options)
     changes = Changes()
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
-            chosen = [index.tensors[name] for name in select(index.tensors, tensors)]
+            chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
             job = destination.job(payloads, index.attrs, changes, sources=files_of(source))
         changes.warn(destination.path, stacklevel=2)
@@ -570,11 +578,14 @@ def _format_of(path: str) -> str:
         if name.endswith(suffix)
     }
     if len(found) > 1:
-        shared = {each.name: each.shared_suffixes for each in every}
-        found = {each: s for each, s in found.items() if s not in shared[each]} or found
-    if len(found) == 1:
+        own = {each.name: {*each.suffixes} - {*each.shared_suffixes} for each in every}
+        found = {each: s for each, s in found.items() if s in own[each]} or found
+    shared = [s for each in every for s in each.shared_suffixes]
+    # Of one word, like .bin: who writes it may mean the format of another program.
+    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
+    if len(found) == 1 and not is_common:
         return next(iter(found))
-    which = "several formats have" if found else "no format has"
+    which = "several programs have" if found else "no format has"
     engines = ", ".join(map(repr, found or formats.names()))
     raise ValueError(
         f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
