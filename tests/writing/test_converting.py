@@ -198,7 +198,8 @@ def test_from_bytes_and_from_a_url(model: Path, tmp_path: Path) -> None:
     import fsspec
 
     fsspec.filesystem("memory").pipe("/converted/m.zt", model.read_bytes())
-    for number, src in enumerate([model.read_bytes(), "memory://converted/m.zt"]):
+    sources: list[bytes | str] = [model.read_bytes(), "memory://converted/m.zt"]
+    for number, src in enumerate(sources):
         convert(src, tmp_path / f"{number}.zt", **WHOLE)
         assert (tmp_path / f"{number}.zt").read_bytes() == model.read_bytes()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from math import isnan
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Described
+    from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,7 +50,7 @@ _SEVERITIES = ("error", "warning", "info")
 
 
 def stats(
-    obj: Any,
+    obj: Describable,
     *,
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
@@ -157,7 +156,7 @@ def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
         )
     checked = []
     for quantile in quantiles:
-        if not isinstance(quantile, Real) or isinstance(quantile, bool):
+        if not isinstance(quantile, float | int | np.number) or isinstance(quantile, bool):
             raise TypeError(f"a quantile is a number between 0 and 1, unlike {quantile!r}")
         if not 0.0 <= quantile <= 1.0:
             raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")

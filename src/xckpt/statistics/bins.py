@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from xckpt.progress import ProgressOption
     from xckpt.statistics.describe import Spectrum
+    from xckpt.statistics.entries import Describable
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,7 +33,7 @@ _DECADES = 8
 
 
 def histogram(
-    obj: Any,
+    obj: Describable,
     bins: int | ArrayLike = 100,
     scale: Literal["symlog", "linear"] = "symlog",
     *,

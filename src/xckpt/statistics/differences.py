@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
@@ -63,8 +64,8 @@ class _Match(NamedTuple):
 
 
 def compare(
-    a: Any,
-    b: Any,
+    a: Describable,
+    b: Describable,
     *,
     names: Renaming | None = None,
     tensors: TensorFilter | None = None,

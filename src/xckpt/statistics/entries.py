@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
+    from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
+
+    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
 
 # Of the statistics of one row.
 _ROW_NBYTES = 256
@@ -153,7 +156,7 @@ def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> Subj
         return Subject({name: obj.variable}, coords, str(obj.encoding.get("source", "")))
     if isinstance(obj, xr.DataTree):
         return _tree_contents(obj)
-    if isinstance(obj, Index | str | bytes | os.PathLike) or hasattr(obj, "read"):
+    if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
         return _file_contents(obj, storage_options)
     raise TypeError(
         f"expected a path, an Index, a Dataset, a DataArray or a DataTree, got {type(obj).__name__}"

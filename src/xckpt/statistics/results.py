@@ -4,9 +4,8 @@ Statistics follow from sketches, but for thousands of tensors that takes seconds
 kept as well: for each checkpoint and each set of options there is a file in the folder
 ``results-1`` of the cache of this user, of records like those of the sketches (see
 `xckpt.statistics.store`). A record has some rows: a key of 16 bytes for each, then all numbers as
-float64. Where no file can be written, or the checkpoint is known only as long as it is open, rows
-stay in the memory of this process. Rows that cannot be true of their tensor are not believed (see
-`xckpt.statistics.plausible`).
+float64. Where no file can be written, rows stay in the memory of this process. Rows that cannot be
+true of their tensor are not believed (see `xckpt.statistics.plausible`).
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from xckpt.storage import cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from xckpt.statistics.readers import Reader
 
@@ -60,9 +60,10 @@ def rows_of(
     kept: set[int] = set()
     files: list[tuple[_File, dict[int, bytes]]] = []
     with paused_collector():
-        if enabled:
+        folder = cache.folder(FOLDER) if enabled else None
+        if folder is not None:
             keys = _keys(readers).items()
-            files = [(_File(origin, about, width), some) for origin, some in keys]
+            files = [(_File(folder, origin, about, width), some) for origin, some in keys]
         for file, some in files:
             numbers = [number for number, key in some.items() if key in file.rows]
             data = b"".join([file.rows[some[number]] for number in numbers])
@@ -94,16 +95,11 @@ def _keys(readers: Sequence[Reader]) -> dict[Origin, dict[int, bytes]]:
 class _File:
     """The rows of one checkpoint."""
 
-    def __init__(self, origin: Origin, about: tuple[Any, ...], width: int) -> None:
-        self._name = digest_of(origin.name, origin.version, about)
-        self._folder = cache.folder(FOLDER)
-        # Where the user wants nothing to be kept, nothing is.
-        self._is_kept = self._folder is not None or not origin.lasts
+    def __init__(self, folder: Path, origin: Origin, about: tuple[Any, ...], width: int) -> None:
+        self._name = digest_of(*origin, about)
+        self._path = folder / self._name.hex()
         self.rows = dict(_session.get(self._name, {}))
-        if self._folder is None or not origin.lasts:
-            self._folder = None
-            return
-        data, records = read_records(self._folder / self._name.hex())
+        data, records = read_records(self._path)
         nbytes = 8 * width
         for start, stop in records.values():
             count = (stop - start) // (_KEY_NBYTES + nbytes)
@@ -118,12 +114,8 @@ class _File:
         """Add rows to the file, or remember them if there can be none."""
         table = table.astype("<f8")
         payload = b"".join([*keys, table.tobytes()])
-        if self._folder is not None:
-            path = self._folder / self._name.hex()
-            if append_record(path, digest_of(payload), payload):
-                cache.make_room(self._folder, LARGEST_FOLDER)
-                return
-        if not self._is_kept:
+        if append_record(self._path, digest_of(payload), payload):
+            cache.make_room(self._path.parent, LARGEST_FOLDER)
             return
         own = _session.setdefault(self._name, {})
         own |= {key: row.tobytes() for key, row in zip(keys, table, strict=True)}

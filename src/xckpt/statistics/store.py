@@ -53,7 +53,7 @@ def open_stores(
     stores: list[Store | None] = []
     folder = cache.folder(FOLDER) if enabled else None
     for origin in origins_of(readers):
-        if folder is None or origin is None or not origin.lasts:
+        if folder is None or origin is None:
             stores.append(None)
             continue
         if origin not in files:
@@ -71,7 +71,7 @@ class Store:
     """What is kept of one checkpoint, which is known by its path or URL and its identity."""
 
     def __init__(self, folder: Path, origin: Origin, operation: type[Accumulator]) -> None:
-        self._path = folder / digest_of(origin.name, origin.version).hex()
+        self._path = folder / digest_of(*origin).hex()
         self._operation = operation
         self._data, self._records = read_records(self._path)
         self._size = len(self._data)
@@ -121,12 +121,10 @@ class Origin(NamedTuple):
 
     name: str
     version: Any
-    #: Whether it can be known again after this process.
-    lasts: bool
 
 
 def origins_of(readers: Sequence[Reader]) -> list[Origin | None]:
-    """Say which checkpoint each tensor is of; None if it cannot be known again."""
+    """Say which checkpoint each tensor is of; None if it may not be the same the next time."""
     known: dict[Any, Origin | None] = {None: None}
     origins = []
     for reader in readers:
@@ -134,25 +132,17 @@ def origins_of(readers: Sequence[Reader]) -> list[Origin | None]:
         if reader.identity is not None:
             files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
         if files is not None and files not in known:
-            known[files] = _origin(files)
+            is_known = all(_is_lasting(*file) for file in files)
+            known[files] = Origin(*files[0]) if is_known else None
         origins.append(known[files])
     return origins
 
 
-def _origin(files: tuple[tuple[str, Any], ...]) -> Origin | None:
-    if not all(_is_settled(*file) for file in files):
-        return None
-    return Origin(*files[0], all(_is_lasting(*file) for file in files))
-
-
 def _is_lasting(name: str, version: Any) -> bool:
-    """Return whether a file is known by its name and version in another process too."""
-    return not name.startswith("<") and not is_of_one_opening(version)
-
-
-def _is_settled(name: str, version: Any) -> bool:
-    """Return whether a file that is written again has another time."""
-    if name.startswith("<") or "://" in name or not isinstance(version, tuple):
+    """Return whether a file is known by its name and version; bytes in memory are not."""
+    if name.startswith("<") or is_of_one_opening(version):
+        return False
+    if "://" in name or not isinstance(version, tuple):
         return True
     times = [number for number in version if isinstance(number, int)]
     return len(times) != 4 or time.time_ns() - times[1] >= _SETTLED_NS

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
@@ -39,15 +39,23 @@ from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Unpack
+
+    import xarray as xr
+    from dask.delayed import Delayed
 
     from xckpt.index import Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.opening import OpenPath
     from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
+    from xckpt.writing.options import FormatOptions
     from xckpt.writing.streaming import Item
+
+    Writable = xr.Dataset | xr.DataTree | xr.DataArray
 
 __all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 
@@ -58,8 +66,56 @@ _OPTIONS = (
 )
 
 
+@overload
 def save(
-    obj: Any,
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: Literal[True] = True,
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> None: ...
+
+
+@overload
+def save(
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: Literal[False],
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> Delayed: ...
+
+
+@overload
+def save(
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: bool,
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> Delayed | None: ...
+
+
+def save(
+    obj: Writable,
     path: str | PathLike[str],
     engine: str | None = None,
     *,
@@ -69,8 +125,8 @@ def save(
     overwrite: bool = False,
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
-) -> Any:
+    **format_options: Unpack[FormatOptions],
+) -> Delayed | None:
     """Write a Dataset, DataTree or DataArray to a checkpoint, without loading it into memory.
 
     The file is complete under its name, or not there: it is written next to its place and renamed,
@@ -148,11 +204,12 @@ def save(
         job.run(progress)
         return None
     destination.open_sink().abort()  # what cannot be written is said now
-    return job.delayed()
+    delayed: Delayed = job.delayed()
+    return delayed
 
 
 def convert(
-    src: Any,
+    src: OpenPath,
     dst: str | PathLike[str],
     engine: str | None = None,
     *,
@@ -164,7 +221,7 @@ def convert(
     verify: bool | None = None,
     source_engine: str | None = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
+    **format_options: Unpack[FormatOptions],
 ) -> Conversion:
     """Write a checkpoint in another format, or anew in its own.
 
@@ -270,7 +327,7 @@ def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: Read
 
 
 def append(
-    obj: Any,
+    obj: Writable,
     path: str | PathLike[str],
     *,
     replace: bool = False,
@@ -278,7 +335,7 @@ def append(
     cast: Cast = "exact",
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
+    **format_options: Unpack[FormatOptions],
 ) -> None:
     """Add the tensors of a Dataset, DataTree or DataArray to a checkpoint.
 
