@@ -185,24 +185,25 @@ def verify(
         return Report(error.path or "", "", "", 0, 0, (_finding(error),))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]
     digests = 0
-    chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
-    total = sum([tensor.nbytes for tensor in chosen])
-    with closing(source), Progress(progress, "verify", total) as bar:
-        sources = sources_of(source, index.shards)
-        wanted = (_ranges(tensor, sources) for tensor in chosen)
-        ahead = reading_ahead(chain.from_iterable(wanted))
-        with ThreadPoolExecutor(_THREADS) as threads, ahead:
-            check = partial(_check, sources=sources, progress=bar)
-            for finding, compared in threads.map(check, chosen):
-                findings += [] if finding is None else [finding]
-                digests += compared
-        for file in set(sources.values()):
-            try:
-                file.check()
-            except MissingShardError:  # whose tensors tell
-                pass
-            except CheckpointError as error:
-                findings.append(_finding(error))
+    with closing(source):
+        chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
+        total = sum([tensor.nbytes for tensor in chosen])
+        with Progress(progress, "verify", total) as bar:
+            sources = sources_of(source, index.shards)
+            wanted = (_ranges(tensor, sources) for tensor in chosen)
+            ahead = reading_ahead(chain.from_iterable(wanted))
+            with ThreadPoolExecutor(_THREADS) as threads, ahead:
+                check = partial(_check, sources=sources, progress=bar)
+                for finding, compared in threads.map(check, chosen):
+                    findings += [] if finding is None else [finding]
+                    digests += compared
+            for file in set(sources.values()):
+                try:
+                    file.check()
+                except MissingShardError:  # whose tensors tell
+                    pass
+                except CheckpointError as error:
+                    findings.append(_finding(error))
     return Report(source.name, index.format, index.version, len(chosen), digests, tuple(findings))
 
 
