@@ -102,6 +102,13 @@ def test_they_stand_for_the_file_that_was_there(written: tuple[Path, Any], tmp_p
     check(folder, 2.0)
 
 
+def test_an_index_that_hides_a_new_file_is_told(tmp_path: Path) -> None:
+    save_it(tmp_path)
+    with pytest.warns(xckpt.CheckpointWarning, match=r"prefer .* remove it: .*index\.json"):
+        xckpt.save(dataset(2.0), tmp_path / "model.safetensors")
+    assert "model.safetensors" in names(tmp_path)
+
+
 def test_a_file_becomes_several_in_place(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(tensors(), path)

@@ -26,6 +26,7 @@ from xckpt.index import Part, paused_collector
 from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
+from xckpt.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.sink import Sink, UploadSink
@@ -585,6 +586,10 @@ class Destination:
                 self.path += planned.suffix
                 self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
                 paths.append(self.path)
+            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
+                changes.add(
+                    "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
+                )
             targets = {_resolved(path) for path in paths if self._overwrite}
             replaced = [each for each in sources if _resolved(each.name) in targets]
             return WriteJob(
@@ -642,7 +647,7 @@ def _format_of(path: str) -> str:
     is_common = any(s in shared and s.count(".") == 1 for s in found.values())
     if len(found) == 1 and not is_common:
         return next(iter(found))
-    which = "several programs have" if found else "no format has"
+    which = "several programs use" if found else "no format has"
     engines = ", ".join(map(repr, found or formats.names()))
     raise ValueError(
         f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
