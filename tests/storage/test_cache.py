@@ -155,7 +155,7 @@ class TestStatisticsThatAreKept:
         monkeypatch.setattr(other, "origins_of", lambda readers: [None] * len(readers))
         monkeypatch.setattr(results, "_LARGEST_SESSION", 0)
         assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
-        (path,) = (tmp_path / "cache" / folder).iterdir()
+        (path,) = (tmp_path / "cache" / str(folder)).iterdir()
         return path
 
     def test_by_another_user_are_neither_read_nor_changed(

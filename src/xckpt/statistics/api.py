@@ -192,15 +192,24 @@ def _describe_all(
             enabled=cache,
         )
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
+    values = rows[:, :-1]
+    tables = {
+        at: describe_rows(entry.variable, entry.dims, quantiles)
+        for at, entry in enumerate(entries)
+        if not entry.readers
+    }
     found, every = [], []
     stop = 0
-    for entry in entries:
-        start, stop = stop, stop + len(entry.readers)
-        every.append(dead[start:stop])
-        if entry.readers:
-            found.append(rows[start:stop, :-1].T.reshape(-1, *entry.shape))
-        else:
-            found.append(describe_rows(entry.variable, entry.dims, quantiles))
+    with paused_collector():
+        for at, entry in enumerate(entries):
+            start, stop = stop, stop + len(entry.readers)
+            every.append(dead[start:stop])
+            if at in tables:
+                found.append(tables[at])
+            elif entry.dims:
+                found.append(values[start:stop].T.reshape(-1, *entry.shape))
+            else:
+                found.append(values[start])
     return found, every
 
 
