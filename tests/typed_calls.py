@@ -49,6 +49,7 @@ def described(ds: xr.Dataset, tree: xr.DataTree, index: xckpt.Index) -> None:
         assert_type(xckpt.stats(obj, quantiles=[0.5], dim="layers"), xr.Dataset)
     assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), xr.Dataset)
     assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), xr.Dataset)
+    assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), xr.Dataset)
     xckpt.stats(3)  # type: ignore[arg-type]
     xckpt.stats(ds, quantile=[0.5])  # type: ignore[call-arg]
     xckpt.histogram(ds, scale="log")  # type: ignore[arg-type]

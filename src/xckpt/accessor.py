@@ -428,7 +428,7 @@ class CheckpointAccessor(Generic[Obj]):
         self,
         tensors: TensorFilter | None = None,
         *,
-        minus: Any = None,
+        minus: Describable | None = None,
         statistics: Iterable[str] | None = None,
         values: bool = False,
         progress: ProgressOption = None,

@@ -19,7 +19,7 @@ from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.describe import scaled
-from xckpt.statistics.entries import Described, contents_of, deferred, laid_out
+from xckpt.statistics.entries import Described, contents_of_all, deferred, laid_out
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
@@ -149,13 +149,7 @@ def compare(
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
     rename = _renaming(names)
-    is_open = [isinstance(side, xr.Dataset | xr.DataArray | xr.DataTree) for side in (a, b)]
-    if storage_options is not None and all(is_open):
-        contents_of(a, storage_options)  # which says that they are for paths
-    ours, theirs = (
-        contents_of(side, None if opened else storage_options)
-        for side, opened in zip((a, b), is_open, strict=True)
-    )
+    ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
         others = theirs.entries()

@@ -143,9 +143,24 @@ def member_names(
 
 def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> Subject:
     """Find what there is to describe."""
-    if storage_options is not None and isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree):
+    return contents_of_all([obj], storage_options)[0]
+
+
+def contents_of_all(
+    objects: Sequence[Any], storage_options: dict[str, Any] | None = None
+) -> list[Subject]:
+    """Find what there is to describe of several objects, some of which may be open."""
+    if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
         raise TypeError(text)
+    return [_contents_of(obj, storage_options) for obj in objects]
+
+
+def _is_open(obj: Any) -> bool:
+    return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+
+
+def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {n: v for n, v in obj.variables.items() if n not in coords}
