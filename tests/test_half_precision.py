@@ -33,7 +33,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_moments_are_those_of_the_numbers(path: Path) -> None:
     w = xr.open_dataset(path)["w"]
-    assert (w.dtype, w.data.dtype, w.data._meta.dtype) == (np.float32, np.float32, np.float32)
+    assert {each.dtype.name for each in (w, w.data, w.data._meta)} == {"float32"}
     wide = VALUES.astype(np.float64)
     np.testing.assert_allclose([w.mean(), w.std(), w.sum()], [f(wide) for f in MOMENTS], rtol=1e-5)
     assert w.encoding["stored_dtype"] == np.float16
@@ -51,8 +51,9 @@ def test_the_stored_type_is_there(path: Path) -> None:
 def test_every_pattern_is_written_again(path: Path) -> None:
     again = path.with_name(f"again{path.suffix}")
     options = OPTIONS.get(xckpt.read_index(path).format, {})
-    for change in (lambda ds: ds, lambda ds: ds.load(), lambda ds: ds.chunk(7)):
-        xckpt.save(change(xr.open_dataset(path)), again, overwrite=True, **options)
+    ds = xr.open_dataset(path)
+    for form in (ds, ds.chunk(7), ds.load()):
+        xckpt.save(form, again, overwrite=True, **options)
         assert again.read_bytes() == path.read_bytes()
     xckpt.convert(path, again, overwrite=True)
     assert xckpt.read_index(again).tensors["w"].dtype == "float16"
