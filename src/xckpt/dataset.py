@@ -64,9 +64,9 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     listing = list_arrays(source, index, options)
     arrays = {each.name: each for each in listing.arrays}
     coords = _Coordinates(index.arrangement.coords, AxisNames(options.dims))
-    indexes = coords.indexes(arrays)
-    names = AxisNames(options.dims, arrays.keys() - indexes)
-    _claim(names, listing.arrays, indexes)
+    own = coords.dims(arrays)
+    names = AxisNames(options.dims, arrays.keys() - own)
+    _claim(names, listing.arrays, own)
     maker = VariableMaker.of(source, listing.sources, options)
     group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
@@ -105,10 +105,10 @@ def make_groups(
         here, node = path.rstrip("/"), nodes[path]
         # What a node has an index of, those below it have too: none has another variable there.
         free = {leaf: e for leaf, e in node.items() if not _is_below(path, places[leaf])}
-        indexes = coords.indexes(free, names[above])
-        indexed[here] = indexed[above] | indexes.keys()
+        own = coords.dims(free, names[above])
+        indexed[here] = indexed[above] | own.keys()
         names[here] = AxisNames(options.dims, reserved - indexed[here], names[above])
-        _claim(names[here], (), indexes)
+        _claim(names[here], (), own)
         roles = {} if axis_names is None else axis_names(_shapes(node))
         taken = {*node, *children.get(path, ())}
         how: Any = {"coords": coords, "roles": roles, "marks": marks}
@@ -136,7 +136,7 @@ def _is_below(path: str, others: Iterable[str]) -> bool:
 
 
 class _Coordinates:
-    """Which tensors are coordinates, and which of these are indexes, by what the file says."""
+    """Which tensors are coordinates, and which have a dimension of their name, as the file says."""
 
     def __init__(self, names: Collection[str], callers: AxisNames) -> None:
         self._names = frozenset(names)
@@ -146,26 +146,32 @@ class _Coordinates:
         """Return whether an array becomes a coordinate."""
         return each.name in self._names and each.role is None and each.stacked is None
 
-    def indexes(self, node: Mapping[str, Listed], above: AxisNames | None = None) -> dict[str, int]:
-        """Return the names and sizes of dimensions of one node that have their own coordinate."""
-        if not self._names:
-            return {}
+    def dims(self, node: Mapping[str, Listed], above: AxisNames | None = None) -> dict[str, int]:
+        """Return the dimensions of one node that have the name of a variable, and their sizes.
+
+        xarray has an index of a variable with this one dimension, and reads it for that at once; if
+        it has several, the name has no meaning.
+        """
         found = {}
         for leaf, each in node.items():
+            if not each.suggested or each.stacked is not None:
+                continue
             dims = self._callers.callers(each.name) or each.suggested
-            size, lazy = each.tensor.size, each.lazy
-            if (
-                self.has(each)
-                and dims == (leaf,)
-                and each.tensor.problem is None
-                # pandas has an index of these, and it is read when the file is opened.
-                and lazy.dtype.isbuiltin
-                and lazy.dtype != np.float16
-                and size * lazy.dtype.itemsize <= _LARGEST_INDEX
-                and (above is None or above.fits(leaf, size))
-            ):
+            if leaf not in dims or len(dims) != each.lazy.ndim:
+                continue
+            size = each.lazy.shape[dims.index(leaf)]
+            if len(dims) == 1 and not (self.has(each) and _is_indexable(each)):
+                continue
+            if above is None or above.fits(leaf, size):
                 found[leaf] = size
         return found
+
+
+def _is_indexable(each: Listed) -> bool:
+    """Return whether pandas has an index of an array, which is read when the file is opened."""
+    dtype = each.lazy.dtype
+    is_known = each.tensor.problem is None and dtype.isbuiltin and dtype != np.float16
+    return bool(is_known and each.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
 
 
 def _placed(arrays: Iterable[Listed]) -> dict[str, dict[str, Listed]]:
@@ -178,10 +184,10 @@ def _placed(arrays: Iterable[Listed]) -> dict[str, dict[str, Listed]]:
 
 
 def _claim(
-    names: AxisNames, arrays: Iterable[Listed], indexes: Mapping[str, int] | None = None
+    names: AxisNames, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
 ) -> None:
-    """Keep the names of stacked dimensions and of others that are those of coordinates too."""
-    for dim, size in (indexes or {}).items():
+    """Keep the names of stacked dimensions, and of others that are names of variables too."""
+    for dim, size in (own or {}).items():
         names.claim(dim, size)
     for each in arrays:
         for dim, size in zip(each.stacked_dims, each.lazy.shape, strict=False):

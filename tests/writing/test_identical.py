@@ -189,6 +189,15 @@ class TestOptions:
 
 
 @with_room
+def test_an_array_of_several_axes_that_is_called_like_one(
+    engine: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    ds = xr.Dataset({"x": (("t", "x"), np.ones((2, 3))), "v": ("x", np.ones(3))})
+    xckpt.save(ds, tmp_path / "m", engine, **options)
+    assert_the_same(xr.open_dataset(tmp_path / "m", engine=engine), ds)
+
+
+@with_room
 def test_nothing_is_said_without_need(engine: str, options: dict[str, Any], tmp_path: Path) -> None:
     ds = xr.Dataset({"a": ("d3", np.ones(3)), "b": (("d2", "d3"), np.ones((2, 3)))})
     xckpt.save(ds, tmp_path / "m", engine, **options)
