@@ -169,6 +169,15 @@ class TestOptions:
             assert found["w"].attrs.items() >= model()["w"].attrs.items()
             assert found.attrs["config"] == model().attrs["config"]
 
+    @pytest.mark.filterwarnings("ignore:.*files disagree on the attributes")
+    def test_one_of_several_files(
+        self, path: Path, engine: str, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        more = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
+        xckpt.save(more, tmp_path / "more", engine, **options)
+        found = xr.open_dataset([path, tmp_path / "more"], engine=engine)
+        xr.testing.assert_equal(found, model().merge(more))
+
     def test_a_tree(self, path: Path, engine: str, options: dict[str, Any]) -> None:
         nodes = {
             "/": model(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -301,10 +302,16 @@ def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None,
         dims.append(stated[dim] if is_stated else stated_name(dim))
     # Of what was not opened by us every name is the user's, also one that looks like ours.
     if "layout" not in variable.encoding and None in dims:
-        shape: tuple[int, ...] = variable.shape
-        if AxisNames(None, {name, name.rpartition(".")[2]}).of(name, shape, dims) != variable.dims:
+        shown = _shown_dims(variable.shape, tuple(dims))
+        if shown != variable.dims or not {name, name.rpartition(".")[2]}.isdisjoint(shown):
             return tuple(map(str, variable.dims))
     return tuple(dims) if any(dims) else None
+
+
+@lru_cache
+def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple[str, ...]:
+    """Return what axes are called when a file is opened that has names for some of them."""
+    return AxisNames().of("", shape, stated)
 
 
 # --- what was computed ---------------------------------------------------------------------------
