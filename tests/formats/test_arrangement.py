@@ -156,7 +156,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     text=st.dictionaries(st.sampled_from(["coords", "order", "attrs", "modules", "json"]), JSON),
     dims=st.dictionaries(

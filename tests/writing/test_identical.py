@@ -88,7 +88,7 @@ def assert_the_same(found: xr.Dataset, saved: xr.Dataset) -> None:
 
 
 @with_room
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(ds=datasets())
 def test_any_dataset(engine: str, options: dict[str, Any], ds: xr.Dataset) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -204,6 +204,18 @@ def test_an_array_of_several_axes_that_is_called_like_one(
     ds = xr.Dataset({"x": (("t", "x"), np.ones((2, 3))), "v": ("x", np.ones(3))})
     xckpt.save(ds, tmp_path / "m", engine, **options)
     assert_the_same(xr.open_dataset(tmp_path / "m", engine=engine), ds)
+
+
+def test_other_programs_see_tensors(tmp_path: Path) -> None:
+    saved = model()
+    xckpt.save(saved, tmp_path / "m.safetensors")
+    found = pytest.importorskip("safetensors.numpy").load_file(tmp_path / "m.safetensors")
+    xckpt.save(saved, tmp_path / "m.zt", version="2")
+    numpy_io = pytest.importorskip("ztensor.numpy")
+    for tensors in (found, numpy_io.load_file(str(tmp_path / "m.zt"))):
+        assert set(tensors) == set(saved.variables)
+        for name, variable in saved.variables.items():
+            np.testing.assert_array_equal(tensors[name].reshape(variable.shape), variable.values)
 
 
 @with_room
