@@ -147,22 +147,22 @@ class _Coordinates:
         return each.name in self._names and each.role is None and each.stacked is None
 
     def dims(self, node: Mapping[str, Listed], above: AxisNames | None = None) -> dict[str, int]:
-        """Return the dimensions of one node that have the name of a variable, and their sizes.
+        """Return the dimensions of one node that have the name of a coordinate, and their sizes.
 
-        xarray has an index of a variable with this one dimension, and reads it for that at once; if
-        it has several, the name has no meaning.
+        xarray has an index of a coordinate with this one dimension, and reads it for that at once.
         """
-        found = {}
+        found: dict[str, int] = {}
+        if not self._names:
+            return found
         for leaf, each in node.items():
-            if not each.suggested or each.stacked is not None:
+            if not each.suggested or not self.has(each):
                 continue
             dims = self._callers.callers(each.name) or each.suggested
             if leaf not in dims or len(dims) != each.lazy.ndim:
                 continue
             size = each.lazy.shape[dims.index(leaf)]
-            if len(dims) == 1 and not (self.has(each) and _is_indexable(each)):
-                continue
-            if above is None or above.fits(leaf, size):
+            is_free = above is None or above.fits(leaf, size)
+            if is_free and (len(dims) > 1 or _is_indexable(each)):
                 found[leaf] = size
         return found
 
