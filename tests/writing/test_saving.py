@@ -354,7 +354,7 @@ def test_a_url(tmp_path: Path) -> None:
 
 
 def test_coordinates_with_numbers_are_tensors_and_others_are_told(tmp_path: Path) -> None:
-    ds = dataset(w=np.zeros(3)).rename(d3_0="n")
+    ds = dataset(w=np.zeros(3)).rename(d3="n")
     ds = ds.assign_coords(n=[1, 2, 3], name=("n", ["a", "b", "c"]), scale=2.0)
     with pytest.warns(CheckpointWarning, match="coordinates without numbers.*'name'"):
         save(ds, tmp_path / "m.safetensors")
