@@ -36,9 +36,9 @@ class OpenOptions:
         kind are the variable ``layers.w`` then, with a dimension ``layers``. Names are those of
         the modules that are to be stacked, others stay apart.
     decode : bool, default True
-        Whether to give types that numpy and xarray compute well with (bfloat16 and float8 become
-        float32, quantised tensors are dequantised) or the stored types, with the parts of
-        composite tensors as variables ``name:part``.
+        Whether to give types that numpy and xarray compute well with (float16, bfloat16 and
+        smaller floats become float32, quantised tensors are dequantised) or the stored types, with
+        the parts of composite tensors as variables ``name:part``.
     sparse : bool, default False
         Whether sparse tensors become chunks of `sparse.COO` instead of dense ones.
     verify : bool, optional
