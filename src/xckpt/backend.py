@@ -235,13 +235,18 @@ def described(ds: Dataset, source: Source, index: Index) -> Dataset:
     xarray.Dataset
         The same one.
     """
-    ds.attrs = dict(index.attrs)
+    from xckpt.arrays.lists import read_later
+    from xckpt.storage.source import sources_of
+
+    ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
     ds.encoding |= {
         "format": index.format,
         "format_version": index.version,
         "source": source.name,
         "namespace": next_namespace(),
     }
+    if index.attr_types:
+        ds.encoding["attr_types"] = dict(index.attr_types)
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)
     load_in_session()

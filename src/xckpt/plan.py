@@ -92,7 +92,7 @@ class WantedTensor:
         Logical shape.
     parts : mapping of str to WantedPart
         By role.
-    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
         How the parts make the tensor.
     order : {"C", "F"}
         Memory order of dense data.
@@ -140,11 +140,14 @@ class Draft:
         What the file is to say of itself, of plain Python types.
     path : str
         Path or URL of the file.
+    attr_types : mapping of str to str
+        Element types that attributes had where they come from; see `xckpt.index.Index`.
     """
 
     tensors: Mapping[str, WantedTensor]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
+    attr_types: Mapping[str, str] = field(default_factory=dict)
 
 
 class Literal(NamedTuple):

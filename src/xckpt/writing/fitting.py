@@ -16,7 +16,7 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import element_type_of, nbytes_of
+from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.listing import free_name
 from xckpt.plan import Draft, WantedPart, WantedTensor
@@ -104,6 +104,11 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
     request = dict(wanted)
     if "dtype" in request:
+        name = str(request["dtype"]).lower()
+        if name in BLOCK_TYPES:
+            reason = f"{name} elements are quantised: blocks are copied as they are stored, and "
+            reason += "nothing is quantised here"
+            raise UnsupportedError(reason, rule="Dtype", hint="llama-quantize of llama.cpp does it")
         try:
             request["dtype"] = element_type_of(request["dtype"])
         except ValueError as error:
@@ -128,6 +133,7 @@ def fit(
     requests: Requests,
     cast: Cast,
     changes: Changes,
+    attr_types: Mapping[str, str],
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     fitted: dict[str, Payload] = {}
@@ -147,7 +153,7 @@ def fit(
     requests.check_used(fitted)
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
     kept = _kept_attrs(attrs, writer.can.file_attrs, _OF_FILE, changes)
-    return Draft({name: p.tensor for name, p in fitted.items()}, kept, path), fitted
+    return Draft({name: p.tensor for name, p in fitted.items()}, kept, path, attr_types), fitted
 
 
 def _in_layout(

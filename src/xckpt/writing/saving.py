@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
+from xckpt.arrays.lists import read_later
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating
@@ -199,7 +200,9 @@ def save(
     )
     changes = Changes()
     payloads, attrs = gather(obj, changes, destination.writer.name)
-    job = destination.job(payloads, attrs, changes, sources=source_files(payloads))
+    types = getattr(obj, "encoding", {}).get("attr_types", {})
+    sources = source_files(payloads)
+    job = destination.job(payloads, attrs, changes, sources=sources, attr_types=types)
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -303,7 +306,10 @@ def convert(
             sources = sources_of(source, index.shards)
             chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
-            job = destination.job(payloads, index.attrs, changes, sources=files_of(source))
+            attrs = read_later(index.attrs, sources)
+            job = destination.job(
+                payloads, attrs, changes, sources=files_of(source), attr_types=index.attr_types
+            )
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -564,6 +570,7 @@ class Destination:
         sources: Iterable[Source],
         plan: Callable[..., Plan] | None = None,
         before: Item | None = None,
+        attr_types: Mapping[str, str] | None = None,
     ) -> WriteJob:
         """Lay the file out; nothing is written yet."""
         try:
@@ -575,6 +582,7 @@ class Destination:
                 requests=self._requests,
                 cast=self._cast,
                 changes=changes,
+                attr_types=attr_types or {},
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
