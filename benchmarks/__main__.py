@@ -18,6 +18,7 @@ NAMES = (
     "read",
     "remote",
     "statistics",
+    "gguf",
     "compare",
     "spectrum",
     "writing",

@@ -235,7 +235,10 @@ def described(ds: Dataset, source: Source, index: Index) -> Dataset:
     xarray.Dataset
         The same one.
     """
-    ds.attrs = dict(index.attrs)
+    from xckpt.arrays.lists import read_later
+    from xckpt.storage.source import sources_of
+
+    ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
     ds.encoding |= {
         "format": index.format,
         "format_version": index.version,
@@ -244,6 +247,8 @@ def described(ds: Dataset, source: Source, index: Index) -> Dataset:
     }
     if index.arrangement.order:
         ds.encoding["ordered"] = True
+    if index.attr_types:
+        ds.encoding["attr_types"] = dict(index.attr_types)
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)
     load_in_session()

@@ -411,6 +411,8 @@ def _stacked_encoding(tensors: Sequence[Tensor], role: str | None, source: str) 
     """Say how a stack is stored: what all its members have in common, and their size in sum."""
     first = _encoding(tensors[0], role, source)
     encoding = {key: first[key] for key in _COMMON if key in first}
+    if tensors[0].layout == "blocks" and role is None:  # which may be of several types
+        encoding["stored_dtype"] = ", ".join(dict.fromkeys([tensor.dtype for tensor in tensors]))
     roles = [role] if role is not None else list(tensors[0].parts)
     parts = [tensor.parts[each] for tensor in tensors for each in roles if each in tensor.parts]
     encoding["nbytes"] = sum([part.nbytes for part in parts])

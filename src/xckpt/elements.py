@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "BLOCK_TYPES",
     "ELEMENT_TYPES",
+    "BlockType",
     "ElementType",
     "decoded_dtype",
     "element_type_of",
@@ -127,6 +129,45 @@ _ALIASES = {
     "boolean": "bool",
 }
 _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
+
+
+class BlockType(NamedTuple):
+    """A type of quantised elements that share a block with their scales, and decode to float32.
+
+    Parameters
+    ----------
+    name : str
+        Name in ggml, in lower case.
+    size : int
+        Elements in a block, which lie along the last axis.
+    nbytes : int
+        Bytes of a block.
+    halves : tuple of int or None
+        Where its float16 are, which are all that another byte order turns; None where there may be
+        other numbers of several bytes.
+    """
+
+    name: str
+    size: int
+    nbytes: int
+    halves: tuple[int, ...] | None = None
+
+
+_HALVES = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,), "mxfp4": (), "nvfp4": ()}
+
+BLOCK_TYPES: dict[str, BlockType] = {
+    name: BlockType(name, size, nbytes, _HALVES.get(name))
+    for size, types in {
+        32: {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "q8_1": 36}
+        | {"iq4_nl": 18, "mxfp4": 17},
+        64: {"q2_0": 18, "nvfp4": 36},
+        128: {"q1_0": 18},
+        256: {"q2_k": 84, "q3_k": 110, "q4_k": 144, "q5_k": 176, "q6_k": 210, "q8_k": 292}
+        | {"iq1_s": 50, "iq1_m": 56, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82}
+        | {"iq3_xxs": 98, "iq3_s": 110, "iq4_xs": 136, "tq1_0": 54, "tq2_0": 66},
+    }.items()
+    for name, nbytes in types.items()
+}
 
 _NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
 

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DEEPEST_ATTRS",
     "Arrangement",
+    "FileSet",
     "Index",
     "Part",
     "Quantization",
     "Shard",
+    "StoredList",
     "Tensor",
     "is_json",
     "paused_collector",
@@ -33,7 +35,7 @@ __all__ = [
 # Levels of lists and dicts in an attribute that is kept as JSON.
 DEEPEST_ATTRS = 32
 
-Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "structural"]
+Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +139,16 @@ class Tensor:
     name : str
         Exactly as in the file.
     dtype : str
-        Element type of the stored values, a key of `xckpt.elements.ELEMENT_TYPES`; another text
-        only where the file names a type that is not known (then `problem` is set).
+        Element type of the stored values, a key of `xckpt.elements.ELEMENT_TYPES`, or of
+        `xckpt.elements.BLOCK_TYPES` where `layout` is ``"blocks"``; another text only where the
+        file names a type that is not known (then `problem` is set).
     shape : tuple of int
         Logical shape.
     parts : mapping of str to Part
         By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR, ``values,
         coords`` for COO, ``data, scales, zeros`` for quantised ones, the file's own otherwise.
-    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+        Of blocks ``data`` is bytes, with those of a row of the tensor along the last axis.
+    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
         How the parts make the tensor. A structural tensor is shown as its parts only.
     order : {"C", "F"}
         Memory order of dense data: whether the last or the first axis is contiguous.
@@ -213,6 +217,54 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredList:
+    """A list among the attributes that is left in the file until it is looked at.
+
+    Parameters
+    ----------
+    part : Part
+        Its numbers, or the bytes of its texts.
+    count : int
+        How many entries it has.
+    length_nbytes : int
+        Bytes of the length, in the part's byte order, before each text; 0 where it has numbers.
+    """
+
+    part: Part
+    count: int
+    length_nbytes: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        kind = "texts" if self.length_nbytes else self.part.dtype
+        return f"<list of {self.count} {kind}>"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The files of a checkpoint that a file says it is one of; each is complete by itself.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Of all of them, in their order, in the same folder.
+    position : int
+        Which of them it is, from 0.
+    offset : int
+        Where the file says so, for messages.
+    count : int or None
+        How many tensors they have in total, where the file states it.
+    """
+
+    names: tuple[str, ...]
+    position: int
+    offset: int
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Arrangement:
     """What the object that a file was saved from is besides its tensors and their names of axes.
 
@@ -273,7 +325,7 @@ class Index(Mapping[str, "Tensor"]):
     tensors : mapping of str to Tensor
         In file order.
     attrs : mapping
-        What the file says of itself.
+        What the file says of itself: plain Python types, and long lists as `StoredList`.
     source : str
         Path or URL it was read from.
     nbytes : int
@@ -284,6 +336,11 @@ class Index(Mapping[str, "Tensor"]):
         What the specification lets pass with a warning.
     arrangement : Arrangement
         Which tensors are coordinates, and the like.
+    attr_types : mapping of str to str
+        Element types of attributes that are numbers or lists, where the file has one that their
+        values do not tell; ``"text"`` of an empty list of texts.
+    files : FileSet or None
+        The files that this one belongs to, if it is not alone.
 
     Examples
     --------
@@ -301,6 +358,8 @@ class Index(Mapping[str, "Tensor"]):
     shards: Mapping[str, Shard] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     arrangement: Arrangement = field(default_factory=Arrangement)
+    attr_types: Mapping[str, str] = field(default_factory=dict)
+    files: FileSet | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -250,9 +250,11 @@ def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any
         parts = tuple([(r, part.dtype, part.shape) for r, part in tensor.parts.items()])
         if any(part.shape is None for part in tensor.parts.values()):
             parts = (*parts, tensor.name)  # parts that state no size need not be of one
+    decoded = tensor.layout == "blocks" and options.decode
     return (
         tensor.shape,
-        tensor.dtype,
+        # Of a model that is quantised to several types, all blocks are numbers of one.
+        None if decoded else tensor.dtype,
         tensor.layout,
         tensor.order,
         tensor.dims,

@@ -7,9 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
-from xckpt.errors import CheckpointWarning, FormatError, MissingShardError, locating
+from xckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    FormatError,
+    MissingShardError,
+    locating,
+)
 from xckpt.index import paused_collector
-from xckpt.sharding import FileList, Opened, list_files, merge
+from xckpt.sharding import FileList, Opened, list_files, list_set, merge
 from xckpt.storage import Source, is_remote, open_source
 from xckpt.storage.header import FIRST_NBYTES
 
@@ -50,12 +56,38 @@ def open_index(
         source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
         with paused_collector():
             index = _read(source, format, format_options)
+        if index.files is not None:
+            source, index = _open_set(source, index, format_options)
     else:
         opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
         with paused_collector():
             source, index = merge(listed, opened)
     warn_of(index)
     return source, index
+
+
+def _open_set(
+    source: Source, index: Index, format_options: Mapping[str, Any]
+) -> tuple[Source, Index]:
+    """Open the other files of a checkpoint that one of them knows."""
+    files = index.files
+    if files is None:
+        return source, index
+    listed = list_set(source, files)
+    own = files.names[files.position]
+    others = listed._replace(files={n: f for n, f in listed.files.items() if n != own})
+    try:
+        opened = open_each(others, index.format, None, format_options)
+        opened.insert(files.position, Opened(own, source, index))
+        with paused_collector():
+            merged, whole = merge(listed, opened)
+    except CheckpointError as error:
+        error.hint = f"{f'{error.hint}. ' if error.hint else ''}It is read with {source.name}"
+        raise
+    if files.count not in {None, len(whole.tensors)}:
+        reason = f"{len(whole.tensors)} tensors are in all files, which say {files.count}"
+        raise FormatError(reason, path=source.name, offset=files.offset, rule="Split")
+    return merged, whole
 
 
 def open_each(

@@ -93,7 +93,7 @@ class WantedTensor:
         Logical shape.
     parts : mapping of str to WantedPart
         By role.
-    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
         How the parts make the tensor.
     order : {"C", "F"}
         Memory order of dense data.
@@ -146,6 +146,8 @@ class Draft:
     tensor_attrs : mapping of str to mapping
         By tensor, the attributes for which `Can.tensor_attrs` has no place, of what JSON has. Only
         if `Can.arrangement` is true.
+    attr_types : mapping of str to str
+        Element types that attributes had where they come from; see `xckpt.index.Index`.
     """
 
     tensors: Mapping[str, WantedTensor]
@@ -153,6 +155,7 @@ class Draft:
     path: str = ""
     arrangement: Arrangement = field(default_factory=Arrangement)
     tensor_attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    attr_types: Mapping[str, str] = field(default_factory=dict)
 
 
 class Literal(NamedTuple):

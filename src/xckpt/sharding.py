@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
-from xckpt.index import Arrangement, Index, Shard, Tensor
+from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.storage import is_remote, local_path, open_source
 from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
     from xckpt.storage import Source
 
-__all__ = ["INDEX_SUFFIX", "FileList", "Opened", "list_files", "merge", "natural_key", "relabelled"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "FileList",
+    "Opened",
+    "labelled_attrs",
+    "list_files",
+    "list_set",
+    "merge",
+    "natural_key",
+    "relabelled",
+]
 
 INDEX_SUFFIX = ".index.json"
 _LARGEST_INDEX = 256 << 20
@@ -93,6 +103,20 @@ def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> Fi
     if obj.partition("?")[0].lower().endswith(INDEX_SUFFIX):
         return _indexed(open_source(obj, storage_options=storage_options))
     return None
+
+
+def list_set(source: Source, files: FileSet) -> FileList:
+    """List the files that one of them says it belongs to."""
+    found: dict[str, Any] = {}
+    for position, name in enumerate(files.names):
+        try:
+            found[name] = source if position == files.position else source.sibling(name)
+        except FileNotFoundError:
+            reason = f"{shown(name)}, one of the {len(files.names)} files of it, is missing"
+            hint = "Put it next to the others, or open a list of the files that are there"
+            at = files.offset
+            raise MissingShardError(reason, path=source.name, offset=at, hint=hint) from None
+    return FileList(source.name, found)
 
 
 def _folder(folder: Path) -> FileList:
@@ -281,8 +305,21 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
         shards,
         tuple(warnings),
         arrangement.of(tensors),
+        {name: dtype for each in reversed(opened) for name, dtype in each.index.attr_types.items()},
     )
     return ShardedSource(listed.name, files), index
+
+
+def labelled_attrs(opened: Opened) -> dict[str, Any]:
+    """Return the attributes of a file as those of a checkpoint that has it among others."""
+    return {
+        name: replace(
+            value, part=replace(value.part, shard=_within(opened.label, value.part.shard))
+        )
+        if isinstance(value, StoredList)
+        else value
+        for name, value in opened.index.attrs.items()
+    }
 
 
 def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
@@ -325,9 +362,11 @@ def _some(names: Sequence[str]) -> str:
 
 def _twice(name: str, before: Tensor, again: Opened) -> FormatError:
     first = next((part.shard for part in before.parts.values()), None)
+    parts = again.index.tensors[name].parts.values()
     return FormatError(
         f"this tensor is in two files: {first} and {again.source.name}",
         path=again.source.name,
+        offset=min([part.offset for part in parts], default=None),
         tensor=name,
         rule="DuplicateTensor",
         hint="Open them apart",
@@ -352,8 +391,11 @@ def _merged_attrs(
     merged = dict(listed.attrs)
     differing: dict[str, None] = {}
     for each in opened:
-        for key, value in each.index.attrs.items():
-            if key in merged and (type(merged[key]), merged[key]) != (type(value), value):
+        # Files that know each other say which of them they are.
+        is_alone = each.index.files is None
+        for key, value in labelled_attrs(each).items():
+            known = merged.get(key, value)
+            if is_alone and (type(known), known) != (type(value), value):
                 differing[key] = None
             merged.setdefault(key, value)
     if differing:

@@ -19,7 +19,7 @@ from xckpt.labels.stacking import is_index, stacked_attrs
 from xckpt.listing import kind_of
 from xckpt.opening import format_of, open_index
 from xckpt.options import OpenOptions
-from xckpt.sharding import FileList, Opened, list_files, merge
+from xckpt.sharding import FileList, Opened, labelled_attrs, list_files, merge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -170,7 +170,7 @@ def _combined(
     dim, steps = new
     chosen = [_chosen(each.index, options) for each in opened]
     kept = _common(chosen, [each.label for each in opened], join, options)
-    attrs = stacked_attrs([each.index.attrs for each in opened])
+    attrs = stacked_attrs([labelled_attrs(each) for each in opened])
     renamed = [
         replace(each, index=_renamed(each.index, tensors, kept, prefix))
         for each, tensors, prefix in zip(opened, chosen, _prefixes(dim, steps), strict=True)

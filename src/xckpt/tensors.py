@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.elements import element_type_of, stored_dtype
+from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
@@ -312,8 +312,10 @@ def find(
     return rebuilt
 
 
-def _dtype(asked: Any) -> np.dtype[Any]:
+def _dtype(asked: Any) -> np.dtype[Any] | str:
     """Return an element type as variables are stored with it, or any other that numpy knows."""
+    if str(asked).lower() in BLOCK_TYPES:
+        return str(asked).lower()
     try:
         return stored_dtype(element_type_of(asked))
     except ValueError as error:

@@ -31,7 +31,7 @@ def zipped(*names: str) -> bytes:
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 FILES = {
     "Git LFS": (LFS, "git lfs pull"),
-    "GGUF": (b"GGUF\x03\0\0\0" + bytes(32), "gguf"),
+    "GGJT": (b"tjgg\x03\0\0\0" + bytes(32), "llama.cpp"),
     "PyTorch": (zipped("archive/data.pkl", "archive/data/0"), "save_file"),
     "pickle": (pickle.dumps({"w": [1.0]}), "save_file"),
     "zip": (zipped("readme.txt"), "Extract"),

@@ -93,7 +93,7 @@ def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
 
 
 WRITTEN = [name for name in FORMATS if formats.get(name).can.types]
-LAYOUTS = {"dense", "sparse_csr", "sparse_coo", "quantized", "structural"}
+LAYOUTS = {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from xckpt.errors import CheckpointWarning
+from xckpt.index import StoredList
 
 if TYPE_CHECKING:
     from xckpt.index import Index
@@ -22,13 +28,23 @@ def missing(old: Index, new: Index, told: str) -> list[str]:
     told : str
         What the warnings said.
     """
-    lost = [_of("the file", old.attrs, new.attrs, told)]
+    lost = [_of("the file", _attrs(old), _attrs(new), told)]
     lost += [
         _of(repr(name), tensor.attrs, new.tensors[name].attrs, told)
         for name, tensor in old.tensors.items()
         if name in new.tensors
     ]
     return [line for lines in lost for line in lines]
+
+
+def _attrs(index: Index) -> Any:
+    """Return attributes with what is left in the file."""
+    if not any(isinstance(value, StoredList) for value in index.attrs.values()):
+        return index.attrs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        attrs = xr.open_dataset(index.source, engine=index.format).attrs
+    return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in attrs.items()}
 
 
 def _of(what: str, old: Any, new: Any, told: str) -> list[str]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def _arrays(
     tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions
 ) -> dict[str | None, LazyArray]:
     if tensor.problem is not None:
-        dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else _UNKNOWN
+        dtype = np.dtype(np.float32) if tensor.dtype in BLOCK_TYPES else _UNKNOWN
+        dtype = decoded_dtype(tensor.dtype) if tensor.dtype in ELEMENT_TYPES else dtype
         problem = tensor.problem
         return {None: UnreadableArray(tensor.name, sources[None], tensor.shape, dtype, problem)}
     readers = {
@@ -71,6 +73,8 @@ def _arrays(
         return {None: DenseArray(tensor.name, data, tensor.shape, order=tensor.order, **how)}
     if tensor.layout == "structural" or not options.decode:
         return {role: _part(tensor, role, readers) for role in tensor.parts}
+    if tensor.layout == "blocks":
+        return {None: BlockArray(tensor.name, readers["data"], tensor.shape, tensor.dtype)}
     if tensor.layout == "sparse_csr":
         return {None: CSRArray(tensor, readers, sparse=options.sparse)}
     if tensor.layout == "sparse_coo":

@@ -42,6 +42,7 @@ _CLASSES = {
     name.lower(): name
     for name in (
         "Burnpack",
+        "Gguf",
         "Gptrs",
         "Mlcp",
         "Npz",

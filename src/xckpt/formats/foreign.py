@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["foreign"]
 
 _UNZIP = "Decompress it first"
+_OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
 _PICKLE = (
     "xckpt never unpickles: load it with torch.load(..., weights_only=True) and save its state "
     "dict with safetensors.torch.save_file"
@@ -17,7 +18,9 @@ _BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
         "a pointer of Git LFS, not the file that it stands for",
         "Run `git lfs pull` in its repository",
     ),
-    (b"GGUF", "a GGUF file", "The package gguf reads it: gguf.GGUFReader(path)"),
+    (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
+    (b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
+    (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
     (
         b"\x89HDF\r\n\x1a\n",
         "an HDF5 file (netCDF 4, Keras)",

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from math import isfinite, prod
 from operator import itemgetter
+from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xckpt.elements import ELEMENT_TYPES
@@ -116,6 +117,22 @@ class Cursor:
             return self.take(nbytes, what).decode()
         except UnicodeDecodeError as error:
             raise FormatError(f"{what} is not UTF-8: {error}", offset=at, rule=rule) from error
+
+    def skip_texts(self, count: int, length: Struct, what: str) -> None:
+        """Go on after texts that each have their length before them, without making any."""
+        unpack, size, left = length.unpack_from, length.size, count
+        while left:
+            self.take(size, what)  # which moves the window here
+            at = begin = self.at - size - self._base
+            done = 0
+            try:
+                for done in range(left):  # noqa: B007  how many there were before the window ended
+                    at += size + unpack(self._buffer, at)[0]
+                left = 0
+            except (StructError, OverflowError):
+                left -= done
+            self.at = self._base + begin
+            self.skip(at - begin, what)
 
     def skip(self, nbytes: int, what: str) -> None:
         """Go on after the next bytes without reading them."""

@@ -152,4 +152,6 @@ def value_text(value: Any) -> str:
         return f"integer of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | float):
         return str(value)
+    if hasattr(value, "__len__"):
+        return f"[{counted(len(value), 'item')}]"
     return type(value).__name__

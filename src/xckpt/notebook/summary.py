@@ -52,6 +52,7 @@ _STORAGE = {
     "sparse_csr": "csr",
     "sparse_coo": "coo",
     "quantized": "quantized",
+    "blocks": "",  # the element type says it
     "structural": "structural",
 }
 _SEVERITIES = ("error", "warning", "info")

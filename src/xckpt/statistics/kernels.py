@@ -15,16 +15,13 @@ use of a type shall not take long.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numba
 import numpy as np
 
+from xckpt.compiling import compiled, inlined
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LANES = 256
 #: Rows of lanes that are added before they reach the accumulators.
@@ -40,19 +37,6 @@ SUMS = 4
 TINY = 1e-250
 # Elements between looks at whether two leaves are still the same.
 _STRIDE = 1024
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile when first called, for the types that it is called with, and keep it on disk."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # there is no folder that a cache can be written to
-        return numba.njit(nogil=True)(function)
-
-
-def inlined(function: Callable[..., Any]) -> Any:
-    """Make a function a part of the compiled ones that call it, which saves a compilation."""
-    return numba.njit(nogil=True, inline="always")(function)
 
 
 # numba looks at the time of this file only to tell whether what it keeps is still right: whoever

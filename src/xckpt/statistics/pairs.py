@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import locating
@@ -414,7 +415,7 @@ def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Return the parts of an array by their roles; None if it is not made of parts."""
     if isinstance(lazy, DenseArray):
         return {"data": lazy.reader}
-    if isinstance(lazy, QuantizedArray | SparseArray):
+    if isinstance(lazy, BlockArray | QuantizedArray | SparseArray):
         return dict(lazy.readers)
     return None
 
@@ -428,7 +429,8 @@ def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
         role: replace(each.part, offset=0, digest=None, shard=None, inline=None)
         for role, each in parts.items()
     }
-    how = [getattr(lazy, name, None) for name in ("order", "quantization", "strict", "decode")]
+    names = ("order", "quantization", "block_type", "strict", "decode")
+    how = [getattr(lazy, name, None) for name in names]
     return type(lazy), lazy.shape, stored, how
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray, QuantizedArray
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import SparseArray
@@ -148,6 +149,34 @@ class DenseReader(Reader):
                 at += len(values)
 
 
+class BlockReader(Reader):
+    """Blocks of quantised elements, decoded into one buffer."""
+
+    kind = kind_named("float32")
+
+    def __init__(self, lazy: BlockArray) -> None:
+        self.array = lazy
+        self.size = prod(lazy.shape)
+        # Blocks follow each other whatever the rows are.
+        self.flat = BlockArray(lazy.name, lazy.reader, (self.size,), lazy.block_type)
+        self.nbytes = lazy.reader.part.nbytes
+        self.row = _row(lazy.shape)
+        self.place = (lazy.source.name, lazy.reader.part.offset)
+        self.identity = (_stored(lazy), lazy.shape, lazy.block_type)
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """Return the blocks of some of the elements."""
+        return self.flat.ranges(slice(start, stop))
+
+    def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
+        """Decode some of the elements."""
+        values = buffer.view(np.float32)
+        for at in range(start, stop, len(values)):
+            some = values[: stop - at]
+            self.flat.read_into(some, slice(at, at + len(some)))
+            yield at, some
+
+
 class ArrayReader(Reader):
     """Anything that is indexed like an array, in C order."""
 
@@ -262,6 +291,8 @@ def reader_of(lazy: LazyArray, name: str = "") -> Reader:
 def _reader_of(lazy: LazyArray) -> Reader:
     if isinstance(lazy, DenseArray) and lazy.dtype.kind != "c":
         return RawReader(lazy) if _is_raw(lazy) else DenseReader(lazy)
+    if isinstance(lazy, BlockArray):
+        return BlockReader(lazy)
     if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
         return SparseReader(lazy)
     reader = ArrayReader(lazy)

@@ -19,6 +19,7 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray
+from xckpt.arrays.blocks import turned
 from xckpt.arrays.dense import DenseArray, elements, unpack_codes
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
@@ -248,6 +249,7 @@ class StoredData(PartData):
     order: str = "C"
     strict: bool = False
     name: str = ""
+    block_type: str | None = None  # of which the bytes are blocks
 
     @property
     def is_checked(self) -> bool:
@@ -384,6 +386,8 @@ class RecodedData(PartData):
 
     def _recoded(self, block: memoryview, start: int) -> memoryview:
         stored, part = self.stored, self.stored.reader.part
+        if stored.block_type is not None:
+            return turned(block, stored.block_type, start)
         if self._bits < 8:
             block = unpack_codes(block, self._bits).data
         values = elements(

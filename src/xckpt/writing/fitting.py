@@ -16,7 +16,7 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import element_type_of, nbytes_of
+from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.index import Arrangement, is_json
 from xckpt.listing import free_name
@@ -105,6 +105,11 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
     request = dict(wanted)
     if "dtype" in request:
+        name = str(request["dtype"]).lower()
+        if name in BLOCK_TYPES:
+            reason = f"{name} elements are quantised: blocks are copied as they are stored, and "
+            reason += "nothing is quantised here"
+            raise UnsupportedError(reason, rule="Dtype", hint="llama-quantize of llama.cpp does it")
         try:
             request["dtype"] = element_type_of(request["dtype"])
         except ValueError as error:
@@ -130,6 +135,7 @@ def fit(
     cast: Cast,
     changes: Changes,
     arrangement: Arrangement,
+    attr_types: Mapping[str, str],
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     fitted: dict[str, Payload] = {}
@@ -157,7 +163,7 @@ def fit(
         changes.add(_OF_FILE, name)
     arrangement = _kept_arrangement(arrangement.of(fitted), writer.can, changes)
     tensors = {name: p.tensor for name, p in fitted.items()}
-    return Draft(tensors, kept, path, arrangement, more), fitted
+    return Draft(tensors, kept, path, arrangement, more, attr_types), fitted
 
 
 def _in_layout(

@@ -219,7 +219,8 @@ def _as_stored(
         wanted = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
         parts[role] = wanted
         order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
-        data[role] = StoredData(reader, wanted.nbytes, shape, order, tensor.strict, tensor.name)
+        about = (tensor.strict, tensor.name, tensor.dtype if tensor.layout == "blocks" else None)
+        data[role] = StoredData(reader, wanted.nbytes, shape, order, *about)
     return parts, data
 
 
@@ -287,7 +288,7 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
         return stored_payload(tensor, _readers(lazy))
-    if _layout(variable.encoding) == "quantized":
+    if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, common)
 

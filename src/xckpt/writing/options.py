@@ -17,6 +17,7 @@ class FormatOptions(TypedDict, total=False):
     dialect: str  # burnpack
     ids: str | None  # gptrs
     kind: str | None  # gptrs
+    long_names: bool  # gguf
     max_shard_size: int | str | None  # safetensors
     multi_shard: bool | None  # mlcp
     param_ids: str  # burnpack

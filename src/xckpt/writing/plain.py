@@ -383,7 +383,7 @@ def _simple(value: Any, lost: list[Any]) -> Any:
         return {str(key): _simple(inner, lost) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_simple(inner, lost) for inner in value]
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):
         return _simple(value.tolist(), lost)
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}

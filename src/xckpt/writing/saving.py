@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
+from xckpt.arrays.lists import read_later
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating
@@ -199,8 +200,9 @@ def save(
     )
     changes = Changes()
     payloads, attrs, arrangement = gather(obj, changes, destination.writer.name)
+    types = getattr(obj, "encoding", {}).get("attr_types", {})
     sources = source_files(payloads)
-    job = destination.job(payloads, attrs, arrangement, changes, sources=sources)
+    job = destination.job(payloads, attrs, arrangement, changes, sources=sources, attr_types=types)
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -304,8 +306,12 @@ def convert(
             sources = sources_of(source, index.shards)
             chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
-            arrangement, files = index.arrangement, files_of(source)
-            job = destination.job(payloads, index.attrs, arrangement, changes, sources=files)
+            files = files_of(source)
+            job = destination.job(
+                *(payloads, read_later(index.attrs, sources), index.arrangement, changes),
+                sources=files,
+                attr_types=index.attr_types,
+            )
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -568,6 +574,7 @@ class Destination:
         sources: Iterable[Source],
         plan: Callable[..., Plan] | None = None,
         before: Item | None = None,
+        attr_types: Mapping[str, str] | None = None,
     ) -> WriteJob:
         """Lay the file out; nothing is written yet."""
         try:
@@ -580,6 +587,7 @@ class Destination:
                 cast=self._cast,
                 changes=changes,
                 arrangement=arrangement,
+                attr_types=attr_types or {},
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL

@@ -1,0 +1,25 @@
+"""Compiled loops: how numba compiles them, and where what it made is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["compiled", "inlined"]
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile when first called, for the types that it is called with, and keep it on disk."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # there is no folder that a cache can be written to
+        return numba.njit(nogil=True)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Make a function a part of the compiled ones that call it, which saves a compilation."""
+    return numba.njit(nogil=True, inline="always")(function)

@@ -1,0 +1,512 @@
+"""GGUF (``.gguf``), versions 1 to 3, of either byte order, in one file or split into several.
+
+Metadata, a list of tensors, and their data::
+
+    "GGUF"   never swapped
+    version  u32; big-endian where the lower half of what is read as little-endian is 0
+    tensors  count    counts, lengths and extents are u64, in version 1 u32
+    entries  count
+    entry    key text, type u32, value            as often as `entries` says
+    tensor   name text, axes u32, as many extents (count), type u32, offset u64
+    zeros    up to a multiple of the alignment; offsets count from there
+    data
+
+A text is its length and UTF-8. A value is a number, a text, or a list: the type u32 of its entries,
+their count, and they without a type; lists of lists are allowed. Types of values::
+
+    0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32, 7 bool, 8 text, 9 list, 10 u64, 11 i64, 12 f64
+
+The first extent is the fastest axis, so a shape is here in the opposite order. Elements of most
+types share blocks with their scales (`xckpt.elements.BLOCK_TYPES`); a block lies within a row.
+``general.alignment`` (u32, a power of two, 32 if absent) is that of the data and of all offsets.
+
+Nothing says how long the metadata are, so texts are walked one by one. Long lists stay in the file.
+A tensor that is unaligned, shares bytes with others, or has more than four axes or a name of 64
+bytes is refused by some readers: such a file is read with a warning. So is metadata with odd keys.
+
+The files of a split model are called ``NAME-00001-of-00003.gguf``, and each says so by ``split.no``
+(from 0), ``split.count`` and ``split.tensors.count``. Offsets count within each.
+
+Of big-endian blocks only those are read that converters write: float16 scales are swapped in Q4_0,
+Q8_0, Q4_K and Q6_K, and MXFP4 and NVFP4 have nothing to swap.
+
+Version 3 is written, little-endian, as ggml demands it: data without gaps in the order of the
+tensors, each padded to the alignment. Numbers have the types that they came with, or else the
+smallest of u32, i32, u64, i64 and f32, f64 that holds them; in lists i32 comes first. Names of axes
+that do not follow from the metadata are one text, which other readers ignore.
+
+References: docs/gguf.md, src/gguf.cpp and src/ggml.c of github.com/ggml-org/ggml at d99724f; for
+version 1 at ea9193f.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.elements import BLOCK_TYPES, nbytes_of
+from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.gguf import values
+from xckpt.formats.gguf.axes import AxisSizes
+from xckpt.formats.gguf.values import BOOL, DEEPEST, LIST, NUMBERS, TEXT
+from xckpt.index import FileSet, Index, Part, StoredList, Tensor
+from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
+# Longer lists stay in the file; per-layer values are shorter, and nobody has lists of lists.
+_LONGEST_LIST = 256
+_MOST_NESTED = 1 << 16
+_MOST_PADDING = 1 << 12  # that is looked at
+_ALIGNED = "general.alignment"
+# The attribute of a tensor that names another one, with which it is still to be multiplied.
+_SCALE = "scale_tensor"
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
+_SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
+_KEY = re.compile(r"[a-z0-9_.-]+")
+
+_TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
+_TYPES |= {24: "int8", 25: "int16", 26: "int32", 27: "int64"}
+_BLOCKS = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 9: "q8_1", 10: "q2_k"}
+_BLOCKS |= {11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs"}
+_BLOCKS |= {18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs"}
+_BLOCKS |= {29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0", 42: "q2_0"}
+_BLOCK_CODES = {name: code for code, name in _BLOCKS.items()}
+_REMOVED = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8"}
+_REMOVED |= {36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+
+
+class Gguf(Format):
+    """GGUF files of llama.cpp and others."""
+
+    name = "gguf"
+    description = "GGUF files"
+    suffixes = (".gguf",)
+    types = _TYPES
+    can = Can(
+        types=(*_TYPES.values(),),
+        layouts=("dense", "blocks"),
+        tensor_attrs=(_SCALE,),
+        file_attrs=None,
+    )
+
+    def detect(self, head: bytes, size: int, name: str) -> bool:
+        """Whether the magic is there."""
+        return head.startswith(_MAGIC)
+
+    def read(self, source: Readable) -> Index:
+        """Read metadata, but no long lists, and what is said of tensors."""
+        reader = _Reader.of(source)
+        attrs = reader.attrs()
+        tensors = reader.tensors(attrs)
+        index = Index(
+            self.name,
+            str(reader.version),
+            tensors,
+            attrs,
+            source.name,
+            source.size,
+            files=_file_set(source.name, attrs, reader),
+            warnings=reader.notes.warnings(),
+            attr_types=reader.types,
+        )
+        return kit.arranged(index)
+
+    def plan(self, draft: Draft, *, long_names: bool = False) -> Plan:
+        """Lay out metadata, tensors in their order, and their data.
+
+        Parameters
+        ----------
+        long_names : bool, default False
+            Whether names may have 64 bytes and more, which llama.cpp refuses and others read.
+        """
+        self.check(draft)
+        attrs = {key: value for key, value in draft.attrs.items() if key not in _SPLIT}
+        alignment = attrs.get(_ALIGNED, _ALIGNMENT)
+        if type(alignment) is not int or not _is_power(alignment) or not 8 <= alignment < 1 << 32:
+            reason = f"the attribute {_ALIGNED!r} must be a power of two of 8 or more"
+            raise UnsupportedError(reason, rule="Alignment", hint="Remove it from ds.attrs")
+        sizes = AxisSizes(attrs)
+        # Names of axes that the metadata give are not written.
+        as_read = {
+            name: replace(tensor, dims=None)
+            if tensor.dims == sizes.dims(name, tensor.shape)
+            else tensor
+            for name, tensor in draft.tensors.items()
+        }
+        attrs |= kit.arrangement_texts(draft, as_read)
+        tensors = draft.tensors.values()
+        ends = accumulate([kit.aligned(_nbytes(tensor), alignment) for tensor in tensors])
+        starts = [0, *ends]
+        types = {**draft.attr_types, _ALIGNED: "uint32"}
+        entries = [values.entry(str(key), attrs[key], types.get(key)) for key in attrs]
+        infos = [
+            self._info(tensor, at, long_names=long_names)
+            for tensor, at in zip(tensors, starts, strict=False)
+        ]
+        head = _MAGIC + struct.pack("<IQQ", 3, len(infos), len(entries))
+        head += b"".join([*entries, *infos])
+        # A file of metadata alone is not padded.
+        start = kit.aligned(len(head), alignment) if infos else len(head)
+        extents = [
+            Extent(tensor.name, "data", tensor.parts["data"], start + at)
+            for tensor, at in zip(tensors, starts, strict=False)
+        ]
+        return Plan((Literal(0, head),), tuple(extents), nbytes=start + starts[-1])
+
+    def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
+        name = kit.check_text("the name", tensor.name, tensor.name).encode()
+        if b"\0" in name:
+            reason = "a name with a NUL, at which others end it"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint="Rename it")
+        if len(name) >= _LONGEST_NAME and not long_names:
+            reason = f"a name of {len(name)} bytes: llama.cpp reads {_LONGEST_NAME - 1}"
+            hint = "Rename it, or pass long_names=True"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Name", hint=hint)
+        if tensor.ndim > _MOST_WRITTEN_AXES:
+            reason = f"{tensor.ndim} axes: GGUF has at most {_MOST_WRITTEN_AXES}"
+            raise UnsupportedError(reason, tensor=tensor.name, rule="Shape", hint="Reshape it")
+        code = _BLOCK_CODES.get(tensor.dtype, self.spelled.get(tensor.dtype))
+        shape = struct.pack(f"<I{tensor.ndim}Q", tensor.ndim, *reversed(tensor.shape))
+        return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", code, offset)
+
+
+def _is_power(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _nbytes(tensor: WantedTensor) -> int:
+    return tensor.parts["data"].nbytes
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class _Info(NamedTuple):
+    """What a file says of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    at: int  # where it says so
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads the head of a file."""
+
+    cursor: kit.Cursor
+    size: int
+    version: int
+    byteorder: Any
+    entry_count: int
+    tensor_count: int
+    notes: kit.Notes = field(default_factory=kit.Notes)
+    types: dict[str, str] = field(default_factory=dict)  # of attributes
+    split_at: int = 0  # where the number of files is
+    nested: int = 0  # entries of lists in lists
+
+    @classmethod
+    def of(cls, source: Readable) -> _Reader:
+        cursor = kit.Cursor(source)
+        magic = cursor.take(4, "the magic")
+        if magic != _MAGIC:
+            raise FormatError(f"the file begins {magic!r}, not {_MAGIC!r}", rule="Magic", offset=0)
+        word = cursor.take(4, "the version")
+        version = int.from_bytes(word, "little")
+        order: Any = "little" if version & 0xFFFF else "big"
+        version = int.from_bytes(word, order)
+        if version not in {1, 2, 3}:
+            reason = f"version {version}, or {int.from_bytes(word, 'little'):#x}, is not 1, 2 or 3"
+            raise UnsupportedError(reason, offset=4, rule="Version")
+        made = cls(cursor, source.size, version, order, 0, 0)
+        if order == "big" and version < 3:
+            made.notes.add("big-endian, which came with version 3", f"version {version}")
+        made.tensor_count = cursor.number(made.count, "the number of tensors")
+        made.entry_count = cursor.number(made.count, "the number of entries")
+        width = made.count.size
+        least = made.entry_count * (width + 5) + made.tensor_count * (2 * width + 8)
+        if least > cursor.left:
+            raise FormatError(
+                f"{made.entry_count} entries and {made.tensor_count} tensors take at least {least} "
+                f"bytes, but {cursor.left} are left of the file",
+                offset=8,
+                rule="Count",
+            )
+        return made
+
+    def _struct(self, code: str) -> struct.Struct:
+        return _compiled(("<" if self.byteorder == "little" else ">") + code)
+
+    @property
+    def count(self) -> struct.Struct:
+        """How counts and lengths are written."""
+        return self._struct("I" if self.version == 1 else "Q")
+
+    def _text(self, what: str) -> str | bytes:
+        """Read a text, as bytes if it is not UTF-8."""
+        data = self.cursor.take(self.cursor.number(self.count, what), what)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+    # --- metadata ---
+
+    def attrs(self) -> dict[str, Any]:
+        """Read all entries."""
+        found: dict[str, Any] = {}
+        kind_of = self._struct("I")
+        for _ in range(self.entry_count):
+            at = self.cursor.at
+            text = self._text("a key")
+            key = self._named(text, "key", found) if type(text) is bytes else str(text)
+            if key in found:
+                raise FormatError(f"the key {shown(key)} twice", offset=at, rule="DuplicateKey")
+            if type(text) is str and (_KEY.fullmatch(key) is None or len(key) > 65535):
+                self.notes.add("a key must be of lower-case letters, digits, _ and .", shown(key))
+            kind = self.cursor.number(kind_of, "the type of a value")
+            if key == "split.count":
+                self.split_at = at
+            if key == _ALIGNED and kind != 4:
+                reason = f"{_ALIGNED} is of type {kind}, not u32"
+                raise FormatError(reason, offset=at, rule="Alignment")
+            try:
+                found[key] = self._value(kind, key)
+            except FormatError as error:
+                error.reason = f"the value of {shown(key)}: {error.reason}"
+                raise error.located(offset=self.cursor.at) from None
+            if key == _ALIGNED and not _is_power(found[key]):
+                reason = f"{_ALIGNED} is {found[key]}, not a power of two"
+                raise FormatError(reason, offset=at, rule="Alignment")
+        if found.get(_ALIGNED, _ALIGNMENT) % 8:
+            self.notes.add("it must be a multiple of 8", f"{_ALIGNED} {found[_ALIGNED]}")
+        return found
+
+    def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
+        """Name what has a name that is not UTF-8."""
+        name = data.decode(errors="backslashreplace")
+        while name in taken:
+            name += "_"
+        self.notes.add(f"a {what} is not UTF-8, and escaped", shown(name))
+        return name
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == TEXT:
+            return self._text("a text")
+        if kind == LIST:
+            return self._list(key)
+        dtype, code = self._number_type(kind)
+        value = self.cursor.number(self._struct(code), "a number")
+        if kind == BOOL:
+            return self._bools([value], key)[0]
+        if dtype != values.default_type([value], in_list=False):
+            self.types[key] = dtype
+        return value
+
+    def _number_type(self, kind: int) -> tuple[str, str]:
+        if kind not in NUMBERS:
+            raise FormatError(
+                f"type {kind} is not known, and nothing after it can be found",
+                offset=self.cursor.at - 4,
+                rule="ValueType",
+            )
+        return NUMBERS[kind]
+
+    def _bools(self, codes: Sequence[int], key: str) -> list[bool]:
+        if any(code > 1 for code in codes):
+            self.notes.add("a bool that is neither 0 nor 1 is true", shown(key))
+        return [code != 0 for code in codes]
+
+    def _list(self, key: str, depth: int = 1) -> Any:
+        cursor, length = self.cursor, self.count
+        if depth > DEEPEST:
+            raise FormatError(f"lists are nested deeper than {DEEPEST} levels", rule="Nesting")
+        kind = cursor.number(self._struct("I"), "the type of the entries of a list")
+        count = cursor.number(length, "the length of a list")
+        if kind == TEXT:
+            dtype, code, least = "text", "", length.size
+        elif kind == LIST:
+            dtype, code, least = "list", "", length.size + 4
+        else:
+            dtype, code = self._number_type(kind)
+            least = self._struct(code).size
+        if least * count > cursor.left:
+            reason = f"a list of {count} entries of at least {least} bytes, but {cursor.left} are "
+            raise FormatError(f"{reason}left of the file", offset=cursor.at, rule="Truncated")
+        self.nested += count if depth > 1 or kind == LIST else 0
+        if self.nested > _MOST_NESTED:
+            reason = f"lists of lists have more than {_MOST_NESTED} entries"
+            raise UnsupportedError(reason, offset=cursor.at, rule="Nesting")
+        if kind == LIST:
+            return [self._list(key, depth + 1) for _ in range(count)]
+        if dtype not in {"text", "int32", "float32"} or (dtype == "text" and not count):
+            self.types[key] = dtype
+        if count > _LONGEST_LIST and depth == 1:
+            return self._stored_list(dtype, count, least)
+        if kind == TEXT:
+            return [self._text("a text") for _ in range(count)]
+        layout = struct.Struct(self._struct("B").format[0] + f"{count}{code}")
+        found = layout.unpack(cursor.take(layout.size, "a list"))
+        return self._bools(found, key) if kind == BOOL else list(found)
+
+    def _stored_list(self, dtype: str, count: int, least: int) -> StoredList:
+        """Find where a list ends, and leave it in the file."""
+        start, order = self.cursor.at, self.byteorder
+        if dtype == "text":
+            self.cursor.skip_texts(count, self.count, "a text")
+            nbytes = self.cursor.at - start
+            return StoredList(
+                Part("uint8", (nbytes,), start, nbytes, byteorder=order), count, least
+            )
+        self.cursor.skip(count * least, "a list")
+        return StoredList(Part(dtype, (count,), start, count * least, byteorder=order), count)
+
+    # --- tensors ---
+
+    def tensors(self, attrs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Read what is said of all tensors, and find their data."""
+        infos = self._infos()
+        alignment = attrs.get(_ALIGNED, _ALIGNMENT)
+        cursor = self.cursor
+        start = kit.aligned(cursor.at, alignment)
+        if infos and any(
+            cursor.take(min(start - cursor.at, cursor.left, _MOST_PADDING), "padding")
+        ):
+            reason = "before the data is not zero: is the number of tensors right?"
+            self.notes.add(reason, f"padding at byte {cursor.at}")
+        sizes = AxisSizes(attrs)
+        found = {info.name: self._tensor(info, start, sizes) for info in infos}
+        for name, tensor in found.items():
+            scale = f"{name.removesuffix('.weight')}.scale"
+            if tensor.dtype == "nvfp4" and scale in found:
+                found[name] = replace(tensor, attrs={_SCALE: scale})
+        self._check_places(infos, found, start, alignment)
+        return found
+
+    def _infos(self) -> list[_Info]:
+        cursor, length, rank_of = self.cursor, self.count, self._struct("I")
+        extent = length.format[1]
+        rests = [self._struct(f"{rank}{extent}IQ") for rank in range(kit.MOST_AXES + 1)]
+        infos: list[_Info] = []
+        names: dict[str, None] = {}
+        for _ in range(self.tensor_count):
+            at = cursor.at
+            data = cursor.take(cursor.number(length, "a name"), "the name of a tensor")
+            try:
+                name = data.decode()
+            except UnicodeDecodeError:
+                name = self._named(data, "name", names)
+            if name in names:
+                reason = "two tensors have this name"
+                raise FormatError(reason, offset=at, tensor=name, rule="DuplicateTensor")
+            names[name] = None
+            rank = cursor.number(rank_of, "the number of axes")
+            if rank > kit.MOST_AXES:
+                reason = f"{rank} axes are more than {kit.MOST_AXES}"
+                raise FormatError(reason, offset=at, tensor=name, rule="Shape")
+            *extents, kind, offset = cursor.fields(rests[rank], "what is said of a tensor")
+            if rank > _MOST_WRITTEN_AXES:
+                self.notes.add(f"more than {_MOST_WRITTEN_AXES} axes", f"tensor {shown(name)}")
+            if len(data) >= _LONGEST_NAME or "\0" in name:
+                self.notes.add(
+                    f"names have less than {_LONGEST_NAME} bytes and no NUL",
+                    f"tensor {shown(name)}",
+                )
+            infos.append(_Info(name, tuple(extents[::-1]), kind, offset, at))
+        return infos
+
+    def _tensor(self, info: _Info, start: int, sizes: AxisSizes) -> Tensor:
+        name, shape, kind, offset, at = info
+        where: Any = {"offset": at, "tensor": name}
+        about: Any = {"dims": sizes.dims(name, shape)}
+        dtype = _TYPES.get(kind) or _BLOCKS.get(kind) or _REMOVED.get(kind, f"type {kind}")
+        if kit.is_oversized(shape, _TYPES.get(kind)):
+            reason = f"no array is as large as {shown(str(list(shape)))}"
+            raise FormatError(reason, rule="Shape", **where)
+        element, stored = dtype, shape
+        if kind in _BLOCKS:
+            _, size, nbytes, halves = BLOCK_TYPES[dtype]
+            about["layout"] = "blocks"
+            if not shape or shape[-1] % size:
+                reason = f"rows of {shape[-1] if shape else 1} elements are not blocks of {size}"
+                about["problem"] = FormatError(reason, rule="BlockSize", **where)
+                return Tensor(name, dtype, shape, {}, **about)
+            element, stored = "uint8", (*shape[:-1], shape[-1] // size * nbytes)
+            if halves is None and self.byteorder == "big":
+                reason = f"how blocks of {dtype} are stored in a big-endian file is not defined"
+                about["problem"] = UnsupportedError(reason, rule="Endian", **where)
+        elif kind not in _TYPES:
+            removed = "was removed from GGUF" if kind in _REMOVED else "is not known"
+            reason = f"the element type {kind} {removed}, and so is its size"
+            about["problem"] = UnsupportedError(reason, rule="Type", **where)
+            return Tensor(name, dtype, shape, {}, **about)
+        nbytes, place = nbytes_of(element, prod(stored)), start + offset
+        if nbytes and place + nbytes > self.size:
+            reason = f"data end at byte {place + nbytes}, but the file at {self.size}"
+            hint = "Was it written, or copied, to its end?"
+            about["problem"] = FormatError(reason, rule="Truncated", hint=hint, **where)
+        # What has no bytes may be said to be anywhere.
+        place = place if nbytes else min(place, self.size)
+        part = Part(element, stored, place, nbytes, byteorder=self.byteorder)
+        return Tensor(name, dtype, shape, {"data": part}, **about)
+
+    def _check_places(
+        self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
+    ) -> None:
+        """Warn of what ggml refuses, and of a file that was cut off."""
+        ranges = [
+            (part.offset, part.offset + part.nbytes, tensor.name)
+            for tensor in tensors.values()
+            for part in tensor.parts.values()
+            if part.nbytes
+        ]
+        for info in infos:
+            if info.offset % alignment and tensors[info.name].nbytes:
+                reason = f"data do not begin at a multiple of {alignment} bytes"
+                self.notes.add(reason, f"tensor {shown(info.name)}")
+        if any(end > begin for (_, end, _), (begin, _, _) in pairwise(ranges)):
+            inside = [each for each in ranges if each[1] <= self.size]
+            for _, name, other in kit.overlaps(inside):
+                self.notes.add(f"data are also those of {shown(other)}", f"tensor {shown(name)}")
+        expected = max((end for _, end, _ in ranges), default=0)
+        if expected and all(end > self.size for _, end, _ in ranges):
+            reason = f"no data are in the file: {expected} bytes are expected, it has {self.size}"
+            self.notes.add(reason, f"byte {start}")
+
+
+@cache
+def _compiled(layout: str) -> struct.Struct:
+    return struct.Struct(layout)
+
+
+def _file_set(path: str, attrs: Mapping[str, Any], reader: _Reader) -> FileSet | None:
+    """Find the other files of a split model, and check what this one says of itself."""
+    number, count, total = [attrs.get(key) for key in _SPLIT]
+    if count is None or (type(count) is int and count < 2):
+        return None
+    if type(count) is not int or type(number) is not int or type(total) not in {int, type(None)}:
+        reader.notes.add("must be numbers; this file is read alone", "split.*")
+        return None
+    name = re.split(r"[/\\]", path.partition("?")[0] if "://" in path else path)[-1]
+    match = _SPLIT_NAME.fullmatch(name)
+    if match is None:
+        reader.notes.add(
+            f"file {number + 1} of {count}, by its metadata, is read alone", shown(name)
+        )
+        return None
+    stem, own, whole = match[1], int(match[2]), int(match[3])
+    if (number + 1, count) != (own, whole):
+        reason = f"the file is called {own} of {whole}, but says that it is {number + 1} of {count}"
+        raise FormatError(reason, offset=reader.split_at, rule="Split", hint="Was it renamed?")
+    names = tuple([f"{stem}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)])
+    return FileSet(names, number, reader.split_at, total)

@@ -1,0 +1,129 @@
+"""Golden files of the real writers, and files that are written here byte by byte."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.conftest import golden_files
+from tests.contracts.declared import (
+    Bad,
+    Declared,
+    Expected,
+    Want,
+    golden_arrays,
+    golden_json,
+)
+from tests.formats.gguf_files import gguf_file, listed, text
+from xckpt.elements import BLOCK_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+# What ggml refuses, or what the specification asks of writers.
+WARNED = {"align_4_small", "long_names", "metadata_odd"}
+# The shape of a metadata value says nothing of the file's own: any type, any count.
+NUMBERS = st.sampled_from([0, 1, 2, 4, 8, 9, 12, 13, 31, 32, 64, 255, 1 << 31, (1 << 64) - 1])
+BYTES = st.lists(NUMBERS.map(lambda n: struct.pack("<Q", n)), max_size=12).map(b"".join)
+VALUES = st.tuples(NUMBERS, BYTES).map(lambda v: struct.pack("<I", v[0] & 0xFFFFFFFF) + v[1])
+KEYS = st.sampled_from(["general.alignment", "split.count", "split.no", "general.architecture", ""])
+TENSORS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "blk.0.attn_q.weight"]), st.lists(NUMBERS, max_size=5))
+    .flatmap(lambda t: st.tuples(st.just(t[0]), st.just(t[1]), NUMBERS, NUMBERS))
+    .map(lambda t: (t[0], t[1], t[2] & 0xFFFFFFFF, t[3])),
+    max_size=3,
+)
+
+
+class Gguf(Declared):
+    """What is right is what ggml and the package gguf agree on."""
+
+    def good(self) -> list[Any]:
+        return list(golden_files("gguf/*.gguf"))
+
+    def expected(self, path: Path) -> Expected:
+        is_split = path.stem.startswith("split-")
+        beside = path.with_name("split.gguf") if is_split else path
+        told, arrays = golden_json(beside), golden_arrays(beside)
+        tensors, stored = {}, {}
+        for each in told["tensors"]:
+            values = arrays[each.get("f32_npz", each["npz"])]
+            block = each["ggml_type"].lower()
+            name = block if block in BLOCK_TYPES else None
+            encoding = {"stored_dtype": name, "layout": "blocks"} if name else {"layout": "dense"}
+            exact = not (values.dtype.kind == "f" and np.isnan(values).any())
+            tensors[each["name"]] = Want(values, encoding, exact=exact)
+            data = path.with_name(each.get("file", path.name)).read_bytes()
+            data = data[each["offset"] : each["offset"] + each["nbytes"]]
+            if name:
+                stored[f"{each['name']}:data"] = data
+            elif told.get("byteorder", "little") == "little":
+                stored[each["name"]] = data
+        version = str(told.get("gguf_version", 3))
+        attrs, warns = told["metadata"], path.stem in WARNED
+        return Expected(tensors, stored, None if is_split else version, attrs, warns=warns)
+
+    def attributes(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: spelled(value) for name, value in found.items()}
+
+    def bad(self) -> list[Any]:
+        return [file for file in golden_files("gguf/bad/*.gguf") if with_verdict(file)]
+
+    def verdict(self, path: Path) -> Bad:
+        when, _, rule = verdict_of(path)
+        if rule.startswith(" open"):  # questionable, but to be opened
+            return Bad(path, "ok|warn")
+        if "every tensor" in rule or "all data" in rule:
+            when = "open|read:blk.0.a"  # the first of them
+        return Bad(path, "either" if "either" in when else when)
+
+    def small(self) -> dict[str, bytes]:
+        tensors = [("a.w", [3, 2], 0, 0), ("a.q", [32], 8, 32)]
+        attrs = {
+            "general.architecture": text("llama"),
+            "llama.block_count": struct.pack("<II", 4, 2),
+            "split.count": struct.pack("<IH", 2, 1),
+        }
+        # One with a list that is left in the file.
+        files = {}
+        for version, count in ((1, 300), (3, 3)):
+            tokens = listed(8, [struct.pack("<Q", 1) + b"t"] * count)
+            made = gguf_file(attrs | {"tokens": tokens}, tensors, bytes(96), version=version)
+            files[f"version {version}"] = made
+        return {**super().small(), **files}
+
+    def hostile(self) -> Mapping[str, st.SearchStrategy[list[bytes]]]:
+        def files(entries: dict[str, bytes], tensors: list[Any], version: int) -> list[bytes]:
+            return [gguf_file(entries, tensors, bytes(64), version=version)]
+
+        entries = st.dictionaries(KEYS, VALUES, max_size=3)
+        return {"metadata": st.builds(files, entries, TENSORS, st.sampled_from([1, 2, 3]))}
+
+
+def verdict_of(path: Path) -> tuple[str, str, str]:
+    return path.with_suffix(".txt").read_text("utf-8").lstrip("[").partition("]")
+
+
+def with_verdict(file: Any) -> bool:
+    """Whether a file is not just there for another one."""
+    path = getattr(file, "values", (file,))[0]
+    return not hasattr(path, "with_suffix") or not verdict_of(path)[0].startswith("with ")
+
+
+def spelled(value: Any) -> Any:
+    """Spell what JSON does not have as the golden files do."""
+    if isinstance(value, bytes):
+        return {"__bytes_hex__": value.hex()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": str(value)}
+    if isinstance(value, str | int | float):
+        return value
+    return [spelled(each) for each in value]
+
+
+DECLARED = Gguf(name="gguf", may_be_cut=True)

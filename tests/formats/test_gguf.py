@@ -1,0 +1,531 @@
+"""GGUF: blocks against the package gguf, metadata and their types, split models, names of axes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import gguf
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.conftest import golden_files
+from tests.contracts.declared import assert_same, golden_json
+from tests.formats.gguf_files import gguf_file, listed, text
+from tests.sources import CountingSource
+from xckpt import formats
+from xckpt.arrays import ReadOptions, lazy_arrays
+from xckpt.arrays.blocks import turned
+from xckpt.elements import BLOCK_TYPES
+from xckpt.opening import read_index
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+CODES = {t.name.lower(): int(t) for t in gguf.GGMLQuantizationType} | {"q2_0": 42}
+# What the package can dequantise.
+ORACLE = sorted(set(BLOCK_TYPES) - {"q8_1", "q8_k", "q1_0", "q2_0"})
+ROWS, BLOCKS = 5, 3
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<II", 4, value)
+
+
+def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Make rows of blocks of any bits at all."""
+    _, size, nbytes, _ = BLOCK_TYPES[name]
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (*shape[:-1], shape[-1] // size * nbytes), np.uint8)
+
+
+def block_file(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], attrs: dict[str, bytes] | None = None
+) -> bytes:
+    """Write tensors of blocks."""
+    infos, data = [], b""
+    for name, (kind, shape) in tensors.items():
+        infos.append((name, shape[::-1], CODES[kind], len(data)))
+        data += random_blocks(kind, shape).tobytes()
+        data += bytes(-len(data) % 32)
+    return gguf_file(attrs or {}, infos, data)
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> Any:
+    """Let the package decode the same blocks."""
+    with np.errstate(all="ignore"):
+        kind = gguf.GGMLQuantizationType(CODES[name])
+        return gguf.quants.dequantize(random_blocks(name, shape), kind)
+
+
+def assert_same_bits(got: Any, wanted: Any) -> None:
+    """Compare bits, but for those of NaN."""
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    same = (got.view("u4") == wanted.view("u4")) | (np.isnan(got) & np.isnan(wanted))
+    assert same.all()
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("name", ORACLE)
+    def test_any_bits_decode_as_the_package_decodes_them(self, name: str) -> None:
+        shape = (ROWS, BLOCKS * BLOCK_TYPES[name].size)
+        ds = xr.open_dataset(block_file({"w": (name, shape)}), engine="gguf")
+        assert_same_bits(ds["w"].values, values_of(name, shape))
+        assert ds["w"].encoding["stored_dtype"] == name
+
+    def test_types_are_as_large_as_ggml_says(self) -> None:
+        sizes = {t.name.lower(): size for t, size in gguf.GGML_QUANT_SIZES.items()}
+        wrong = {"q8_1": (32, 40)}  # of the package: a block has two float16 and 32 codes
+        for name, (_, size, nbytes, _) in BLOCK_TYPES.items():
+            if name != "q2_0":  # is newer than the package
+                assert sizes[name] == wrong.get(name, (size, nbytes))
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            (3,),
+            (slice(1, 4), slice(250, 270)),
+            (slice(None, None, 2), 5),
+            (slice(None, None, -1), slice(None, None, 7)),
+            (np.array([4, 0, 4]), slice(None)),
+            (slice(None), np.array([767, 0, 300])),
+            (4, -1),
+            (slice(2, 2), slice(None)),
+        ],
+    )
+    def test_a_selection_has_the_same_values(self, key: Any) -> None:
+        shape = (ROWS, 768)
+        index, sources = indexed(block_file({"w": ("q4_k", shape)}))
+        lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
+        wanted = values_of("q4_k", shape)[key]
+        assert_same_bits(np.array(lazy[key]), np.array(wanted))
+        out = np.empty(wanted.shape, np.float32)
+        lazy.read_into(out, key)
+        assert_same_bits(out, np.array(wanted))
+
+    def test_what_is_scattered_is_decoded_a_few_rows_at_a_time(self) -> None:
+        shape = (600, 1024)
+        index, sources = indexed(block_file({"w": ("q8_0", shape)}))
+        lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
+        wanted = values_of("q8_0", shape)
+        for key in [(slice(None), 1000), (slice(0, None, 50), slice(None)), (slice(5, None, 7), 3)]:
+            assert_same_bits(np.array(lazy[key]), np.array(wanted[key]))
+        sources[None].reads.clear()
+        lazy[::299, 40:60]
+        assert sum(nbytes for _, nbytes in sources[None].reads) == 3 * 34  # one block of each row
+
+    def test_what_will_be_read_is_known_before(self) -> None:
+        index, sources = indexed(block_file({"w": ("q8_0", (4, 64))}))
+        lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
+        [(source, offset, nbytes)] = lazy.ranges((2, slice(30, 40)))
+        sources[None].reads.clear()
+        lazy[2, 30:40]
+        assert sources[None].reads == [(offset, nbytes)]
+        assert (source, nbytes) == (sources[None], 2 * 34)
+
+    def test_chunks_are_whole_blocks(self) -> None:
+        index, sources = indexed(block_file({"w": ("q6_k", (4, 2048))}))
+        lazy = lazy_arrays(index.tensors["w"], sources, ReadOptions())[None]
+        assert lazy.chunks(1 << 20) == ((4,), (2048,))
+        assert lazy.chunks(8192) == ((1, 1, 1, 1), (2048,))
+        assert lazy.chunks(3000) == ((1, 1, 1, 1), (512, 512, 512, 512))
+        assert lazy.chunks(1) == ((1, 1, 1, 1), (256,) * 8)
+
+    def test_layers_of_several_types_are_one_stack(self) -> None:
+        shape = (4, 256)
+        kinds = {"blk.0.w": ("q4_k", shape), "blk.1.w": ("q6_k", shape), "blk.2.w": ("q8_0", shape)}
+        file = block_file(kinds)
+        ds = xr.open_dataset(file, engine="gguf", stack=True)
+        assert ds["blk.w"].shape == (3, *shape)
+        assert ds["blk.w"].encoding["stored_dtype"] == "q4_k, q6_k, q8_0"
+        for number, (kind, _) in enumerate(kinds.values()):
+            whole = values_of(kind, shape)
+            alone = xr.open_dataset(file, engine="gguf")[f"blk.{number}.w"].values
+            assert_same_bits(ds["blk.w"][number].values, alone)
+            assert alone.shape == whole.shape
+        parts = xr.open_dataset(file, engine="gguf", stack=True, decode=False)
+        assert set(parts) == {f"{name}:data" for name in kinds}
+
+    def test_statistics_are_those_of_the_values(self) -> None:
+        random = np.random.default_rng(1)
+        values = random.normal(size=(70, 512)).astype("f4")
+        blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        file = gguf_file({}, [("w", (512, 70), 8, 0)], blocks.tobytes())
+        ds = xr.open_dataset(file, engine="gguf")
+        plain = xr.Dataset({"w": (("d70", "d512"), ds["w"].values)})
+        xr.testing.assert_allclose(ds.ckpt.stats(), plain.ckpt.stats(), rtol=1e-12)
+        found = xckpt.compare(ds, plain)["w"]
+        assert float(found.sel(statistic="max_abs")) == 0
+
+
+def indexed(data: bytes) -> tuple[Any, Any]:
+    source = CountingSource(data)
+    return formats.get("gguf").read(source), {None: source}
+
+
+class TestSaving:
+    @pytest.mark.parametrize("path", golden_files("gguf/*.gguf"))
+    def test_data_and_metadata_are_those_that_were_read(self, path: Path, tmp_path: Path) -> None:
+        copied = tmp_path / "m.gguf"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", xckpt.CheckpointWarning)
+            ds, index = xr.open_dataset(path, engine="gguf"), read_index(path)
+            if ds.attrs.get("general.alignment") == 4:
+                del ds.attrs["general.alignment"]
+            xckpt.save(ds, copied, long_names=True)
+            again, new = xr.open_dataset(copied, engine="gguf"), read_index(copied)
+        attrs = {key: value for key, value in ds.attrs.items() if not key.startswith("split.")}
+        assert repr({k: spelled(v) for k, v in again.attrs.items()}) == repr(
+            {k: spelled(v) for k, v in attrs.items()}
+        )
+        assert new.attr_types == {k: t for k, t in index.attr_types.items() if k in attrs}
+        assert list(new.tensors) == list(index.tensors)
+        is_little = all(
+            part.byteorder == "little" for t in index.tensors.values() for part in t.parts.values()
+        )
+        for name, tensor in index.tensors.items() if is_little else []:
+            old = path.with_name(tensor.parts["data"].shard or path.name).read_bytes()
+            assert stored(copied.read_bytes(), new.tensors[name]) == stored(old, tensor)
+            assert new.tensors[name].dtype == tensor.dtype
+        for key, variable in ds.variables.items():
+            assert_same(again[key].values, variable.values)
+
+    def test_the_package_reads_what_is_written(self, tmp_path: Path) -> None:
+        attrs: dict[str, Any] = {
+            "general.architecture": "llama",
+            "llama.block_count": 2,
+            "eps": 1e-5,
+            "half": 0.5,
+            "negative": -1,
+            "large": 1 << 40,
+            "huge": 1 << 63,
+            "flag": True,
+            "per_layer": [1, 2, 3],
+            "flags": [True, False],
+            "scores": [0.5, -1.0],
+            "texts": ["a", "ü", ""],
+            "nested": [[1, 2], [], [3]],
+            "mapping": {"a": [None]},
+            "nothing": None,
+            "mixed": [1, "a"],
+        }
+        w = np.arange(12, dtype="f4").reshape(3, 4)
+        ds = xr.Dataset({"w": (("out", "in"), w), "b": ("out", np.ones(3, "f2"))}, attrs=attrs)
+        xckpt.save(ds, tmp_path / "m.gguf")
+        reader = gguf.GGUFReader(tmp_path / "m.gguf")
+        kinds = {name: field.types for name, field in reader.fields.items() if "." not in name[:5]}
+        value = gguf.GGUFValueType
+        assert kinds["llama.block_count"] == [value.UINT32]
+        assert (kinds["eps"], kinds["half"]) == ([value.FLOAT64], [value.FLOAT32])
+        assert (kinds["negative"], kinds["large"]) == ([value.INT32], [value.UINT64])
+        assert kinds["flags"] == [value.ARRAY, value.BOOL]
+        assert kinds["per_layer"] == [value.ARRAY, value.INT32]
+        assert kinds["mapping"] == [value.STRING]
+        assert reader.fields["texts"].contents() == attrs["texts"]
+        assert reader.fields["huge"].contents() == attrs["huge"]
+        assert [(t.name, t.data.tolist()) for t in reader.tensors] == [
+            ("w", w.tolist()),
+            ("b", [1.0, 1.0, 1.0]),
+        ]
+        again = xr.open_dataset(tmp_path / "m.gguf")
+        changed = {"mapping": '{"a": [null]}', "nothing": "null", "mixed": '[1, "a"]'}
+        assert again.attrs == attrs | changed
+        assert again["w"].dims == ("out", "in")
+
+    def test_a_type_is_kept_until_a_value_does_not_fit_it(self, tmp_path: Path) -> None:
+        entries = {"a": struct.pack("<IB", 0, 7), "b": struct.pack("<IB", 0, 7)}
+        entries |= {"c": struct.pack("<Id", 12, 0.5), "d": listed(0, [b"\1", b"\2"])}
+        ds = xr.open_dataset(gguf_file(entries, [], b""), engine="gguf")
+        ds.attrs["b"] = 300
+        xckpt.save(ds, tmp_path / "m.gguf")
+        fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+        value = gguf.GGUFValueType
+        kinds = [fields[key].types[-1] for key in "abcd"]
+        assert kinds == [value.UINT8, value.UINT32, value.FLOAT64, value.UINT8]
+
+    @pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "mxfp4"])
+    def test_big_endian_blocks_are_turned(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("xckpt.writing.data.PIECE_NBYTES", 1000)  # which cuts blocks
+        file = block_file({"w": (name, (16, 512))})
+        (tmp_path / "little.gguf").write_bytes(file)
+        part = read_index(tmp_path / "little.gguf").tensors["w"].parts["data"]
+        head = struct.pack(">IQQQ", 3, 1, 0, 1) + b"w" + struct.pack(">IQQ", 2, 512, 16)
+        head = b"GGUF" + head + struct.pack(">IQ", CODES[name], 0)
+        blocks = turned(memoryview(file)[part.offset : part.offset + part.nbytes], name, 0)
+        big = head + bytes(-len(head) % 32) + bytes(blocks)
+        ds = xr.open_dataset(big, engine="gguf")
+        assert_same_bits(ds["w"].values, xr.open_dataset(file, engine="gguf")["w"].values)
+        xckpt.save(ds, tmp_path / "m.gguf")
+        assert (tmp_path / "m.gguf").read_bytes() == file
+
+    def test_nothing_is_quantised(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": ("x", np.ones(256, "f4"))})
+        with pytest.raises(xckpt.UnsupportedError, match="nothing is quantised"):
+            xckpt.save(ds, tmp_path / "m.gguf", encoding={"*": {"dtype": "q4_k"}})
+        assert not (tmp_path / "m.gguf").exists()
+
+    def test_computed_values_are_written_as_float32(self, tmp_path: Path) -> None:
+        ds = xr.open_dataset(block_file({"w": ("q8_0", (2, 64))}), engine="gguf")
+        ds["w"] = ds["w"].copy(data=ds["w"].data * 2)
+        with pytest.warns(xckpt.CheckpointWarning, match="written dense"):
+            xckpt.save(ds, tmp_path / "m.gguf")
+        assert read_index(tmp_path / "m.gguf").tensors["w"].dtype == "float32"
+
+    def test_parts_become_blocks_again(self, tmp_path: Path) -> None:
+        file = block_file({"w": ("q4_k", (2, 512))})
+        ds = xr.open_dataset(file, engine="gguf", decode=False)
+        assert ds["w:data"].dtype == "uint8"
+        assert ds["w:data"].shape == (2, 288)
+        xckpt.save(ds, tmp_path / "m.gguf")
+        assert (tmp_path / "m.gguf").read_bytes() == file
+
+    def test_other_formats_get_the_values(self, tmp_path: Path) -> None:
+        file = block_file(
+            {"w": ("q4_0", (2, 64))}, {"tokens": listed(8, [struct.pack("<Q", 1) + b"t"] * 300)}
+        )
+        (tmp_path / "m.gguf").write_bytes(file)
+        with pytest.warns(xckpt.CheckpointWarning, match="blocks tensors written dense"):
+            xckpt.convert(tmp_path / "m.gguf", tmp_path / "m.safetensors")
+        ds = xr.open_dataset(tmp_path / "m.safetensors")
+        assert_same_bits(ds["w"].values, values_of("q4_0", (2, 64)))
+        assert ds.attrs["tokens"] == ["t"] * 300
+
+    def test_names_that_others_refuse(self, tmp_path: Path) -> None:
+        for name, advice in [("n" * 64, "long_names=True"), ("a\0b", "Rename")]:
+            ds = xr.Dataset({name: ("x", np.ones(1, "f4"))})
+            with pytest.raises(xckpt.UnsupportedError, match=advice):
+                xckpt.save(ds, tmp_path / "m.gguf")
+        xckpt.save(xr.Dataset({"n" * 64: ("x", np.ones(1))}), tmp_path / "m.gguf", long_names=True)
+
+    def test_five_axes_are_refused(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": (tuple("abcde"), np.ones((1,) * 5, "f4"))})
+        with pytest.raises(xckpt.UnsupportedError, match="5 axes"):
+            xckpt.save(ds, tmp_path / "m.gguf")
+
+
+def spelled(value: Any) -> str:
+    return repr(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def stored(data: bytes, tensor: Any) -> bytes:
+    part = tensor.parts["data"]
+    return data[part.offset : part.offset + part.nbytes]
+
+
+class TestLists:
+    TOKENS: tuple[str | bytes, ...] = ("ab", "", "ü", b"\xff\xfe", *map(str, range(400)))
+
+    def file(self) -> bytes:
+        texts = [t.encode() if isinstance(t, str) else t for t in self.TOKENS]
+        entries = [struct.pack("<Q", len(t)) + t for t in texts]
+        scores = [struct.pack("<f", n / 2) for n in range(300)]
+        attrs = {"tokens": listed(8, entries), "scores": listed(6, scores), "short": u32(1)}
+        return gguf_file(attrs, [("w", [1], 0, 0)], bytes(4))
+
+    def test_long_ones_are_read_when_they_are_looked_at(self) -> None:
+        attrs = xr.open_dataset(self.file(), engine="gguf").attrs
+        assert repr(attrs["tokens"]) == "<list of 404 texts>"
+        assert len(attrs["tokens"]) == 404
+        assert tuple(attrs["tokens"]) == self.TOKENS
+        assert attrs["tokens"][:3] == ["ab", "", "ü"]
+        assert np.asarray(attrs["scores"])[:3].tolist() == [0, 0.5, 1]
+        assert attrs["tokens"] == list(self.TOKENS)
+        assert attrs["tokens"] != attrs["scores"]
+
+    def test_a_dataset_with_them_pickles_and_copies(self, tmp_path: Path) -> None:
+        (tmp_path / "m.gguf").write_bytes(self.file())
+        ds = xr.open_dataset(tmp_path / "m.gguf")
+        xr.testing.assert_identical(ds, copy.deepcopy(ds))
+        data = pickle.dumps(ds)
+        assert len(data) < len(pickle.dumps(list(self.TOKENS)))
+        assert tuple(pickle.loads(data).attrs["tokens"]) == self.TOKENS
+        assert "404 items" in repr(ds.ckpt)
+        assert "404 items" in repr(read_index(tmp_path / "m.gguf"))
+
+    def test_no_text_is_made_at_opening(self) -> None:
+        """A list of ten times as many texts takes no more memory."""
+        stored = indexed(self.file())[0].attrs["tokens"]
+        assert (stored.count, stored.part.dtype, stored.length_nbytes) == (404, "uint8", 8)
+
+
+class TestSplit:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for number in range(3):
+            attrs = {"general.architecture": text("llama")} if number == 0 else {}
+            attrs |= {"tokens": listed(4, [bytes(4)] * 300)} if number == 0 else {}
+            attrs |= {"split.no": struct.pack("<IH", 2, number)}
+            attrs |= {"split.count": struct.pack("<IH", 2, 3)}
+            attrs |= {"split.tensors.count": struct.pack("<Ii", 5, 3)}
+            data = struct.pack("<f", number)
+            file = gguf_file(attrs, [(f"blk.{number}.w", [1], 0, 0)], data)
+            (tmp_path / f"m-{number + 1:05d}-of-00003.gguf").write_bytes(file)
+        return tmp_path
+
+    def names(self, obj: Any) -> dict[str, float]:
+        ds = xr.open_dataset(obj, engine="gguf")
+        return {str(name): float(variable[0]) for name, variable in ds.items()}
+
+    def test_any_of_the_files_opens_all(self, folder: Path) -> None:
+        whole = {"blk.0.w": 0.0, "blk.1.w": 1.0, "blk.2.w": 2.0}
+        for number in (1, 2, 3):
+            assert self.names(folder / f"m-{number:05d}-of-00003.gguf") == whole
+        ds = xr.open_dataset(folder / "m-00003-of-00003.gguf", engine="gguf")
+        assert ds.attrs["general.architecture"] == "llama"
+        assert list(ds.attrs["tokens"]) == [0] * 300
+        assert pickle.loads(pickle.dumps(ds))["blk.0.w"].values == [0]
+
+    def test_folders_globs_and_lists_open_them_too(self, folder: Path) -> None:
+        assert len(self.names(folder)) == 3
+        assert len(self.names(str(folder / "m-*.gguf"))) == 3
+        assert list(self.names([folder / "m-00002-of-00003.gguf"])) == ["blk.1.w"]
+
+    def test_on_other_file_systems_too(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            fsspec.filesystem("memory").pipe(f"/split/{path.name}", path.read_bytes())
+        assert len(self.names("memory://split/m-00002-of-00003.gguf")) == 3
+
+    def test_they_are_saved_as_one(self, folder: Path) -> None:
+        xckpt.save(xr.open_dataset(folder, engine="gguf"), folder / "whole.gguf")
+        assert not [k for k in read_index(folder / "whole.gguf").attrs if k.startswith("split")]
+        xckpt.convert(folder / "m-00001-of-00003.gguf", folder / "more.gguf")
+        assert (folder / "more.gguf").read_bytes() == (folder / "whole.gguf").read_bytes()
+
+    def test_one_that_is_missing_is_named(self, folder: Path) -> None:
+        (folder / "m-00002-of-00003.gguf").unlink()
+        with pytest.raises(xckpt.MissingShardError, match="m-00002-of-00003"):
+            xr.open_dataset(folder / "m-00001-of-00003.gguf", engine="gguf")
+
+    def test_one_that_was_renamed_is_read_alone(self, folder: Path) -> None:
+        path = (folder / "m-00001-of-00003.gguf").rename(folder / "m.gguf")
+        with pytest.warns(xckpt.CheckpointWarning, match="1 of 3"):
+            assert list(xr.open_dataset(path, engine="gguf")) == ["blk.0.w"]
+
+
+class TestAxes:
+    @pytest.mark.parametrize("path", golden_files("gguf/model_llama.gguf"))
+    def test_names_follow_from_the_metadata(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="gguf")
+        axes = golden_json(path)["axes"]
+        assert {name: list(ds[name].dims) for name in axes if name in ds} == {
+            name: dims for name, dims in axes.items() if name in ds
+        }
+
+    def test_sizes_may_differ_by_layer(self) -> None:
+        widths = [2] * 19 + [4]
+        attrs = {
+            "general.architecture": text("deci"),
+            "deci.embedding_length": u32(8),
+            "deci.feed_forward_length": listed(4, [struct.pack("<I", n) for n in widths]),
+        }
+        tensors = [(f"blk.{n}.ffn_up.weight", [8, w], 0, 0) for n, w in enumerate(widths)]
+        tensors += [("blk.0.ffn_down.bias", [8], 0, 0), ("blk.0.ffn_gate.weight", [8, 3], 0, 0)]
+        index, _ = indexed(gguf_file(attrs, tensors, bytes(128)))
+        dims = {name: tensor.dims for name, tensor in index.tensors.items()}
+        assert {dims[f"blk.{n}.ffn_up.weight"] for n in range(20)} == {("ff", "embd")}
+        assert dims["blk.0.ffn_down.bias"] == ("embd",)
+        assert dims["blk.0.ffn_gate.weight"] == (None, "embd")
+
+
+W = [("w", [1], 0, 0)]
+# What is wrong, the rule, and the offset where it says so.
+MALFORMED = {
+    "version": (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "Version"),
+    "counts": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "Count"),
+    "alignment of 3": (gguf_file({"general.alignment": u32(3)}, [], b""), "Alignment"),
+    "alignment of text": (gguf_file({"general.alignment": text("8")}, [], b""), "Alignment"),
+    "value type": (gguf_file({"k": struct.pack("<IQ", 13, 0)}, [], b""), "ValueType"),
+    "list of 2**61": (gguf_file({"k": struct.pack("<IIQ", 9, 12, 1 << 61)}, [], b""), "Truncated"),
+    "text of 2**63": (gguf_file({"k": struct.pack("<IQ", 8, 1 << 63)}, [], b""), "Truncated"),
+    "texts that end too late": (
+        gguf_file({"k": listed(8, [struct.pack("<Q", 0)] * 300 + [b"\xff" * 8])}, [], b""),
+        "Truncated",
+    ),
+    "nesting": (
+        gguf_file({"k": struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20}, W, bytes(4)),
+        "Nesting",
+    ),
+    "the same name twice": (gguf_file({}, W * 2, bytes(4)), "DuplicateTensor"),
+    "65 axes": (gguf_file({}, [("w", [1] * 65, 0, 0)], bytes(4)), "Shape"),
+    "a product of 2**64": (gguf_file({}, [("w", [1 << 32] * 2, 0, 0)], bytes(4)), "Shape"),
+}
+# What is wrong with a tensor, while the other can be read.
+UNREAD = {
+    "behind the end": ([1], 0, 64, "Truncated"),
+    "terabytes": ([1 << 42], 0, 0, "Truncated"),
+    "unknown type": ([32], 43, 0, "Type"),
+    "removed type": ([32], 31, 0, "Type"),
+    "not whole blocks": ([33], 2, 0, "BlockSize"),
+    "no row": ([], 8, 0, "BlockSize"),
+}
+QUESTIONABLE = {
+    "an odd key": gguf_file({"A key": u32(1)}, W, bytes(4)),
+    "a key that is not UTF-8": gguf_file({"ab": u32(1)}, W, bytes(4)).replace(b"ab", b"a\xff"),
+    "a bool of 2": gguf_file({"k": struct.pack("<IB", 7, 2)}, W, bytes(4)),
+    "alignment of 4": gguf_file({"general.alignment": u32(4)}, W, bytes(4), alignment=4),
+    "unaligned": gguf_file({}, [("w", [1], 0, 4)], bytes(8)),
+    "shared": gguf_file({}, [*W, ("v", [1], 0, 0)], bytes(4)),
+    "a long name": gguf_file({}, [("w" * 64, [1], 0, 0)], bytes(4)),
+    "five axes": gguf_file({}, [("w", [1] * 5, 0, 0)], bytes(4)),
+    "padding": gguf_file({}, W, b"")[:-1] + b"\1" + bytes(4),
+}
+
+
+class TestRules:
+    @pytest.mark.parametrize("label", MALFORMED)
+    def test_broken(self, label: str) -> None:
+        data, rule = MALFORMED[label]
+        with pytest.raises(xckpt.CheckpointError) as caught:
+            indexed(data)
+        assert caught.value.rule == rule
+        assert caught.value.offset is not None
+
+    @pytest.mark.parametrize("label", UNREAD)
+    def test_a_tensor_that_cannot_be_read_leaves_the_others(self, label: str) -> None:
+        extents, kind, offset, rule = UNREAD[label]
+        file = gguf_file({}, [("t", extents, kind, offset), *W], struct.pack("<f", 2.5))
+        ds = xr.open_dataset(file, engine="gguf")
+        assert ds["w"].values == [2.5]
+        # All of it may not fit in memory.
+        some = ds["t"][:1] if ds["t"].ndim else ds["t"]
+        with pytest.raises(xckpt.CheckpointError) as caught:
+            some.values  # noqa: B018
+        assert (caught.value.rule, caught.value.tensor) == (rule, "t")
+
+    @pytest.mark.parametrize("label", QUESTIONABLE)
+    def test_questionable(self, label: str) -> None:
+        index, _ = indexed(QUESTIONABLE[label])
+        assert len(index.warnings) == 1
+        assert len(index.tensors) >= 1
+
+    def test_a_scale_that_is_not_applied_is_named(self) -> None:
+        tensors = [("a.weight", [64], 40, 0), ("a.scale", [1], 0, 64), ("b.weight", [64], 40, 0)]
+        index, _ = indexed(gguf_file({}, tensors, bytes(68)))
+        assert index.tensors["a.weight"].attrs == {"scale_tensor": "a.scale"}
+        assert not index.tensors["b.weight"].attrs
+
+    def test_numbers_are_read_as_they_are(self) -> None:
+        values: dict[int, Any] = {
+            0: ("B", 255),
+            1: ("b", -1),
+            2: ("H", 65535),
+            3: ("h", -1),
+            4: ("I", 7),
+        }
+        values |= {5: ("i", -7), 6: ("f", 0.5), 7: ("B", 1), 10: ("Q", 1 << 63), 11: ("q", -1)}
+        values |= {12: ("d", math.pi)}
+        entries = {f"k{k}": struct.pack(f"<I{code}", k, v) for k, (code, v) in values.items()}
+        entries["k9"] = listed(9, [struct.pack("<IQ", 9, 1) + struct.pack("<IQB", 0, 1, 5)])
+        index, _ = indexed(gguf_file(entries, [], b""))
+        assert index.attrs == {f"k{k}": v for k, (_, v) in values.items()} | {"k9": [[[5]]]}
+        assert index.attrs["k7"] is True
