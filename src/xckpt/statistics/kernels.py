@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
+from xckpt.arrays.kernels import compiled
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 
@@ -40,14 +41,6 @@ SUMS = 4
 TINY = 1e-250
 # Elements between looks at whether two leaves are still the same.
 _STRIDE = 1024
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile when first called, for the types that it is called with, and keep it on disk."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # there is no folder that a cache can be written to
-        return numba.njit(nogil=True)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
