@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.storage.ahead import Range
 
-__all__ = ["DenseArray", "elements", "float_table", "unpack_codes"]
+__all__ = ["DenseArray", "elements", "unpack_codes"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -268,7 +268,7 @@ def elements(
         # is several times faster than ml_dtypes' element-wise cast.
         shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
         return shifted.view(np.float32)
-    return np.take(float_table(dtype), array.view(np.uint8))
+    return np.take(_float_table(dtype), array.view(np.uint8))
 
 
 def _booleans(codes: Array, *, strict: bool) -> Array:
@@ -281,7 +281,7 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
 
 
 @cache
-def float_table(dtype: str) -> Array:
+def _float_table(dtype: str) -> Array:
     """All values of an 8-bit (or unpacked 4-bit) float type, indexed by bit pattern."""
     count = 1 << ELEMENT_TYPES[dtype].bits
     codes = np.arange(count, dtype=np.uint8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray, float_table
+from xckpt.arrays.dense import DenseArray, elements
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.selection import (
     AxisKey,
@@ -19,6 +19,7 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError
 from xckpt.index import Codebook, Quantization
 
@@ -255,7 +256,12 @@ def _values(code: str, bits: int) -> Array:
     if code == "int8":
         # Move the sign bit to the top, then let an arithmetic shift extend it.
         return ((codes << (8 - bits)).view(np.int8) >> (8 - bits)).astype(np.float32)
-    return float_table(code)
+    if code in ELEMENT_TYPES:
+        return elements(codes.data, code, decode=True)
+    import ml_dtypes  # of floats of six bits, which are no element type: they share words
+
+    values: Array = codes.view(getattr(ml_dtypes, code)).astype(np.float32)
+    return values
 
 
 class _Packing(NamedTuple):
