@@ -76,9 +76,10 @@ def with_weights(
         unfit[error.rule].append((name, error))
     for found in unfit.values():
         name, error = found[0]
-        count = f"{len(found)} quantised weight{'s' if len(found) > 1 else ''}"
-        stay = "stay as they are stored" if len(found) > 1 else "stays as it is stored"
-        warnings.append(f"{count} {stay}, such as {shown(name)}: {error}")
+        which = f"the quantised weight {shown(name)} stays as it is stored"
+        if len(found) > 1:
+            which = f"{len(found)} quantised weights stay as they are stored, such as {shown(name)}"
+        warnings.append(f"{which}: {error}")
     tensors = {}
     for name, tensor in index.tensors.items():
         if name in weights:
@@ -129,6 +130,8 @@ def _orphans(model: Model, taken: set[str]) -> Iterator[tuple[str, Unfit]]:
         if name.endswith(("weight_scale", "weight_scale_inv")) and name not in taken:
             base = name.removesuffix("_inv").removesuffix("_scale")
             tensor = model.tensors.get(base)
+            if f"{base}_packed" in model.tensors:
+                continue
             if tensor is not None and tensor.dtype in FLOATS:
                 yield base, Unfit("plain", f"it is {tensor.dtype}, and has {leaf(name)}")
 

@@ -132,8 +132,7 @@ def fit(
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     fitted: dict[str, Payload] = {}
     names = {payload.tensor.name for payload in payloads}
-    for payload in payloads:
-        wanted = requests.of(payload.tensor.name)
+    for payload, wanted in _asked_for(payloads, requests):
         for shaped in _in_layout(payload, writer, wanted, cast, changes, names=names):
             name = shaped.tensor.name
             if name in fitted:
@@ -144,10 +143,30 @@ def fit(
             if shaped.tensor.dtype != before:
                 changes.recast[before, shaped.tensor.dtype] += 1
             fitted[name] = shaped
-    requests.check_used(fitted)
+    requests.check_used([*names, *fitted])
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
     kept = _kept_attrs(attrs, writer.can.file_attrs, _OF_FILE, changes)
     return Draft({name: p.tensor for name, p in fitted.items()}, kept, path), fitted
+
+
+def _asked_for(
+    payloads: Iterable[Payload], requests: Requests
+) -> Iterator[tuple[Payload, dict[str, Any]]]:
+    """Return what is to be written, and how: of a quantised weight, what is stored in its place."""
+    for payload in payloads:
+        wanted = requests.of(payload.tensor.name)
+        if not payload.stored or wanted.get("layout") == "dense":
+            yield payload, wanted
+            continue
+        for stored in payload.stored:
+            how = wanted | requests.of(stored.tensor.name)
+            if "dtype" in how:
+                raise UnsupportedError(
+                    "the element type of codes and scales cannot be chosen",
+                    tensor=payload.tensor.name,
+                    hint="layout='dense' writes the values, in any type",
+                )
+            yield stored, how
 
 
 def _in_layout(

@@ -188,7 +188,13 @@ def stored_payload(
         tensor.quantization,
         tensor.path,
     )
-    return Payload(wanted, data, values)
+    stored = tuple(
+        [
+            stored_payload(each, {"data": replace(readers[role], part=each.parts["data"])})
+            for role, each in (tensor.stored or {}).items()
+        ]
+    )
+    return Payload(wanted, data, values, stored=stored)
 
 
 def _as_stored(
@@ -261,7 +267,10 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
     }
     origin = None if lazy is None else lazy.origin
     if origin is not None and origin.role is None:
-        tensor = replace(origin.tensor, name=name, **common)
+        tensor = replace(origin.tensor.named(name), **common)
+        if origin.tensor.stored is not None and tensor.stored is None:
+            changes.add("quantised tensors that are called otherwise are written dense", name)
+            return _computed(name, variable, common)
         values = None if tensor.layout == "dense" else lambda: densified(variable.data)
         return stored_payload(tensor, _readers(lazy), values)
     if isinstance(lazy, DenseArray):
