@@ -17,7 +17,7 @@ from xckpt.elements import nbytes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.index import Codebook, Layout, Quantization
+    from xckpt.index import Layout, Quantization
 
 __all__ = [
     "Draft",
@@ -100,7 +100,7 @@ class WantedTensor:
         Attributes of plain Python types.
     dims : tuple of (str or None), or None
         Names of axes.
-    quantization : Quantization, Codebook or None
+    quantization : Quantization or None
         Set where `layout` is ``"quantized"``.
     path : tuple of str or None
         Where it is in the tree of modules.
@@ -114,7 +114,7 @@ class WantedTensor:
     order: OneOf["C", "F"] = "C"
     attrs: Mapping[str, Any] = field(default_factory=dict)
     dims: tuple[str | None, ...] | None = None
-    quantization: Quantization | Codebook | None = None
+    quantization: Quantization | None = None
     path: tuple[str, ...] | None = None
 
     @property

@@ -160,7 +160,7 @@ def read_sibling(source: Source, name: str) -> bytes | None:
     """Read a small file next to another one; None if there is none, `ValueError` if it is large."""
     try:
         sibling = source.sibling(name)
-    except OSError:
+    except (OSError, CheckpointError):  # bytes have no folder
         return None
     with closing(sibling):
         if sibling.size > _LARGEST_CONFIG:

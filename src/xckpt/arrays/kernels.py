@@ -24,7 +24,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @compiled
-def unpack_pieces(
+def unpack_pieces(  # noqa: C901, PLR0912, PLR0917  loops of one purpose; no keywords
     words: Any, pieces: Any, step: int, first: int, add: int, mask: int, out: Any
 ) -> None:
     """Put codes together, of lines of words that lie next to each other.
@@ -83,7 +83,7 @@ def turn(codes: Any, out: Any) -> None:
 
 
 @compiled
-def scale_codes(
+def scale_codes(  # noqa: PLR0917
     codes: Any,
     table: Any,
     zeros: Any,

@@ -88,7 +88,7 @@ class QuantizedArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         shape = result_shape(self.shape, key)
-        runs = [contiguous_run(*each) for each in zip(_single(self.shape), _single(key))]
+        runs = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
         if 0 in shape or any(run.shape == (0,) for run in runs):
             return self.empty(shape)
         starts = tuple([run.start for run in runs])
@@ -116,8 +116,9 @@ class QuantizedArray(LazyArray):
             rows = np.add.outer(rows * grid.shape[axis], along - grid.start[axis]).reshape(-1)
         groups = entries[-1] - grid.start[-1]
         starts = np.flatnonzero(np.diff(groups, prepend=-1))
-        runs = np.append(starts, len(groups)), groups[starts]
-        numbers = _scaled(codes, table, (zeros, scales, biases), rows, *runs)
+        ends = np.append(starts, len(groups))
+        grids = zeros, scales, biases
+        numbers = _scaled(codes, table, grids, rows=rows, starts=ends, groups=groups[starts])
         if scheme.factor is not None:
             numbers *= np.float32(scheme.factor)
         return numbers
@@ -149,10 +150,11 @@ class QuantizedArray(LazyArray):
         if scheme.word_bits == scheme.bits:
             stored = tuple([self.shape[axis] for axis in axes])
             codes = DenseArray(self.name, reader, stored, decode=False)[box.along(axes)]
-            table = _values(reader.part.dtype, 8)
+            table = _values(reader.part.dtype, ELEMENT_TYPES[reader.part.dtype].bits)
             return table, np.transpose(codes.view(np.uint8), np.argsort(axes))
         table = _values(scheme.code, scheme.bits)
-        return table, _unpacked(self.name, reader, scheme, self.shape, axes, scheme.axis, box)
+        how: Any = {"name": self.name, "shape": self.shape, "axes": axes, "axis": scheme.axis}
+        return table, _unpacked(reader, scheme, box, **how)
 
     def _zeros(self, grid: _Box) -> Array:
         """Return stored zero points."""
@@ -160,10 +162,9 @@ class QuantizedArray(LazyArray):
         if not scheme.packed_zeros:
             return self._grid("zeros", grid)
         axis = scheme.axis if scheme.zero_axis is None else scheme.zero_axis
-        reader, order = self.readers["zeros"], scheme.scale_axes or tuple(range(self.ndim))
-        codes = _unpacked(
-            self.name, reader, scheme, self._stored_grid, order, axis, grid, scheme.zero_add
-        )
+        axes = scheme.scale_axes or tuple(range(self.ndim))
+        how: Any = {"name": self.name, "shape": self._stored_grid, "axes": axes, "axis": axis}
+        codes = _unpacked(self.readers["zeros"], scheme, grid, **how, add=scheme.zero_add)
         return _values(scheme.code, scheme.bits)[codes]
 
     def _scales(self, grid: _Box) -> Array:
@@ -214,15 +215,16 @@ class CodebookArray(LazyArray):
         """Return some elements of the flat tensor."""
         book, count = self.quantization, prod(self.shape)
         box, data = _Box((start,), (stop,)), self.readers["data"]
-        codes = _unpacked(self.name, data, _NIBBLES, (count,), (0,), 0, box)
+        how: Any = {"name": self.name, "shape": (count,), "axes": (0,), "axis": 0}
+        codes = _unpacked(data, _NIBBLES, box, **how)
         first, last = start // book.block, (stop - 1) // book.block + 1
         blocks = np.arange(last - first)
         starts = np.clip((blocks + first) * book.block - start, 0, None)
         with np.errstate(all="ignore"):  # what scales are is what the file says
             scales = self._scales(first, last, -(-count // book.block))
-        grids = _NOTHING, scales[None], _NOTHING
-        runs = np.append(starts, stop - start), blocks
-        return _scaled(codes, self._flat("table", 16)[:], grids, np.zeros(1, np.int64), *runs)
+        grids, table = (_NOTHING, scales[None], _NOTHING), self._flat("table", 16)[:]
+        ends, rows = np.append(starts, stop - start), np.zeros(1, np.int64)
+        return _scaled(codes, table, grids, rows=rows, starts=ends, groups=blocks)
 
     def _scales(self, first: int, last: int, count: int) -> Array:
         book = self.quantization
@@ -241,10 +243,6 @@ class CodebookArray(LazyArray):
 
 # How the codes of a codebook share bytes.
 _NIBBLES = Quantization((1,), "uint8", 4, 8, 0, msb_first=True)
-
-
-def _single(items: Sequence[Any]) -> list[tuple[Any]]:
-    return [(item,) for item in items]
 
 
 @lru_cache(maxsize=64)
@@ -307,13 +305,14 @@ def _packing(scheme: Quantization) -> _Packing:
 
 
 def _unpacked(
-    name: str,
     reader: PartReader,
     scheme: Quantization,
+    box: _Box,
+    *,
+    name: str,
     shape: Shape,
     axes: Shape,
     axis: int,
-    box: _Box,
     add: int = 0,
 ) -> Array:
     """Return the codes in a box; those along `axis` share words, each line has whole ones."""
@@ -347,6 +346,7 @@ def _scaled(
     codes: Array,
     table: Array,
     grids: tuple[Array, Array, Array],
+    *,
     rows: Array,
     starts: Array,
     groups: Array,

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 from xckpt.index import Tensor
+from xckpt.quantized.bitsandbytes import bitsandbytes
+from xckpt.quantized.compressed import compressed, compressed_problem, float8_problem, full
+from xckpt.quantized.floats import blocks, modelopt
+from xckpt.quantized.gptq import awq_problem, gptq_problem, qweight
+from xckpt.quantized.mlx import mlx, mlx_problem
 from xckpt.quantized.model import FLOATS, Model, Unfit, leaf
-from xckpt.quantized.schemes import METHODS, READERS, check_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +44,37 @@ _COMPANIONS = (
 _NAMED = ("_packed", ".qweight", "_blocks", ".bitmask")
 _STATES = (".absmax", ".quant_map")
 
+# By method, what reads the tensors with codes, first come first; where nothing is declared, names
+# and types tell. A reader is handed such a tensor, and returns None if it is not one of its own.
+_READERS: dict[str | None, tuple[Callable[[Model, str, Tensor], Weight | None], ...]] = {
+    None: (compressed, qweight, blocks, bitsandbytes, mlx, full, modelopt),
+    "awq": (qweight,),
+    "bitsandbytes": (bitsandbytes,),
+    "compressed-tensors": (compressed, full),
+    "fbgemm_fp8": (full,),
+    "fp8": (full,),
+    "gptq": (qweight,),
+    "metal": (mlx,),
+    "mlx": (mlx,),
+    "modelopt": (full, modelopt),
+    "mxfp4": (blocks,),
+    "mxfp8": (full,),
+}
+# By method, what says what is wrong with its declaration, for all weights.
+_PROBLEMS: dict[str | None, Callable[[Mapping[str, Any]], str | None]] = {
+    "awq": awq_problem,
+    "compressed-tensors": compressed_problem,
+    "fp8": float8_problem,
+    "gptq": gptq_problem,
+    "metal": mlx_problem,
+    "mlx": mlx_problem,
+    "mxfp8": float8_problem,
+}
+
 
 def may_be_quantized(index: Index) -> bool:
     """Return whether any tensor has a type that codes have."""
-    return any([tensor.dtype in _CODES for tensor in index.tensors.values()])
+    return any(tensor.dtype in _CODES for tensor in index.tensors.values())
 
 
 def with_weights(
@@ -56,30 +87,19 @@ def with_weights(
     `read` returns the bytes of small tensors that say how others are to be read.
     """
     warnings = list(declared.warnings)
-    problem = declared.problem or check_config(declared.method, declared.config)
-    if problem is not None:
-        warnings.append(f"quantised tensors stay as they are stored: {problem}")
+    reason = declared.problem
+    if reason is None and declared.method in _PROBLEMS:
+        reason = _PROBLEMS[declared.method](declared.config)
+    if reason is not None:
+        warnings.append(f"quantised tensors stay as they are stored: {reason}")
         return replace(index, warnings=(*index.warnings, *warnings))
     model = Model(index.tensors, declared, read)
-    weights: dict[str, Weight] = {}
     unfit: dict[str, list[tuple[str, Unfit]]] = defaultdict(list)
-    for name, tensor in _candidates(index.tensors):
-        try:
-            weight = _weight(model, name, tensor)
-            if weight is not None:
-                _check_name(model, weight, name)
-                weights[name] = weight
-        except Unfit as error:
-            unfit[error.rule].append((name, error))
+    weights = _weights(model, unfit)
     taken = {part.name for each in weights.values() for part, _ in each.parts.values()}
-    for name, error in _orphans(model, taken):
-        unfit[error.rule].append((name, error))
-    for found in unfit.values():
-        name, error = found[0]
-        which = f"the quantised weight {shown(name)} stays as it is stored"
-        if len(found) > 1:
-            which = f"{len(found)} quantised weights stay as they are stored, such as {shown(name)}"
-        warnings.append(f"{which}: {error}")
+    for name, orphan in _orphans(model, taken):
+        unfit[orphan.rule].append((name, orphan))
+    warnings += _told(unfit)
     tensors = {}
     for name, tensor in index.tensors.items():
         if name in weights:
@@ -92,6 +112,32 @@ def with_weights(
         attrs = {**attrs, **{key: v for key, v in declared.attrs.items() if key not in attrs}}
     told = (*index.warnings, *warnings, *model.warnings)
     return replace(index, tensors=tensors, attrs=attrs, warnings=told)
+
+
+def _weights(model: Model, unfit: dict[str, list[tuple[str, Unfit]]]) -> dict[str, Weight]:
+    """Read weights by the names of their codes; note by reason what cannot be read."""
+    weights: dict[str, Weight] = {}
+    for name, tensor in _candidates(model.tensors):
+        try:
+            weight = _weight(model, name, tensor)
+            if weight is None:
+                continue
+            if weight.name != name and weight.name in model.tensors:
+                raise Unfit("name", f"there is {leaf(weight.name)} as well")  # noqa: TRY301
+            weights[name] = weight
+        except Unfit as error:
+            unfit[error.rule].append((name, error.with_traceback(None)))
+    return weights
+
+
+def _told(unfit: Mapping[str, Sequence[tuple[str, Unfit]]]) -> Iterator[str]:
+    """Say of what stays as it is stored why, once for each reason."""
+    for found in unfit.values():
+        name, problem = found[0]
+        which = f"the quantised weight {shown(name)} stays as it is stored"
+        if len(found) > 1:
+            which = f"{len(found)} quantised weights stay as they are stored, such as {shown(name)}"
+        yield f"{which}: {problem}"
 
 
 def _candidates(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -107,21 +153,16 @@ def _candidates(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def _weight(model: Model, name: str, tensor: Tensor) -> Weight | None:
     """Read a weight by its codes, in a way that the declared method allows."""
-    readers = METHODS[model.method]
-    for key in readers:
-        weight = READERS[key](model, name, tensor)
+    readers = _READERS[model.method]
+    for reader in readers:
+        weight = reader(model, name, tensor)
         if weight is not None:
             return weight
     if model.method is not None:
-        for key in METHODS[None]:
-            if key not in readers and READERS[key](model, name, tensor) is not None:
+        for reader in _READERS[None]:
+            if reader not in readers and reader(model, name, tensor) is not None:
                 raise Unfit("method", f"it is stored in another way than by {model.method}")
     return None
-
-
-def _check_name(model: Model, weight: Weight, name: str) -> None:
-    if weight.name != name and weight.name in model.tensors:
-        raise Unfit("name", f"there is {leaf(weight.name)} as well")
 
 
 def _orphans(model: Model, taken: set[str]) -> Iterator[tuple[str, Unfit]]:

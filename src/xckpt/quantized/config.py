@@ -178,17 +178,15 @@ def _of_file(name: str, content: dict[str, Any]) -> Declared | None:
 
 
 def _method_of(config: dict[str, Any], default: str | None) -> Declared:
-    method = config.get("quant_method", default)
+    method: Any = config.get("quant_method", default)
     if method is None and any(config.get(key) is True for key in ("load_in_4bit", "load_in_8bit")):
         method = "bitsandbytes"
-    if method is None:
-        return Declared(None, config)
-    if not isinstance(method, str):
-        problem = f"'quant_method' is a {type(method).__name__}, not text"
-        return Declared(None, config, problem)
-    method = "compressed-tensors" if method == "compressed_tensors" else method
-    problem = None if method in _READ else f"the method {shown(method)} is not read"
-    return Declared(method, config, problem)
+    if method is None or (isinstance(method, str) and method in _READ):
+        return Declared(method, config)
+    if isinstance(method, str):
+        return Declared(None, config, f"the method {shown(method)} is not read")
+    kind = type(method).__name__
+    return Declared(None, config, f"'quant_method' is a {kind}, not text")
 
 
 # --- patterns ------------------------------------------------------------------------------------

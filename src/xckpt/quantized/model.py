@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.index import Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
-    from xckpt.index import Codebook, Part, Quantization, Tensor
+    from xckpt.index import Codebook, Part, Tensor
     from xckpt.quantized.config import Declared
 
     Shape = tuple[int, ...]
@@ -23,13 +26,18 @@ __all__ = [
     "Model",
     "Unfit",
     "Weight",
+    "bits_of",
     "cdiv",
     "check_grid",
     "check_shape",
+    "group_of",
     "leaf",
     "nbytes",
+    "quantization",
+    "single",
     "stored_as",
     "whole_block",
+    "zero_points",
 ]
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -37,6 +45,9 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _LARGEST_SMALL = 4096
 _MOST_AXES = 32
 _LARGEST_NBYTES = (1 << 63) - 1
+
+#: Models have few schemes and many weights.
+quantization = lru_cache(maxsize=4096)(Quantization)
 
 
 class Unfit(Exception):  # noqa: N818  it never leaves this room
@@ -104,7 +115,7 @@ class Model:
             raise Unfit("companion", f"{leaf(name)} cannot be read")
         return tensor
 
-    def need(self, name: str, dtypes: frozenset[str] | set[str]) -> Tensor:
+    def need(self, name: str, dtypes: AbstractSet[str]) -> Tensor:
         """Return a stored tensor of one of these types."""
         tensor = self.find(name)
         if tensor is None:
@@ -201,3 +212,34 @@ def check_grid(shape: Shape, block: Shape, tensor: Tensor) -> None:
         f"{leaf(tensor.name)} is {list(has)}, but {list(shape)} in blocks of {list(block)} needs "
         f"{list(grid)}",
     )
+
+
+def bits_of(value: Any, known: Sequence[int] = range(1, 9)) -> int:
+    """Check how many bits a code has."""
+    if type(value) is not int or value not in known:
+        raise Unfit("bits", f"codes of {str(value)[:40]!r} bits are not read")
+    return value
+
+
+def group_of(value: Any) -> int | None:
+    """Check the size of a group; None stands for all of an axis."""
+    if value is None or (type(value) is int and (value > 0 or value == -1)):
+        return None if value == -1 else value
+    raise Unfit("group size", f"the group size is {str(value)[:40]!r}")
+
+
+def single(model: Model, name: str) -> tuple[Tensor, Part]:
+    """Return a stored tensor that has one number."""
+    tensor = model.need(name, FLOATS)
+    if tensor.size != 1:
+        raise Unfit("global", f"{leaf(name)} has {tensor.size} entries, not one")
+    return tensor, stored_as(tensor)
+
+
+def zero_points(model: Model, name: str, dtype: str, *, symmetric: bool | None) -> Tensor | None:
+    """Return zero points, which have to be there if it is not symmetric, and only then."""
+    zeros = model.find(name)
+    if symmetric is not None and symmetric != (zeros is None):
+        has = "there is no" if zeros is None else "it is symmetric, and there is"
+        raise Unfit("zero points", f"{has} {leaf(name)}")
+    return None if zeros is None else model.need(name, {dtype})

@@ -24,7 +24,7 @@ from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
 from xckpt.errors import UnsupportedError, shown
-from xckpt.index import Tensor
+from xckpt.index import Quantization, Tensor
 from xckpt.labels import stated_name
 from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
@@ -185,7 +185,8 @@ def stored_payload(
         tensor.order,
         tensor.attrs,
         tensor.dims,
-        tensor.quantization,
+        # Codebooks are in no format: what is stored is written, or the values.
+        tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
         tensor.path,
     )
     stored = tuple(
