@@ -109,7 +109,7 @@ def test_words_of_compressed_tensors(
     scales = some(rng, *grid)
     strategy = {"strategy": "channel"} if by_channel else {"strategy": "group", "group_size": group}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
-    tensors = {
+    tensors: dict[str, Any] = {
         "weight_packed": stream(codes, bits).astype(np.int32),
         "weight_scale": scales,
         "weight_shape": np.array([rows, columns]),
@@ -192,7 +192,7 @@ def test_four_bits_with_a_table(data: st.DataObject, nested: bool) -> None:
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "shape": shape}
     blocks = -(-count // block)
     absmax = some(rng, blocks).astype(np.float32)
-    tensors = {
+    tensors: dict[str, Any] = {
         "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
         "weight.quant_map": table,
         "weight.absmax": absmax,
@@ -227,7 +227,7 @@ def test_small_floats_in_blocks(data: st.DataObject, divides: bool) -> None:
     if divides:
         names = ("weight_packed", "weight_global_scale")
         config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    tensors = {names[0]: packed, "weight_scale": scales, names[1]: whole}
+    tensors: dict[str, Any] = {names[0]: packed, "weight_scale": scales, names[1]: whole}
     content = model({"quantization_config": config}, **tensors)
     each = scales.astype(np.float32)
     each = (each / whole if divides else each * whole).repeat(16, axis=1)
@@ -310,7 +310,7 @@ def test_a_weight_that_is_renamed_takes_what_is_stored_with_it(tmp_path: Path) -
 def test_names_that_cannot_follow_are_written_as_values(tmp_path: Path) -> None:
     codes = np.zeros((8, 8), np.int32)
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}}
-    tensors = {"qweight": codes, "scales": np.ones((1, 8), np.float16)}
+    tensors: dict[str, Any] = {"qweight": codes, "scales": np.ones((1, 8), np.float16)}
     ds = xr.open_dataset(model(config, **tensors), engine="safetensors")
     path = tmp_path / "m.safetensors"
     with pytest.warns(CheckpointWarning, match="called otherwise are written dense"):

@@ -24,10 +24,11 @@ from xckpt.errors import FormatError
 from xckpt.index import Codebook, Quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
+    from xckpt.storage import Source
 
 __all__ = ["CodebookArray", "QuantizedArray", "quantized_array"]
 
@@ -60,16 +61,30 @@ class _Box(NamedTuple):
         return tuple([slice(self.start[axis], self.stop[axis]) for axis in axes])
 
 
-class QuantizedArray(LazyArray):
+class _OfParts(LazyArray):
+    """An array of float32 that is made of several parts, which may be in different files."""
+
+    __slots__ = ("readers",)
+
+    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
+        super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
+        self.readers = dict(readers)
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """All files that it is in."""
+        return dict.fromkeys(reader.source for reader in self.readers.values())
+
+
+class QuantizedArray(_OfParts):
     """A quantised tensor with a grid of scales; of a selection, the box around it is decoded."""
 
-    __slots__ = ("quantization", "readers", "strict")
+    __slots__ = ("quantization", "strict")
 
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
         if not isinstance(tensor.quantization, Quantization):
             raise ValueError(f"tensor {tensor.name!r} has no quantization")  # noqa: TRY004
-        super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
-        self.readers = dict(readers)
+        super().__init__(tensor, readers)
         self.quantization = tensor.quantization
         self.strict = tensor.strict
 
@@ -191,16 +206,15 @@ class QuantizedArray(LazyArray):
         return np.transpose(stored[grid.along(axes)].astype(np.float32), np.argsort(axes))
 
 
-class CodebookArray(LazyArray):
+class CodebookArray(_OfParts):
     """A tensor of codes that a table has the values of; see `xckpt.index.Codebook`."""
 
-    __slots__ = ("quantization", "readers")
+    __slots__ = ("quantization",)
 
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
         if not isinstance(tensor.quantization, Codebook):
             raise ValueError(f"tensor {tensor.name!r} has no codebook")  # noqa: TRY004
-        super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
-        self.readers = dict(readers)
+        super().__init__(tensor, readers)
         self.quantization = tensor.quantization
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:

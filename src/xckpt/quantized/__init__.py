@@ -74,7 +74,7 @@ _PROBLEMS: dict[str | None, Callable[[Mapping[str, Any]], str | None]] = {
 
 def may_be_quantized(index: Index) -> bool:
     """Return whether any tensor has a type that codes have."""
-    return any(tensor.dtype in _CODES for tensor in index.tensors.values())
+    return any(t.dtype in _CODES and t.layout == "dense" for t in index.tensors.values())
 
 
 def with_weights(

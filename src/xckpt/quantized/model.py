@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import shown
 from xckpt.index import Quantization
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _is_small(name: str, tensor: Tensor) -> bool:
 
 def leaf(name: str) -> str:
     """Return the last name of a tensor, to say which companion is meant."""
-    return name[name.rfind(".", 0, name.find(".quant_state.")) + 1 :]
+    return shown(name[name.rfind(".", 0, name.find(".quant_state.")) + 1 :])[1:-1]
 
 
 def nbytes(tensor: Tensor) -> int:
