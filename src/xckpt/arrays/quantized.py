@@ -16,6 +16,8 @@ from xckpt.arrays.selection import (
     Chunks,
     chunks_along_slowest,
     contiguous_run,
+    groups,
+    positions,
     result_shape,
     take,
 )
@@ -34,6 +36,8 @@ __all__ = ["CodebookArray", "QuantizedArray", "quantized_array"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
+# Elements between those that are asked for that may be decoded as well.
+_LARGEST_WASTE = 1 << 22
 _NOTHING = np.empty((0, 0), np.float32)
 
 
@@ -66,6 +70,8 @@ class _OfParts(LazyArray):
 
     __slots__ = ("readers",)
 
+    quantization: Quantization | Codebook
+
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
         super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
         self.readers = dict(readers)
@@ -75,11 +81,21 @@ class _OfParts(LazyArray):
         """All files that it is in."""
         return dict.fromkeys(reader.source for reader in self.readers.values())
 
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """Those of parts that have to do with values; see `LazyArray.part_readers`."""
+        unused = {"shape", "state"}
+        if isinstance(self.quantization, Quantization) and self.quantization.zero is not None:
+            unused.add("zeros")
+        return [reader for role, reader in self.readers.items() if role not in unused]
+
 
 class QuantizedArray(_OfParts):
     """A quantised tensor with a grid of scales; of a selection, the box around it is decoded."""
 
     __slots__ = ("quantization", "strict")
+
+    quantization: Quantization
 
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
         if not isinstance(tensor.quantization, Quantization):
@@ -106,9 +122,22 @@ class QuantizedArray(_OfParts):
         runs = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
         if 0 in shape or any(run.shape == (0,) for run in runs):
             return self.empty(shape)
+        if prod(n for run in runs for n in run.shape) > _LARGEST_WASTE + 4 * prod(shape):
+            return self._select_apart(key, [run.shape[0] for run in runs])
         starts = tuple([run.start for run in runs])
         stops = tuple([run.start + run.shape[0] for run in runs])
         return take(self._numbers(_Box(starts, stops)), [run.key[0] for run in runs])
+
+    def _select_apart(self, key: tuple[AxisKey, ...], extents: Sequence[int]) -> Array:
+        """Select what is scattered in two steps, along the axis where most is between."""
+        chosen = [positions(entry, size) for entry, size in zip(key, self.shape, strict=True)]
+        between = [extent / len(each) for extent, each in zip(extents, chosen, strict=True)]
+        axis = between.index(max(between))
+        halves = [
+            self._select((*key[:axis], half, *key[axis + 1 :]))
+            for half in groups(key[axis], self.shape[axis], -(-len(chosen[axis]) // 2))
+        ]
+        return np.concatenate(halves, axis=len(result_shape(self.shape[:axis], key[:axis])))
 
     def _numbers(self, box: _Box) -> Array:
         scheme = self.quantization
@@ -129,11 +158,11 @@ class QuantizedArray(_OfParts):
         rows = np.zeros(1, np.int64)
         for axis, along in enumerate(entries[:-1]):
             rows = np.add.outer(rows * grid.shape[axis], along - grid.start[axis]).reshape(-1)
-        groups = entries[-1] - grid.start[-1]
-        starts = np.flatnonzero(np.diff(groups, prepend=-1))
-        ends = np.append(starts, len(groups))
+        columns = entries[-1] - grid.start[-1]
+        starts = np.flatnonzero(np.diff(columns, prepend=-1))
+        ends = np.append(starts, len(columns))
         grids = zeros, scales, biases
-        numbers = _scaled(codes, table, grids, rows=rows, starts=ends, groups=groups[starts])
+        numbers = _scaled(codes, table, grids, rows=rows, starts=ends, columns=columns[starts])
         if scheme.factor is not None:
             numbers *= np.float32(scheme.factor)
         return numbers
@@ -141,12 +170,12 @@ class QuantizedArray(_OfParts):
     def _entries(self, axis: int, box: _Box) -> Array:
         """Return the position in the grid of each position along an axis."""
         scheme, start, stop = self.quantization, box.start[axis], box.stop[axis]
-        positions = np.arange(start, stop) // scheme.block[axis]
+        entries = np.arange(start, stop) // scheme.block[axis]
         if axis != scheme.index_axis:
-            return positions
+            return entries
         index: Array = self._dense("index", (self.shape[axis],))[:].astype(np.int64)
         if not self.strict and (index == -1).all():
-            return positions
+            return entries
         count = -(-self.shape[axis] // scheme.block[axis])
         wrong = np.flatnonzero((index < 0) | (index >= count))
         if wrong.size:
@@ -211,6 +240,8 @@ class CodebookArray(_OfParts):
 
     __slots__ = ("quantization",)
 
+    quantization: Codebook
+
     def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
         if not isinstance(tensor.quantization, Codebook):
             raise ValueError(f"tensor {tensor.name!r} has no codebook")  # noqa: TRY004
@@ -238,7 +269,7 @@ class CodebookArray(_OfParts):
             scales = self._scales(first, last, -(-count // book.block))
         grids, table = (_NOTHING, scales[None], _NOTHING), self._flat("table", 16)[:]
         ends, rows = np.append(starts, stop - start), np.zeros(1, np.int64)
-        return _scaled(codes, table, grids, rows=rows, starts=ends, groups=blocks)
+        return _scaled(codes, table, grids, rows=rows, starts=ends, columns=blocks)
 
     def _scales(self, first: int, last: int, count: int) -> Array:
         book = self.quantization
@@ -363,7 +394,7 @@ def _scaled(
     *,
     rows: Array,
     starts: Array,
-    groups: Array,
+    columns: Array,
 ) -> Array:
     """Compute the numbers of codes; see `scale_codes`."""
     from xckpt.arrays.kernels import scale_codes
@@ -375,7 +406,7 @@ def _scaled(
         for grid in grids
     ]
     table = np.ascontiguousarray(table, np.float32)
-    scale_codes(lines, table, *flat, rows, starts, groups, out)
+    scale_codes(lines, table, *flat, rows, starts, columns, out)
     return out.reshape(codes.shape)
 
 

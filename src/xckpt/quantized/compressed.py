@@ -49,13 +49,13 @@ _MICRO = "uint8 exponents are of blocks of 32"
 
 def compressed_problem(config: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a declaration of compressed-tensors for all modules."""
-    format = config.get("format")
+    format = _text(config.get("format"))
     if format not in _PACKED | _FULL | _MIXED:
-        return f"the format {str(format)[:40]!r} is not read"
+        return f"the format {format!r} is not read"
     sparsity = config.get("sparsity_config")
-    sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
+    sparse = _text(sparsity.get("format")) if isinstance(sparsity, dict) else None
     if sparse not in {None, "dense"}:
-        return f"the format {str(sparse)[:40]!r} is not read"
+        return f"the format {sparse!r} is not read"
     groups = config.get("config_groups")
     if groups is not None and not isinstance(groups, dict):
         return f"'config_groups' is a {type(groups).__name__}, not an object"
@@ -81,7 +81,7 @@ def _sizes(value: Any) -> Shape | None:
 def _compressed_params(model: Model) -> list[Params]:
     """Return what the groups of compressed-tensors declare; nothing is known without any."""
     groups = model.config.get("config_groups") or {}
-    default = model.config.get("format")
+    default = _text(model.config.get("format"))
     params = [_params_of(name, group, default) for name, group in groups.items()]
     return params or [Params(format=None if default in _MIXED else default)]
 
@@ -96,30 +96,35 @@ def _params_of(name: str, group: Any, default: Any) -> Params:
     targets = _texts(group.get("targets"))
     format = group.get("format") or (None if default in _MIXED else default)
     try:
-        return replace(_scheme_of(weights), format=format and str(format), targets=targets)
+        return replace(_scheme_of(weights), format=_text(format), targets=targets)
     except Unfit as error:
         return Params(problem=str(error))
 
 
 def _scheme_of(weights: Mapping[str, Any]) -> Params:
-    size, strategy = weights.get("group_size"), weights.get("strategy")
+    size, strategy = weights.get("group_size"), _text(weights.get("strategy"))
     block = weights.get("block_structure")
     if strategy is None and block is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = "group" if strategy == "tensor_group" else strategy or "block"
     if strategy not in {"tensor", "channel", "group", "block"}:
-        raise Unfit("strategy", f"the strategy {str(strategy)[:40]!r} is not read")
+        raise Unfit("strategy", f"the strategy {strategy!r} is not read")
     group = group_of(size) if strategy == "group" else None
     if strategy == "group" and group is None:
         raise Unfit("group size", f"the group size is {size!r}")
     return Params(
         bits_of(weights.get("num_bits")),
-        weights.get("type", "int"),
+        _text(weights.get("type", "int")),
         weights.get("symmetric", True) is not False,
         strategy,
         group,
         _sizes(block) if strategy == "block" else None,
     )
+
+
+def _text(value: Any) -> str | None:
+    """Return what should be a text, of whatever type it is."""
+    return value if value is None else str(value)[:40]
 
 
 def _texts(value: Any) -> tuple[str, ...]:
