@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import warnings
@@ -14,8 +15,12 @@ import xarray as xr
 import xckpt
 from tests.conftest import GOLDEN
 from xckpt.errors import CheckpointError, CheckpointWarning
+from xckpt.opening import open_index
+from xckpt.quantized import with_weights
+from xckpt.quantized.config import declaration
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 MODELS = GOLDEN / "hf-quantized"
@@ -35,6 +40,8 @@ SCHEMES = (
     "modelopt_nvfp4",
     "mxfp4_gpt_oss",
 )
+# Instead of what a config has at some place.
+WRONG: tuple[Any, ...] = (None, -1, True, 1.5, "x", [], {}, [[1]], {"a": {}}, 10**30)
 
 
 def folders(names: Any) -> Any:
@@ -48,6 +55,15 @@ def opened(path: Path, **options: Any) -> tuple[xr.Dataset, list[str]]:
         ds = xr.open_dataset(path, engine="safetensors", **options)
     assert all(each.category is CheckpointWarning for each in caught)
     return ds, [str(each.message) for each in caught]
+
+
+def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Return the ways to all that is in a JSON object."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from keys(each, (*path, key))
 
 
 def expected(name: str) -> tuple[dict[str, Any], Any]:
@@ -79,7 +95,7 @@ class TestModelsOfAllSchemes:
                 if "zeros" not in str(each.get("numpy_formula")):
                     np.testing.assert_array_equal(np.signbit(values), np.signbit(right))
 
-    @pytest.mark.parametrize("name", folders(GOOD))
+    @pytest.mark.parametrize("name", folders(SCHEMES))
     def test_a_selection_is_that_of_the_whole(self, name: str) -> None:
         about, arrays = expected(name)
         ds, _ = opened(MODELS / name)
@@ -167,6 +183,29 @@ class TestMalformedModels:
         stored, _ = opened(folder, decode=False)
         kept = [name for name in stored.variables if "q_proj" in str(name)]
         xr.testing.assert_equal(ds[kept], stored[kept].astype(ds[kept].dtypes))
+
+    @pytest.mark.parametrize("name", folders(SCHEMES))
+    def test_wrong_types_in_a_config_are_told(self, name: str) -> None:
+        config = json.loads((MODELS / name / "config.json").read_text())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            index = open_index(MODELS / name, whole=False)[1]
+        tensors = set(index.tensors)
+        for path in keys(config):
+            for wrong in WRONG:
+                changed = copy.deepcopy(config)
+                place = changed
+                for key in path[:-1]:
+                    place = place[key]
+                place[path[-1]] = wrong
+                declared = declaration({"config": changed}.get)
+                found = with_weights(index, declared, lambda some: [b""] * len(some))
+                stored = {
+                    each.name
+                    for tensor in found.tensors.values()
+                    for each in (tensor.stored or {"": tensor}).values()
+                }
+                assert stored == tensors
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
     def test_damage_is_an_error_or_other_numbers(self, name: str, tmp_path: Path) -> None:
