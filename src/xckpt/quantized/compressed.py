@@ -6,10 +6,10 @@ and transformers 5.23 for FP8 in blocks.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.quantized.config import Params, is_match
+from xckpt.quantized.config import is_match
 from xckpt.quantized.floats import small_floats
 from xckpt.quantized.model import (
     FLOATS,
@@ -45,6 +45,40 @@ _MICRO = "uint8 exponents are of blocks of 32"
 
 
 # --- what is declared ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Parameters of a scheme that modules may have; None where nothing is said.
+
+    Parameters
+    ----------
+    bits, group, block
+        Bits of a code, and how many elements have a scale: along the last axis, or along the last
+        two.
+    kind : {"int", "float"}
+        Of codes.
+    symmetric : bool
+        Whether there are no zero points.
+    strategy : {"tensor", "channel", "group", "block"}
+        What has a scale of its own.
+    format : str
+        How codes are stored.
+    targets : tuple of str
+        Modules.
+    problem : str
+        Why no module has these: what is wrong with them.
+    """
+
+    bits: int | None = None
+    kind: str | None = None
+    symmetric: bool | None = None
+    strategy: str | None = None
+    group: int | None = None
+    block: tuple[int, ...] | None = None
+    format: str | None = None
+    targets: tuple[str, ...] = ()
+    problem: str | None = None
 
 
 def compressed_problem(config: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from xckpt.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Declared", "Params", "declaration", "is_match", "parse_json"]
+__all__ = ["Declared", "declaration", "is_match", "parse_json"]
 
 _DEEPEST = 64
 # Where a method is declared in `config.json`, best first; `compression_config` may be either the
@@ -48,40 +48,6 @@ _READ = {
     "mxfp4",
     "mxfp8",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Params:
-    """Parameters of a scheme that modules may have; None where nothing is said.
-
-    Parameters
-    ----------
-    bits, group, block
-        Bits of a code, and how many elements have a scale: along the last axis, or along the last
-        two.
-    kind : {"int", "float"}
-        Of codes.
-    symmetric : bool
-        Whether there are no zero points.
-    strategy : {"tensor", "channel", "group", "block"}
-        What has a scale of its own.
-    format : str
-        How codes are stored.
-    targets : tuple of str
-        Modules.
-    problem : str
-        Why no module has these: what is wrong with them.
-    """
-
-    bits: int | None = None
-    kind: str | None = None
-    symmetric: bool | None = None
-    strategy: str | None = None
-    group: int | None = None
-    block: tuple[int, ...] | None = None
-    format: str | None = None
-    targets: tuple[str, ...] = ()
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
