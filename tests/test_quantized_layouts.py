@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -275,6 +276,44 @@ def test_the_file_next_to_a_model_counts_and_goes_with_it(tmp_path: Path) -> Non
     xckpt.save(ds, tmp_path / "elsewhere.zt", version="2", progress=False)
     again = xr.open_dataset(tmp_path / "elsewhere.zt")
     xr.testing.assert_equal(again["a.weight"], ds["a.weight"])
+
+
+def test_the_file_next_to_a_remote_model_counts_too() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    config = {"quantization_config": {"quant_method": "hqq"}}
+    files.pipe("/quantised/config.json", json.dumps(config).encode())
+    files.pipe("/quantised/m.safetensors", model({}, **fp8()).replace(b'"config"', b'"others"'))
+    try:
+        with pytest.warns(CheckpointWarning, match="the method 'hqq' is not read"):
+            xckpt.read_index("memory://quantised/m.safetensors")
+    finally:
+        files.rm("/quantised", recursive=True)
+
+
+def test_weights_pickle() -> None:
+    lazy = weight(model({}, **fp8()))
+    again = pickle.loads(pickle.dumps(lazy))
+    np.testing.assert_array_equal(again.values, lazy.values)
+
+
+def test_a_few_rows_of_many_decode_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, sizes = weight(model({}, **fp8(rows=60))), []
+    lazy = shown.data.dask.lazy
+    monkeypatch.setattr("xckpt.arrays.quantized._LARGEST_WASTE", 4)
+    from xckpt.arrays.quantized import QuantizedArray
+
+    original = QuantizedArray._numbers
+
+    def counted(self: Any, box: Any) -> Any:
+        sizes.append(int(np.prod(box.shape)))
+        return original(self, box)
+
+    monkeypatch.setattr(QuantizedArray, "_numbers", counted)
+    some = lazy[[59, 0, 30, 31], ::3]
+    assert max(sizes) <= 16
+    np.testing.assert_array_equal(some, shown.values[[59, 0, 30, 31]][:, ::3])
 
 
 def test_a_method_that_is_not_read_is_told_once() -> None:
