@@ -235,6 +235,35 @@ def test_small_floats_in_blocks(data: st.DataObject, divides: bool) -> None:
     check(content, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * each, data)
 
 
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
+    from xckpt.elements import nbytes_of
+    from xckpt.index import Index, Part, Tensor
+    from xckpt.quantized import with_weights
+    from xckpt.quantized.config import Declared
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {
+        f"{n}": {"targets": [f"re:.*{n}"], "weights": weights | {"group_size": n + 1}}
+        for n in range(5000)
+    }
+    config: dict[str, Any] = {"format": "pack-quantized", "config_groups": groups}
+    if method == "gptq":
+        config = {"bits": 4, "dynamic": {f"(a+)+{n}": {"bits": 8} for n in range(5000)}}
+    roles = ("qweight", "scales") if method == "gptq" else ("weight_packed", "weight_scale")
+    tensors = {}
+    for n in range(2000):
+        for role, dtype, shape in zip(roles, ("int32", "float16"), ((8, 8), (3, 8)), strict=True):
+            part = Part(dtype, shape, 0, nbytes_of(dtype, shape[0] * 8))
+            name = f"layers.{n}.{role}"
+            tensors[name] = Tensor(name, dtype, shape, {"data": part})
+    index = Index("", "", tensors)
+    found = with_weights(index, Declared(method, config), lambda some: [b""] * len(some))
+    # There are 10 million alternatives.
+    assert "more parameters and patterns are declared than are tried" in "".join(found.warnings)
+    assert found.tensors.keys() == index.tensors.keys()
+
+
 # --- reading no more than what is asked for ------------------------------------------------------
 
 

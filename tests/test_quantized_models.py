@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +148,7 @@ class TestMalformedModels:
     def test_what_is_wrong_stays_as_stored_and_the_rest_reads(self, name: str) -> None:
         case = BAD[name]
         about, arrays = expected(case["from"])
-        began = time.process_time()
         ds, told = opened(MODELS / "bad" / name)
-        assert time.process_time() - began < 5  # a pattern or a claimed size would take forever
         found = {}
         for weight, each in about["tensors"].items():
             module = weight.removesuffix(".weight")

@@ -41,6 +41,8 @@ _SCALES = FLOATS | {"float8_e8m0fnu", "uint8"}
 _PACKED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized"}
 _FULL = {"int-quantized", "naive-quantized", "float-quantized", "mxfp8-quantized"}
 _MIXED = {"mixed-precision", "dense", None}
+# Microseconds that it takes to try parameters.
+_EFFORT = 30
 _MICRO = "uint8 exponents are of blocks of 32"
 
 
@@ -165,8 +167,10 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple([each for each in value if isinstance(each, str)]) if type(value) is list else ()
 
 
-def _fitting(params: Sequence[Params], module: str, fit: Callable[[Params], Weight]) -> Weight:
+def _fitting(model: Model, module: str, fit: Callable[[Params], Weight]) -> Weight:
     """Return the weight with the only parameters that fit; else those that are for the module."""
+    params = model.once(_compressed_params)
+    model.spend(_EFFORT * (len(params) - 1))
     found: list[tuple[Params, Weight]] = []
     failures: list[Unfit] = []
     for each in params:
@@ -227,7 +231,7 @@ def full(model: Model, name: str, data: Tensor) -> Weight | None:
         return _full_weight(model, name, data, scales, params)
 
     if is_compressed:
-        return _fitting(model.once(_compressed_params), stem, fit)
+        return _fitting(model, stem, fit)
     if model.method == "mxfp8":
         return fit(Params(strategy="group", group=32))
     block = _sizes(model.config.get("weight_block_size"))
@@ -323,7 +327,7 @@ def compressed(model: Model, name: str, data: Tensor) -> Weight | None:
             raise Unfit("type", f"codes are {params.kind}, and packed in {data.dtype}")
         return (_words if is_words else _floats)(model, stem, data, params)
 
-    return _fitting(model.once(_compressed_params), stem.removesuffix(".weight"), fit)
+    return _fitting(model, stem.removesuffix(".weight"), fit)
 
 
 def _floats(model: Model, name: str, data: Tensor, params: Params) -> Weight:

@@ -32,6 +32,8 @@ __all__ = ["awq_problem", "gptq_problem", "qweight"]
 _AWQ_VERSIONS = {"gemm", "gemv", "exllama", "exllamav2"}
 _GPTQ_FORMATS = {"gptq", "gptq_v2", "gptq_p"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# Microseconds that it takes to try parameters.
+_EFFORT = 30
 _PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 
 
@@ -72,7 +74,28 @@ def qweight(model: Model, name: str, data: Tensor) -> Weight | None:
 
 
 def _gptq(model: Model, stem: str, data: Tensor, scales: Tensor) -> Weight:
-    config = _gptq_config(model, stem)
+    found: list[Weight] = []
+    failures: list[Unfit] = []
+    configs = _gptq_configs(model, stem)
+    model.spend(_EFFORT * (len(configs) - 1))
+    for config in configs:
+        try:
+            weight = _gptq_weight(model, stem, data, scales, config=config)
+        except Unfit as error:
+            failures.append(error)
+            continue
+        if weight not in found:
+            found.append(weight)
+    if not found:
+        raise failures[0]
+    if len(found) > 1:
+        raise Unfit("dynamic", "a pattern of 'dynamic' that is not evaluated decides on it")
+    return found[0]
+
+
+def _gptq_weight(
+    model: Model, stem: str, data: Tensor, scales: Tensor, *, config: Mapping[str, Any]
+) -> Weight:
     index, qzeros = model.find(f"{stem}.g_idx"), model.find(f"{stem}.qzeros")
     out, bits = data.shape[1], _gptq_bits(config, data, index, qzeros)
     columns = index.size if index is not None else data.shape[0] * 32 // bits
@@ -119,18 +142,21 @@ def _gptq(model: Model, stem: str, data: Tensor, scales: Tensor) -> Weight:
     return Weight(f"{stem}.weight", (out, columns), scheme, parts, strict=True)
 
 
-def _gptq_config(model: Model, stem: str) -> Mapping[str, Any]:
-    """Return what is declared for a module: the first pattern that matches its name counts."""
+def _gptq_configs(model: Model, stem: str) -> list[Mapping[str, Any]]:
+    """Return what may be declared for a module: the first pattern that matches its name counts."""
+    configs: list[Mapping[str, Any]] = []
     overrides = model.config.get("dynamic")
-    for key, changes in overrides.items() if isinstance(overrides, dict) else ():
+    overrides = overrides if isinstance(overrides, dict) else {}
+    model.spend(len(overrides))
+    for key, changes in overrides.items():
         matched = is_match(key.removeprefix("-:").removeprefix("+:"), stem)
-        if matched is None:
-            raise Unfit("dynamic", f"the pattern {key[:40]!r} is not evaluated")
-        if matched:
+        if matched is not False:
             # That it is not quantised is not so: its tensors are there.
             is_other = not key.startswith("-:") and isinstance(changes, dict)
-            return {**model.config, **changes} if is_other else model.config
-    return model.config
+            configs.append({**model.config, **changes} if is_other else model.config)
+        if matched:
+            return configs
+    return [*configs, model.config]
 
 
 def _gptq_group(config: Mapping[str, Any], columns: int, groups: int, *, has_index: bool) -> int:

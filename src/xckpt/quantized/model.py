@@ -45,6 +45,7 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than any of these has: the shape of a weight, a state of bitsandbytes.
 _LARGEST_SMALL = 4096
 _MOST_AXES = 32
+_MOST_EFFORT = 500_000
 _LARGEST_NBYTES = (1 << 63) - 1
 
 #: Models have few schemes and many weights.
@@ -89,6 +90,7 @@ class Model:
         self.config = declared.config
         self.method = declared.method
         self.warnings: list[str] = []
+        self._effort = 0
         self._once: dict[Callable[[Model], Any], Any] = {}
         small = [tensor for name, tensor in tensors.items() if _is_small(name, tensor)]
         contents = read(small) if small else ()
@@ -105,6 +107,12 @@ class Model:
         if isinstance(found, Unfit):
             raise found
         return found  # type: ignore[no-any-return]  # kept by the function that made it
+
+    def spend(self, microseconds: int) -> None:
+        """Refuse to try more than a model needs: configs can have any number of alternatives."""
+        self._effort += microseconds
+        if self._effort > _MOST_EFFORT:
+            raise Unfit("effort", "more parameters and patterns are declared than are tried")
 
     def find(self, name: str) -> Tensor | None:
         """Return a stored tensor, if it is a plain array that can be read."""
