@@ -199,6 +199,7 @@ class CheckpointBackend(BackendEntrypoint):
             self.format,
             storage_options=options.storage_options,
             mmap=options.mmap,
+            whole=options.decode,
             **options.format_options,
         )
         return source, index, options

@@ -443,6 +443,8 @@ def _encoding(tensor: Tensor, role: str | None, source: str, suffix: str = "") -
         encoding["nbytes"] = tensor.nbytes
         if readable:
             encoding["parts"] = {r: _part_encoding(part) for r, part in tensor.parts.items()}
+    if tensor.stored is not None:
+        encoding["stored_as"] = {role: each.name for role, each in tensor.stored.items()}
     if role is not None:
         encoding["part"] = role
     if tensor.path is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEEPEST_ATTRS",
     "Arrangement",
+    "Codebook",
     "FileSet",
     "Index",
     "Part",
@@ -87,18 +89,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the codes of a quantised tensor become numbers: ``(code - zero) * scale``.
+    """How the codes of a quantised tensor become numbers: ``(code - zero) * scale + bias``.
 
-    The parts are ``data`` (codes), ``scales``, ``zeros`` where the zero points are stored, and
-    ``global`` where all scales have a factor in common. Scales and zero points form a grid with
-    one entry for each block of the tensor.
+    The parts are ``data`` (codes), ``scales``, ``zeros`` where the zero points are stored,
+    ``biases`` and ``index`` where there are any, and ``global`` where all scales have a factor in
+    common. Scales, zero points and biases form a grid with one entry for each block of the tensor.
 
     Parameters
     ----------
     block : tuple of int
         Extent of a block along each axis of the tensor, one scale each.
     code : str
-        Element type of a code. Packed codes are ``"uint8"``, or ``"int8"`` if they have a sign.
+        Element type of a code. Packed codes are ``"uint8"``, ``"int8"`` if they have a sign, or a
+        small float.
     bits : int
         Bits of one code.
     word_bits : int
@@ -116,6 +119,34 @@ class Quantization:
         Order of the axes of the stored scale grid, slowest first.
     global_scale : bool
         Whether the part ``global`` has one number that every scale is multiplied with first.
+    global_divides : bool
+        Whether every scale is divided by that number instead.
+    axes : tuple of int
+        Order of the axes of the stored codes, slowest first; by default that of the tensor.
+    stream : bool
+        Whether codes follow each other without regard to words, and may begin in one and end in
+        the next.
+    order : tuple of int
+        Places in a word, counted from its lowest bits, of the first code, the second, and so on;
+        by default they are in order. Of packed zero points too.
+    planes : tuple of int
+        Widths in bits of the pieces of a code, lowest bits first, where each piece has words of its
+        own: 32 codes take as many words as a code has bits. By default a code is in one piece.
+    zero_axis : int or None
+        The axis of the grid along which zero points are packed, if it is not `axis`.
+    zero_add : int
+        Added to stored zero points, modulo two to the power of `bits`.
+    stored_grid : tuple of int
+        Extents of the stored grid, where it has more entries than there are blocks.
+    index_axis : int or None
+        The axis whose positions the part ``index`` gives entries of the grid to; by default they
+        follow from `block`. Where a tensor is not strict, -1 for all stands for no index.
+    reciprocal : bool
+        Whether what is stored is one divided by the scale.
+    biases : bool
+        Whether the part ``biases`` has a number for each block that is added last.
+    factor : float or None
+        What all is multiplied with after the scale.
     """
 
     block: tuple[int, ...]
@@ -128,6 +159,42 @@ class Quantization:
     packed_zeros: bool = False
     scale_axes: tuple[int, ...] = ()
     global_scale: bool = False
+    global_divides: bool = False
+    axes: tuple[int, ...] = ()
+    stream: bool = False
+    order: tuple[int, ...] = ()
+    planes: tuple[int, ...] = ()
+    zero_axis: int | None = None
+    zero_add: int = 0
+    stored_grid: tuple[int, ...] = ()
+    index_axis: int | None = None
+    reciprocal: bool = False
+    biases: bool = False
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """How codes of four bits become numbers by a table: ``table[code] * scale``.
+
+    Elements are in C order, the first one of each byte in its high bits, and blocks run over all of
+    them regardless of axes. The parts are ``data``, ``table``, and ``scales`` with one number for
+    each block. Scales may be codes as well: they are then ``scale_table[code] * scale_scale +
+    offset`` of the parts ``scale_table`` and ``scale_scales``.
+
+    Parameters
+    ----------
+    block : int
+        Elements of a block.
+    scale_block : int or None
+        Scales of a block of scales, where these are codes.
+    offset : float
+        Added to scales that are codes.
+    """
+
+    block: int
+    scale_block: int | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +223,7 @@ class Tensor:
         What the file says of the tensor.
     dims : tuple of (str or None), or None
         Names of axes that the file or its model kind gives; None where it gives none.
-    quantization : Quantization or None
+    quantization : Quantization, Codebook or None
         Set where `layout` is ``"quantized"``.
     strict : bool
         Whether the format forbids what others tolerate in the values: booleans other than 0
@@ -166,6 +233,8 @@ class Tensor:
     path : tuple of str or None
         Where it is in the tree of modules, its own name last; None where the dots of its name
         say so.
+    stored : mapping of str to Tensor, or None
+        By role, the tensors that the file has in place of this one.
     """
 
     name: str
@@ -176,10 +245,11 @@ class Tensor:
     order: Literal["C", "F"] = "C"
     attrs: Mapping[str, Any] = field(default_factory=dict)
     dims: tuple[str | None, ...] | None = None
-    quantization: Quantization | None = None
+    quantization: Quantization | Codebook | None = None
     strict: bool = False
     problem: CheckpointError | None = None
     path: tuple[str, ...] | None = None
+    stored: Mapping[str, Tensor] | None = None
 
     @property
     def ndim(self) -> int:
@@ -195,6 +265,23 @@ class Tensor:
     def nbytes(self) -> int:
         """Stored size of all parts, in bytes."""
         return sum([part.nbytes for part in self.parts.values()])
+
+    def named(self, name: str) -> Tensor:
+        """Return it under another name, and what is stored in its place under names alike.
+
+        ``a.qweight`` of ``a.weight`` becomes ``b.qweight`` of ``b.weight``. Names that cannot
+        follow leave nothing that is stored in place of it.
+        """
+        if self.stored is None or name == self.name:
+            return replace(self, name=name)
+        stored = {}
+        for role, tensor in self.stored.items():
+            same = len(commonprefix([self.name, tensor.name]))
+            stem = name.removesuffix(self.name[same:])
+            if not name.endswith(self.name[same:]):
+                return replace(self, name=name, stored=None)
+            stored[role] = replace(tensor, name=stem + tensor.name[same:])
+        return replace(self, name=name, stored=stored)
 
 
 @dataclass(frozen=True, slots=True)

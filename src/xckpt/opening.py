@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
+from xckpt.arrays.parts import PartReader
+from xckpt.elements import nbytes_of
 from xckpt.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -15,16 +19,19 @@ from xckpt.errors import (
     locating,
 )
 from xckpt.index import paused_collector
-from xckpt.sharding import FileList, Opened, list_files, list_set, merge
+from xckpt.quantized import may_be_quantized, with_weights
+from xckpt.quantized.config import declaration, parse_json
+from xckpt.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
 from xckpt.storage import Source, is_remote, open_source
 from xckpt.storage.header import FIRST_NBYTES
+from xckpt.storage.source import ShardedSource, sources_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
     from typing import BinaryIO
 
-    from xckpt.index import Index
+    from xckpt.index import Index, Tensor
 
     OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
@@ -48,9 +55,13 @@ def open_index(
     *,
     storage_options: dict[str, Any] | None = None,
     mmap: bool = False,
+    whole: bool = True,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint and read its index."""
+    """Open a checkpoint and read its index.
+
+    `whole` is whether quantised weights are listed as such, not as the tensors that store them.
+    """
     listed = list_files(obj, storage_options)
     if listed is None:
         source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
@@ -62,6 +73,9 @@ def open_index(
         opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
         with paused_collector():
             source, index = merge(listed, opened)
+    if whole and may_be_quantized(index):
+        with paused_collector():
+            index = _with_weights(source, index)
     warn_of(index)
     return source, index
 
@@ -88,6 +102,45 @@ def _open_set(
         reason = f"{len(whole.tensors)} tensors are in all files, which say {files.count}"
         raise FormatError(reason, path=source.name, offset=files.offset, rule="Split")
     return merged, whole
+
+
+def _with_weights(source: Source, index: Index) -> Index:
+    """List quantised weights, which a file next to the model describes."""
+    first = source
+    while isinstance(first, ShardedSource):
+        first = next(iter(first.files.values()))
+
+    def look(name: str) -> dict[str, Any] | None:
+        known = index.attrs.get(name)
+        if isinstance(known, dict):
+            return known
+        content = read_sibling(first, f"{name}.json")
+        # Formats that have only text for attributes keep it as that.
+        if content is None and isinstance(known, str):
+            content = known.encode("utf-8", "surrogatepass")
+        return None if content is None else parse_json(content)
+
+    def read(tensors: Sequence[Tensor]) -> list[bytes]:
+        contents = dict.fromkeys([tensor.name for tensor in tensors], b"")
+        by_source: dict[Source, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            part = tensor.parts["data"]
+            size = nbytes_of(part.dtype, tensor.size)
+            if part.inline is None and part.encoding is None:
+                by_source[sources[part.shard]].append(tensor)
+                continue
+            with suppress(CheckpointError):  # what it has to say stays unsaid
+                data = PartReader(sources[part.shard], part).read(0, size, size)
+                contents[tensor.name] = bytes(data)
+        for file, some in by_source.items():
+            ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in some]
+            with suppress(CheckpointError):
+                for tensor, data in zip(some, file.read_ranges(ranges), strict=True):
+                    contents[tensor.name] = bytes(data)
+        return list(contents.values())
+
+    sources = sources_of(source, index.shards)
+    return with_weights(index, declaration(look), read)
 
 
 def open_each(

@@ -91,7 +91,9 @@ def references(
     ...     backend_kwargs={"consolidated": False, "storage_options": {"fo": "m.json"}},
     ... )
     """
-    source, index = open_index(path, engine, storage_options=storage_options, **format_options)
+    source, index = open_index(
+        path, engine, storage_options=storage_options, whole=False, **format_options
+    )
     files = sources_of(source, index.shards)
     refs: dict[str, Any] = {
         ".zgroup": _json({"zarr_format": 2}),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
+from xckpt.quantized.config import parse_json
 from xckpt.storage import is_remote, local_path, open_source
 from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
@@ -33,6 +35,7 @@ __all__ = [
     "list_set",
     "merge",
     "natural_key",
+    "read_sibling",
     "relabelled",
 ]
 
@@ -128,6 +131,10 @@ def _folder(folder: Path) -> FileList:
     # An index that is alone says all; nothing else is looked into then.
     one = len(indexes) == 1
     found = [] if one else [p for p in files if p not in indexes and _is_checkpoint(p)]
+    # Where a model says what it is, its weights are called that; others go with it.
+    models = [path for path in found if path.stem == "model"]
+    if len(models) == 1 and (folder / "config.json").exists():
+        found = models
     for path in indexes:
         listed = _indexed(open_source(path))
         if one or any(each.name in listed.files for each in found):
@@ -165,15 +172,26 @@ def _is_checkpoint(path: Path) -> bool:
         source.close()
 
 
+def read_sibling(source: Source, name: str) -> bytes | None:
+    """Read a small file next to another one; None if there is none, `ValueError` if it is large."""
+    try:
+        sibling = source.sibling(name)
+    except (OSError, CheckpointError):  # bytes have no folder
+        return None
+    with closing(sibling):
+        if sibling.size > _LARGEST_CONFIG:
+            raise ValueError(f"it has {sibling.size} bytes, more than {_LARGEST_CONFIG}")
+        return bytes(sibling.read(0, sibling.size))
+
+
 def _config(path: Path) -> dict[str, Any]:
     """Return what a model says of itself next to its weights, as an attribute."""
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
             return {}
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return {"config": parse_json(path.read_bytes())}
+    except (OSError, ValueError):
         return {}
-    return {"config": config} if isinstance(config, dict) else {}
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
@@ -324,10 +342,15 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
 
 def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
     """Return a tensor of a file as one of a checkpoint that has this file among others."""
+    if name is not None:
+        tensor = tensor.named(name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
-    return replace(tensor, parts=parts, name=tensor.name if name is None else name)
+    stored = tensor.stored
+    if stored is not None:
+        stored = {role: relabelled(each, label) for role, each in stored.items()}
+    return replace(tensor, parts=parts, stored=stored)
 
 
 def _within(label: str, shard: str | None) -> str:

@@ -151,6 +151,7 @@ def _open_all(files: list[tuple[str, Any]], engine: str, options: OpenOptions) -
             engine,
             storage_options=options.storage_options,
             mmap=options.mmap,
+            whole=options.decode,
             **options.format_options,
         )
         return Opened(label, source, index)
@@ -231,7 +232,7 @@ def _prefixes(dim: str, steps: list[int]) -> list[str]:
 def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix: str) -> Index:
     """Put tensors below the module of the step: ``step.100.embed``."""
     new = {
-        prefix + name: replace(tensor, name=prefix + name, path=None)
+        prefix + name: replace(tensor.named(prefix + name), path=None)
         for name, tensor in tensors.items()
         if name in kept
     }

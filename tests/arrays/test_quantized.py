@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sources import CountingSource
-from xckpt.arrays.dense import QuantizedArray
 from xckpt.arrays.parts import PartReader
+from xckpt.arrays.quantized import QuantizedArray
 from xckpt.index import Part, Quantization, Tensor
 
 

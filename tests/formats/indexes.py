@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from xckpt.elements import ELEMENT_TYPES
+from xckpt.index import Codebook
 from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def drafted(index: Index | Draft) -> Draft:
     tensors = {}
     for name, tensor in index.tensors.items():
         assert tensor.problem is None
+        assert not isinstance(tensor.quantization, Codebook)  # no format has one
         parts = {}
         for role, of in tensor.parts.items():
             made = part(of.dtype, of.shape or (), of.encoding, of.digest, of.offset)

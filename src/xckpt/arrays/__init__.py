@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.dense import DenseArray, QuantizedArray
+from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
+from xckpt.arrays.quantized import quantized_array
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError
@@ -79,7 +80,7 @@ def _arrays(
         return {None: CSRArray(tensor, readers, sparse=options.sparse)}
     if tensor.layout == "sparse_coo":
         return {None: COOArray(tensor, readers, sparse=options.sparse)}
-    return {None: QuantizedArray(tensor, readers)}
+    return {None: quantized_array(tensor, readers)}
 
 
 def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> LazyArray:

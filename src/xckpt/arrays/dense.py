@@ -1,4 +1,4 @@
-"""Bytes to elements: dense arrays in C or Fortran order, raw or compressed, and quantised ones."""
+"""Bytes to elements: dense arrays in C or Fortran order, raw or compressed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.index import Quantization, Tensor
     from xckpt.storage.ahead import Range
 
-__all__ = ["DenseArray", "QuantizedArray", "elements", "unpack_codes"]
+__all__ = ["DenseArray", "elements", "unpack_codes"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -308,123 +307,3 @@ def unpack_codes(
     codes = (words[..., None] >> shifts) & words.dtype.type((1 << bits) - 1)
     unpacked: Array = codes.astype(np.uint8).reshape(*raw.shape[:-1], -1)
     return unpacked
-
-
-class QuantizedArray(LazyArray):
-    """A quantised tensor as float32: of `data`, `scales`, and perhaps `zeros` and `global`."""
-
-    __slots__ = ("quantization", "readers")
-
-    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
-        if tensor.quantization is None:
-            raise ValueError(f"tensor {tensor.name!r} has no quantization")
-        super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
-        self.readers = dict(readers)
-        self.quantization: Quantization = tensor.quantization
-
-    @property
-    def part_readers(self) -> Collection[PartReader]:
-        """See `LazyArray.part_readers`."""
-        return self.readers.values()
-
-    def _select(self, key: tuple[AxisKey, ...]) -> Any:
-        run = contiguous_run(self.shape[:1], key[:1])
-        shape = result_shape(self.shape, key)
-        if 0 in shape or run.shape[0] == 0:
-            return self.empty(shape)
-        first = run.start
-        return take(self._rows(first, first + run.shape[0]), run.key + key[1:])
-
-    def _rows(self, start: int, stop: int) -> Array:
-        """Make some rows, whole along all other axes; a row is one step of axis 0."""
-        scheme = self.quantization
-        block = scheme.block[0]
-        grid_rows = slice(start // block, -(-stop // block))
-        codes = self._codes(start, stop)
-        zeros: Array | int | None = scheme.zero
-        if zeros is None:
-            packed = scheme.packed_zeros
-            grid = self._packed("zeros", self._grid) if packed else self._grid_of("zeros")
-            zeros = self._spread(grid[grid_rows], start, stop)
-        # Scales that are infinite or NaN are what the file says, not a fault of this computation.
-        with np.errstate(over="ignore", invalid="ignore"):
-            scales = self._grid_of("scales")
-            if scheme.global_scale:
-                dtype = self.readers["global"].part.dtype
-                nbytes = nbytes_of(dtype, 1)
-                (scale,) = elements(self._part("global", 0, nbytes, nbytes), dtype, decode=True)
-                scales = np.float32(scale) * scales
-            scales = self._spread(scales[grid_rows], start, stop)
-            return np.asarray((codes - zeros) * scales, np.float32)
-
-    @property
-    def _grid(self) -> tuple[int, ...]:
-        blocks = self.quantization.block
-        return tuple(-(-n // b) for n, b in zip(self.shape, blocks, strict=True))
-
-    def _part(self, role: str, start: int, stop: int, nbytes: int) -> memoryview:
-        return self.readers[role].read(start, stop, nbytes)
-
-    def _codes(self, start: int, stop: int) -> Array:
-        """Return the codes of some rows as float32."""
-        scheme = self.quantization
-        if scheme.word_bits == scheme.bits:
-            codes = DenseArray(self.name, self.readers["data"], self.shape)
-            return np.asarray(codes[start:stop], np.float32)
-        if scheme.axis == 0:
-            return self._packed("data", self.shape)[start:stop]
-        row = self._packed_nbytes((1, *self.shape[1:]))
-        data = self._part("data", start * row, stop * row, self.shape[0] * row)
-        return self._unpacked(data, (stop - start, *self.shape[1:]))
-
-    def _packed(self, role: str, shape: tuple[int, ...]) -> Array:
-        """Return all codes of a part whose words hold several each."""
-        nbytes = self._packed_nbytes(shape)
-        return self._unpacked(self._part(role, 0, nbytes, nbytes), shape)
-
-    def _packed_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in words: the packed axis is rounded up to whole words per line."""
-        scheme = self.quantization
-        per_word = scheme.word_bits // scheme.bits
-        words = -(-shape[scheme.axis] // per_word)
-        return (*shape[: scheme.axis], words, *shape[scheme.axis + 1 :])
-
-    def _packed_nbytes(self, shape: tuple[int, ...]) -> int:
-        return prod(self._packed_shape(shape)) * self.quantization.word_bits // 8
-
-    def _unpacked(self, data: memoryview, shape: tuple[int, ...]) -> Array:
-        scheme = self.quantization
-        words = np.frombuffer(data, f"V{scheme.word_bits // 8}").reshape(self._packed_shape(shape))
-        lines = np.ascontiguousarray(np.moveaxis(words, scheme.axis, -1))
-        codes = unpack_codes(
-            lines.view(np.uint8),
-            scheme.bits,
-            word_bits=scheme.word_bits,
-            msb_first=scheme.msb_first,
-        )
-        codes = np.moveaxis(codes[..., : shape[scheme.axis]], -1, scheme.axis)
-        if scheme.code == "int8":
-            # Move the sign bit to the top, then let an arithmetic shift extend it.
-            shift = 8 - scheme.bits
-            codes = np.left_shift(codes, shift, dtype=np.uint8).view(np.int8) >> shift
-        return codes.astype(np.float32)
-
-    def _grid_of(self, role: str) -> Array:
-        """Return the entries of a stored grid as float32, with the axes of the tensor."""
-        part = self.readers[role].part
-        nbytes = nbytes_of(part.dtype, prod(self._grid))
-        flat = elements(self._part(role, 0, nbytes, nbytes), part.dtype, decode=True)
-        axes = self.quantization.scale_axes or tuple(range(self.ndim))
-        stored = flat.astype(np.float32).reshape([self._grid[axis] for axis in axes])
-        return np.transpose(stored, np.argsort(axes))
-
-    def _spread(self, grid: Array, start: int, stop: int) -> Array:
-        """Repeat grid entries over their blocks, for the rows from `start` to `stop`."""
-        for axis, block in enumerate(self.quantization.block):
-            if block == 1 or grid.shape[axis] == 1:
-                continue  # the latter is broadcast
-            skipped = start % block if axis == 0 else 0
-            wanted = stop - start if axis == 0 else self.shape[axis]
-            grid = np.repeat(grid, block, axis=axis)
-            grid = grid[(slice(None),) * axis + (slice(skipped, skipped + wanted),)]
-        return grid

@@ -13,7 +13,8 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.dense import DenseArray, QuantizedArray
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.quantized import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, flat_positions
 from xckpt.errors import locating
 from xckpt.statistics.accumulate import Accumulator
@@ -415,7 +416,7 @@ def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Return the parts of an array by their roles; None if it is not made of parts."""
     if isinstance(lazy, DenseArray):
         return {"data": lazy.reader}
-    if isinstance(lazy, BlockArray | QuantizedArray | SparseArray):
+    if isinstance(lazy, BlockArray | CodebookArray | QuantizedArray | SparseArray):
         return dict(lazy.readers)
     return None
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
-from xckpt.arrays.dense import DenseArray, QuantizedArray
+from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.quantized import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
@@ -40,6 +41,8 @@ _FIELDS = attrgetter(*(field.name for field in fields(Part)))
 # Of what is decoded or comes from elsewhere, at a time.
 _PIECE_NBYTES = 4 << 20
 _LARGEST_BAND = 64 << 20
+# Of what is stored in another order of axes, where a row is in many places.
+_TURNED_NBYTES = 32 << 20
 
 
 class Reader:
@@ -190,6 +193,7 @@ class ArrayReader(Reader):
         self.nbytes = self.size * dtype.itemsize if nbytes is None else nbytes
         self.row = _row(self.shape)
         self.piece_nbytes = _PIECE_NBYTES
+        self.turned = False  # whether it is stored in another order of axes
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read some of the elements."""
@@ -201,8 +205,7 @@ class ArrayReader(Reader):
         wanted = max(1, self.piece_nbytes // self.kind.itemsize)
         axis, inner = 0, prod(self.shape[1:])
         # A slice along the first axis may be too large: then along the next one.
-        divisible = not isinstance(self.array, QuantizedArray)  # it makes whole rows only
-        while inner > wanted and axis + 1 < len(self.shape) and divisible:
+        while inner > wanted and axis + 1 < len(self.shape) and not self.turned:
             axis += 1
             inner = prod(self.shape[axis + 1 :])
         rows = max(1, wanted // inner)
@@ -296,13 +299,12 @@ def _reader_of(lazy: LazyArray) -> Reader:
     if isinstance(lazy, SparseArray) and 0 not in lazy.shape:
         return SparseReader(lazy)
     reader = ArrayReader(lazy)
-    if isinstance(lazy, QuantizedArray):
-        scheme = lazy.quantization
-        # Words along the first axis are unpacked all at once, whichever rows are asked for.
-        reader.whole = scheme.axis == 0 and scheme.word_bits != scheme.bits
+    if isinstance(lazy, QuantizedArray | CodebookArray):
+        if isinstance(lazy, QuantizedArray) and lazy.is_turned:
+            reader.turned, reader.piece_nbytes = True, _TURNED_NBYTES
         reader.nbytes = sum(each.part.nbytes for each in lazy.readers.values())
         reader.place = (lazy.source.name, lazy.readers["data"].part.offset)
-        reader.identity = (_stored(lazy), lazy.shape, scheme)
+        reader.identity = (_stored(lazy), lazy.shape, lazy.quantization)
     elif isinstance(lazy, DenseArray):
         _describe_dense(reader, lazy)
     return reader

@@ -64,12 +64,15 @@ class Payload:
 
     `parts` has `StoredData` of a file, numpy arrays or dask arrays. `values` makes a dense array
     of all values, where the tensor is not dense but can be shown so. `level` is of compression.
+    `stored` has what a file has in place of the tensor, and what is written unless its values are
+    asked for.
     """
 
     tensor: WantedTensor
     parts: dict[str, Any]
     values: Callable[[], Any] | None = None
     level: int | None = None
+    stored: tuple[Payload, ...] = ()
 
     def data(self, role: str, part: WantedPart, cast: Cast) -> PartData:
         """Return the bytes of a part in the form in which they are to be written."""

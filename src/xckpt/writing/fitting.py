@@ -141,8 +141,7 @@ def fit(
     fitted: dict[str, Payload] = {}
     more: dict[str, dict[str, Any]] = {}
     names = {payload.tensor.name for payload in payloads}
-    for payload in payloads:
-        wanted = requests.of(payload.tensor.name)
+    for payload, wanted in _asked_for(payloads, requests):
         for shaped in _in_layout(payload, writer, wanted, cast, changes, names=names):
             name = shaped.tensor.name
             if name in fitted:
@@ -156,7 +155,7 @@ def fit(
             if rest:
                 more[name] = rest
             fitted[name] = shaped
-    requests.check_used(fitted)
+    requests.check_used([*names, *fitted])
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
     kept, rest = _kept_attrs(attrs, writer.can.file_attrs)
     for name in rest:
@@ -164,6 +163,26 @@ def fit(
     arrangement = _kept_arrangement(arrangement.of(fitted), writer.can, changes)
     tensors = {name: p.tensor for name, p in fitted.items()}
     return Draft(tensors, kept, path, arrangement, more, attr_types), fitted
+
+
+def _asked_for(
+    payloads: Iterable[Payload], requests: Requests
+) -> Iterator[tuple[Payload, dict[str, Any]]]:
+    """Return what is to be written, and how: of a quantised weight, what is stored in its place."""
+    for payload in payloads:
+        wanted = requests.of(payload.tensor.name)
+        if not payload.stored or wanted.get("layout") == "dense":
+            yield payload, wanted
+            continue
+        for stored in payload.stored:
+            how = wanted | requests.of(stored.tensor.name)
+            if "dtype" in how:
+                raise UnsupportedError(
+                    "the element type of codes and scales cannot be chosen",
+                    tensor=payload.tensor.name,
+                    hint="layout='dense' writes the values, in any type",
+                )
+            yield stored, how
 
 
 def _in_layout(

@@ -25,7 +25,7 @@ from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
 from xckpt.errors import UnsupportedError, shown
-from xckpt.index import Arrangement, Tensor
+from xckpt.index import Arrangement, Quantization, Tensor
 from xckpt.labels import AxisNames, stated_name
 from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
@@ -204,10 +204,17 @@ def stored_payload(
         tensor.order,
         tensor.attrs,
         tensor.dims,
-        tensor.quantization,
+        # Codebooks are in no format: what is stored is written, or the values.
+        tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
         tensor.path,
     )
-    return Payload(wanted, data, values)
+    stored = tuple(
+        [
+            stored_payload(each, {"data": replace(readers[role], part=each.parts["data"])})
+            for role, each in (tensor.stored or {}).items()
+        ]
+    )
+    return Payload(wanted, data, values, stored=stored)
 
 
 def _as_stored(
@@ -281,7 +288,10 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
     }
     origin = None if lazy is None else lazy.origin
     if origin is not None and origin.role is None:
-        tensor = replace(origin.tensor, name=name, **common)
+        tensor = replace(origin.tensor.named(name), **common)
+        if origin.tensor.stored is not None and tensor.stored is None:
+            changes.add("quantised tensors that are called otherwise are written dense", name)
+            return _computed(name, variable, common)
         values = None if tensor.layout == "dense" else lambda: densified(variable.data)
         return stored_payload(tensor, _readers(lazy), values)
     if isinstance(lazy, DenseArray):

@@ -404,7 +404,7 @@ def append(
     """
     if not isinstance(path, str | PathLike):
         raise TypeError(f"expected a path or URL, got {type(path).__name__}")
-    source, index = open_index(path, storage_options=storage_options)
+    source, index = open_index(path, storage_options=storage_options, whole=False)
     try:
         destination = Destination(
             path,

@@ -180,7 +180,7 @@ def verify(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
-            source, index = open_index(path, engine, storage_options=storage_options)
+            source, index = open_index(path, engine, storage_options=storage_options, whole=False)
     except CheckpointError as error:
         return Report(error.path or "", "", "", 0, 0, (_finding(error),))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]

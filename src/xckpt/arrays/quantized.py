@@ -1,0 +1,425 @@
+"""Quantised tensors as float32: of codes, scales, and whatever else their scheme has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.dense import DenseArray, elements
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.selection import (
+    AxisKey,
+    Chunks,
+    chunks_along_slowest,
+    contiguous_run,
+    groups,
+    positions,
+    result_shape,
+    take,
+)
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.errors import FormatError
+from xckpt.index import Codebook, Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from xckpt.arrays.parts import PartReader
+    from xckpt.index import Tensor
+    from xckpt.storage import Source
+
+__all__ = ["CodebookArray", "QuantizedArray", "quantized_array"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+# Elements between those that are asked for that may be decoded as well.
+_LARGEST_WASTE = 1 << 22
+_NOTHING = np.empty((0, 0), np.float32)
+
+
+def quantized_array(
+    tensor: Tensor, readers: Mapping[str, PartReader]
+) -> QuantizedArray | CodebookArray:
+    """Return the numbers that a quantised tensor stands for."""
+    if isinstance(tensor.quantization, Codebook):
+        return CodebookArray(tensor, readers)
+    return QuantizedArray(tensor, readers)
+
+
+class _Box(NamedTuple):
+    """From where to where along each axis."""
+
+    start: Shape
+    stop: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    def along(self, axes: Sequence[int]) -> tuple[slice, ...]:
+        """Return it as an index of an array that has the axes in another order."""
+        return tuple([slice(self.start[axis], self.stop[axis]) for axis in axes])
+
+
+class _OfParts(LazyArray):
+    """An array of float32 that is made of several parts, which may be in different files."""
+
+    __slots__ = ("readers",)
+
+    quantization: Quantization | Codebook
+
+    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
+        super().__init__(tensor.name, readers["data"].source, tensor.shape, np.dtype(np.float32))
+        self.readers = dict(readers)
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """All files that it is in."""
+        return dict.fromkeys(reader.source for reader in self.readers.values())
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """Those of parts that have to do with values; see `LazyArray.part_readers`."""
+        unused = {"shape", "state"}
+        if isinstance(self.quantization, Quantization) and self.quantization.zero is not None:
+            unused.add("zeros")
+        return [reader for role, reader in self.readers.items() if role not in unused]
+
+
+class QuantizedArray(_OfParts):
+    """A quantised tensor with a grid of scales; of a selection, the box around it is decoded."""
+
+    __slots__ = ("quantization", "strict")
+
+    quantization: Quantization
+
+    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
+        if not isinstance(tensor.quantization, Quantization):
+            raise ValueError(f"tensor {tensor.name!r} has no quantization")  # noqa: TRY004
+        super().__init__(tensor, readers)
+        self.quantization = tensor.quantization
+        self.strict = tensor.strict
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether a row is not a run of the codes: they are stored in another order of axes."""
+        axes = self.quantization.axes
+        return axes != tuple(sorted(axes))
+
+    def chunks(self, target: int) -> Chunks:
+        """Return chunks along the slowest axis of what is stored; see `LazyArray.chunks`."""
+        axes = self.quantization.axes or tuple(range(self.ndim))
+        stored = tuple([self.shape[axis] for axis in axes])
+        chunks = chunks_along_slowest(stored, self.dtype.itemsize, target)
+        return tuple([chunks[axes.index(axis)] for axis in range(self.ndim)])
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        shape = result_shape(self.shape, key)
+        runs = [contiguous_run((n,), (entry,)) for n, entry in zip(self.shape, key, strict=True)]
+        if 0 in shape or any(run.shape == (0,) for run in runs):
+            return self.empty(shape)
+        if prod(n for run in runs for n in run.shape) > _LARGEST_WASTE + 4 * prod(shape):
+            return self._select_apart(key, [run.shape[0] for run in runs])
+        starts = tuple([run.start for run in runs])
+        stops = tuple([run.start + run.shape[0] for run in runs])
+        return take(self._numbers(_Box(starts, stops)), [run.key[0] for run in runs])
+
+    def _select_apart(self, key: tuple[AxisKey, ...], extents: Sequence[int]) -> Array:
+        """Select what is scattered in two steps, along the axis where most is between."""
+        chosen = [positions(entry, size) for entry, size in zip(key, self.shape, strict=True)]
+        between = [extent / len(each) for extent, each in zip(extents, chosen, strict=True)]
+        axis = between.index(max(between))
+        halves = [
+            self._select((*key[:axis], half, *key[axis + 1 :]))
+            for half in groups(key[axis], self.shape[axis], -(-len(chosen[axis]) // 2))
+        ]
+        return np.concatenate(halves, axis=len(result_shape(self.shape[:axis], key[:axis])))
+
+    def _numbers(self, box: _Box) -> Array:
+        scheme = self.quantization
+        entries = [self._entries(axis, box) for axis in range(self.ndim)]
+        grid = _Box(
+            tuple([int(each.min()) for each in entries]),
+            tuple([int(each.max()) + 1 for each in entries]),
+        )
+        table, codes = self._codes(box)
+        zeros = _NOTHING
+        if scheme.zero is None:
+            zeros = self._zeros(grid)
+        elif scheme.zero:
+            table = table - scheme.zero
+        with np.errstate(all="ignore"):  # what scales are is what the file says
+            scales = self._scales(grid)
+        biases = self._grid("biases", grid) if scheme.biases else _NOTHING
+        rows = np.zeros(1, np.int64)
+        for axis, along in enumerate(entries[:-1]):
+            rows = np.add.outer(rows * grid.shape[axis], along - grid.start[axis]).reshape(-1)
+        columns = entries[-1] - grid.start[-1]
+        starts = np.flatnonzero(np.diff(columns, prepend=-1))
+        ends = np.append(starts, len(columns))
+        grids = zeros, scales, biases
+        numbers = _scaled(codes, table, grids, rows=rows, starts=ends, columns=columns[starts])
+        if scheme.factor is not None:
+            numbers *= np.float32(scheme.factor)
+        return numbers
+
+    def _entries(self, axis: int, box: _Box) -> Array:
+        """Return the position in the grid of each position along an axis."""
+        scheme, start, stop = self.quantization, box.start[axis], box.stop[axis]
+        entries = np.arange(start, stop) // scheme.block[axis]
+        if axis != scheme.index_axis:
+            return entries
+        index: Array = self._dense("index", (self.shape[axis],))[:].astype(np.int64)
+        if not self.strict and (index == -1).all():
+            return entries
+        count = -(-self.shape[axis] // scheme.block[axis])
+        wrong = np.flatnonzero((index < 0) | (index >= count))
+        if wrong.size:
+            at = int(wrong[0])
+            reason = f"entry {at} of the index of groups is {index[at]}, but there are {count}"
+            raise FormatError(reason, offset=self.readers["index"].part.offset, rule="GroupIndex")
+        return index[start:stop]
+
+    def _dense(self, role: str, shape: Shape) -> DenseArray:
+        return DenseArray(self.name, self.readers[role], shape)
+
+    def _codes(self, box: _Box) -> tuple[Array, Array]:
+        """Return the values of all codes, and the codes in a box."""
+        scheme, reader = self.quantization, self.readers["data"]
+        axes = scheme.axes or tuple(range(self.ndim))
+        if scheme.word_bits == scheme.bits:
+            stored = tuple([self.shape[axis] for axis in axes])
+            codes = DenseArray(self.name, reader, stored, decode=False)[box.along(axes)]
+            table = _values(reader.part.dtype, ELEMENT_TYPES[reader.part.dtype].bits)
+            return table, np.transpose(codes.view(np.uint8), np.argsort(axes))
+        table = _values(scheme.code, scheme.bits)
+        how: Any = {"name": self.name, "shape": self.shape, "axes": axes, "axis": scheme.axis}
+        return table, _unpacked(reader, scheme, box, **how)
+
+    def _zeros(self, grid: _Box) -> Array:
+        """Return stored zero points."""
+        scheme = self.quantization
+        if not scheme.packed_zeros:
+            return self._grid("zeros", grid)
+        axis = scheme.axis if scheme.zero_axis is None else scheme.zero_axis
+        axes = scheme.scale_axes or tuple(range(self.ndim))
+        how: Any = {"name": self.name, "shape": self._stored_grid, "axes": axes, "axis": axis}
+        codes = _unpacked(self.readers["zeros"], scheme, grid, **how, add=scheme.zero_add)
+        return _values(scheme.code, scheme.bits)[codes]
+
+    def _scales(self, grid: _Box) -> Array:
+        scheme = self.quantization
+        scales = self._grid("scales", grid)
+        if scheme.reciprocal:
+            scales = np.float32(1) / scales
+        if scheme.global_scale:
+            whole = self._dense("global", (1,))[:].astype(np.float32)
+            scales = scales / whole if scheme.global_divides else whole * scales
+        return scales
+
+    @property
+    def _stored_grid(self) -> Shape:
+        """How many entries stored grids have along each axis."""
+        scheme = self.quantization
+        blocks = zip(self.shape, scheme.block, strict=True)
+        return scheme.stored_grid or tuple([-(-size // block) for size, block in blocks])
+
+    def _grid(self, role: str, grid: _Box) -> Array:
+        """Return entries of a stored grid as float32, with the axes of the tensor."""
+        axes = self.quantization.scale_axes or tuple(range(self.ndim))
+        stored = self._dense(role, tuple([self._stored_grid[axis] for axis in axes]))
+        return np.transpose(stored[grid.along(axes)].astype(np.float32), np.argsort(axes))
+
+
+class CodebookArray(_OfParts):
+    """A tensor of codes that a table has the values of; see `xckpt.index.Codebook`."""
+
+    __slots__ = ("quantization",)
+
+    quantization: Codebook
+
+    def __init__(self, tensor: Tensor, readers: Mapping[str, PartReader]) -> None:
+        if not isinstance(tensor.quantization, Codebook):
+            raise ValueError(f"tensor {tensor.name!r} has no codebook")  # noqa: TRY004
+        super().__init__(tensor, readers)
+        self.quantization = tensor.quantization
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        shape = result_shape(self.shape, key)
+        if 0 in shape:
+            return self.empty(shape)
+        run = contiguous_run(self.shape, key)
+        size = prod(run.shape)
+        return take(self._numbers(run.start, run.start + size).reshape(run.shape), run.key)
+
+    def _numbers(self, start: int, stop: int) -> Array:
+        """Return some elements of the flat tensor."""
+        book, count = self.quantization, prod(self.shape)
+        box, data = _Box((start,), (stop,)), self.readers["data"]
+        how: Any = {"name": self.name, "shape": (count,), "axes": (0,), "axis": 0}
+        codes = _unpacked(data, _NIBBLES, box, **how)
+        first, last = start // book.block, (stop - 1) // book.block + 1
+        blocks = np.arange(last - first)
+        starts = np.clip((blocks + first) * book.block - start, 0, None)
+        with np.errstate(all="ignore"):  # what scales are is what the file says
+            scales = self._scales(first, last, -(-count // book.block))
+        grids, table = (_NOTHING, scales[None], _NOTHING), self._flat("table", 16)[:]
+        ends, rows = np.append(starts, stop - start), np.zeros(1, np.int64)
+        return _scaled(codes, table, grids, rows=rows, starts=ends, columns=blocks)
+
+    def _scales(self, first: int, last: int, count: int) -> Array:
+        book = self.quantization
+        scales: Array = self._flat("scales", count)[first:last]
+        if book.scale_block is None:
+            return scales.astype(np.float32)
+        blocks = np.arange(first, last) // book.scale_block
+        outer = self._flat("scale_scales", -(-count // book.scale_block))
+        factors = outer[int(blocks[0]) : int(blocks[-1]) + 1][blocks - blocks[0]]
+        values: Array = self._flat("scale_table", 256)[:][scales] * factors
+        return values + np.float32(book.offset)
+
+    def _flat(self, role: str, count: int) -> DenseArray:
+        return DenseArray(self.name, self.readers[role], (count,))
+
+
+# How the codes of a codebook share bytes.
+_NIBBLES = Quantization((1,), "uint8", 4, 8, 0, msb_first=True)
+
+
+@lru_cache(maxsize=64)
+def _values(code: str, bits: int) -> Array:
+    """Return the values of all codes as float32."""
+    codes = np.arange(1 << bits, dtype=np.uint8)
+    if code == "uint8":
+        return codes.astype(np.float32)
+    if code == "int8":
+        # Move the sign bit to the top, then let an arithmetic shift extend it.
+        return ((codes << (8 - bits)).view(np.int8) >> (8 - bits)).astype(np.float32)
+    if code in ELEMENT_TYPES:
+        return elements(codes.data, code, decode=True)
+    import ml_dtypes  # of floats of six bits, which are no element type: they share words
+
+    values: Array = codes.view(getattr(ml_dtypes, code)).astype(np.float32)
+    return values
+
+
+class _Packing(NamedTuple):
+    """How codes share words; see `unpack_pieces`."""
+
+    codes: int  # in a period
+    words: int
+    pieces: Array
+
+
+@lru_cache(maxsize=256)
+def _packing(scheme: Quantization) -> _Packing:
+    bits, word_bits = scheme.bits, scheme.word_bits
+    places: list[list[tuple[int, int]]] = []  # of each code: bits before it in a period, and width
+    if scheme.planes:
+        codes, words, before = 32, bits * 32 // word_bits, 0
+        places = [[] for _ in range(codes)]
+        for width in scheme.planes:
+            for code in range(codes):
+                places[code].append((before + code * width, width))
+            before += codes * width
+    elif scheme.stream:
+        codes, words = word_bits // gcd(bits, word_bits), bits // gcd(bits, word_bits)
+        places = [[(code * bits, bits)] for code in range(codes)]
+    else:
+        codes, words = word_bits // bits, 1
+        order = scheme.order or range(codes)
+        turned = [codes - 1 - place for place in order] if scheme.msb_first else order
+        places = [[(place * bits, bits)] for place in turned]
+    pieces = np.zeros((codes, 2 * max(map(len, places)), 5), np.int64)
+    for code, of in enumerate(places):
+        left = number = 0
+        for begin, width in of:
+            at, end = begin, begin + width
+            while at < end:
+                # As much of it as lies in one byte.
+                taken = min(end, at // 8 * 8 + 8) - at
+                where = at // word_bits, at % word_bits // 8, at % 8
+                pieces[code, number] = (*where, (1 << taken) - 1, left)
+                left, number, at = left + taken, number + 1, at + taken
+    most = int((pieces[..., 3] > 0).sum(axis=1).max())
+    return _Packing(codes, words, np.ascontiguousarray(pieces[:, :most]))
+
+
+def _unpacked(
+    reader: PartReader,
+    scheme: Quantization,
+    box: _Box,
+    *,
+    name: str,
+    shape: Shape,
+    axes: Shape,
+    axis: int,
+    add: int = 0,
+) -> Array:
+    """Return the codes in a box; those along `axis` share words, each line has whole ones."""
+    from xckpt.arrays.kernels import unpack_pieces
+
+    packing, nbytes = _packing(scheme), scheme.word_bits // 8
+    place = axes.index(axis)
+    # As many words as the codes of a line need.
+    whole, rest = divmod(shape[axis], packing.codes)
+    words = whole * packing.words
+    if rest:
+        in_words = -(-rest * scheme.bits // scheme.word_bits)
+        words += in_words if scheme.stream else packing.words
+    before = box.start[axis] // packing.codes
+    after = -(-box.stop[axis] // packing.codes)
+    stored = [words if each == axis else shape[each] for each in axes]
+    key = list(box.along(axes))
+    key[place] = slice(before * packing.words, min(after * packing.words, words))
+    raw = replace(reader, part=replace(reader.part, dtype="uint8"))
+    data = DenseArray(name, raw, (*stored, nbytes), decode=False)[tuple(key)]
+    sizes = [box.shape[each] for each in axes]
+    outer, inner = prod(sizes[:place]), prod(sizes[place + 1 :])
+    lines = np.ascontiguousarray(data).reshape(outer, -1, inner, nbytes)
+    codes = np.empty((outer, sizes[place], inner), np.uint8)
+    first, mask = box.start[axis] - before * packing.codes, (1 << scheme.bits) - 1
+    unpack_pieces(lines, packing.pieces, packing.words, first, add, mask, codes)
+    return np.transpose(codes.reshape(sizes), np.argsort(axes))
+
+
+def _scaled(
+    codes: Array,
+    table: Array,
+    grids: tuple[Array, Array, Array],
+    *,
+    rows: Array,
+    starts: Array,
+    columns: Array,
+) -> Array:
+    """Compute the numbers of codes; see `scale_codes`."""
+    from xckpt.arrays.kernels import scale_codes
+
+    lines = _contiguous(codes).reshape(-1, codes.shape[-1])
+    out = np.empty(lines.shape, np.float32)
+    flat = [
+        np.ascontiguousarray(grid, np.float32).reshape(prod(grid.shape[:-1]), grid.shape[-1])
+        for grid in grids
+    ]
+    table = np.ascontiguousarray(table, np.float32)
+    scale_codes(lines, table, *flat, rows, starts, columns, out)
+    return out.reshape(codes.shape)
+
+
+def _contiguous(codes: Array) -> Array:
+    """Return codes in C order; numpy takes long to swap the last two axes."""
+    from xckpt.arrays.kernels import turn
+
+    if codes.ndim < 2 or codes.flags.c_contiguous:
+        return codes
+    lines = np.swapaxes(codes, -1, -2)
+    if not lines.flags.c_contiguous:
+        return np.ascontiguousarray(codes)
+    out = np.empty(codes.shape, np.uint8)
+    for each in np.ndindex(codes.shape[:-2]):
+        turn(lines[each], out[each])
+    return out

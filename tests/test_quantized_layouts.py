@@ -1,0 +1,439 @@
+"""Codes, scales and their kin in the layouts of all schemes mean what a plain formula says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xckpt
+from tests.formats.safetensors_files import safetensors_file
+from xckpt.errors import CheckpointWarning, UnsupportedError
+from xckpt.quantized.config import is_match
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SPELLED = {
+    "int32": "I32", "int64": "I64", "uint32": "U32", "uint8": "U8", "int8": "I8", "float16": "F16",
+    "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+FEW = settings(max_examples=12)
+
+
+def model(config: Any, **tensors: np.ndarray) -> bytes:
+    """Write a model with a layer `a`, whose tensors are given, and what is declared of it."""
+    header: dict[str, Any] = {"__metadata__": {"config": json.dumps(config)}}
+    data = b""
+    for role, array in tensors.items():
+        payload = np.ascontiguousarray(array).tobytes()
+        header[f"a.{role}"] = {
+            "dtype": _SPELLED[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(payload)],
+        }
+        data += payload
+    return safetensors_file(header, data)
+
+
+def weight(content: Any, name: str = "a.weight") -> Any:
+    """Open a model without a warning, and return a weight."""
+    return xr.open_dataset(content, engine="safetensors")[name]
+
+
+def stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack the codes of each line into words of 32 bits, one after the other."""
+    each = np.unpackbits(codes.astype(np.uint8)[..., None], axis=-1, bitorder="little")
+    line = each[..., :bits].reshape(*codes.shape[:-1], -1)
+    padded = np.pad(line, [(0, 0)] * (codes.ndim - 1) + [(0, -line.shape[-1] % 32)])
+    packed: np.ndarray = np.packbits(padded, axis=-1, bitorder="little").view("<u4")
+    return packed
+
+
+def some(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(1, 64, shape).astype(np.float16) / 16
+
+
+def check(content: bytes, right: np.ndarray, data: st.DataObject) -> None:
+    lazy = weight(content)
+    np.testing.assert_array_equal(lazy.values, right)
+    key = tuple([data.draw(st.slices(size)) for size in right.shape])
+    np.testing.assert_array_equal(lazy[key].values, right[key])
+
+
+@FEW
+@given(st.data(), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.booleans(), st.booleans())
+def test_gptq(data: st.DataObject, bits: int, ordered: bool, sym: bool, version_2: bool) -> None:
+    rng = np.random.default_rng(0)
+    columns, out = 32 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 2))
+    group = data.draw(st.sampled_from([32, 48, columns]))
+    groups = -(-columns // group)
+    codes = rng.integers(0, 1 << bits, (columns, out))
+    zeros = rng.integers(0, 1 << bits, (groups, out))
+    scales, index = some(rng, groups, out), np.arange(columns, dtype=np.int32) // group
+    if ordered:
+        index = rng.permutation(index).astype(np.int32)
+    stored = zeros if version_2 else (zeros - 1) % (1 << bits)
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym}
+    config |= {"checkpoint_format": "gptq_v2"} if version_2 else {}
+    content = model(
+        {"quantization_config": config},
+        qweight=stream(codes.T, bits).T.astype(np.int32),
+        qzeros=stream(stored, bits).astype(np.int32),
+        scales=scales,
+        g_idx=index,
+    )
+    zero = np.full_like(zeros, 1 << (bits - 1)) if sym else zeros
+    check(content, ((codes - zero[index]) * scales[index].astype(np.float32)).T, data)
+
+
+@FEW
+@given(st.data(), st.integers(1, 8), st.booleans(), st.booleans())
+def test_words_of_compressed_tensors(
+    data: st.DataObject, bits: int, symmetric: bool, by_channel: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    rows, group = data.draw(st.integers(1, 40)), 16
+    columns = data.draw(st.integers(1, 70)) if by_channel else 16 * data.draw(st.integers(1, 4))
+    group = columns if by_channel else group
+    codes = rng.integers(0, 1 << bits, (rows, columns))
+    grid = (rows, columns // group)
+    zeros = np.full(grid, 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, grid)
+    scales = some(rng, *grid)
+    strategy = {"strategy": "channel"} if by_channel else {"strategy": "group", "group_size": group}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    tensors: dict[str, Any] = {
+        "weight_packed": stream(codes, bits).astype(np.int32),
+        "weight_scale": scales,
+        "weight_shape": np.array([rows, columns]),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = stream(zeros.T, bits).T.astype(np.int32)
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "version": "0.20.0",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    right = (codes - zeros.repeat(group, axis=1)) * scales.astype(np.float32).repeat(group, axis=1)
+    check(model({"quantization_config": config}, **tensors), right, data)
+
+
+@FEW
+@given(st.data())
+def test_awq(data: st.DataObject) -> None:
+    rng = np.random.default_rng(0)
+    groups, out = data.draw(st.integers(1, 4)), 8 * data.draw(st.integers(1, 9))
+    codes, zeros = rng.integers(0, 16, (groups * 32, out)), rng.integers(0, 16, (groups, out))
+    scales = some(rng, groups, out)
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def packed(codes: np.ndarray) -> np.ndarray:
+        words = codes.reshape(len(codes), -1, 8)[..., order].reshape(codes.shape)
+        return stream(words, 4).astype(np.int32)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    content = model(
+        {"quantization_config": config},
+        qweight=packed(codes),
+        qzeros=packed(zeros),
+        scales=scales,
+    )
+    spread = [each.repeat(32, axis=0) for each in (zeros, scales.astype(np.float32))]
+    check(content, ((codes - spread[0]) * spread[1]).T, data)
+
+
+@FEW
+@given(st.data(), st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.sampled_from([32, 64]))
+def test_mlx(data: st.DataObject, bits: int, group: int) -> None:
+    rng = np.random.default_rng(0)
+    rows, groups = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    codes = rng.integers(0, 1 << bits, (2, rows, groups * group))
+    scales, biases = some(rng, 2, rows, groups), -some(rng, 2, rows, groups)
+    config = {"quantization": {"group_size": group, "bits": bits}}
+    content = model(config, weight=stream(codes, bits), scales=scales, biases=biases)
+    spread = [each.astype(np.float32).repeat(group, axis=-1) for each in (scales, biases)]
+    check(content, codes.astype(np.float32) * spread[0] + spread[1], data)
+
+
+@FEW
+@given(st.data(), st.booleans())
+def test_blocks_of_float8(data: st.DataObject, by_powers: bool) -> None:
+    rng = np.random.default_rng(0)
+    shape = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
+    block = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 20)))
+    codes = rng.integers(0, 0x7F, shape).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    grid = tuple([-(-n // b) for n, b in zip(shape, block, strict=True)])
+    scales: Any = some(rng, *grid).astype(np.float32)
+    if by_powers:
+        scales = rng.integers(100, 140, grid).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    content = model({"quantization_config": config}, weight=codes, weight_scale_inv=scales)
+    spread = scales.astype(np.float32)
+    for axis in (0, 1):
+        spread = spread.repeat(block[axis], axis=axis)
+    check(content, codes.astype(np.float32) * spread[: shape[0], : shape[1]], data)
+
+
+@FEW
+@given(st.data(), st.booleans())
+def test_four_bits_with_a_table(data: st.DataObject, nested: bool) -> None:
+    rng = np.random.default_rng(0)
+    shape = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
+    block, count = data.draw(st.integers(1, 70)), int(np.prod(shape))
+    codes, table = rng.integers(0, 16, count + count % 2), some(rng, 16).astype(np.float32)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "shape": shape}
+    blocks = -(-count // block)
+    absmax = some(rng, blocks).astype(np.float32)
+    tensors: dict[str, Any] = {
+        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        "weight.quant_map": table,
+        "weight.absmax": absmax,
+    }
+    if nested:
+        state |= {"nested_blocksize": 3, "nested_offset": 0.25}
+        stored = rng.integers(0, 256, blocks).astype(np.uint8)
+        outer, inner = some(rng, -(-blocks // 3)), some(rng, 256).astype(np.float32)
+        tensors |= {
+            "weight.absmax": stored,
+            "weight.nested_absmax": outer.astype(np.float32),
+            "weight.nested_quant_map": inner,
+        }
+        absmax = inner[stored] * outer.astype(np.float32).repeat(3)[:blocks] + np.float32(0.25)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors["weight.quant_state.bitsandbytes__nf4"] = text
+    content = model({"quantization_config": {"quant_method": "bitsandbytes"}}, **tensors)
+    right = table[codes[:count]] * absmax.repeat(block)[:count]
+    check(content, right.reshape(shape), data)
+
+
+@FEW
+@given(st.data(), st.booleans())
+def test_small_floats_in_blocks(data: st.DataObject, divides: bool) -> None:
+    rng = np.random.default_rng(0)
+    rows, groups = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 5))
+    codes = rng.integers(0, 16, (rows, groups * 16)).astype(np.uint8)
+    scales = rng.integers(1, 0x70, (rows, groups)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    whole = np.array([3.7], np.float32)
+    packed, names = codes[:, 0::2] | codes[:, 1::2] << 4, ("weight", "weight_scale_2")
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if divides:
+        names = ("weight_packed", "weight_global_scale")
+        config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    tensors: dict[str, Any] = {names[0]: packed, "weight_scale": scales, names[1]: whole}
+    content = model({"quantization_config": config}, **tensors)
+    each = scales.astype(np.float32)
+    each = (each / whole if divides else each * whole).repeat(16, axis=1)
+    check(content, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * each, data)
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
+    from xckpt.elements import nbytes_of
+    from xckpt.index import Index, Part, Tensor
+    from xckpt.quantized import with_weights
+    from xckpt.quantized.config import Declared
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {
+        f"{n}": {"targets": [f"re:.*{n}"], "weights": weights | {"group_size": n + 1}}
+        for n in range(5000)
+    }
+    config: dict[str, Any] = {"format": "pack-quantized", "config_groups": groups}
+    if method == "gptq":
+        config = {"bits": 4, "dynamic": {f"(a+)+{n}": {"bits": 8} for n in range(5000)}}
+    roles = ("qweight", "scales") if method == "gptq" else ("weight_packed", "weight_scale")
+    tensors = {}
+    for n in range(2000):
+        for role, dtype, shape in zip(roles, ("int32", "float16"), ((8, 8), (3, 8)), strict=True):
+            part = Part(dtype, shape, 0, nbytes_of(dtype, shape[0] * 8))
+            name = f"layers.{n}.{role}"
+            tensors[name] = Tensor(name, dtype, shape, {"data": part})
+    index = Index("", "", tensors)
+    found = with_weights(index, Declared(method, config), lambda some: [b""] * len(some))
+    # There are 10 million alternatives.
+    assert "more parameters and patterns are declared than are tried" in "".join(found.warnings)
+    assert found.tensors.keys() == index.tensors.keys()
+
+
+# --- reading no more than what is asked for ------------------------------------------------------
+
+
+def fp8(rows: int = 8) -> dict[str, np.ndarray]:
+    codes = np.arange(rows * 4).reshape(rows, 4).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": np.array(2, np.float32)}
+
+
+def test_a_row_reads_its_own_codes_and_scales() -> None:
+    from tests.sources import CountingSource
+    from xckpt.arrays import ReadOptions, lazy_arrays
+
+    scales = np.ones((4096, 16), np.float32)
+    codes = np.ones((4096, 256), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    content = model({}, weight=codes, weight_scale_inv=scales)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 16]}}
+    content = model(config, weight=codes, weight_scale_inv=scales)
+    tensor = xckpt.read_index(content).tensors["a.weight"]
+    source = CountingSource(content)
+    (lazy,) = lazy_arrays(tensor, {None: source}, ReadOptions()).values()
+    assert lazy[7:9].shape == (2, 256)
+    assert source.nbytes_read == 2 * 256 + 2 * 16 * 4
+
+
+# --- where a method is declared ------------------------------------------------------------------
+
+
+def test_the_file_next_to_a_model_counts_and_goes_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(model({}, **fp8()))
+    assert "config" not in xr.open_dataset(path, engine="safetensors", decode=False).attrs["config"]
+    content = model({}, **fp8()).replace(b'"config"', b'"others"')
+    path.write_bytes(content)
+    config = {"quantization_config": {"quant_method": "fp8"}, "hidden_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ds = xr.open_dataset(path, engine="safetensors")
+    assert ds["a.weight"].dtype == np.float32
+    assert ds.attrs["config"] == config
+    xckpt.save(ds, tmp_path / "elsewhere.zt", version="2", progress=False)
+    again = xr.open_dataset(tmp_path / "elsewhere.zt")
+    xr.testing.assert_equal(again["a.weight"], ds["a.weight"])
+
+
+def test_the_file_next_to_a_remote_model_counts_too() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    config = {"quantization_config": {"quant_method": "hqq"}}
+    files.pipe("/quantised/config.json", json.dumps(config).encode())
+    files.pipe("/quantised/m.safetensors", model({}, **fp8()).replace(b'"config"', b'"others"'))
+    try:
+        with pytest.warns(CheckpointWarning, match="the method 'hqq' is not read"):
+            xckpt.read_index("memory://quantised/m.safetensors")
+    finally:
+        files.rm("/quantised", recursive=True)
+
+
+def test_weights_pickle() -> None:
+    lazy = weight(model({}, **fp8()))
+    again = pickle.loads(pickle.dumps(lazy))
+    np.testing.assert_array_equal(again.values, lazy.values)
+
+
+def test_a_few_rows_of_many_decode_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, sizes = weight(model({}, **fp8(rows=60))), []
+    lazy = shown.data.dask.lazy
+    monkeypatch.setattr("xckpt.arrays.quantized._LARGEST_WASTE", 4)
+    from xckpt.arrays.quantized import QuantizedArray
+
+    original = QuantizedArray._numbers
+
+    def counted(self: Any, box: Any) -> Any:
+        sizes.append(int(np.prod(box.shape)))
+        return original(self, box)
+
+    monkeypatch.setattr(QuantizedArray, "_numbers", counted)
+    some = lazy[[59, 0, 30, 31], ::3]
+    assert max(sizes) <= 16
+    np.testing.assert_array_equal(some, shown.values[[59, 0, 30, 31]][:, ::3])
+
+
+def test_a_method_that_is_not_read_is_told_once() -> None:
+    content = model({"quantization_config": {"quant_method": "hqq"}}, **fp8())
+    with pytest.warns(CheckpointWarning, match="the method 'hqq' is not read") as told:
+        ds = xr.open_dataset(content, engine="safetensors")
+    assert len(told) == 1
+    assert set(ds.variables) == {"a.weight", "a.weight_scale"}
+
+
+def test_models_that_are_not_quantised_look_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    xckpt.save(xr.Dataset({"a.weight": (("x",), np.ones(3, np.float32))}), path)
+    monkeypatch.setattr("xckpt.opening.read_sibling", None)
+    assert set(xr.open_dataset(path, engine="safetensors").variables) == {"a.weight"}
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_renamed_takes_what_is_stored_with_it(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    ds = xr.open_dataset(model(config, **fp8()), engine="safetensors")
+    path = tmp_path / "m.safetensors"
+    xckpt.save(ds.rename({"a.weight": "b.c.weight"}), path, progress=False)
+    stored = xr.open_dataset(path, engine="safetensors", decode=False)
+    assert set(stored.variables) == {"b.c.weight", "b.c.weight_scale"}
+    np.testing.assert_array_equal(weight(path, "b.c.weight").values, ds["a.weight"].values)
+
+
+def test_names_that_cannot_follow_are_written_as_values(tmp_path: Path) -> None:
+    codes = np.zeros((8, 8), np.int32)
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}}
+    tensors: dict[str, Any] = {"qweight": codes, "scales": np.ones((1, 8), np.float16)}
+    ds = xr.open_dataset(model(config, **tensors), engine="safetensors")
+    path = tmp_path / "m.safetensors"
+    with pytest.warns(CheckpointWarning, match="called otherwise are written dense"):
+        xckpt.save(ds.rename({"a.weight": "kernel"}), path, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = xr.open_dataset(path, engine="safetensors")
+    np.testing.assert_array_equal(again["kernel"].values, ds["a.weight"].values)
+
+
+def test_codes_are_not_cast(tmp_path: Path) -> None:
+    ds = xr.open_dataset(model({}, **fp8()), engine="safetensors")
+    path, half = tmp_path / "m.safetensors", {"*": {"dtype": "float16"}}
+    with pytest.raises(UnsupportedError, match="layout='dense'"):
+        xckpt.save(ds, path, encoding=half, progress=False)
+    values = {"*": {"dtype": "bfloat16", "layout": "dense"}}
+    xckpt.save(ds, path, encoding=values, cast="allow", progress=False)
+    np.testing.assert_allclose(weight(path).values, ds["a.weight"].values, rtol=2**-8)
+
+
+def test_layers_are_stacked(tmp_path: Path) -> None:
+    layers = {f"layers.{n}.a.{role}": each for n in range(3) for role, each in fp8().items()}
+    content = model({}, **layers)
+    ds = xr.open_dataset(content, engine="safetensors", stack=True)
+    flat = xr.open_dataset(content, engine="safetensors")
+    assert ds["a.layers.a.weight"].dims[0] == "layers"
+    xckpt.save(ds, tmp_path / "m.safetensors", progress=False)
+    again = xr.open_dataset(tmp_path / "m.safetensors", engine="safetensors")
+    xr.testing.assert_equal(again, flat)
+
+
+# --- patterns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "right"),
+    [
+        (r"model\.layers\.\d+\.mlp\..*", "model.layers.12.mlp.up_proj", True),
+        (r"model\.layers\.\d+\.mlp\..*", "model.layers.x.mlp.up_proj", False),
+        (r".*self_attn\.(q|k|v)_proj$", "model.layers.0.self_attn.k_proj", True),
+        (r".*self_attn\.(q|k|v)_proj$", "model.layers.0.self_attn.k_proj.0", False),
+        (r".*down_proj$", "model.down_proj.0.down_proj", True),
+        (r"lm_head", "lm_head", True),
+        (r"(a+)+$", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!", None),
+        (r"*[", "a", None),
+        (r"(a|b)*c", "abc", None),
+        (r"\w+\w+\w+x", "a" * 300, None),
+        ("a" * 2000, "a", None),
+    ],
+)
+def test_patterns_that_cannot_take_long_are_evaluated(
+    pattern: str, name: str, right: bool | None
+) -> None:
+    assert is_match(pattern, name) is right
+
+
+def test_stars_take_no_longer_than_what_they_match() -> None:
+    assert is_match(".*a" * 100 + "b", "a" * 200) is False
