@@ -6,6 +6,7 @@ import json
 import struct
 from math import prod
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import blake3
 import cbor2
@@ -222,6 +223,65 @@ def _write_safetensors(path: Path, tensors: Shapes) -> None:
     _write_with_hole(path, struct.pack("<Q", len(header)) + header, end)
 
 
+def _torch_pickle(tensors: Shapes) -> bytes:
+    """Write a state dict as torch.save does: a record of 32 opcodes for each tensor."""
+    memo: dict[bytes, int] = {}
+
+    def coded(letters: bytes, at: int) -> bytes:
+        return letters[:1] + bytes((at,)) if at < 256 else letters[1:] + at.to_bytes(4, "little")
+
+    def fresh(data: bytes, key: bytes | None = None) -> bytes:
+        at = len(memo)
+        memo[b"%d" % at if key is None else key] = at
+        return data + coded(b"qr", at)
+
+    def once(data: bytes) -> bytes:
+        return coded(b"hj", memo[data]) if data in memo else fresh(data, data)
+
+    def text(value: str) -> bytes:
+        return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+    def whole(value: int) -> bytes:
+        return b"K%c" % value if value < 256 else b"J" + value.to_bytes(4, "little")
+
+    def numbers(values: list[int]) -> bytes:
+        end = {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(values), b"t")
+        return fresh((b"(" if end == b"t" else b"") + b"".join(map(whole, values)) + end)
+
+    items = []
+    for key, (name, shape) in enumerate(tensors.items()):
+        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        record = fresh(text(name)) + once(b"ctorch._utils\n_rebuild_tensor_v2\n") + b"(("
+        record += once(text("storage")) + once(b"ctorch\nFloatStorage\n") + fresh(text(f"{key}"))
+        record += once(text("cpu")) + whole(prod(shape)) + fresh(b"t") + b"QK\0"
+        record += numbers(shape) + numbers(strides) + b"\x89"
+        record += once(b"ccollections\nOrderedDict\n") + fresh(b")R") + fresh(b"t") + fresh(b"R")
+        items.append(record)
+    return b"\x80\x02" + fresh(b"}") + b"(" + b"".join(items) + b"u."
+
+
+def _write_torch(path: Path, tensors: Shapes) -> None:
+    members: dict[str, bytes | int] = {"m/data.pkl": _torch_pickle(tensors)}
+    members["m/byteorder"] = b"little"
+    members |= {f"m/data/{key}": _nbytes(shape) for key, shape in enumerate(tensors.values())}
+    members["m/version"] = b"3\n"
+    directory = b""
+    with path.open("wb") as file:
+        for name, data in members.items():
+            at, nbytes = file.tell(), data if isinstance(data, int) else len(data)
+            pad = -(at + 34 + len(name)) % 64
+            crc = 0 if isinstance(data, int) else crc32(data)
+            sizes = struct.pack("<3I2H", crc, nbytes, nbytes, len(name), pad + 4)
+            head = struct.pack("<4s5H", b"PK\3\4", 0, 0x800, 0, 0, 0)
+            file.write(head + sizes + name.encode() + struct.pack("<2H", 0x4246, pad) + b"Z" * pad)
+            file.seek(nbytes, 1) if isinstance(data, int) else file.write(data)
+            directory += struct.pack("<4s6H", b"PK\1\2", 0, 0, 0x800, 0, 0, 0) + sizes[:14]
+            directory += struct.pack("<4HII", 0, 0, 0, 0, 0, at) + name.encode()
+        begin, count = file.tell(), len(members)
+        end = struct.pack("<4H2IH", 0, 0, count, count, len(directory), begin, 0)
+        file.write(directory + b"PK\5\6" + end)
+
+
 def _write_ztensor(path: Path, tensors: Shapes) -> None:
     write_ztensor(path, tensors, "float32")
 
@@ -247,6 +307,7 @@ WRITERS: Mapping[str, Callable[[Path, Shapes], None]] = {
     "mlcp": _write_mlcp,
     "primitiv": _write_primitiv,
     "safetensors": _write_safetensors,
+    "torch": _write_torch,
     "ztensor": _write_ztensor,
 }
 

@@ -45,13 +45,18 @@ def golden() -> Path:
 def golden_files(pattern: str, with_suffix: str | None = None) -> Sequence[Any]:
     """List golden files as parameters of a test, which is skipped where there are none.
 
-    Only those in folders with the name of a format; with `with_suffix`, only those next to which a
-    file with that suffix lies.
+    Only those in folders with the name of a format, and where a pattern is for all of them, of one
+    that is written; with `with_suffix`, only those next to which a file with that suffix lies.
     """
+    known = [
+        name
+        for name in formats.names()
+        if not pattern.startswith("*") or formats.get(name).can.types
+    ]
     files = sorted(
         path
         for path in GOLDEN.glob(pattern)
-        if path.relative_to(GOLDEN).parts[0] in formats.names()
+        if path.relative_to(GOLDEN).parts[0] in known
         and (with_suffix is None or path.with_suffix(with_suffix).exists())
     )
     return files or [pytest.param(Path("absent"), marks=pytest.mark.skip(reason=_ABSENT))]

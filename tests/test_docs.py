@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
+from tests.formats import torch_files
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
 from xckpt.sample import write_checkpoint
 
@@ -45,6 +46,18 @@ def test_netcdf_and_zarr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     config = tagged("gpt", {"vocab_size": 7, "context_length": 5})
     Path("model.bin").write_bytes(indexed_file([tensor], config))
     check("how-to/netcdf-and-zarr.md", examples=15)
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+def test_leave_pickle_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored, weight = np.arange(6, dtype="f4"), np.arange(8, dtype="u2").reshape(2, 4)
+    tied = torch_files.view(torch_files.storage("0", 6), 0, (3, 2), (2, 1))
+    value = {"embed.weight": tied, "fc.weight": torch_files.whole("1", weight)}
+    value |= {"lm_head.weight": tied, "epoch": torch_files.number(3)}
+    storages = {"0": stored.tobytes(), "1": weight.tobytes()}
+    Path("model.pt").write_bytes(torch_files.archive(torch_files.mapping(value), storages))
+    check("how-to/leave-pickle-behind.md", examples=10)
 
 
 def test_the_command_line() -> None:

@@ -883,7 +883,7 @@ class CheckpointAccessor(Generic[Obj]):
         return root.encoding
 
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
-        from xckpt.notebook.summary import new_summary
+        from xckpt.notebook.summary import new_summary, shared_notes
         from xckpt.tensors import OpenTensors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
@@ -897,7 +897,7 @@ class CheckpointAccessor(Generic[Obj]):
             dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
             stacked=tensors.stacks,
             obj=self._called,
-            notes=notes,
+            notes=[*shared_notes(tensors.shared), *notes],
         )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:

@@ -67,7 +67,7 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     own = coords.dims(arrays)
     names = AxisNames(options.dims, arrays.keys() - own)
     _claim(names, listing.arrays, own)
-    maker = VariableMaker.of(source, listing.sources, options)
+    maker = VariableMaker.of(source, listing, options)
     group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
@@ -90,7 +90,7 @@ def make_groups(
         for leaf in node:
             places.setdefault(leaf, []).append(path)
     reserved = {*places}.union(each.name for each in listing.arrays)
-    maker = VariableMaker.of(source, listing.sources, options)
+    maker = VariableMaker.of(source, listing, options)
     top = AxisNames(options.dims, reserved)
     _claim(top, listing.arrays)
     coords = _Coordinates(index.arrangement.coords, top)
@@ -301,20 +301,23 @@ class VariableMaker:
         Differs wherever the values or chunks of equally named tensors may.
     target : int
         Wanted size of a chunk, in bytes.
+    shared : mapping of str to str
+        Tensors whose data are those of another one.
     """
 
     source: str
     token: str
     target: int
+    shared: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Source, sources: Mapping[str | None, Source], options: OpenOptions) -> Self:
+    def of(cls, source: Source, listing: Listing, options: OpenOptions) -> Self:
         """Make one for a file, and all that have parts of it, read with some options."""
         target = target_nbytes()
         own = sorted(options.format_options.items())
-        files = [(file.name, file.identity) for file in sources.values()]
+        files = [(file.name, file.identity) for file in listing.sources.values()]
         told = (files, options.reading, own, target)
-        return cls(source.name, _digest(told), target)
+        return cls(source.name, _digest(told), target, listing.shared)
 
     def variable(
         self, listed: Listed, dims: tuple[str, ...], axes: dict[str, str | None]
@@ -324,6 +327,8 @@ class VariableMaker:
         encoding = _encoding(listed.tensor, listed.role, self.source, listed.suffix)
         if axes:
             encoding["axes"] = axes
+        if listed.tensor.name in self.shared:
+            encoding["shares"] = self.shared[listed.tensor.name]
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
         return LazyVariable.of(dims, array, attrs, encoding)
@@ -464,6 +469,8 @@ def _part_encoding(part: Part) -> dict[str, Any]:
         encoding["digest"] = part.digest
     if part.byteorder != "little":
         encoding["stored_byteorder"] = part.byteorder
+    if part.strides is not None:
+        encoding["stored_strides"] = part.strides
     if part.shard is not None:
         encoding["shard"] = part.shard
     return encoding

@@ -37,7 +37,16 @@ __all__ = [
 # Levels of lists and dicts in an attribute that is kept as JSON.
 DEEPEST_ATTRS = 32
 
-Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"]
+Layout = Literal[
+    "dense",
+    "chunked",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_coo",
+    "quantized",
+    "blocks",
+    "structural",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +78,17 @@ class Part:
     inline : bytes or None
         The bytes themselves, where they are not a range of the file: a number that a header
         spells out.
-    skip : int
-        How many decoded bytes of a compressed part come before its own; others may follow then.
+    skip : int or None
+        How many decoded bytes of a compressed part come before its own, and others may follow;
+        None where all are its own.
+    strides : tuple of int or None
+        Distance of elements along each axis, in elements, where they lie neither in C order nor in
+        that of the tensor; 0 where one element is all of an axis. The bytes are those from the
+        first to the last of them then.
+    inverted : bytes or None
+        Bits of each element that are stored inverted, such as the sign of an imaginary part.
+    origin : tuple of int or None
+        Where in a chunked tensor its first element is.
     """
 
     dtype: str
@@ -84,7 +102,10 @@ class Part:
     byteorder: Literal["little", "big"] = "little"
     shard: str | None = None
     inline: bytes | None = None
-    skip: int = 0
+    skip: int | None = None
+    strides: tuple[int, ...] | None = None
+    inverted: bytes | None = None
+    origin: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +233,12 @@ class Tensor:
     shape : tuple of int
         Logical shape.
     parts : mapping of str to Part
-        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR, ``values,
-        coords`` for COO, ``data, scales, zeros`` for quantised ones, the file's own otherwise.
+        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR and CSC,
+        ``values, coords`` for COO, ``data, scales, zeros`` for quantised ones, blocks with an
+        `origin` for chunked ones, the file's own otherwise.
         Of blocks ``data`` is bytes, with those of a row of the tensor along the last axis.
-    layout : {"dense", "sparse_csr", "sparse_coo", "quantized", "blocks", "structural"}
+    layout : {"dense", "chunked", "sparse_csr", "sparse_csc", "sparse_coo", "quantized", \
+"blocks", "structural"}
         How the parts make the tensor. A structural tensor is shown as its parts only.
     order : {"C", "F"}
         Memory order of dense data: whether the last or the first axis is contiguous.
@@ -456,6 +479,19 @@ class Index(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Tensors whose data are those of one before them, such as tied weights, by its name."""
+        first: dict[tuple[Any, ...], str] = {}
+        found = {}
+        for name, tensor in self.tensors.items():
+            part = tensor.parts.get("data")
+            if part is not None and part.nbytes and part.inline is None:
+                owner = first.setdefault((part.offset, part.nbytes, part.shard, part.skip), name)
+                if owner is not name:
+                    found[name] = owner
+        return found
 
     def __repr__(self) -> str:
         from xckpt.notebook.summary import index_summary

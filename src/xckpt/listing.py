@@ -106,12 +106,15 @@ class Listing(NamedTuple):
         The same names with the parts of a tensor where it is in the file.
     sources : mapping of (str or None) to Source
         The file under None, its shards under their names.
+    shared : mapping of str to str
+        Tensors whose data are those of another one; see `Index.shared`.
     """
 
     arrays: list[Listed]
     flat_order: tuple[str, ...]
     file_order: tuple[str, ...]
     sources: Mapping[str | None, Source]
+    shared: Mapping[str, str]
 
 
 def list_arrays(
@@ -137,7 +140,7 @@ def list_arrays(
     arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
-    return Listing(arrays, *_orders(arrays, tensors), sources)
+    return Listing(arrays, *_orders(arrays, tensors), sources, index.shared)
 
 
 def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:

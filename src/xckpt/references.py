@@ -136,6 +136,8 @@ def _obstacle(tensor: Tensor) -> str | None:
         return f"as zarr has no type for {part.dtype}"
     if ELEMENT_TYPES[part.dtype].decoded == "bool" and dtype.kind != "b":
         return f"as zarr has no type for {part.dtype}"
+    if part.strides is not None or part.inverted is not None:
+        return "as their elements lie apart, or are changed"
     if part.encoding is not None:
         return f"as they are compressed ({part.encoding})"
     components = tensor.name.split("/")

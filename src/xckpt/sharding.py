@@ -124,6 +124,9 @@ def list_set(source: Source, files: FileSet) -> FileList:
 
 def _folder(folder: Path) -> FileList:
     """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
+    marked = [folder / name for name in formats.folder_marks() if (folder / name).is_file()]
+    if marked:
+        return FileList(str(folder), {str(marked[0]): marked[0]})
     paths = sorted(folder.iterdir(), key=lambda path: natural_key(path.name))
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]

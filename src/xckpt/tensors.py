@@ -192,6 +192,16 @@ class OpenTensors:
         """Name the variables that have some tensors."""
         return {self._homes.get(name, name) for name in names}
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """Tensors whose bytes in the file are those of another one, by its name."""
+        variables = self._flat.variables
+        return {
+            str(name): variable.encoding["shares"]
+            for name, variable in variables.items()
+            if "shares" in variable.encoding and variable.encoding["shares"] in variables
+        }
+
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""
         if name not in self._homes:

@@ -129,6 +129,10 @@ class Declared:
         """Return what `small` makes, made once."""
         return self.small()
 
+    def large(self, path: Path) -> None:
+        """Make a file of `large_dataset`, whose header is small next to its data."""
+        save(large_dataset(), path, self.name, **self.save_options[0])
+
     def small(self) -> dict[str, bytes]:
         """Make complete files of a few hundred bytes, of each kind there is."""
         made = {}
@@ -145,6 +149,14 @@ def small_dataset() -> xr.Dataset:
     """Make what every format can hold."""
     w = np.array([[1.5, -0.0, np.inf], [np.pi, 1e-40, -2]], "f4")
     return xr.Dataset({"a.w": (("out", "in"), w), "a.b": ("out", np.array([3, 4], "f4"))})
+
+
+LARGE = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
+
+
+def large_dataset() -> xr.Dataset:
+    """Make the same with two tensors of 4 MiB."""
+    return small_dataset().assign(large=(("x", "y"), LARGE), more=(("x", "y"), -LARGE))
 
 
 def golden_json(path: Path, suffix: str = ".expected.json") -> dict[str, Any]:

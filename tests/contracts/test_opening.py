@@ -9,31 +9,28 @@ from typing import TYPE_CHECKING
 
 import dask
 import fsspec
-import numpy as np
 import pytest
 import xarray as xr
 
-from tests.contracts.declared import Declared, small_dataset
-from tests.contracts.every import WRITTEN
+from tests.contracts.declared import LARGE, Declared
+from tests.contracts.every import DECLARED
 from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
-from xckpt import formats, save
+from xckpt import formats
 from xckpt.opening import read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda each: each.name)
-LARGE = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
+every_format = pytest.mark.parametrize("declared", DECLARED, ids=lambda each: each.name)
 
 
 @pytest.fixture
 def path(declared: Declared, tmp_path: Path) -> Path:
     """A file whose header is small beside its data."""
-    ds = small_dataset().assign(large=(("x", "y"), LARGE), more=(("x", "y"), -LARGE))
     path = tmp_path / f"m{formats.get(declared.name).suffixes[0]}"
-    save(ds, path, declared.name, **declared.save_options[0])
+    declared.large(path)
     return path
 
 

@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import xarray as xr
@@ -84,7 +84,10 @@ def test_the_engines_load_no_format() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
     found = formats.get(name)
-    for method, first in ((found.read, "source"), (found.plan, "draft")):
+    methods: dict[str, Any] = {"source": found.read}
+    if found.can.types:
+        methods["draft"] = found.plan
+    for first, method in methods.items():
         required, *options = signature(method).parameters.values()
         assert required.name == first
         assert all(option.default is not Parameter.empty for option in options)

@@ -198,8 +198,10 @@ def test_a_file_of_another_size_than_its_tensors_is_noted() -> None:
         replace(index, nbytes=4 << 20)
     )
     shared = index_of(dense("a"), dense("b"), nbytes=20)
-    assert "note: the file has only 20 B: some tensors share their bytes" in repr(shared)
-    assert "note" not in repr(replace(shared, shards={"s": Shard(9, None, ())}))
+    assert "note: 1 tensor shares its bytes with another: 'b' is 'a'" in repr(shared)
+    overlapping = index_of(dense("a"), dense("b", nbytes=21), nbytes=22)
+    assert "note: the file has only 22 B: some tensors share their bytes" in repr(overlapping)
+    assert "note" not in repr(replace(overlapping, shards={"s": Shard(9, None, ())}))
 
 
 def test_shards_are_counted() -> None:

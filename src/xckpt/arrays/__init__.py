@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.chunked import ChunkedArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import quantized_array
-from xckpt.arrays.sparse import COOArray, CSRArray
+from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError
 
@@ -72,12 +73,16 @@ def _arrays(
         how: dict[str, Any] = {"decode": options.decode, "strict": tensor.strict}
         data = readers["data"]
         return {None: DenseArray(tensor.name, data, tensor.shape, order=tensor.order, **how)}
+    if tensor.layout == "chunked":
+        return {None: ChunkedArray(tensor, readers, decode=options.decode)}
     if tensor.layout == "structural" or not options.decode:
         return {role: _part(tensor, role, readers) for role in tensor.parts}
     if tensor.layout == "blocks":
         return {None: BlockArray(tensor.name, readers["data"], tensor.shape, tensor.dtype)}
     if tensor.layout == "sparse_csr":
         return {None: CSRArray(tensor, readers, sparse=options.sparse)}
+    if tensor.layout == "sparse_csc":
+        return {None: CSCArray(tensor, readers, sparse=options.sparse)}
     if tensor.layout == "sparse_coo":
         return {None: COOArray(tensor, readers, sparse=options.sparse)}
     return {None: quantized_array(tensor, readers)}

@@ -22,6 +22,7 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
+from xckpt.arrays.strided import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
@@ -72,6 +73,9 @@ class DenseArray(LazyArray):
         if self.reader.part.encoding in STREAMS:
             # It decodes from its start only: cut up, it would be decoded once for each chunk.
             return tuple((size,) for size in self.shape)
+        strides = self.reader.part.strides
+        if strides is not None and len(strides) == self.ndim:
+            return strided_chunks(self.shape, strides, self.dtype.itemsize, target)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
 
     @property
@@ -100,6 +104,9 @@ class DenseArray(LazyArray):
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
             return self.empty(result_shape(self.shape, key))
+        if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
+            chosen = self.reader.select(key)
+            return self.decoded(chosen.reshape(-1).view(np.uint8).data, 0).reshape(chosen.shape)
         if self.order == "F":
             # A Fortran-ordered array is the transpose of a C-ordered one of the reversed shape.
             return self._select_c_order(self.shape[::-1], key[::-1]).T

@@ -6,8 +6,12 @@ import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from xckpt.arrays.strided import Strided, runs_of
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.storage import digests, encodings
@@ -15,8 +19,9 @@ from xckpt.storage.pool import Pool
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+    from xckpt.arrays.selection import AxisKey
     from xckpt.index import Part, Tensor
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
@@ -73,7 +78,7 @@ class PartReader:
             if self.is_raw:
                 # What has no elements needs no file.
                 blocks = self.source.blocks(part.offset, nbytes, block_nbytes) if nbytes else ()
-            elif part.encoding in encodings.STREAMS:
+            elif part.encoding in encodings.STREAMS and not self.is_arranged:
                 codec, stored = encodings.STREAMS[part.encoding], self.stored_blocks()
                 blocks = codec.decompressed_blocks(stored, nbytes, block_nbytes, part.skip)
             else:
@@ -104,9 +109,9 @@ class PartReader:
                 digests.parse(part.digest)  # a malformed one is an error if not checked, too
                 if self.verify:
                     self._verify_once(part.digest, nbytes)
-        if part.encoding is None and part.nbytes != nbytes:
+        if part.encoding is None and self._stated_nbytes() != nbytes:
             raise FormatError(
-                f"a part has {part.nbytes} bytes, but {nbytes} are needed",
+                f"a part has {self._stated_nbytes()} bytes, but {nbytes} are needed",
                 offset=part.offset,
                 rule="LayoutData",
             )
@@ -114,11 +119,33 @@ class PartReader:
     @property
     def is_raw(self) -> bool:
         """Whether its bytes are a range of the file, as they are."""
-        return self.part.encoding is None and self.part.inline is None
+        return self.part.encoding is None and self.part.inline is None and not self.is_arranged
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether its elements have to be brought together, or changed, after decoding."""
+        return self.part.strides is not None or self.part.inverted is not None
+
+    def select(self, key: Sequence[AxisKey]) -> np.ndarray[Any, Any]:
+        """Return a selection of what is arranged, as opaque elements."""
+        part, shape = self.part, self.part.shape or ()
+        nbytes = part.nbytes if part.encoding is None else part.decoded_nbytes or 0
+        with self._placing():
+            chosen = Strided(
+                lambda start, stop: self._stored_bytes(start, stop, nbytes),
+                shape,
+                part.strides or [prod(shape[axis + 1 :]) for axis in range(len(shape))],
+                nbytes_of(part.dtype, 1),
+                at_once=part.encoding is not None or self.source.worth_skipping is None,
+            ).select(key)
+        if part.inverted is not None:
+            memory = chosen.reshape(-1).view(np.uint8).reshape(-1, len(part.inverted))
+            memory ^= np.frombuffer(part.inverted, np.uint8)
+        return chosen
 
     def ranges(self) -> Iterator[Range]:
-        """Return where its stored bytes are, if they are in the file."""
-        if self.part.inline is None and self.part.nbytes:
+        """Return where its stored bytes are, if they are in the file and are read in order."""
+        if self.part.inline is None and self.part.nbytes and not self.is_arranged:
             yield self.source, self.part.offset, self.part.nbytes
 
     def stored(self) -> memoryview:
@@ -136,6 +163,8 @@ class PartReader:
     def _stated_nbytes(self) -> int | None:
         """Return the decoded size as the file or the headers of zstd frames state it, if so."""
         part = self.part
+        if self.is_arranged and part.shape is not None:
+            return nbytes_of(part.dtype, prod(part.shape))
         if part.encoding is None:
             return part.nbytes
         if part.decoded_nbytes is not None or part.encoding != "zstd":
@@ -169,6 +198,21 @@ class PartReader:
             raise
 
     def _bytes(self, start: int, stop: int, nbytes: int) -> memoryview:
+        if not self.is_arranged:
+            return self._stored_bytes(start, stop, nbytes)
+        part = self.part
+        itemsize = nbytes_of(part.dtype, 1)
+        runs = runs_of(part.shape or (), start // itemsize, -(-stop // itemsize))
+        blocks = [self.select(key).reshape(-1) for key in runs] if start < stop else []
+        flat = (
+            blocks[0]
+            if len(blocks) == 1
+            else np.concatenate([np.empty(0, f"V{itemsize}"), *blocks])
+        )
+        return flat.view(np.uint8).data[start % itemsize :][: stop - start]
+
+    def _stored_bytes(self, start: int, stop: int, nbytes: int) -> memoryview:
+        """Return decoded bytes as they lie in the file."""
         part = self.part
         if part.encoding is None:
             if part.inline is not None:
@@ -176,10 +220,10 @@ class PartReader:
             return self.source.view(part.offset + start, stop - start)
         if part.encoding in encodings.STREAMS:
             codec = encodings.STREAMS[part.encoding]
-            if (start, stop) == (0, nbytes) and not part.skip:
+            if (start, stop) == (0, nbytes) and part.skip is None:
                 return codec.decompress(self.stored(), nbytes)
-            first = part.skip + start
-            return codec.decompress_range(self.stored_blocks(), first, part.skip + stop)
+            first = (part.skip or 0) + start
+            return codec.decompress_range(self.stored_blocks(), first, first + stop - start)
         if part.encoding != "zstd-seekable":
             raise UnsupportedError(f"encoding {part.encoding!r} is not known")
         view = self.source.view

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import abstractmethod
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.selection import AxisKey, Chunks
     from xckpt.index import Tensor
 
-__all__ = ["COOArray", "CSRArray", "SparseArray", "StoredElements", "flat_positions"]
+__all__ = ["COOArray", "CSCArray", "CSRArray", "SparseArray", "StoredElements", "flat_positions"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -310,6 +311,10 @@ class CSRArray(SparseArray):
         for stream in (pointers, columns, values):
             stream.finish()
 
+    def whole(self) -> StoredElements:
+        """Read all stored elements at once."""
+        return self._load()
+
     def _load(self) -> StoredElements:
         self._require_memory(self._count())
         blocks = list(self.blocks())
@@ -389,6 +394,36 @@ class _ElementStream:
         """Read to the end: that nothing follows, and the digest, are checked there."""
         for _ in self._blocks:
             pass
+
+
+class CSCArray(SparseArray):
+    """A matrix in compressed sparse columns: the rows of its transpose, sorted by their own."""
+
+    __slots__ = ("turned",)
+
+    def __init__(
+        self, tensor: Tensor, readers: Mapping[str, PartReader], *, sparse: bool = False
+    ) -> None:
+        super().__init__(tensor, readers, sparse=sparse)
+        self.turned = CSRArray(replace(tensor, shape=tensor.shape[::-1]), readers)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Always: a row is in all columns."""
+        return True
+
+    def stored(self, start: int, stop: int) -> StoredElements:
+        """Return the stored elements of some rows; see `SparseArray.stored`."""
+        return self._whole().rows(start, stop)
+
+    def blocks(self) -> Iterator[StoredElements]:
+        """Read all stored elements at once; see `SparseArray.blocks`."""
+        yield self._load()
+
+    def _load(self) -> StoredElements:
+        found = self.turned.whole()
+        coords, values = self._in_order(found.coords[::-1], found.values)
+        return StoredElements(0, self.shape[0], tuple(coords), values)
 
 
 class COOArray(SparseArray):

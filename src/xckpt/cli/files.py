@@ -93,7 +93,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _part(part: Part) -> dict[str, Any]:
-    rarely = ("encoding", "decoded_nbytes", "digest", "shard")
+    rarely = ("encoding", "decoded_nbytes", "digest", "shard", "strides", "origin")
     return {
         "dtype": part.dtype,
         "shape": None if part.shape is None else list(part.shape),

@@ -30,6 +30,7 @@ __all__ = [
     "advise",
     "class_name",
     "detect",
+    "folder_marks",
     "get",
     "names",
     "recognized",
@@ -48,6 +49,7 @@ _CLASSES = {
         "Npz",
         "Primitiv",
         "Safetensors",
+        "Torch",
         "ZTensor",
     )
 }
@@ -123,6 +125,8 @@ class Format:
         File name endings, lower case, for messages and for writing.
     shared_suffixes : tuple of str
         Those of them that other programs use too: they do not mark a remote file as of this format.
+    folder_marks : tuple of str
+        Names of files that make a folder a checkpoint of it, and are what `read` gets then.
     types : mapping of object to str
         How a file spells element types, and their names in `xckpt.elements.ELEMENT_TYPES`.
     spelled : mapping of str to object
@@ -135,6 +139,7 @@ class Format:
     description: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
+    folder_marks: ClassVar[tuple[str, ...]] = ()
     types: ClassVar[Mapping[Any, str]] = {}
     spelled: ClassVar[Mapping[str, Any]] = {}
     can: ClassVar[Can] = Can()
@@ -340,6 +345,11 @@ def get(name: str) -> Format:
     title = class_name(name)
     found: Format = getattr(import_module(f"{__name__}.{name}"), title)()
     return found
+
+
+def folder_marks() -> tuple[str, ...]:
+    """Return the names of files that make a folder a checkpoint."""
+    return tuple([mark for name in names() for mark in get(name).folder_marks])
 
 
 def writable(name: str) -> Format:

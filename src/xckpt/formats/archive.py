@@ -24,9 +24,9 @@ import zlib
 from collections import Counter
 from functools import cache, partial
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.index import Part
 from xckpt.plan import Extent, Literal, Plan, WantedPart
@@ -39,9 +39,13 @@ if TYPE_CHECKING:
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags
+_MOST_INFLATED = 1032  # bytes that deflate makes of one
 
 _LOCAL = Struct("<4s5H3I2H")
 _CENTRAL = Struct("<4s6H3I5H2I")
+# Of these what is looked at: there are 100,000 of them.
+_LOCAL_READ = Struct("<4s22x2H")
+_CENTRAL_READ = Struct("<4s4x2H4x3I3H8xI")
 _END = Struct("<4s4H2IH")
 _LOCATOR_64 = Struct("<4sIQI")
 _END_64 = Struct("<4sQ2H2I4Q")
@@ -62,6 +66,18 @@ class Member(NamedTuple):
     at: int
     flags: int = _UTF_8
     comment: bytes = b""
+
+    def check(self, at: int) -> None:
+        """Raise an error if the content, at a byte, cannot be had or cannot be so much."""
+        if self.method == STORED and not self.flags & _ENCRYPTED:
+            if self.stored_nbytes != self.nbytes:
+                raise _broken(self, f"{self.stored_nbytes} bytes are stored of {self.nbytes}", at)
+            return
+        if self.flags & _ENCRYPTED or self.method != DEFLATED:
+            how = "encrypted" if self.flags & _ENCRYPTED else f"method {self.method}"
+            raise UnsupportedError(f"the member is not read: {how}", offset=at, rule="Method")
+        if self.nbytes > _MOST_INFLATED * (self.stored_nbytes + 1):
+            raise _broken(self, f"{self.nbytes} bytes do not come of {self.stored_nbytes}", at)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -124,26 +140,24 @@ def _read_end_64(source: Readable, locator: int) -> tuple[int, int, int] | None:
 
 def _read_entry(cursor: kit.Cursor) -> Member:
     at = cursor.at
-    magic, _, _, flags, method, _, _, crc, stored, nbytes, *rest = cursor.fields(
-        _CENTRAL, "an entry"
-    )
-    name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = rest
+    fields = _CENTRAL_READ.unpack(cursor.take(_CENTRAL_READ.size, "an entry"))
+    magic, flags, method, crc, stored, nbytes, name_nbytes, extra_nbytes, more, header = fields
     if magic != b"PK\1\2":
         raise FormatError(f"an entry begins {magic!r}", offset=at, rule="Directory")
-    data = cursor.take(name_nbytes, "a name")
-    extra = cursor.take(extra_nbytes, "an extra field")
-    comment = cursor.take(comment_nbytes, "a comment")
+    data = cursor.take(name_nbytes + extra_nbytes + more, "a name")
     try:
-        name = data.decode("utf-8" if flags & _UTF_8 else "cp437")
+        name = data[:name_nbytes].decode("utf-8" if flags & _UTF_8 else "cp437")
     except UnicodeDecodeError as error:
         raise FormatError(f"a name is not UTF-8: {error}", offset=at, rule="Name") from error
-    wide = _wide(extra)
-    sizes = []
-    for value in (nbytes, stored, header):
-        if value == _FULL_32 and len(wide) >= 8:
-            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]  # noqa: PLW2901
-        sizes.append(value)
-    return Member(name, method, crc, sizes[1], sizes[0], sizes[2], flags, comment)
+    if _FULL_32 in (nbytes, stored, header):
+        wide, sizes = _wide(data[name_nbytes : name_nbytes + extra_nbytes]), []
+        for value in (nbytes, stored, header):
+            if value == _FULL_32 and len(wide) >= 8:
+                value, wide = int.from_bytes(wide[:8], "little"), wide[8:]  # noqa: PLW2901
+            sizes.append(value)
+        nbytes, stored, header = sizes
+    comment = data[name_nbytes + extra_nbytes :]
+    return Member(name, method, crc, stored, nbytes, header, flags, comment)
 
 
 def _wide(extra: bytes) -> bytes:
@@ -158,17 +172,24 @@ def _wide(extra: bytes) -> bytes:
     return b""
 
 
-def contents(source: Readable) -> Iterator[tuple[Member, Content]]:
-    """Go through the members of an archive, which must not overlap."""
+def places(source: Readable) -> Iterator[tuple[Member, int]]:
+    """Go through the members of an archive, which must not overlap, and where they begin."""
     members, end = read_directory(source)
     cursor, spans = kit.Cursor(source), []
     for member in members:
-        content = Content(cursor, member, _content_offset(cursor, member, end))
-        spans.append((member.at, content.at + member.stored_nbytes, member.name))
-        yield member, content
+        at = _content_offset(cursor, member, end)
+        spans.append((member.at, at + member.stored_nbytes, member.name))
+        yield member, at
     for at, name, other in kit.overlaps(spans):
         reason = f"the member overlaps {shown(other)}"
         raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
+
+
+def contents(source: Readable) -> Iterator[tuple[Member, Content]]:
+    """Go through the members of an archive, and what they hold."""
+    cursor = kit.Cursor(source)
+    for member, at in places(source):
+        yield member, Content(cursor, member, at)
 
 
 def whole(source: Readable, name: str) -> Iterator[tuple[Member, Content]]:
@@ -182,16 +203,18 @@ def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
     if member.at > end - _LOCAL.size:
         raise _broken(member, f"a local header at byte {member.at} of {end}", end)
     cursor.at = member.at
-    magic, *_, name_nbytes, extra_nbytes = cursor.fields(_LOCAL, "a local header")
-    coding = "utf-8" if member.flags & _UTF_8 else "cp437"
-    name = cursor.take(name_nbytes, "a name").decode(coding, "replace")
-    if magic != b"PK\3\4" or name != member.name:
-        raise _broken(member, f"its local header is {magic!r} of {shown(name)}", member.at)
-    cursor.skip(extra_nbytes, "an extra field")
-    if cursor.at + member.stored_nbytes > end:
+    wanted = member.name.encode("utf-8" if member.flags & _UTF_8 else "cp437")
+    data = cursor.take(_LOCAL.size + len(wanted), "a local header")
+    magic, name_nbytes, extra_nbytes = _LOCAL_READ.unpack_from(data)
+    name = data[_LOCAL.size :]
+    if magic != b"PK\3\4" or name != wanted or name_nbytes != len(wanted):
+        reason = f"its local header is {magic!r} of {shown(name.decode(errors='replace'))}"
+        raise _broken(member, reason, member.at)
+    at = cursor.at + int(extra_nbytes)
+    if at + member.stored_nbytes > end:
         reason = f"{member.stored_nbytes} bytes do not end before byte {end}"
         raise _broken(member, reason, member.at)
-    return cursor.at
+    return at
 
 
 def _broken(member: Member, reason: str, offset: int) -> FormatError:
@@ -205,18 +228,32 @@ class Content:
         self._cursor, self._member = cursor, member
         self.at = at
         self._stored_left, self._left = member.stored_nbytes, member.nbytes
-        self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._inflater: Any = None  # of a window of 32 KiB: most members need none
         self._decoded = b""
         self._crc = 0
+
+    def whole(self, what: str) -> bytes:
+        """Read all that it holds at once, and compare the checksum."""
+        member = self._member
+        member.check(self.at)
+        self._cursor.at = self.at
+        content = self._cursor.take(member.stored_nbytes, what)
+        if member.method == DEFLATED:
+            try:
+                content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, member.nbytes + 1)
+            except zlib.error as error:
+                raise self._broken(f"{what} does not decode: {error}") from error
+        if len(content) != member.nbytes:
+            raise self._broken(f"{what} does not decode to {member.nbytes} bytes")
+        if member.crc and zlib.crc32(content) != member.crc:
+            reason = f"{what} does not have the checksum {member.crc:08x}"
+            raise IntegrityError(reason, offset=self.at, tensor=member.name, rule="Checksum")
+        return content
 
     def take(self, nbytes: int, what: str) -> bytes:
         """Read the next bytes, exactly so many; nothing is allocated by what a file claims."""
         member = self._member
-        if member.flags & _ENCRYPTED or member.method not in {STORED, DEFLATED}:
-            how = "encrypted" if member.flags & _ENCRYPTED else f"method {member.method}"
-            raise UnsupportedError(f"the member is not read: {how}", offset=self.at, rule="Method")
-        if member.method == STORED and member.stored_nbytes != member.nbytes:
-            raise self._broken(f"{member.stored_nbytes} bytes are stored of {member.nbytes}")
+        member.check(self.at)
         if nbytes > self._left:
             raise self._broken(f"{what}: {nbytes} bytes, but {self._left} are left")
         self._cursor.at = self.at + member.stored_nbytes - self._stored_left
@@ -251,6 +288,7 @@ class Content:
         return self._cursor.take(nbytes, what)
 
     def _inflated(self, nbytes: int, what: str) -> bytes:
+        self._inflater = self._inflater or zlib.decompressobj(-zlib.MAX_WBITS)
         while len(self._decoded) < nbytes:
             fresh = self._cursor.take(min(self._stored_left, 512), what)
             self._stored_left -= len(fresh)

@@ -7,8 +7,8 @@ __all__ = ["foreign"]
 _UNZIP = "Decompress it first"
 _OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
 _PICKLE = (
-    "xckpt never unpickles: load it with torch.load(..., weights_only=True) and save its state "
-    "dict with safetensors.torch.save_file"
+    "Of pickles xckpt reads those of torch.save, and runs none: load it where it was written, and "
+    "save its arrays with numpy.savez"
 )
 
 # The first bytes, what they tell, and what to do.
@@ -28,7 +28,6 @@ _BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
     ),
     (b"CDF\x01", "a netCDF 3 file", "Open it with engine='scipy'"),
     (b"CDF\x02", "a netCDF 3 file", "Open it with engine='scipy'"),
-    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", "a checkpoint of PyTorch before 1.6", _PICKLE),
     (b"\x1f\x8b", "compressed by gzip", _UNZIP),
     (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
     (b"BZh", "compressed by bzip2", _UNZIP),
@@ -45,11 +44,9 @@ def foreign(head: bytes, size: int, name: str) -> tuple[str, str] | None:
     if size == 0:
         return "empty", "Was it written, or copied, to its end?"
     if head.startswith(b"PK\x03\x04"):
-        if b"data.pkl" in head:
-            return "a checkpoint of PyTorch", _PICKLE
-        return "a zip archive without arrays of NumPy", "Extract it first"
+        return "a zip archive without arrays of NumPy or PyTorch", "Extract it first"
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        return "a pickle of Python, such as a checkpoint of PyTorch", _PICKLE
+        return "a pickle of Python, and not a checkpoint of PyTorch", _PICKLE
     if head[257:262] == b"ustar":
         return "a tar archive", "Extract it first"
     if name.partition("?")[0].lower().endswith(".onnx"):

@@ -138,7 +138,9 @@ class Safetensors(Format):
 
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
-        metadata = {str(key): kit.as_text(key, value) for key, value in draft.attrs.items()}
+        metadata = {
+            str(key): kit.as_text(key, value, nan=True) for key, value in draft.attrs.items()
+        }
         as_read = {tensor.name: tensor for tensor in tensors}
         metadata |= kit.arrangement_texts(draft, as_read, only_texts=True)
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

@@ -38,6 +38,7 @@ __all__ = [
     "Total",
     "index_summary",
     "new_summary",
+    "shared_notes",
     "sizes_table",
     "storage_words",
 ]
@@ -49,7 +50,9 @@ _UNUSED_SHARE = 0.1
 _UNUSED_BYTES = 1 << 20
 _STORAGE = {
     "dense": "",
+    "chunked": "chunked",
     "sparse_csr": "csr",
+    "sparse_csc": "csc",
     "sparse_coo": "coo",
     "quantized": "quantized",
     "blocks": "",  # the element type says it
@@ -207,7 +210,10 @@ def index_summary(index: Any) -> Summary:
         version=index.version,
         attrs=index.attrs,
         errors=_first_of(problems, counted(len(problems), "tensor") + " cannot be read"),
-        notes=_first_of(index.warnings, counted(len(index.warnings), "warning")),
+        notes=[
+            *_first_of(index.warnings, counted(len(index.warnings), "warning")),
+            *shared_notes(index.shared),
+        ],
         shards=len(index.shards),
     )
     return replace(summary, notes=(*summary.notes, *_unexplained(index, summary.nbytes)))
@@ -239,12 +245,19 @@ def _first_of(messages: Sequence[str], fact: str) -> list[str]:
     return [f"{fact}{first}: {messages[0]}"] if messages else []
 
 
+def shared_notes(shared: Mapping[str, str]) -> list[str]:
+    """Say which tensors have the bytes of others."""
+    some = [f"{shown(name)} is {shown(owner)}" for name, owner in shared.items()]
+    share = "shares its" if len(some) == 1 else "share their"
+    return _first_of(some, f"{counted(len(some), 'tensor')} {share} bytes with another")
+
+
 def _unexplained(index: Any, stored: int) -> list[str]:
     """Point at a file much larger or smaller than its tensors in total."""
     if index.shards or not index.nbytes:
         return []
     size = binary_size(index.nbytes)
-    if stored > index.nbytes:
+    if stored > index.nbytes and not index.shared:
         return [f"the file has only {size}: some tensors share their bytes"]
     unused = index.nbytes - stored
     if unused > _UNUSED_SHARE * index.nbytes and unused > _UNUSED_BYTES:

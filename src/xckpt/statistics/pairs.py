@@ -296,7 +296,7 @@ def _is_sliceable(reader: Reader) -> bool:
     if not isinstance(lazy, DenseArray):
         return reader.local
     part = lazy.reader.part
-    if part.encoding is not None:
+    if part.encoding is not None or lazy.reader.is_arranged:
         return False
     if part.inline is not None or lazy.source.worth_skipping is not None:
         return True

@@ -313,8 +313,7 @@ def _reader_of(lazy: LazyArray) -> Reader:
 def _is_raw(lazy: DenseArray) -> bool:
     part = lazy.reader.part
     return (
-        part.encoding is None
-        and part.inline is None
+        lazy.reader.is_raw
         and part.byteorder == "little"
         and ELEMENT_TYPES[part.dtype].bits >= 8
         and ELEMENT_TYPES[part.dtype].decoded != "bool"

@@ -159,17 +159,20 @@ class StreamDecoder(ABC):
 
     @classmethod
     def decompressed_blocks(
-        cls, stored: Stored, nbytes: int, block_nbytes: int, skip: int = 0
+        cls, stored: Stored, nbytes: int, block_nbytes: int, skip: int | None = None
     ) -> Iterator[memoryview]:
-        """Decode so many bytes after the first `skip` ones, block by block into the same memory."""
-        stream = cls(stored, skip + nbytes, is_whole=not skip)
-        stream._skip(skip)
+        """Decode so many bytes after the first `skip` ones, block by block into the same memory.
+
+        Without `skip` the stream must end after them.
+        """
+        stream = cls(stored, (skip or 0) + nbytes, is_whole=skip is None)
+        stream._skip(skip or 0)
         buffer = np.empty(min(block_nbytes, nbytes), np.uint8)
         for start in range(0, nbytes, block_nbytes):
             block = buffer[: nbytes - start]
             stream._take(block)
             yield block.data
-        if not skip:
+        if skip is None:
             stream._expect_end()
 
 

@@ -305,7 +305,7 @@ class StoredData(PartData):
         # A file may have booleans other than 0 and 1, where the new one must not.
         if part.dtype != stored.dtype or stored.byteorder == "big" or part.dtype == "bool":
             return RecodedData(replace(self, reader=self._checking), part.dtype, cast)
-        is_same = part.compression == stored.encoding and not stored.skip
+        is_same = part.compression == stored.encoding and stored.skip is None
         if stored.encoding is not None and is_same and not recompress:
             return VerbatimData(self)
         return self

@@ -22,10 +22,10 @@ from xckpt.index import Arrangement, is_json
 from xckpt.listing import free_name
 from xckpt.plan import Draft, WantedPart, WantedTensor
 from xckpt.writing.casting import choose_type
-from xckpt.writing.data import ArrayData, Payload
+from xckpt.writing.data import ArrayData, Payload, StoredData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats import Can, Format
     from xckpt.writing.casting import Cast
@@ -35,8 +35,9 @@ __all__ = ["Changes", "Requests", "fit"]
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
 _OF_TENSORS = "attributes of tensors without a place"
+_SHARED = "tensors that shared their bytes with others are written by themselves"
 # The parts that have the element type of the tensor.
-_VALUES = {"dense": "data", "sparse_csr": "values", "sparse_coo": "values"}
+_VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
 _KEYS = ("compression", "level", "digest", "dtype", "layout")
 
 
@@ -141,7 +142,13 @@ def fit(
     fitted: dict[str, Payload] = {}
     more: dict[str, dict[str, Any]] = {}
     names = {payload.tensor.name for payload in payloads}
+    places: set[Hashable] = set()
     for payload, wanted in _asked_for(payloads, requests):
+        place = _place(payload)
+        if place in places:
+            changes.add(_SHARED, payload.tensor.name)
+        elif place is not None:
+            places.add(place)
         for shaped in _in_layout(payload, writer, wanted, cast, changes, names=names):
             name = shaped.tensor.name
             if name in fitted:
@@ -183,6 +190,15 @@ def _asked_for(
                     hint="layout='dense' writes the values, in any type",
                 )
             yield stored, how
+
+
+def _place(payload: Payload) -> Hashable:
+    """Return which bytes of which file a tensor is, None if there are none."""
+    data = payload.parts.get("data")
+    if not isinstance(data, StoredData) or data.reader.part.inline is not None or not data.nbytes:
+        return None
+    part = data.reader.part
+    return data.reader.source, part.offset, part.nbytes, part.skip
 
 
 def _in_layout(

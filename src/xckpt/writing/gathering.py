@@ -20,6 +20,7 @@ import xarray as xr
 from dask.highlevelgraph import HighLevelGraph
 from xarray.core.indexing import ExplicitlyIndexed
 
+from xckpt.arrays.chunked import ChunkedArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
@@ -31,7 +32,7 @@ from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
 from xckpt.tensors import flatten, member_variables, tensor_name
 from xckpt.writing.casting import element_type
-from xckpt.writing.data import Payload, StoredData
+from xckpt.writing.data import Payload, StoredData, lazy_dask_array
 from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
+    from xckpt.index import Layout
     from xckpt.storage import Source
     from xckpt.tensors import Flat
     from xckpt.variables import StackRecord
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["array_of", "gather", "source_files", "stored_payload", "untouched"]
 
-_SPARSE = ("sparse_csr", "sparse_coo")
+_SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo")
 
 
 def gather(
@@ -194,13 +196,21 @@ def stored_payload(
     """List a tensor as it is in a file, with its stored bytes."""
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
-    parts, data = canonical_parts(tensor, readers) or _as_stored(tensor, readers)
+    layout: Layout = tensor.layout
+    if layout == "chunked":
+        # No format that is written has chunks of its own.
+        layout, array = "dense", lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
+        offset = min([part.offset for part in tensor.parts.values()])
+        parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
+        data: dict[str, Any] = {"data": array}
+    else:
+        parts, data = canonical_parts(tensor, readers) or _as_stored(tensor, readers)
     wanted = WantedTensor(
         tensor.name,
         tensor.dtype,
         tensor.shape,
         parts,
-        tensor.layout,
+        layout,
         tensor.order,
         tensor.attrs,
         tensor.dims,
@@ -292,7 +302,8 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
         if origin.tensor.stored is not None and tensor.stored is None:
             changes.add("quantised tensors that are called otherwise are written dense", name)
             return _computed(name, variable, common)
-        values = None if tensor.layout == "dense" else lambda: densified(variable.data)
+        is_dense = tensor.layout in {"dense", "chunked"}
+        values = None if is_dense else lambda: densified(variable.data)
         return stored_payload(tensor, _readers(lazy), values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
@@ -366,7 +377,7 @@ def _layout(encoding: Mapping[Any, Any]) -> Any:
 def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
     """Return the element type that a dense variable was stored with, if it was."""
     before = encoding.get("stored_dtype")
-    if _layout(encoding) not in {"dense", *_SPARSE} or not isinstance(before, np.dtype):
+    if _layout(encoding) not in {"dense", "chunked", *_SPARSE} or not isinstance(before, np.dtype):
         return dtype
     name = element_type(before)
     # Booleans of 32 bits are shown as what numpy has for them.

@@ -246,8 +246,9 @@ def _check(
 def _check_part(data: StoredData) -> bool:
     """Check the bytes of a part; return whether it has a digest that could be compared."""
     part = data.reader.part
-    if part.encoding is None and part.nbytes != data.nbytes:
-        reason = f"{part.nbytes} bytes are not the {data.nbytes} of its shape and element type"
+    nbytes = data.reader.decoded_nbytes() if part.encoding is None else data.nbytes
+    if nbytes != data.nbytes:
+        reason = f"{nbytes} bytes are not the {data.nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
     if part.encoding is None and not data.is_checked:
         # Look whether it is where it is said to be, without reading it.
@@ -277,7 +278,7 @@ def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
 
 
 def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout in {"sparse_csr", "sparse_coo"}
+    return tensor.layout in {"sparse_csr", "sparse_csc", "sparse_coo"}
 
 
 def _has_rules(tensor: Tensor) -> bool:

@@ -1,0 +1,256 @@
+"""What the pickle of a checkpoint is in: a zip archive, or a chain of pickles and storages.
+
+A zip archive (torch 1.6 and newer) has one folder, of any name, with ``data.pkl``, the storages as
+``data/<key>``, ``version`` (decimal, 3) and ``byteorder`` (``little`` or ``big``, absent before
+2.1). Members are stored, and aligned by padding in their local headers. A checksum of 0 was not
+computed. Other members are never looked at: code of TorchScript, other pickles.
+
+Before 1.6 there are five pickles end to end, then the storages::
+
+    0x1950a86a20f9469cfc6c   1001   {"protocol_version": 1001, "little_endian": True, ...}
+    the object   [keys of storages]
+    for each key:  number of elements i64, elements
+
+The sizes of elements are those of the classes that persistent ids in the object name.
+
+References: torch/serialization.py and caffe2/serialize/inline_container.cc of
+github.com/pytorch/pytorch, 2.15.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.formats import archive, kit
+from xckpt.formats.torch.pickles import Machine
+from xckpt.formats.torch.records import Pairs, spelled
+from xckpt.formats.torch.tensors import Region, itemsize_of, storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from xckpt.formats import Readable
+    from xckpt.formats.torch.tensors import Storage
+
+__all__ = ["LEGACY_BEGINS", "Content", "is_legacy", "read_legacy", "read_zip"]
+
+_LARGEST_PICKLE = 256 << 20
+# A pickle of a checkpoint becomes a tenth when it is deflated.
+_LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
+# torch never deflates storages; a few bytes that say they are very many do no harm unread.
+_BOMB, _BOMB_RATIO = 1 << 26, 512
+_VERSIONS = range(1, 11)
+_LONGEST_WORD = 32
+_PROGRAM = "a program of torch.export (.pt2), which is not a list of tensors"
+_OTHERS = {
+    ".data/extern_modules": "a package of torch.package, which holds code and no list of tensors",
+    "archive_format": _PROGRAM,
+    "archive_version": _PROGRAM,
+}
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+LEGACY_BEGINS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_MAGIC_TEXT = b"L%dL\n." % _MAGIC
+_PROTOCOL = 1001
+_COUNT = Struct("<q")
+_STEP = 1 << 20
+
+
+class Content(NamedTuple):
+    """What a container holds: a value, and where its storages are.
+
+    `nbytes` is the size of the pickle, which begins at `base`.
+    """
+
+    version: str
+    value: Any
+    place: Callable[[str], Region]
+    nbytes: int
+    base: int
+    byteorder: str = "little"
+
+
+# --- zip archives ---------------------------------------------------------------------------------
+
+
+def read_zip(source: Readable, notes: kit.Notes) -> Content:
+    """Read an archive."""
+    members = {member.name: (member, at) for member, at in archive.places(source)}
+    root = next(iter(members), "").partition("/")[0]
+    if f"{root}/data.pkl" not in members:
+        raise _no_pickle(root, members)
+    cursor = kit.Cursor(source)
+    pickle, base = members[f"{root}/data.pkl"]
+    value = _read_pickle(archive.Content(cursor, pickle, base), pickle, notes)
+
+    def word(name: str) -> str:
+        """Read a member that is a word, "" if it is not there."""
+        if f"{root}/{name}" not in members:
+            return ""
+        member, at = members[f"{root}/{name}"]
+        if member.nbytes > _LONGEST_WORD:
+            reason = f"{name} has {member.nbytes} bytes, of which {_LONGEST_WORD} are read"
+            raise FormatError(reason, offset=at, rule="Word")
+        return archive.Content(cursor, member, at).whole(name).decode("latin-1").strip()
+
+    byteorder = word("byteorder") or "little"
+    if byteorder not in {"little", "big"}:
+        at = members[f"{root}/byteorder"][1]
+        raise FormatError(f"byteorder is {shown(byteorder)}", offset=at, rule="Byteorder")
+    version = _version(word("version"), notes)
+    place = partial(_member, members, root)
+    return Content(version, value, place, pickle.nbytes, base, byteorder)
+
+
+def _read_pickle(held: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
+    most = _LARGEST_PICKLE
+    if member.method != archive.STORED:
+        most = min(most, _LARGEST_DEFLATED + _MOST_DEFLATED * member.stored_nbytes)
+    if member.nbytes > most:
+        reason = f"a pickle of {member.nbytes} bytes, of which {most} are read"
+        raise UnsupportedError(reason, offset=held.at, rule="Pickle")
+    data = held.whole("data.pkl")
+    machine = Machine(data, base=held.at)
+    try:
+        value = machine.run()
+    except CheckpointError as error:
+        if member.method != archive.STORED:
+            error.offset = held.at
+        raise
+    if machine.at < len(data):
+        notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", "data.pkl")
+    return value
+
+
+def _no_pickle(root: str, members: Mapping[str, Any]) -> CheckpointError:
+    """Say what an archive without a pickle is."""
+    for name, what in _OTHERS.items():
+        if f"{root}/{name}" in members:
+            return UnsupportedError(what, offset=0, rule="Pickle")
+    return FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
+
+
+def _version(text: str, notes: kit.Notes) -> str:
+    if text and not (text.isascii() and text.isdigit()):
+        raise FormatError(f"version is {shown(text)}", offset=0, rule="Version")
+    if not text or int(text) not in _VERSIONS:
+        notes.add(f"torch itself reads versions 1 to 10, not {text or 'none'}", "version")
+    return text
+
+
+def _member(members: Mapping[str, Any], root: str, key: str) -> Region:
+    """Find a storage by its key."""
+    found = members.get(f"{root}/data/{key}")
+    if found is None:
+        reason = f"the archive has no member {shown(f'{root}/data/{key}')}"
+        raise FormatError(reason, rule="Storage")
+    member, at = found
+    nbytes, stored = member.nbytes, member.stored_nbytes
+    try:
+        member.check(at)
+    except UnsupportedError as problem:
+        return Region(at, nbytes, stored, problem=problem)
+    if member.method == archive.STORED:
+        return Region(at, nbytes, stored, None, member.crc)
+    if nbytes > max(_BOMB, _BOMB_RATIO * stored):
+        reason = f"{stored} deflated bytes of {nbytes}, all but nothing"
+        error = UnsupportedError(reason, rule="Deflated", hint="Zip it again, stored (zip -0)")
+        return Region(at, nbytes, stored, problem=error)
+    return Region(at, nbytes, stored, "deflate", member.crc)
+
+
+# --- before 1.6 -----------------------------------------------------------------------------------
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file begins with the magic number of old files, whatever its protocol."""
+    if head.startswith(_MAGIC_TEXT):
+        return True
+    return head.startswith(LEGACY_BEGINS) and _MAGIC_BYTES in head[2 : 11 + len(_MAGIC_BYTES)]
+
+
+def read_legacy(source: Readable, notes: kit.Notes) -> Content:
+    """Read a chain of pickles, and find the storages after it."""
+    machines = _Chain(source)
+    magic, _ = machines.next()
+    if magic != _MAGIC:
+        raise FormatError(f"the magic number is {spelled(magic)}", offset=0, rule="Magic")
+    version, at = machines.next()
+    if version != _PROTOCOL:
+        reason = f"the protocol is {spelled(version)}, not {_PROTOCOL}"
+        raise FormatError(reason, offset=at, rule="Protocol")
+    info, _ = machines.next()
+    if type(info) is Pairs and ("little_endian", False) in info.items():
+        notes.add("it was written on a big-endian machine; storages are little-endian", "the file")
+    value, base = machines.next()
+    persistent, nbytes = machines.persistent, machines.at - base
+    keys, at = machines.next()
+    if type(keys) is not list or any(type(key) not in {str, int} for key in keys):
+        raise FormatError(f"the keys of storages are {spelled(keys)}", offset=at, rule="Keys")
+    kinds: dict[str, Storage] = {}
+    for each in persistent:
+        storage = storage_of(each)
+        if storage is not None:
+            kinds.setdefault(storage.key, storage)
+    regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
+    return Content(str(version), value, partial(_old_region, regions), nbytes, base)
+
+
+def _old_region(regions: Mapping[str, Region], key: str) -> Region:
+    found = regions.get(key)
+    if found is None:
+        raise FormatError(f"no storage has the key {shown(key)}", rule="Storage")
+    return found
+
+
+def _storages(
+    source: Readable, at: int, keys: list[str], kinds: Mapping[str, Storage]
+) -> dict[str, Region]:
+    cursor, regions = kit.Cursor(source, at), {}
+    for position, key in enumerate(keys):
+        kind, at = kinds.get(key), cursor.at
+        if kind is None or kind.dtype is None:
+            reason = f"the storage {shown(key)} is of no known type, and others follow"
+            raise UnsupportedError(reason, offset=at, rule="Storage")
+        count = cursor.number(_COUNT, "the size of a storage")
+        if key in regions or count != kind.numel:
+            reason = f"storage {position} has {count} elements, and not {kind.numel}"
+            raise FormatError(reason, offset=at, rule="Storage")
+        nbytes = count * itemsize_of(kind.dtype)
+        regions[key] = Region(cursor.at, nbytes, nbytes)
+        cursor.skip(nbytes, f"storage {position}")
+    return regions
+
+
+class _Chain:
+    """Pickles end to end, of which none says how long it is."""
+
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+        self._data = b""
+        self.at = 0
+        self.persistent: list[Any] = []
+
+    def next(self) -> tuple[Any, int]:
+        """Return what the next pickle holds, and where it begins."""
+        start, size = self.at, self._source.size
+        step = _STEP
+        while True:
+            machine = Machine(self._data, start)
+            try:
+                value = machine.run()
+            except FormatError as error:
+                if error.rule not in {"Truncated", "Line"} or len(self._data) >= min(
+                    size, _LARGEST_PICKLE
+                ):
+                    raise
+                more = min(size, len(self._data) + step)
+                self._data = bytes(self._source.read(0, more))
+                step *= 4
+            else:
+                self.at, self.persistent = machine.at, machine.persistent
+                return value, start

@@ -1,0 +1,348 @@
+"""Folders of ``torch.distributed.checkpoint``: ``.metadata``, and files of items by rank.
+
+``.metadata`` is a pickle (which PyTorch itself loads without any restriction)::
+
+    Metadata  state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks)
+                                          or BytesStorageMetadata()}
+              storage_data         {MetadataIndex(name, offset): _StorageInfo(relative_path,
+                                          offset, length, transform_descriptors)}
+
+Each chunk of a tensor, and each value that is no tensor, is an item: a complete zip archive of
+`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value.
+
+References: torch/distributed/checkpoint/metadata.py and filesystem.py of
+github.com/pytorch/pytorch, 2.15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
+from xckpt.formats import kit
+from xckpt.formats.torch.containers import read_zip
+from xckpt.formats.torch.objects import Objects
+from xckpt.formats.torch.pickles import Machine
+from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
+from xckpt.formats.torch.tensors import Tensors, dtype_named
+from xckpt.index import Index, Shard, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.formats import Readable
+    from xckpt.formats.torch.tensors import Region
+
+    # First element, and extents.
+    _Block = tuple[tuple[int, ...], tuple[int, ...]]
+
+__all__ = ["METADATA", "is_metadata", "read"]
+
+METADATA = ".metadata"
+_MODULE = "torch.distributed.checkpoint"
+_LARGEST_METADATA = 256 << 20
+# Items that are smaller are read at once, of others a bit of both ends.
+_SMALL = 1 << 16
+_LARGEST_VALUE = 1 << 20
+_MOST_VALUES = 1000
+
+
+def is_metadata(head: bytes) -> bool:
+    """Whether a file is a pickle that begins by naming the class of the metadata."""
+    return head[:1] == b"\x80" and head[1:2] <= b"\5" and f"{_MODULE}.metadata".encode() in head
+
+
+class _Item(NamedTuple):
+    """Where an item is: file, first byte, and size."""
+
+    file: str
+    offset: int
+    nbytes: int
+    is_plain: bool
+
+
+class _Window:
+    """A range of a file as a file."""
+
+    def __init__(self, source: Readable, item: _Item) -> None:
+        self.name, self.size = source.name, item.nbytes
+        self._source, self._offset = source, item.offset
+        self._whole = source.read(item.offset, item.nbytes) if item.nbytes <= _SMALL else None
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes."""
+        if offset + nbytes > self.size:
+            raise FormatError(f"{nbytes} bytes at {offset} of {self.size}", rule="Truncated")
+        if self._whole is not None:
+            return self._whole[offset : offset + nbytes]
+        return self._source.read(self._offset + offset, nbytes)
+
+    def sibling(self, name: str) -> Readable:
+        """There is none."""
+        raise FileNotFoundError(name)
+
+
+def read(format: str, source: Readable, notes: kit.Notes) -> Index:
+    """Read the metadata, and of each item where its bytes are."""
+    if source.size > _LARGEST_METADATA:
+        reason = f"metadata of {source.size} bytes, of which {_LARGEST_METADATA} are read"
+        raise UnsupportedError(reason, offset=0, rule="Metadata")
+    root = Machine(bytes(source.read(0, source.size))).run()
+    try:
+        reader = _Reader(source, notes, _fields(root, "metadata.Metadata"))
+        reader.read_all()
+    except CheckpointError as error:
+        raise error.located(offset=0) from error.__cause__
+    version = reader.fields.get("version")
+    size = source.size + sum([shard.size for shard in reader.shards.values()])
+    return Index(
+        format,
+        version if type(version) is str else "",
+        reader.tensors,
+        reader.attrs,
+        source.name,
+        size,
+        reader.shards,
+        notes.warnings(),
+    )
+
+
+def _broken(reason: str, rule: str = "Metadata") -> FormatError:
+    return FormatError(reason, rule=rule)
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    """Return the attributes of an instance of a class."""
+    function = value.function if type(value) is Call else None
+    if type(function) is not Global or ".".join(function) != f"{_MODULE}.{name}":
+        raise _broken(f"{spelled(value)} is not {name}")
+    state = value.state if type(value.state) is Pairs else Pairs()
+    return {key: inner for key, inner in state.items() if type(key) is str}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a torch.Size."""
+    sizes = sizes_of(value)
+    if any(type(each) is not int or each < 0 for each in sizes):
+        raise _broken(f"{spelled(value)} is not a shape", "Shape")
+    return sizes
+
+
+class _Reader:
+    """Reads what the metadata of a checkpoint list."""
+
+    def __init__(self, source: Readable, notes: kit.Notes, fields: dict[str, Any]) -> None:
+        self.fields = fields
+        self.tensors: dict[str, Tensor] = {}
+        self.attrs: dict[str, Any] = {}
+        self.shards: dict[str, Shard] = {}
+        self._source, self._notes = source, notes
+        self._files: dict[str, Readable | None] = {}
+        self._items = self._listed_items()
+        self._values = 0
+
+    def _mapping(self, name: str) -> Pairs:
+        found = self.fields.get(name)
+        if type(found) is not Pairs:
+            raise _broken(f"{name} is {spelled(found)}")
+        return found
+
+    def _listed_items(self) -> dict[str, _Item]:
+        """Return where items are, by name and offset as text: keys of a file are not hashed."""
+        items = {}
+        for index, info in self._mapping("storage_data").items():
+            key, place = (
+                _fields(index, "metadata.MetadataIndex"),
+                _fields(info, "filesystem._StorageInfo"),
+            )
+            at, nbytes = place.get("offset"), place.get("length")
+            file = place.get("relative_path")
+            if type(file) is not str or not _is_file_name(file):
+                reason = f"{spelled(file)} is not the name of a file in the folder"
+                raise _broken(reason, "FileName")
+            if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0:
+                raise _broken(f"an item of {spelled(nbytes)} bytes at {spelled(at)}", "Item")
+            offset = key.get("offset")
+            where = None if offset is None else _shape(offset)
+            is_plain = not place.get("transform_descriptors")
+            items[_key(key.get("fqn"), where)] = _Item(file, at, nbytes, is_plain)
+        return items
+
+    def read_all(self) -> None:
+        """List all tensors and values."""
+        for name, about in self._mapping("state_dict_metadata").items():
+            if type(name) is not str:
+                raise _broken(f"{spelled(name)} is not a name", "Name")
+            if type(about) is Call and about.function == _VALUE:
+                self._read_value(name)
+                continue
+            tensor = self._tensor(name, _fields(about, "metadata.TensorStorageMetadata"))
+            self._add(replace(tensor, name=key_text(name)))
+
+    def _add(self, tensor: Tensor) -> None:
+        name = tensor.name
+        if name in self.tensors:
+            raise _broken(f"two tensors are called {shown(name)}", "Name")
+        if tensor.problem is not None:
+            tensor.problem.located(tensor=name, offset=0)
+        self.tensors[name] = tensor
+
+    # --- items -----------------------------------------------------------------------------------
+
+    def _file(self, name: str) -> Readable | None:
+        """Return a file of items, None if it is not there."""
+        if name not in self._files:
+            try:
+                found = self._source.sibling(name)
+            except FileNotFoundError:
+                self._files[name] = None
+            else:
+                self._files[name] = found
+                self.shards[name] = Shard(found.size, None, (name,))
+        return self._files[name]
+
+    def _objects(self, name: str, item: _Item) -> Objects:
+        """Read an item."""
+        file = self._file(item.file)
+        if file is None:
+            raise MissingShardError(
+                f"the file {shown(item.file)}, which has this tensor, is missing",
+                path=self._source.name,
+                hint="Put it next to .metadata, and open that again",
+            )
+        if not item.is_plain:
+            reason = "items that were transformed (compressed) are not read"
+            raise UnsupportedError(reason, rule="Transform")
+        if item.offset + item.nbytes > file.size:
+            reason = f"an item ends at byte {item.offset + item.nbytes} of {file.size}"
+            raise FormatError(f"{item.file}: {reason}", rule="Truncated")
+        try:
+            content = read_zip(_Window(file, item), self._notes)
+
+            def place(key: str) -> Region:
+                region = content.place(key)
+                return region._replace(offset=region.offset + item.offset)
+
+            order, base = content.byteorder, content.base
+            tensors = Tensors(place, self._notes, order, base, item.file)
+            objects = Objects(tensors, content.nbytes, self._notes, base)
+            objects.walk(content.value, (name,))
+        except CheckpointError as error:
+            # Offsets are those in the item, and `.metadata` is the file that the user opened.
+            error.reason = f"the item at byte {item.offset} of {item.file}: {error.reason}"
+            error.offset = None
+            raise
+        return objects
+
+    def _read_value(self, name: str) -> None:
+        item = self._items.get(_key(name, None))
+        self._values += 1
+        if item is None or item.nbytes > _LARGEST_VALUE or self._values > _MOST_VALUES:
+            self._notes.add("a value that is no tensor is left out", shown(name))
+            return
+        try:
+            objects = self._objects(name, item)
+        except (MissingShardError, UnsupportedError) as error:
+            self._notes.add(f"a value that is no tensor is left out: {error.reason}", shown(name))
+            return
+        self.attrs |= objects.attrs
+        for tensor in objects.tensors.values():
+            self._add(tensor)
+
+    # --- tensors ---------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, about: Mapping[str, Any]) -> Tensor:
+        size, listed = _shape(about.get("size")), about.get("chunks")
+        properties = about.get("properties")
+        kind = properties.state if type(properties) is Call else None
+        dtype = dtype_named(kind[0]) if type(kind) is tuple and kind else None
+        if dtype is None or type(listed) is not list:
+            raise _broken(f"{shown(name)} is of no known type, or has no chunks")
+        if kit.is_oversized(size) or len(size) > kit.MOST_AXES:
+            raise _broken(f"no array is as large as {spelled(size)}", "Shape")
+        chunks = _chunks(name, size, listed)
+        _check_cover(name, size, chunks)
+        try:
+            found = [self._chunk(name, origin, extents) for origin, extents in chunks]
+        except (MissingShardError, UnsupportedError) as problem:
+            return Tensor(name, dtype, size, {}, problem=problem)
+        if any(each.dtype != found[0].dtype or len(each.parts) != 1 for each in found):
+            reason = "its chunks are not dense and of one type"
+            return Tensor(name, dtype, size, {}, problem=UnsupportedError(reason, rule="Chunks"))
+        if len(found) == 1:
+            return found[0]
+        parts = {}
+        for number, ((origin, extents), each) in enumerate(zip(chunks, found, strict=True)):
+            part = each.parts["data"]
+            if each.order == "F":
+                steps = tuple([prod(extents[:axis]) for axis in range(len(extents))])
+                part = replace(part, strides=steps, digest=None)
+            parts[str(number)] = replace(part, origin=origin)
+        return Tensor(name, found[0].dtype, size, parts, "chunked", attrs=found[0].attrs)
+
+    def _chunk(self, name: str, origin: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
+        item = self._items.get(_key(name, origin))
+        if item is None:
+            raise _broken(f"no item has the chunk of {shown(name)} at {spelled(origin)}", "Item")
+        tensors = [*self._objects(name, item).tensors.values()]
+        if len(tensors) != 1 or tensors[0].shape != extents:
+            shapes = [each.shape for each in tensors]
+            reason = f"the item of {shown(name)} at {spelled(origin)} has {spelled(shapes)}"
+            raise _broken(f"{reason}, not {spelled(extents)}", "Item")
+        [tensor] = tensors
+        if tensor.problem is not None:
+            raise tensor.problem
+        return tensor
+
+
+def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]:
+    """Return where the chunks of a tensor are in it, without those that are empty."""
+    chunks = []
+    for each in listed:
+        fields = _fields(each, "metadata.ChunkStorageMetadata")
+        origin, extents = _shape(fields.get("offsets")), _shape(fields.get("sizes"))
+        if len(origin) != len(size) or len(extents) != len(size):
+            raise _broken(f"a chunk of {shown(name)} has other axes", "Chunks")
+        if prod(extents) or prod(size) == 0:
+            chunks.append((origin, extents))
+    return chunks
+
+
+_VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")
+
+
+def _key(name: Any, origin: tuple[int, ...] | None) -> str:
+    return f"{name}\0{origin}"
+
+
+def _is_file_name(name: str) -> bool:
+    is_plain = not any(mark in name for mark in "/\\\0:")
+    return is_plain and name not in {"", ".", ".."}
+
+
+def _check_cover(name: str, size: tuple[int, ...], chunks: Sequence[_Block]) -> None:
+    """Check that chunks have each element of a tensor once."""
+    for origin, extents in chunks:
+        if any(at + n > most for at, n, most in zip(origin, extents, size, strict=True)):
+            reason = f"a chunk of {shown(name)} at {spelled(origin)} is beyond {spelled(size)}"
+            raise _broken(reason, "Chunks")
+    if sum([prod(extents) for _, extents in chunks]) != prod(size) or not chunks:
+        raise _broken(f"the chunks of {shown(name)} are not all of {spelled(size)}", "Chunks")
+    if len(chunks) == 1:
+        return
+    # Along the axis with most chunks few others begin before one ends.
+    axis = max(range(len(size)), key=lambda axis: len({origin[axis] for origin, _ in chunks}))
+    in_order = sorted(chunks, key=lambda chunk: chunk[0][axis])
+    open_ones: list[Any] = []
+    for origin, extents in in_order:
+        ends = tuple([at + n for at, n in zip(origin, extents, strict=True)])
+        open_ones = [each for each in open_ones if each[1][axis] > origin[axis]]
+        for begin, end in open_ones:
+            if all(a < d and c < b for a, b, c, d in zip(begin, end, origin, ends, strict=True)):
+                reason = (
+                    f"chunks of {shown(name)} at {spelled(begin)} and {spelled(origin)} overlap"
+                )
+                raise _broken(reason, "Chunks")
+        open_ones.append((origin, ends))

@@ -1,0 +1,185 @@
+"""What a pickle holds: values, and records of what it would call; nothing of it is ever run."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Call",
+    "Extension",
+    "Global",
+    "Members",
+    "Pairs",
+    "Persistent",
+    "data_of",
+    "dict_of",
+    "is_plain",
+    "items_of",
+    "key_text",
+    "kind_of",
+    "name_of",
+    "sizes_of",
+    "spelled",
+]
+
+# What is in a pickle once can be looked at many times.
+_MOST_BYTES = 1 << 12
+_SHOWN, _SHOWN_ITEMS, _SHOWN_LEVELS = 200, 8, 3
+# Modules that were called otherwise.
+_RENAMED = {"torch.tensor": "torch._tensor", "__builtin__": "builtins", "copy_reg": "copyreg"}
+_RENAMED |= {"numpy._core.multiarray": "numpy.core.multiarray"}
+_RENAMED |= {"numpy._core.numeric": "numpy.core.numeric"}
+
+
+class Global(NamedTuple):
+    """The name of something in a module, which is never looked up."""
+
+    module: str
+    name: str
+
+
+class Pairs(list[Any]):
+    """A mapping: keys and values by turns, in order. Keys are not hashed: they can be anything."""
+
+    __slots__ = ()
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """Return keys with their values."""
+        return list(zip(self[::2], self[1::2], strict=True))
+
+
+class Members(list[Any]):
+    """A set."""
+
+    __slots__ = ()
+
+
+class Call:
+    """What a function would return, or an instance of a class; nothing is ever called.
+
+    `state` is what ``__setstate__`` would get, `pairs` and `values` what a subclass of dict or
+    list holds, and `at` where in the pickle the call is.
+    """
+
+    __slots__ = ("args", "at", "function", "pairs", "state", "values")
+
+    def __init__(self, function: Any, args: Any, at: int) -> None:
+        self.function = function
+        self.args = args
+        self.at = at
+        self.state: Any = None
+        self.pairs: Pairs | None = None
+        self.values: list[Any] | None = None
+
+
+class Persistent:
+    """What lies outside of the pickle, by its id."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, id: Any) -> None:  # noqa: A002  what pickle calls it
+        self.id = id
+
+
+class Extension(NamedTuple):
+    """What a registry of the writing program has, or a buffer that is elsewhere."""
+
+    code: int
+
+
+# --- what they mean -------------------------------------------------------------------------------
+
+
+def name_of(call: Call) -> str:
+    """Return the name of the function of a call, "" if it is something else."""
+    return _qualified(call.function) if type(call.function) is Global else ""
+
+
+@lru_cache(maxsize=256)
+def _qualified(function: Global) -> str:
+    return f"{_RENAMED.get(function.module, function.module)}.{function.name}"
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a state, which is a mapping or several."""
+    states = value if type(value) is tuple else (value,)
+    return [item for each in states if type(each) is Pairs for item in each.items()]
+
+
+def dict_of(items: Any) -> dict[str, Any]:
+    """Return the items whose keys are text."""
+    return {key: value for key, value in items if type(key) is str}
+
+
+def data_of(value: Any) -> bytes | None:
+    """Return bytes, however the protocol spells them; None if there are many."""
+    if type(value) is Call and name_of(value) == "_codecs.encode" and type(value.args) is tuple:
+        text, *codec = value.args or ("",)
+        if type(text) is str and len(text) <= _MOST_BYTES and codec in (["latin1"], ["latin-1"]):
+            value = text.encode("latin-1", "replace")
+    if type(value) is Call and name_of(value) == "builtins.bytearray":
+        value = next(iter(value.args or (b"",)))
+    return value if type(value) is bytes and len(value) <= _MOST_BYTES else None
+
+
+def sizes_of(value: Any) -> tuple[Any, ...]:
+    """Return sizes, which may be a torch.Size."""
+    if type(value) is tuple:
+        return value
+    if type(value) is Call and name_of(value) == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is tuple else tuple(value) if type(value) is list else (None,)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value can be an attribute."""
+    return value is None or type(value) in {bool, int, float, str}
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def kind_of(value: Any) -> str:
+    """Say what a value is, for messages."""
+    names = {Pairs: "a mapping", list: "a list", Members: "a set", Call: "the result of a call"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def spelled(value: Any, level: int = 0) -> str:
+    """Write a value as short text, whatever it is."""
+    kind = type(value)
+    if kind is Global:
+        return ".".join(value)
+    if level > _SHOWN_LEVELS:
+        return "..."
+    if kind is Call:
+        args = value.args if type(value.args) is tuple else (value.args,)
+        return f"<{spelled(value.function, level + 1)}{_listed(args, level)}>"[:_SHOWN]
+    if kind is Persistent:
+        return "<persistent>"
+    if kind is Extension:
+        return "<extension>"
+    if kind is bytes:
+        return repr(value[: _SHOWN // 4])
+    if kind in {tuple, list, Members, Pairs}:
+        return _listed(value, level)[:_SHOWN]
+    return repr(value[:_SHOWN] if kind is str else value)[:_SHOWN]
+
+
+def _listed(values: Any, level: int) -> str:
+    if level >= _SHOWN_LEVELS:
+        return "(...)"
+    shown_ones = [spelled(each, level + 1) for each in values[:_SHOWN_ITEMS]]
+    more = ["..."] if len(values) > _SHOWN_ITEMS else []
+    text = ", ".join([*shown_ones, *more])
+    return f"[{text}]" if type(values) is not tuple else f"({text})"
+
+
+def key_text(key: Any) -> str:
+    """Return a key of a mapping as a component of a name, which can be printed."""
+    key = key if data_of(key) is None else data_of(key)
+    text = key if type(key) is str else str(key) if type(key) is int else spelled(key)
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "backslashreplace").decode()

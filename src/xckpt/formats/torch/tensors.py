@@ -1,0 +1,574 @@
+"""Tensors: which storage, which part of it, and how elements lie there; the table of builders.
+
+A tensor is a view: ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)``, in
+elements, of a storage whose bytes are elsewhere. Several may share one. `_TENSORS` names all
+functions of PyTorch that make one; that it has a name does not mean that anything is called.
+
+References: torch/_utils.py, torch/_tensor.py and torch/_weights_only_unpickler.py of
+github.com/pytorch/pytorch, 2.15.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    PayloadMissingError,
+    UnsupportedError,
+    shown,
+)
+from xckpt.formats import kit
+from xckpt.formats.torch import ndarrays
+from xckpt.formats.torch.records import (
+    Call,
+    Global,
+    Pairs,
+    Persistent,
+    dict_of,
+    is_plain,
+    items_of,
+    key_text,
+    name_of,
+    sizes_of,
+    spelled,
+)
+from xckpt.index import Part, Quantization, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Region", "Tensors", "dtype_named", "itemsize_of", "storage_of"]
+
+_DEEPEST_TENSOR = 8  # a parameter of a parameter
+_SHOWN = 200
+
+# --- element types --------------------------------------------------------------------------------
+
+_PLAIN = (
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_PLAIN_TYPES = frozenset(_PLAIN)
+_PAIRS = "float4_e2m1fn_x2"  # whose sizes count bytes
+# What elements of a type are stored as; of types that are not in `_PLAIN` this is not all.
+_STORED = {name: name for name in _PLAIN}
+_STORED |= {"bits8": "uint8", "bits1x8": "uint8", "bits2x4": "uint8", "bits4x2": "uint8"}
+_STORED |= {"bits16": "uint16", "qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_STORED |= {_PAIRS: "float4_e2m1fn"}
+_HALVES = {"complex32": "float16", "bcomplex32": "bfloat16"}
+_PACKED = {"quint4x2", "quint2x4"}  # several codes in a byte
+_ALIASES = {"double": "float64", "float": "float32", "half": "float16", "long": "int64"}
+_ALIASES |= {"int": "int32", "short": "int16", "chalf": "complex32"}
+_ALIASES |= {"cfloat": "complex64", "cdouble": "complex128"}
+_STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
+_STORAGES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
+_STORAGES |= {"Bool": "bool", "ComplexDouble": "complex128", "ComplexFloat": "complex64"}
+_STORAGES |= {"QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32"}
+_STORAGES |= {"QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4", "Untyped": "uint8"}
+_STORAGE_MODULES = {"torch", "torch.cuda", "torch.storage"}
+
+
+def dtype_named(value: Any) -> str | None:
+    """Return the element type that a record like ``torch.float32`` names, None if none."""
+    if type(value) is not Global or value.module != "torch":
+        return None
+    name = _ALIASES.get(value.name, value.name)
+    return name if name in _STORED or name in _HALVES or name in _PACKED else None
+
+
+@lru_cache(maxsize=256)
+def itemsize_of(dtype: str) -> int:
+    """Return the size of an element, or of what several share, in bytes."""
+    if dtype in _HALVES:
+        return 4
+    bits = 8 if dtype in _PACKED else ELEMENT_TYPES[_STORED[dtype]].bits
+    return max(bits, 8) // 8
+
+
+# --- storages -------------------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """Where the bytes of a storage are.
+
+    `nbytes` is their number once decoded; `problem` is why they cannot be read.
+    """
+
+    offset: int
+    nbytes: int
+    stored_nbytes: int
+    encoding: str | None = None
+    crc: int = 0
+    problem: CheckpointError | None = None
+
+
+class Storage(NamedTuple):
+    """A storage as a persistent id names it: element type, key, and number of elements.
+
+    The type is None, with its name as the key, where it is not known.
+    """
+
+    dtype: str | None
+    key: str
+    numel: int
+    first: int = 0
+
+
+@lru_cache(maxsize=256)
+def _class_of(kind: Global) -> str | None:
+    """Return the element type of a class of storages."""
+    if kind.module not in _STORAGE_MODULES or not kind.name.endswith("Storage"):
+        return None
+    return _STORAGES.get(kind.name.removesuffix("Storage"))
+
+
+def storage_of(value: Any) -> Storage | None:
+    """Return the storage that a persistent id names, None if it names none."""
+    words = value.id if type(value) is Persistent else None
+    if type(words) is not tuple or len(words) not in {5, 6} or words[0] != "storage":
+        return None
+    kind, key, _, numel, *views = words[1:]
+    if (
+        type(kind) is Global
+        and type(key) is str
+        and type(numel) is int
+        and numel >= 0
+        and not views
+    ):
+        dtype = _class_of(kind)
+        if dtype is not None:
+            return Storage(dtype, key, numel)
+    if type(kind) is Call and not kind.args:
+        kind = kind.function
+    key = str(key) if type(key) is int else key
+    if type(kind) is not Global or type(key) is not str or type(numel) is not int or numel < 0:
+        return None
+    first = 0
+    # Before 0.4 a storage could be a view of another one: (key of the view, offset, elements).
+    if views and type(views[0]) is tuple:
+        _, first, count = (*views[0], None, None, None)[:3]
+        if type(first) is not int or type(count) is not int or not 0 <= first <= first + count:
+            return None
+        if first + count > numel:
+            return None
+    dtype = _class_of(kind)
+    return Storage(dtype, f"{kind.module}.{kind.name}" if dtype is None else key, numel, first)
+
+
+class Layout(NamedTuple):
+    """How elements lie in a storage: order, strides where it is neither, and how many they span."""
+
+    order: Any
+    strides: tuple[int, ...] | None
+    span: int
+
+
+@lru_cache(maxsize=4096)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout | str:
+    """Find out how elements lie, or return what is wrong with sizes and strides."""
+    if len(size) != len(stride):
+        return f"sizes {spelled(size)} and strides {spelled(stride)}"
+    if any(each < 0 for each in size + stride):
+        return f"sizes {spelled(size)} and strides {spelled(stride)} are not all numbers >= 0"
+    if kit.is_oversized(size) or len(size) > kit.MOST_AXES:
+        return f"no array is as large as {spelled(size)}"
+    count = prod(size)
+    if not count:
+        return Layout("C", None, 0)
+    axes = [axis for axis, extent in enumerate(size) if extent > 1]
+    for order, along in (("C", axes[::-1]), ("F", axes)):
+        step = 1
+        for axis in along:
+            if stride[axis] != step:
+                break
+            step *= size[axis]
+        else:
+            return Layout(order, None, count)
+    steps = tuple([stride[axis] if size[axis] > 1 else 0 for axis in range(len(size))])
+    return Layout(
+        "C", steps, sum([(n - 1) * step for n, step in zip(size, steps, strict=True)]) + 1
+    )
+
+
+class _View(NamedTuple):
+    """Which bytes of a storage a tensor is, from the first to the last of its elements."""
+
+    region: Region
+    at: int
+    nbytes: int
+    size: tuple[int, ...]
+    layout: Layout
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+class Tensors:
+    """Makes tensors of the records of one pickle, with bytes where `place` finds storages.
+
+    `name` is set to the name of what is made. Parts are in the file `shard` of several.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[str], Region],
+        notes: kit.Notes,
+        byteorder: Any = "little",
+        base: int = 0,
+        shard: str | None = None,
+    ) -> None:
+        self.name = ""
+        self._place, self._notes = place, notes
+        self._byteorder, self._base, self._shard = byteorder, base, shard
+        self._is_simple = byteorder == "little" and shard is None
+
+    def tensor(self, call: Any, level: int = 0) -> Tensor | None:
+        """Return the tensor that a call makes, None if it makes something else."""
+        name = name_of(call) if type(call) is Call else ""
+        make = _TENSORS.get(name)
+        if make is None:
+            return self._of_class(call, name) if name.endswith("Tensor") else None
+        if level > _DEEPEST_TENSOR or type(call.args) is not tuple:
+            raise self.broken(f"{name} of what is no tensor", "Tensor")
+        try:
+            return make(self, call, level)
+        except FormatError as error:
+            raise error.located(offset=self._base) from error.__cause__
+        except (IndexError, ValueError) as error:
+            raise self.broken(f"{name} has {len(call.args)} arguments", "Tensor") from error
+
+    def inner(self, call: Any, level: int) -> Tensor:
+        """Return the tensor that another one is made of."""
+        found = self.tensor(call, level + 1)
+        if found is None:
+            raise self.broken(f"{spelled(call)} is not a tensor", "Tensor")
+        return found
+
+    def _of_class(self, call: Call, name: str) -> Tensor | None:
+        """Return a tensor as it was saved by 0.1: an instance whose state is its view."""
+        state = call.state
+        is_view = type(state) is tuple and len(state) == 4 and storage_of(state[0]) is not None
+        if not is_view or not name.startswith("torch."):
+            return None
+        storage, offset, size, stride = state
+        return self.view(storage, offset, (sizes_of(size), sizes_of(stride)))
+
+    def broken(self, reason: str, rule: str) -> FormatError:
+        """Make the error for what the pickle says."""
+        return FormatError(reason, offset=self._base, rule=rule)
+
+    def view(
+        self,
+        value: Any,
+        offset: Any,
+        sizes: tuple[Any, Any],
+        dtype: str | None = None,
+        *,
+        meta: Any = None,
+        ordered: bool = True,
+    ) -> Tensor:
+        """Describe a view of a storage, of which sizes and strides are given.
+
+        `ordered` is whether it may be in Fortran order, `meta` what follows the usual arguments.
+        """
+        storage, (size, stride) = storage_of(value), sizes
+        if storage is None:
+            raise self.broken(f"{spelled(value)} is not a storage", "Storage")
+        if type(offset) is not int or not 0 <= offset < 1 << 62:
+            raise self.broken(f"{spelled(offset)} is not an offset in a storage", "Offset")
+        layout = self.laid_out(size, stride)
+        if storage.dtype is None:
+            reason = f"storages of the class {shown(storage.key)} are not read"
+            return self.unread(storage.key[:_SHOWN], size, reason, "Storage")
+        itemsize = itemsize_of(storage.dtype)
+        region, held = self._place(storage.key), storage.numel * itemsize
+        if held != region.nbytes and region.problem is None:
+            if held > region.nbytes:
+                reason = f"a storage of {held} bytes, but {region.nbytes} are there"
+                raise FormatError(reason, offset=region.offset, rule="Storage")
+            self._notes.add("bytes after a storage are ignored", f"storage {shown(storage.key)}")
+        dtype = storage.dtype if dtype is None else dtype
+        size_of = itemsize if dtype is storage.dtype else itemsize_of(dtype)
+        at, nbytes = (offset + storage.first) * size_of, layout.span * size_of
+        if nbytes and at + nbytes > held:
+            reason = f"a view to byte {at + nbytes} of a storage of {held} bytes"
+            raise FormatError(reason, offset=region.offset, rule="Bounds")
+        where = _View(region, at if nbytes else 0, nbytes, size, layout)
+        tensor = self._of_view(where, dtype, ordered=ordered)
+        if meta is not None:
+            tensor = self._with_bits(tensor, meta)
+        return tensor if region.problem is None else replace(tensor, problem=region.problem)
+
+    def laid_out(self, size: Any, stride: Any) -> Layout:
+        """Find out how elements lie; only integers may be looked up, as true and 1.0 equal 1."""
+        are_integers = {*map(type, size), *map(type, stride)} <= {int}
+        layout = _layout(size, stride) if are_integers else "sizes and strides are not integers"
+        if type(layout) is str:
+            raise self.broken(layout, "Shape")
+        return layout  # type: ignore[return-value]  # no text, which was an error
+
+    def unread(self, dtype: str, size: tuple[int, ...], reason: str, rule: str) -> Tensor:
+        """Return a tensor that is listed, and not read."""
+        return Tensor(self.name, dtype, size, {}, problem=UnsupportedError(reason, rule=rule))
+
+    def _of_view(self, view: _View, dtype: str, *, ordered: bool) -> Tensor:
+        size, (order, strides, _) = view.size, view.layout
+        if order == "C" and dtype in _PLAIN_TYPES:
+            part = self._part(view, dtype, strides)
+            return Tensor(self.name, dtype, size, {"data": part})
+        if order == "F" and not ordered:
+            order, strides = "C", _fortran(size)
+        if dtype in _HALVES:
+            return self._halves(view, dtype)
+        element = _STORED.get(dtype)
+        if element is None:
+            return self.unread(dtype, size, f"elements of the type {dtype} are not read", "DType")
+        if dtype == _PAIRS:
+            if not size or order != "C" or strides is not None:
+                return self.unread(element, size, "pairs that are not in C order", "Order")
+            size = (*size[:-1], 2 * size[-1])
+        part = self._part(view._replace(size=size), element, strides)
+        attrs = {} if dtype in _PLAIN_TYPES else {"torch_dtype": dtype}
+        return Tensor(self.name, element, size, {"data": part}, "dense", order, attrs)
+
+    def _part(self, view: _View, element: str, strides: tuple[int, ...] | None) -> Part:
+        region, at, nbytes, size, _ = view
+        # A checksum covers the whole storage.
+        has_all = region.crc and not at and nbytes == region.nbytes and strides is None
+        digest = f"crc32:{region.crc:08x}" if has_all else None
+        if strides is None and region.encoding is None and self._is_simple:
+            return Part(element, size, region.offset + at, nbytes, None, None, digest)
+        of: dict[str, Any] = {"byteorder": self._byteorder, "shard": self._shard}
+        if region.encoding is None or not nbytes:
+            of |= {"offset": region.offset + at, "nbytes": nbytes}
+        else:
+            of |= {"offset": region.offset, "nbytes": region.stored_nbytes}
+            of["skip"] = None if nbytes == region.nbytes else at
+            of |= {"encoding": region.encoding, "decoded_nbytes": nbytes, "digest_of": "decoded"}
+        return Part(element, size, digest=digest, strides=strides, **of)
+
+    def _halves(self, view: _View, dtype: str) -> Tensor:
+        """Describe complex numbers of halves, of which numpy has no type, as their two parts."""
+        size, (order, strides, _) = view.size, view.layout
+        steps = strides or (_fortran(size) if order == "F" else _fortran(size[::-1])[::-1])
+        steps, half = tuple([2 * step for step in steps]), _HALVES[dtype]
+        nbytes = max(0, view.nbytes - 2)
+        parts = {}
+        for role, shift in (("real", 0), ("imag", 2 if nbytes else 0)):
+            one = view._replace(at=view.at + shift, nbytes=nbytes)
+            parts[role] = self._part(one, half, steps)
+        attrs = {"torch_dtype": dtype}
+        return Tensor(self.name, half, size, parts, "structural", attrs=attrs)
+
+    def _with_bits(self, tensor: Tensor, meta: Any) -> Tensor:
+        """Apply the bits that say that values are the conjugate, or the negative, of the bytes."""
+        bits = dict_of(meta.items()) if type(meta) is Pairs else {}
+        is_conj, is_neg = bits.get("conj") is True, bits.get("neg") is True
+        if not (is_conj or is_neg) or "data" not in tensor.parts:
+            return tensor
+        kind, part = ELEMENT_TYPES[tensor.dtype], tensor.parts["data"]
+        if kind.kind not in {"float", "complex"}:
+            return self.unread(tensor.dtype, tensor.shape, "negated integers", "Bits")
+        # Of each element the sign of the number, or of its real and its imaginary part.
+        signs = [is_neg, is_neg ^ is_conj] if kind.kind == "complex" else [is_neg]
+        nbytes = kind.bits // 8 // len(signs)
+        masks = [bytes(nbytes - 1) + bytes((0x80 * sign,)) for sign in signs]
+        inverted = b"".join(masks if self._byteorder == "little" else [m[::-1] for m in masks])
+        return replace(tensor, parts={"data": replace(part, inverted=inverted, digest=None)})
+
+
+def _fortran(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of an array in Fortran order."""
+    return tuple([prod(size[:axis]) for axis in range(len(size))])
+
+
+# --- builders: each gets the call, and how many tensors it is within ------------------------------
+
+
+def _v2(o: Tensors, call: Call, _: int) -> Tensor:
+    storage, offset, size, stride, *more = call.args
+    tensor = o.view(storage, offset, (sizes_of(size), sizes_of(stride)), meta=_at(more, 2))
+    return _marked(tensor, _at(more, 0))
+
+
+def _v3(o: Tensors, call: Call, _: int) -> Tensor:
+    storage, offset, size, stride, needed, _hooks, kind, *more = call.args
+    dtype = dtype_named(kind)
+    if dtype is None:
+        raise o.broken(f"{spelled(kind)} is not an element type", "DType")
+    sizes = (sizes_of(size), sizes_of(stride))
+    tensor = o.view(storage, offset, sizes, dtype, meta=_at(more, 0))
+    return _marked(tensor, needed)
+
+
+def _parameter(o: Tensors, call: Call, level: int) -> Tensor:
+    data, *more = call.args
+    tensor = o.inner(data, level)
+    attrs = {key: value for key, value in tensor.attrs.items() if key != "requires_grad"}
+    marked = _marked(replace(tensor, attrs=attrs), _at(more, 0))
+    kept = dict_of(items_of(_at(more, 2)))
+    plain = {key_text(key): value for key, value in kept.items() if is_plain(value)}
+    return replace(marked, attrs={**marked.attrs, "parameter": True, **plain})
+
+
+def _typed(o: Tensors, call: Call, level: int) -> Tensor:
+    function, _, args, *_ = call.args
+    return o.inner(Call(function, args, call.at), level)
+
+
+def _first_tensor(o: Tensors, call: Call, level: int) -> Tensor:
+    return o.inner(call.args[0], level)
+
+
+def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
+    storage, offset, sizes, stride, params, *_ = call.args
+    size = sizes_of(sizes)
+    tensor = o.view(storage, offset, (size, sizes_of(stride)), ordered=False)
+    if "data" not in tensor.parts or tensor.problem is not None:
+        return tensor
+    if type(params) is not tuple or len(params) < 3:
+        raise o.broken(f"{spelled(params)} is not a scheme", "Scheme")
+    scheme, scale, zero = params[:3]
+    name = scheme.name if type(scheme) is Global and scheme.module == "torch" else spelled(scheme)
+    block = tuple([max(1, extent) for extent in size])
+    if name == "per_tensor_affine":
+        if type(scale) is not float or type(zero) is not int or abs(zero) >= 1 << 31:
+            raise o.broken(f"scale {spelled(scale)}, zero point {spelled(zero)}", "Scheme")
+        data = struct.pack("<d", scale)
+        more = {"scales": Part("float64", (1,) * len(size), 0, len(data), inline=data)}
+    elif name in {"per_channel_affine", "per_channel_affine_float_qparams"}:
+        axis = _at(params, 3)
+        if type(axis) is not int or not 0 <= axis < len(size):
+            raise o.broken(f"axis {spelled(axis)} of {len(size)}", "Scheme")
+        inner = {"scales": o.inner(scale, level), "zeros": o.inner(zero, level)}
+        if any(each.shape != size[axis : axis + 1] for each in inner.values()):
+            raise o.broken(f"no scale and zero point for each of {size[axis]} channels", "Scheme")
+        if any("data" not in each.parts or each.problem is not None for each in inner.values()):
+            return o.unread(tensor.dtype, size, "its scales are not read", "Scheme")
+        more = {role: each.parts["data"] for role, each in inner.items()}
+        block, zero = (*block[:axis], 1, *block[axis + 1 :]), None
+    else:
+        raise o.broken(f"{shown(name)} is not a scheme", "Scheme")
+    attrs = {"torch_dtype": tensor.attrs.get("torch_dtype", ""), "qscheme": name}
+    parts = {**tensor.parts, **more}
+    if not size:
+        return replace(tensor, parts=parts, layout="structural", attrs=attrs)
+    bits = ELEMENT_TYPES[tensor.dtype].bits
+    about = Quantization(block, tensor.dtype, bits, bits, len(size) - 1, zero=zero)
+    return replace(tensor, parts=parts, layout="quantized", attrs=attrs, quantization=about)
+
+
+def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
+    layout, data, *_ = call.args
+    args = layout.args if type(layout) is Call and name_of(layout) == _LAYOUT else None
+    name = args[0] if args and type(args[0]) is str else spelled(layout)
+    kind = name.removeprefix("torch.")
+    if kind not in _SPARSE or type(data) is not tuple or len(data) < len(_SPARSE[kind]) + 1:
+        raise o.broken(f"{shown(name)} is not a layout", "Layout")
+    roles = _SPARSE[kind]
+    found = {role: o.inner(each, level) for role, each in zip(roles, data, strict=False)}
+    size = sizes_of(data[len(roles)])
+    o.laid_out(size, (0,) * len(size))
+    values = found["values"]
+    problem = next((each.problem for each in found.values() if each.problem is not None), None)
+    if problem is not None or any(each.layout != "dense" for each in found.values()):
+        problem = problem or UnsupportedError(f"{kind} of such parts", rule="Layout")
+        return Tensor(o.name, values.dtype, size, {}, problem=problem)
+    parts = {role: _in_c_order(each) for role, each in found.items()}
+    shapes = {role: each.shape for role, each in found.items()}
+    attrs = {"torch_layout": kind}
+    count = values.shape[:1]
+    if (
+        kind == "sparse_coo"
+        and size
+        and shapes == {"indices": (len(size), *count), "values": count}
+    ):
+        parts = {"values": parts["values"], "coords": parts["indices"]}
+        return Tensor(o.name, values.dtype, size, parts, "sparse_coo")
+    axis = {"sparse_csr": 0, "sparse_csc": 1}.get(kind)
+    if axis is not None and len(size) == 2 and count == values.shape == shapes["indices"]:
+        if shapes["indptr"] != (size[axis] + 1,):
+            raise o.broken(f"{shapes['indptr'][0]} pointers for shape {size}", "Layout")
+        return Tensor(o.name, values.dtype, size, parts, "sparse_csc" if axis else "sparse_csr")
+    return Tensor(o.name, values.dtype, size, parts, "structural", attrs=attrs)
+
+
+def _in_c_order(tensor: Tensor) -> Part:
+    """Return the part of a dense tensor, with strides if it is in Fortran order."""
+    part = tensor.parts["data"]
+    if tensor.order == "C":
+        return part
+    return replace(part, strides=_fortran(tensor.shape), digest=None)
+
+
+def _meta(o: Tensors, call: Call, _: int) -> Tensor:
+    kind, size, *_ = call.args
+    dtype, size = dtype_named(kind), sizes_of(size)
+    o.laid_out(size, (0,) * len(size))
+    if dtype is None:
+        raise o.broken(f"{spelled(kind)} is not an element type", "DType")
+    problem = PayloadMissingError("it was saved without its values (device 'meta')", rule="Meta")
+    return Tensor(o.name, _STORED.get(dtype, dtype), size, {}, problem=problem)
+
+
+def _nested(o: Tensors, call: Call, level: int) -> Tensor:
+    roles = ("buffer", "sizes", "strides", "offsets")
+    found = {role: o.inner(each, level) for role, each in zip(roles, call.args, strict=True)}
+    if any(each.layout != "dense" or each.problem is not None for each in found.values()):
+        raise o.broken("a nested tensor of such parts", "Tensor")
+    parts = {role: _in_c_order(each) for role, each in found.items()}
+    buffer = found["buffer"]
+    attrs = {"torch_layout": "nested"}
+    return Tensor(o.name, buffer.dtype, buffer.shape, parts, "structural", attrs=attrs)
+
+
+def _array(o: Tensors, call: Call, _: int) -> Tensor | None:
+    """Return an array of numpy, whose bytes are in the pickle."""
+    state = call.state if type(call.state) is tuple and len(call.state) == 5 else ()
+    if name_of(call) == "numpy.core.numeric._frombuffer" and len(call.args) == 4:
+        content, kind, shape, order = call.args
+        state = (1, shape, kind, order == "F", content)
+    return ndarrays.array(o.name, *state[1:]) if state else None
+
+
+def _at(values: Any, position: int) -> Any:
+    return values[position] if position < len(values) else None
+
+
+def _marked(tensor: Tensor, requires_grad: Any) -> Tensor:
+    if requires_grad is not True:
+        return tensor
+    return replace(tensor, attrs={**tensor.attrs, "requires_grad": True})
+
+
+_LAYOUT = "torch.serialization._get_layout"
+_COMPRESSED: tuple[str, ...] = ("indptr", "indices", "values")
+_SPARSE: dict[str, tuple[str, ...]] = {"sparse_coo": ("indices", "values")}
+_SPARSE |= dict.fromkeys(("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"), _COMPRESSED)
+_TENSORS: dict[str, Callable[[Tensors, Call, int], Tensor | None]] = {
+    "torch._utils._rebuild_tensor_v2": _v2,
+    "torch._utils._rebuild_tensor": _v2,
+    "torch._utils._rebuild_tensor_v3": _v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.nn.parameter.Parameter": _parameter,
+    "torch.nn.Parameter": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _typed,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_device_tensor_from_numpy": _first_tensor,
+    "torch._utils._rebuild_xla_tensor": _first_tensor,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first_tensor,
+    "numpy.core.multiarray._reconstruct": _array,
+    "numpy.core.numeric._frombuffer": _array,
+}

@@ -1,0 +1,447 @@
+"""Checkpoints of PyTorch: nothing is run, sharing is said, and the way out of pickles is safe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.conftest import GOLDEN, golden_files
+from tests.formats import torch_files as files
+from tests.sources import CountingSource
+from xckpt import formats
+from xckpt.formats.torch import pickles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = formats.get("torch")
+GOOD = files.whole("0", np.ones(2, "f4"))
+
+
+def evil(function: bytes, *args: bytes) -> bytes:
+    return files.archive(
+        files.mapping({"good": GOOD, "evil": files.called(function, *args)}), {"0": bytes(8)}
+    )
+
+
+SYSTEM = files.name("os", "system"), files.text("touch PWNED")
+HOSTILE = {
+    "reduce": evil(*SYSTEM),
+    "a module that nobody has loaded": evil(files.name("this", "zen")),
+    "a module in this folder": evil(files.name("evil_module", "run")),
+    "eval": evil(files.name("builtins", "eval"), files.text("open('PWNED', 'w')")),
+    "a chain": evil(
+        files.called(
+            files.name("builtins", "getattr"),
+            files.called(files.name("builtins", "__import__"), files.text("evil_module")),
+            files.text("run"),
+        )
+    ),
+    "inst": files.archive(b"(" + files.text("touch PWNED") + b"ios\nsystem\n"),
+    "obj": files.archive(b"(" + b"".join(SYSTEM) + b"o"),
+    "build": files.archive(
+        files.name("functools", "partial") + b")\x81" + files.mapping({"func": SYSTEM[0]}) + b"b"
+    ),
+    "a shape": files.archive(
+        files.called(
+            files.name("torch._utils", "_rebuild_tensor_v2"),
+            files.storage("0", 2),
+            files.number(0),
+            files.called(*SYSTEM),
+            files.called(*SYSTEM),
+        ),
+        {"0": bytes(8)},
+    ),
+    "a function to apply": evil(
+        files.name("torch._tensor", "_rebuild_from_type_v2"),
+        SYSTEM[0],
+        files.name("torch", "Tensor"),
+        files.several(SYSTEM[1]),
+        b"N",
+    ),
+    "before the magic number": files.pickled(files.called(*SYSTEM)) * 5,
+    "in the object of an old file": files.MAGIC
+    + files.pickled(b"M\xe9\x03")
+    + files.pickled(b"}")
+    + files.pickled(files.called(*SYSTEM))
+    + files.pickled(b"]"),
+}
+
+REFUSED = {
+    "a shape": "Shape",
+    "a function to apply": "Tensor",
+    "before the magic number": "Container",
+}
+
+WATCHED = """
+import os, sys, json, warnings
+warnings.simplefilter("ignore")
+import xarray as xr, xckpt
+folder, good, *hostile = sys.argv[1:]
+os.chdir(folder)
+sys.path.insert(0, folder)
+
+
+def use(path):
+    try:
+        ds = xr.open_dataset(path, engine="torch").load()
+        str(ds), ds.ckpt.summary(), str(ds.ckpt)
+        xckpt.convert(path, "out.safetensors", overwrite=True)
+    except xckpt.CheckpointError as error:
+        str(error)
+
+
+# What is imported when it is needed is there after this.
+import ml_dtypes, xckpt.formats.foreign
+use(good)
+seen = []
+never = ("import", "exec", "compile", "os.", "subprocess.", "pickle.", "ctypes.", "socket.")
+# What writing does.
+harmless = "os.listdir", "os.scandir", "os.remove", "os.rename", "os.chmod", "os.truncate"
+ours = [folder, *hostile]
+
+
+def hook(event, args):
+    if event == "open":
+        is_ours = str(args[0]) in ours or "out.safetensors" in str(args[0])
+        if not is_ours and not str(args[0]).endswith((".distcp", ".metadata")):
+            seen.append((event, str(args[0])))
+    elif event == "pickle.find_class" and args[0].partition(".")[0] in ("dask", "xckpt", "numpy"):
+        pass  # the name of a computation is made of its pickle
+    elif event.startswith(never) and not event.startswith(harmless):
+        seen.append((event, repr(args)[:99]))
+
+
+sys.addaudithook(hook)
+for path in hostile:
+    use(path)
+print(json.dumps(seen))
+"""
+
+
+class TestNothingRuns:
+    def test_what_files_name_is_neither_imported_nor_called(self, tmp_path: Path) -> None:
+        (tmp_path / "evil_module.py").write_text(
+            "open('PWNED', 'w')\ndef run(): open('PWNED', 'w')"
+        )
+        good = tmp_path / "good.pt"
+        good.write_bytes(files.checkpoint({"w": np.ones(3, "f4")}))
+        paths = []
+        for label, data in HOSTILE.items():
+            paths.append(tmp_path / f"{label}.pt")
+            paths[-1].write_bytes(data)
+        if GOLDEN.is_dir():
+            paths += [*golden_files("torch/bad/*exec*.p*"), *golden_files("torch/bad/dcp_exec_*")]
+        command = [sys.executable, "-c", WATCHED, tmp_path, good, *paths]
+        done = subprocess.run(  # noqa: S603  what it is to watch
+            [*map(str, command)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == []
+        assert not (tmp_path / "PWNED").exists()
+
+    @pytest.mark.parametrize("label", HOSTILE)
+    def test_good_tensors_next_to_it_are_read(self, label: str) -> None:
+        if label in REFUSED:
+            with pytest.raises(xckpt.FormatError) as caught:
+                xr.open_dataset(HOSTILE[label], engine="torch")
+            assert caught.value.rule == REFUSED[label]
+            return
+        ds = xr.open_dataset(HOSTILE[label], engine="torch")
+        assert [each.values.tolist() for each in ds.values()] in ([], [[0, 0]])
+        (text,) = ds.attrs.values()
+        assert isinstance(text, str)
+
+    def test_this_package_has_no_unpickler(self) -> None:
+        """Not even one that is never used."""
+        modules = {"pickles", "records", "objects", "tensors", "containers", "distributed"}
+        for each in modules:
+            found = sys.modules[f"xckpt.formats.torch.{each}"]
+            assert not {"pickle", "pickletools", "importlib", "eval", "exec"} & vars(found).keys()
+
+
+RECORDS = [path for each in ("*.pt", "*.ckpt") for path in golden_files(f"torch/{each}")]
+
+
+class TestRecordsAreOpcodes:
+    @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+    def test_reading_them_at_once_changes_nothing(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = path.read_bytes()
+        fast = FORMAT.read(CountingSource(data))
+        monkeypatch.setattr(pickles, "_REBUILD", None)
+        slow = FORMAT.read(CountingSource(data))
+        assert repr((fast.tensors, fast.attrs)) == repr((slow.tensors, slow.attrs))
+
+    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.parametrize("got", range(3, 11))
+    def test_what_they_put_in_the_memo_is_there(
+        self, got: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where a record gets what it has put itself."""
+        data = memoized(got, wide=wide)
+        fast, slow = pickles.Machine(data), pickles.Machine(data)
+        fast.run()
+        with monkeypatch.context() as patch:
+            patch.setattr(pickles, "_REBUILD", None)
+            slow.run()
+        assert fast.memo.keys() == slow.memo.keys()
+        for index, value in fast.memo.items():
+            assert type(value) is type(slow.memo[index])
+            assert described(value) == described(slow.memo[index])
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [described(each) for each in value]
+    if type(value).__name__ == "Call":
+        return ["call", described(value.function), described(value.args)]
+    return ["storage", described(value.id)] if type(value).__name__ == "Persistent" else value
+
+
+def memoized(hooks: int, *, wide: bool) -> bytes:
+    """Write two records as torch.save does, of which the second gets one thing from anywhere."""
+
+    def at(letters: bytes, index: int) -> bytes:
+        index += 1000 * wide
+        return letters[1:] + index.to_bytes(4, "little") if wide else letters[:1] + bytes((index,))
+
+    def put(index: int) -> bytes:
+        return at(b"qr", index)
+
+    def got(index: int) -> bytes:
+        return at(b"hj", index)
+
+    known = files.name("torch._utils", "_rebuild_tensor_v2") + put(0) + files.text("storage")
+    known += put(1) + files.name("torch", "FloatStorage") + put(2) + files.text("cpu") + put(3)
+    known += files.name("collections", "OrderedDict") + put(4)
+    record = got(0) + b"((" + got(1) + got(2) + files.text("17") + put(5) + got(3)
+    record += b"M\x10\x27t" + put(6) + b"QK\x05K\x02K\x03\x86" + put(7) + b"K\x03K\x01\x86" + put(8)
+    record += b"\x89%b)R" + put(9) + b"t" + put(10) + b"R" + put(11)
+    return known + record % got(4) + record % got(hooks) + b"."
+
+
+class TestSharing:
+    tied = files.archive(
+        files.mapping(
+            {
+                "wte": files.view(files.storage("0", 6), 0, (2, 3), (3, 1)),
+                "head": files.view(files.storage("0", 6), 0, (2, 3), (3, 1)),
+                "half": files.view(files.storage("0", 6), 3, (3,), (1,)),
+            }
+        ),
+        {"0": np.arange(6, dtype="f4").tobytes()},
+    )
+
+    def test_it_is_said(self) -> None:
+        ds = xr.open_dataset(self.tied, engine="torch")
+        assert ds["head"].encoding["shares"] == "wte"
+        assert not {"shares"} & {*ds["wte"].encoding, *ds["half"].encoding}
+        index = xckpt.read_index(self.tied)
+        assert index.shared == {"head": "wte"}
+        assert "'head' is 'wte'" in repr(index)
+        assert "'head' is 'wte'" in repr(ds.ckpt)
+
+    def test_each_is_written_by_itself(self, tmp_path: Path) -> None:
+        (tmp_path / "m.pt").write_bytes(self.tied)
+        with pytest.warns(xckpt.CheckpointWarning, match="shared their bytes"):
+            xckpt.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+        ds = xr.open_dataset(tmp_path / "m.safetensors")
+        assert ds["wte"].values.tolist() == ds["head"].values.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert "shares" not in ds["head"].encoding
+
+
+class TestTheWayOut:
+    """Everything that is read can be written as safetensors, and is the same there."""
+
+    @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+    @pytest.mark.parametrize(
+        "path",
+        [
+            path
+            for each in ("strided", "dtypes_small", "quantised", "sparse", "parameters", "nested")
+            for path in golden_files(f"torch/{each}.pt")
+        ]
+        + [*golden_files("torch/dcp_2rank")],
+        ids=lambda path: path.name,
+    )
+    def test_as_safetensors(self, path: Path, tmp_path: Path) -> None:
+        new = tmp_path / "m.safetensors"
+        xckpt.convert(path, new)
+        xckpt.save(xr.open_dataset(path, engine="torch"), tmp_path / "again.safetensors")
+        before = xr.open_dataset(path, engine="torch")
+        for written in (new, tmp_path / "again.safetensors"):
+            after = xr.open_dataset(written)
+            for name, variable in before.variables.items():
+                values = after.variables[name].values
+                np.testing.assert_array_equal(variable.values.astype(values.dtype), values)
+                if variable.encoding["layout"] in {"dense", "chunked"}:
+                    kept = after[name].encoding["stored_dtype"]
+                    assert variable.encoding["stored_dtype"] == kept
+        assert xckpt.verify(path).ok
+
+
+class TestFolders:
+    def folder(self, path: Path) -> Path:
+        rows: dict[tuple[int, ...], Any] = {
+            (0, 0): np.ones((2, 3), "f4"),
+            (2, 0): np.zeros((1, 3), "f4"),
+        }
+        for name, data in files.distributed({"w": rows}, {"w": (3, 3)}).items():
+            (path / name).write_bytes(data)
+        return path
+
+    def test_a_folder_is_a_checkpoint(self, tmp_path: Path) -> None:
+        ds = xr.open_dataset(self.folder(tmp_path))
+        assert ds.encoding["format"] == "torch"
+        assert ds["w"].values.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+        assert xr.open_dataset(tmp_path / ".metadata", engine="torch").equals(ds.compute())
+
+    def test_a_file_that_is_missing(self, tmp_path: Path) -> None:
+        (self.folder(tmp_path) / "__1_0.distcp").unlink()
+        ds = xr.open_dataset(tmp_path)
+        assert ds["w"].shape == (3, 3)
+        with pytest.raises(xckpt.MissingShardError, match="__1_0"):
+            ds["w"].values  # noqa: B018
+
+    @pytest.mark.parametrize(
+        ("chunks", "rule"),
+        [
+            ({(0, 0): (2, 3), (1, 0): (2, 3)}, "Chunks"),
+            ({(0, 0): (2, 3)}, "Chunks"),
+            ({(0, 0): (2, 3), (2, 0): (2, 3)}, "Chunks"),
+            ({(0, 0): (2, 2), (1, 1): (2, 2), (0, 2): (1, 1)}, "Chunks"),
+        ],
+    )
+    def test_chunks_that_are_not_all_of_it(
+        self, chunks: dict[Any, Any], rule: str, tmp_path: Path
+    ) -> None:
+        blocks = {origin: np.ones(shape, "f4") for origin, shape in chunks.items()}
+        for name, data in files.distributed({"w": blocks}, {"w": (3, 3)}).items():
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(xckpt.FormatError) as caught:
+            xr.open_dataset(tmp_path, engine="torch")
+        assert caught.value.rule == rule
+        assert ".metadata" in str(caught.value)
+
+
+def test_names_and_attributes() -> None:
+    value = {
+        "a.b": GOOD,
+        "a": files.mapping({"b": GOOD, "c": b"](" + GOOD + b"K\x07e"}),
+        "epoch": files.number(3),
+        "betas": b"](G?\xec\xcc\xcc\xcc\xcc\xcc\xcdK\1e",
+        "where": files.called(files.name("pathlib", "PosixPath"), files.text("a")),
+        "module": files.name("m", "Net")
+        + b")\x81"
+        + files.mapping(
+            {
+                "_parameters": files.mapping({"weight": GOOD, "bias": b"N"}),
+                "_modules": files.mapping({}),
+                "training": b"\x88",
+            }
+        )
+        + b"b",
+    }
+    index = FORMAT.read(CountingSource(files.archive(files.mapping(value), {"0": bytes(8)})))
+    assert list(index.tensors) == ["a.b", "a.b#2", "a.c.0", "module.weight"]
+    assert index.attrs == {
+        "a.c.1": 7,
+        "epoch": 3,
+        "betas": [0.9, 1],
+        "where": "<pathlib.PosixPath('a')>",
+        "module.training": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "rule"),
+    [
+        (
+            files.archive(files.view(files.storage("0", 6), 0, (2, 3), (3, 2)), {"0": bytes(24)}),
+            "Bounds",
+        ),
+        (
+            files.archive(files.view(files.storage("0", 6), 0, (2, 3), (3,)), {"0": bytes(24)}),
+            "Shape",
+        ),
+        (
+            files.archive(files.view(files.storage("0", 6), 0, (-1, 3), (3, 1)), {"0": bytes(24)}),
+            "Shape",
+        ),
+        (
+            files.archive(files.view(files.storage("0", 6), -1, (2,), (1,)), {"0": bytes(24)}),
+            "Offset",
+        ),
+        (files.archive(files.whole("0", np.ones(6, "f4")), {"0": bytes(20)}), "Storage"),
+        (files.archive(files.whole("7", np.ones(6, "f4")), {"0": bytes(24)}), "Storage"),
+        (files.archive(b"(0"), "Stack"),
+        (files.archive(b"h\x05"), "Memo"),
+        (files.archive(b"](K\1u"), "SetItems"),
+        (files.archive(b"\x8e" + b"\xff" * 7 + b"\x7f"), "Truncated"),
+        (files.archive(b"\xff"), "Opcode"),
+        (files.archive(b"I" + b"9" * 5000 + b"\n"), "Line"),
+        (files.zipped({"m/data/0": b"", "m/version": b"3"}), "Pickle"),
+        (files.legacy({"w": np.ones(3, "f4")})[:-1], "Truncated"),
+        (b"\x80\x02]q\0.", "Container"),
+    ],
+)
+def test_malformed(data: bytes, rule: str) -> None:
+    with pytest.raises(xckpt.CheckpointError) as caught:
+        FORMAT.read(CountingSource(data))
+    assert caught.value.rule == rule
+    assert caught.value.offset is not None
+
+
+def test_pickles_that_inflate_are_refused() -> None:
+    data = files.archive(b"N0" * (4 << 20) + b"N", method=zipfile.ZIP_DEFLATED)
+    assert len(data) < 1 << 16
+    with pytest.raises(xckpt.UnsupportedError, match="of which"):
+        FORMAT.read(CountingSource(data))
+
+
+SHARED = {
+    "a list": (b"]q\1(" + b"N" * 50_000 + b"e", b"h\1"),
+    "a list of lists": (b"](" + b"]" * 50_000 + b"eq\1", b"h\1"),
+    "arguments": (b"(" + b"N" * 50_000 + b"tq\1", b"cm\nf\nh\1R"),
+    "arguments with keywords": (b"(" + b"N" * 50_000 + b"tq\1", b"cm\nf\nh\1}\x92"),
+    "a state": (b"}(" + b"NN" * 50_000 + b"uq\1", b"cm\nf\n)Rh\1b"),
+    "a text": (files.text("x" * 100_000) + b"q\1", b"cm\nf\nh\1\x85R"),
+    "a text as a value": (files.text("x" * 100_000) + b"q\1", b"h\1"),
+    "a long name": (files.text("x" * 100_000) + b"q\1", b"}h\1Ns"),
+    "bytes": (b"B\xa0\x86\1\0" + b"x" * 100_000 + b"q\1", b"h\1"),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_is_there_many_times_takes_no_longer(kind: str) -> None:
+    """A reference costs what it is in the file, however much it refers to."""
+    once, again = SHARED[kind]
+    data = files.archive(b"](" + once + again * 5_000 + b"e")
+    start = time.process_time()
+    try:
+        FORMAT.read(CountingSource(data))
+    except xckpt.UnsupportedError as error:
+        assert error.rule in {"Paths", "Name"}  # noqa: PT017  or it is read
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("opcodes", [b"](", b"(", b"cm\nf\n", b"}K\0"])
+def test_what_is_nested_very_deep_breaks_nothing(opcodes: bytes) -> None:
+    ends = {b"](": b"e", b"(": b"t", b"cm\nf\n": b")R", b"}K\0": b"s"}
+    value = opcodes * 20_000 + b"N" * (opcodes != b"cm\nf\n") + ends[opcodes] * 20_000
+    if opcodes == b"cm\nf\n":
+        value = b"cm\nf\n" + b")R" * 20_000
+    index = FORMAT.read(CountingSource(files.archive(value)))
+    assert not index.tensors
+    str(index.attrs).encode()

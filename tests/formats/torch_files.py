@@ -1,0 +1,147 @@
+"""Checkpoints of PyTorch, written opcode by opcode, without PyTorch."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+CLASSES = {"f4": "FloatStorage", "f8": "DoubleStorage", "i8": "LongStorage", "u1": "ByteStorage"}
+CLASSES |= {"c8": "ComplexFloatStorage", "i1": "QInt8Storage", "u2": "BFloat16Storage"}
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def number(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes((value,))
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+def several(*values: bytes) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def sizes(*values: int) -> bytes:
+    return several(*map(number, values))
+
+
+def mapping(items: Mapping[str, bytes]) -> bytes:
+    return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
+
+
+def name(module: str, each: str) -> bytes:
+    return f"c{module}\n{each}\n".encode()
+
+
+def called(function: bytes, *args: bytes) -> bytes:
+    return function + several(*args) + b"R"
+
+
+def storage(key: str, count: int, kind: str = "FloatStorage") -> bytes:
+    words = (text("storage"), name("torch", kind), text(key), text("cpu"), number(count))
+    return several(*words) + b"Q"
+
+
+def view(
+    stored: bytes, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: bytes
+) -> bytes:
+    """Write a tensor that is a view of a storage."""
+    hooks = name("collections", "OrderedDict") + b")R"
+    where = (stored, number(offset), sizes(*shape), sizes(*strides))
+    return called(name("torch._utils", "_rebuild_tensor_v2"), *where, b"\x89", hooks, *more)
+
+
+def whole(key: str, array: np.ndarray[Any, Any]) -> bytes:
+    """Write a tensor that is all of a storage."""
+    steps = tuple(step // array.itemsize for step in array.strides)
+    kind = CLASSES[array.dtype.str[1:]]
+    return view(storage(key, array.size, kind), 0, array.shape, steps)
+
+
+def pickled(value: bytes) -> bytes:
+    return b"\x80\x02" + value + b"."
+
+
+def zipped(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for member, data in members.items():
+            archive.writestr(zipfile.ZipInfo(member), data, method)
+    return file.getvalue()
+
+
+def archive(value: bytes, storages: Mapping[str, bytes] | None = None, **more: Any) -> bytes:
+    """Write a zip archive with a value."""
+    members = {"m/data.pkl": pickled(value)}
+    members |= {f"m/data/{key}": data for key, data in (storages or {}).items()}
+    return zipped(members | {"m/version": b"3\n"}, **more)
+
+
+def checkpoint(arrays: Mapping[str, np.ndarray[Any, Any]], **more: Any) -> bytes:
+    """Write a zip archive with arrays by name."""
+    numbered = {str(at): each for at, each in enumerate(arrays.items())}
+    value = mapping({label: whole(key, array) for key, (label, array) in numbered.items()})
+    return archive(value, {key: each.tobytes() for key, (_, each) in numbered.items()}, **more)
+
+
+def legacy(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    """Write the chain of pickles of old files."""
+    numbered = {str(at): each for at, each in enumerate(arrays.items())}
+    value = mapping({label: whole(key, array) for key, (label, array) in numbered.items()})
+    keys = b"](" + b"".join(map(text, numbered)) + b"e"
+    head = MAGIC + pickled(b"M\xe9\x03") + pickled(mapping({"little_endian": b"\x88"}))
+    data = [struct.pack("<q", each.size) + each.tobytes() for _, each in numbered.values()]
+    return head + pickled(value) + pickled(keys) + b"".join(data)
+
+
+CHECKPOINT = "torch.distributed.checkpoint"
+
+
+def built(module: str, each: str, state: bytes) -> bytes:
+    """Write an instance with a state."""
+    return name(f"{CHECKPOINT}.{module}", each) + b")\x81" + state + b"b"
+
+
+def distributed(
+    tensors: Mapping[str, Mapping[tuple[int, ...], np.ndarray[Any, Any]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, bytes]:
+    """Write a folder: of each tensor, chunks by where they begin, by turns in two files."""
+    files = {"__0_0.distcp": b"", "__1_0.distcp": b""}
+    about, places = {}, []
+    for label, chunks in tensors.items():
+        listed = []
+        for number, (origin, array) in enumerate(chunks.items()):
+            file = f"__{number % 2}_0.distcp"
+            item = archive(whole("0", array), {"0": array.tobytes(order="A")})
+            where = {"offsets": sizes(*origin), "sizes": sizes(*array.shape)}
+            listed.append(built("metadata", "ChunkStorageMetadata", mapping(where)))
+            key = mapping({"fqn": text(label), "offset": sizes(*origin)})
+            place = {"relative_path": text(file), "offset": number64(len(files[file]))}
+            place |= {"length": number64(len(item))}
+            places.append(built("metadata", "MetadataIndex", key))
+            places.append(built("filesystem", "_StorageInfo", mapping(place)))
+            files[file] += item
+        properties = built("metadata", "TensorProperties", several(name("torch", "float32")))
+        state = {"properties": properties, "size": sizes(*shapes[label])}
+        state |= {"chunks": b"](" + b"".join(listed) + b"e"}
+        about[label] = built("metadata", "TensorStorageMetadata", mapping(state))
+    state = {"state_dict_metadata": mapping(about)}
+    state |= {"storage_data": b"}(" + b"".join(places) + b"u", "version": text("1.0.0")}
+    root = built("metadata", "Metadata", mapping(state))
+    return {".metadata": pickled(root), **files}
+
+
+def number64(value: int) -> bytes:
+    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
