@@ -154,7 +154,11 @@ class CheckpointAccessor:
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 
-    def stack(self, modules: Literal[True] | str | Collection[str] = True) -> Any:  # noqa: FBT002  one of three kinds
+    def stack(
+        self,
+        modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
+        join: Literal["exact", "outer"] = "exact",
+    ) -> Any:
         """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
 
         ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
@@ -165,16 +169,24 @@ class CheckpointAccessor:
         ----------
         modules : True, str, or list of str, default True
             The modules whose numbers become dimensions, by default all.
+        join : {"exact", "outer"}, default "exact"
+            What becomes of modules of which some tensors have only some numbers. "exact": other
+            numbers are another dimension (``layers_1``). "outer": one dimension has them all, and
+            members that are absent are NaN; variables whose type has no NaN, as integers, are
+            stacked as for "exact".
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is. What does not fit into a full grid stays as it is.
+            As the object is. A tensor whose name differs from no other by numbers alone, or that
+            has another shape or type, stays as it is.
 
         Raises
         ------
         TypeError
             If `modules` is none of these.
+        ValueError
+            If `join` is neither.
 
         Examples
         --------
@@ -183,7 +195,7 @@ class CheckpointAccessor:
         """
         from xckpt.stacking import stack_modules
 
-        return stack_modules(self._obj, modules)
+        return stack_modules(self._obj, modules, join)
 
     def unstack(self) -> Any:
         """Return every stacked tensor a variable of its own again, the inverse of `stack`.

@@ -3,7 +3,15 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.statistics.api import QUANTILES, findings, known_stats, stats, table, tensor_names
+from xckpt.statistics.api import (
+    QUANTILES,
+    findings,
+    known_stats,
+    stats,
+    table,
+    tensor_names,
+    tensor_rows,
+)
 from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
@@ -24,4 +32,5 @@ __all__ = [
     "stats",
     "table",
     "tensor_names",
+    "tensor_rows",
 ]

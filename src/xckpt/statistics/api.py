@@ -14,12 +14,12 @@ from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import describe, describe_rows, statistic_names
 from xckpt.statistics.differences import ranked
-from xckpt.statistics.entries import contents_of, deferred, laid_out, member_names
+from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -168,12 +168,24 @@ def _describe_all(
     found, every = [], []
     for entry in entries:
         some = [next(described) for _ in entry.readers]
-        every.append([dead for _, dead in some])
         if some:
-            found.append(np.array([each for each, _ in some]).T.reshape(-1, *entry.shape))
+            values = laid(np.array([each for each, _ in some]), entry.shape, entry.gone)
         else:
-            found.append(describe_rows(entry.variable, entry.dims, quantiles))
+            values = describe_rows(entry.variable, entry.dims, quantiles)
+        every.append([dead for _, dead in some])
+        if entry.absent is not None and entry.gone is not None:
+            every[-1] = _at_places(every[-1], entry.gone)
+            # All other statistics are of the finite elements.
+            values[:2] -= entry.absent
+            values[:, entry.gone] = np.nan
+        found.append(values)
     return found, every
+
+
+def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
+    """Put how many rows of tensors are zeros at their places; no rows of absent ones are."""
+    each = iter(dead)
+    return [0 if is_gone else next(each) for is_gone in gone.ravel()] if dead else []
 
 
 def _describe_tensors(
@@ -236,13 +248,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     """
     import pandas as pd
 
-    names = tensor_names(result)
+    names, values = tensor_rows(result)
     columns = result["statistic"].to_numpy().tolist()
-    blocks = [
-        np.asarray(variable.values).reshape(len(columns), -1).T
-        for name, variable in _described(result)
-    ]
-    values = np.concatenate(blocks) if blocks else np.empty((0, len(columns)))
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
@@ -251,12 +258,27 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
 def tensor_names(result: xr.Dataset) -> list[str]:
     """Name the tensors of a result, in the order of `table`."""
+    return [name for _, names in _named(result) for name in names if name is not None]
+
+
+def tensor_rows(result: xr.Dataset) -> tuple[list[str], Array]:
+    """Return the names of the tensors of a result, and a row for each: its statistics or bins."""
+    found: list[str] = []
+    blocks = [np.empty((0, result.sizes.get("bin", result.sizes.get("statistic", 0))))]
+    for variable, names in _named(result):
+        rows = np.asarray(variable.values).reshape(variable.shape[0], -1).T
+        there = [name for name in names if name is not None]
+        kept = rows if len(there) == len(names) else rows[[name is not None for name in names]]
+        found += there
+        blocks.append(kept)
+    return found, np.concatenate(blocks if len(blocks) == 1 else blocks[1:])
+
+
+def _named(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]:
+    """Name the tensors of each variable of a result, None where they are absent."""
     coords = {name: result.variables[name] for name in result.coords}
-    return [
-        tensor
-        for name, variable in _described(result)
-        for tensor in member_names(name, variable, variable.dims[1:], coords)
-    ]
+    for name, variable in _described(result):
+        yield variable, member_names(name, variable, variable.dims[1:], coords)
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
@@ -343,13 +365,8 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
 def _dead_rows(result: xr.Dataset) -> Array:
     """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
     counts: list[float] = []
-    coords = set(result.coords)
-    for name, variable in result.variables.items():
-        if name in coords:
-            continue
-        size = variable.size // variable.sizes["statistic"]
+    for variable, names in _named(result):
         stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
-        counts += stated.tolist() if len(stated) == size else [np.nan] * size
-    if len(counts) != len(tensor_names(result)):
-        raise ValueError("not a result of stats")
+        known = stated.tolist() if len(stated) == len(names) else [np.nan] * len(names)
+        counts += [n for n, name in zip(known, names, strict=True) if name is not None]
     return np.array(counts)

@@ -12,7 +12,7 @@ import xarray as xr
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
-from xckpt.statistics.entries import contents_of
+from xckpt.statistics.entries import contents_of, laid
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def histogram(
     found = iter(every)
     for entry in entries:
         rows = [next(found).counts(edges) for _ in entry.readers]
-        values = np.array(rows, np.int64).reshape(*entry.shape, len(edges) - 1)
-        counts = np.moveaxis(values, -1, 0)
+        values = np.array(rows, np.int64).reshape(len(rows), len(edges) - 1)
+        counts = laid(values, entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {
