@@ -18,6 +18,7 @@ from xckpt import formats
 from xckpt.dataset import make_dataset
 from xckpt.exploring import compute
 from xckpt.options import OpenOptions
+from xckpt.stacking import NumberSet, number_sets
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
@@ -283,3 +284,45 @@ class TestAllElse:
         assert {name: each["count"] for name, each in found.items()} == {
             name: array.size for name, array in ARRAYS.items()
         }
+
+
+class TestWhichNumbersThereAre:
+    NORM, DENSE_, MOE = "layers.norm", "layers.mlp.w", "layers.experts.w"
+
+    @pytest.mark.parametrize("join", ["exact", "outer", None])
+    def test_sets_of_layers(self, join: Any) -> None:
+        ds = xr.open_dataset(
+            zt(ARRAYS), engine="ztensor", stack=join is not None, join=join or "exact"
+        )
+        dims: list[str | None] = ["layers", "layers_1", "layers_2"]
+        if join != "exact":
+            dims = [join and "layers"] * 3
+        found = number_sets(ds)
+        assert found == [
+            NumberSet("layers", (0, 1, 2, 3), dims[0], (self.NORM,)),
+            NumberSet("layers", (0, 1), dims[1], (self.DENSE_,)),
+            NumberSet("layers", (2, 3), dims[2], (self.MOE,)),
+            NumberSet("layers.experts", (0, 1, 2), join and "experts", (self.MOE,)),
+        ]
+        table = ds.ckpt.modules()
+        assert table["numbers"].tolist() == ["{0..3}", "{0,1}", "{2,3}", "{0..2}"]
+        assert table["dim"].tolist() == [each.dim or "" for each in found]
+
+    def test_of_a_part_and_of_a_tree(self) -> None:
+        ds = xr.open_dataset(zt(ARRAYS), engine="ztensor", stack="experts")
+        found = number_sets(ds.ckpt.sel(layers=[1, 2]))
+        assert {(each.module, each.numbers) for each in found} == {
+            ("layers", (1, 2)),
+            ("layers", (1,)),
+            ("layers", (2,)),
+            ("layers.experts", (0, 1, 2)),
+        }
+        dt = xr.open_datatree(zt(ARRAYS), engine="ztensor", stack=True)
+        assert number_sets(dt) == number_sets(xr.open_dataset(zt(ARRAYS), stack=True))
+        assert number_sets(xr.Dataset({"a": 1})) == []
+        pairs = xr.Dataset(dict.fromkeys(("0.w", "1.w", "a.0.5.w", "a.1.5.w"), 1))
+        assert [(each.module, each.numbers) for each in number_sets(pairs)] == [
+            ("index", (0, 1)),
+            ("a", (0, 1)),
+            ("a", (5,)),
+        ]

@@ -8,7 +8,7 @@ after a selection, the coordinates tell.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -24,6 +24,7 @@ from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.stacking import (
     Stack,
+    is_index,
     numbered,
     numbered_bases,
     stack,
@@ -32,14 +33,14 @@ from xckpt.labels.stacking import (
     words,
 )
 from xckpt.listing import require_join, stacked_modules, warn_of_unknown_modules
-from xckpt.tensors import Flat, flatten, member_variables, rebuild
+from xckpt.tensors import Flat, flatten, member_numbers, member_variables, rebuild
 from xckpt.variables import LazyVariable, Member, StackRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 
-__all__ = ["select_modules", "stack_modules", "unstack_modules"]
+__all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
 
 
 def stack_modules(
@@ -89,6 +90,70 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
     for key in ("flat_order", "dropped_attrs"):
         result.encoding.pop(key, None)
     return result
+
+
+# --- which numbers there are ---------------------------------------------------------------------
+
+
+class NumberSet(NamedTuple):
+    """Numbers that a module has, and the tensors that have just these.
+
+    Parameters
+    ----------
+    module : str
+        Its path without other numbers: ``model.layers``.
+    numbers : tuple of int
+        Ascending.
+    dim : str or None
+        The dimension that has them, None where they are not stacked.
+    variables : tuple of str
+        Names of the tensors without their numbers: ``model.layers.mlp.w``.
+    """
+
+    module: str
+    numbers: tuple[int, ...]
+    dim: str | None
+    variables: tuple[str, ...]
+
+
+def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
+    """List which sets of numbers each module has, the largest first, and which tensors have them.
+
+    A module with several sets is why stacking makes several dimensions of it, or, in an outer
+    join, why members are absent.
+    """
+    flat = flatten(obj)
+    indexes = {path: flat.indexes(path) for path in flat.coords}
+    # By the words of a name: the numbers along each index, by module, position and dimension.
+    names: dict[tuple[str, ...], dict[tuple[str, int, str | None], set[int]]] = {}
+    for name, variable in flat.variables.items():
+        record = variable.encoding.get("stack")
+        left: Iterator[tuple[str, set[int]]] = iter(())
+        template: Sequence[str | int | None] = str(name).split(".")
+        if record is not None:
+            try:
+                members = member_numbers(str(name), variable, indexes[flat.nodes[name]])
+            except ValueError:  # it cannot be told which are left
+                continue
+            along = map(set, zip(*members, strict=True)) if members else [set()] * len(record.dims)
+            left, template = zip(record.dims, along, strict=True), record.template
+        path: list[str] = []
+        axes: list[tuple[tuple[str, int, str | None], set[int]]] = []
+        for part in template:
+            if isinstance(part, str) and not is_index(part):
+                path.append(part)
+                continue
+            dim, numbers = (None, {int(part)}) if isinstance(part, str) else next(left)
+            axes.append(((".".join(path) or "index", len(axes), dim), numbers))
+        for axis, numbers in axes:
+            names.setdefault(tuple(path), {}).setdefault(axis, set()).update(numbers)
+    sets: dict[tuple[str, tuple[int, ...], str | None], list[str]] = {}
+    for parts, of in names.items():
+        for (module, _, dim), numbers in of.items():
+            sets.setdefault((module, tuple(sorted(numbers)), dim), []).append(".".join(parts))
+    found = [NumberSet(*each, tuple(variables)) for each, variables in sets.items() if each[1]]
+    order = {each.module: at for at, each in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda each: (order[each.module], -len(each.numbers)))
 
 
 # --- stacking ------------------------------------------------------------------------------------

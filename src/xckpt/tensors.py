@@ -29,6 +29,7 @@ __all__ = [
     "OpenTensors",
     "find",
     "flatten",
+    "member_numbers",
     "member_variables",
     "no_tensor",
     "rebuild",
@@ -313,6 +314,13 @@ def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Vari
     return list(_Members(name, variable, indexes).numbers)
 
 
+def member_numbers(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> list[tuple[int, ...]]:
+    """Return the indices of the tensors that a stacked variable still has."""
+    return list(_Members(name, variable, indexes).numbers.values())
+
+
 def member_variables(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
@@ -333,9 +341,10 @@ class _Members:
         places = zip(record.names(left), product(*left), strict=True)
         self.numbers = {name: numbers for name, numbers in places if name is not None}
         there = [set(along) for along in zip(*self.numbers.values(), strict=True)]
+        there = there or [set()] * len(left)
         #: The indices that there are of tensors along each of the stacked dimensions.
         self.along = tuple(
-            [tuple([n for n in along if n in some]) for along, some in zip(left, there, strict=False)]
+            [tuple([n for n in along if n in some]) for along, some in zip(left, there, strict=True)]
         )
         self._variable, self._record = variable, record
         self._places = [{number: at for at, number in enumerate(along)} for along in left]

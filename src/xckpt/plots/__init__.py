@@ -204,7 +204,7 @@ class Plots:
 
     def heatmap(
         self,
-        name: str,
+        name: str | None = None,
         *,
         rows: int | Literal["all"] = 256,
         columns: int = 256,
@@ -228,7 +228,8 @@ class Plots:
         Parameters
         ----------
         name : str
-            Name of a tensor in the file, also one that is stacked, or of a variable.
+            Name of a tensor in the file, also one that is stacked, or of a variable; where there
+            is one tensor alone, by default that.
         rows : int or "all", default 256
             The largest number of blocks along the rows; ``"all"`` reads all rows for 256 blocks.
         columns : int, default 256
@@ -253,7 +254,8 @@ class Plots:
         KeyError
             If the tensor does not exist.
         ValueError
-            If it has no elements, or `rows` or `columns` is not positive.
+            If it has no elements, or `rows` or `columns` is not positive, or there are several
+            tensors and no name.
 
         Examples
         --------

@@ -37,6 +37,14 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 #: normally distributed elements the largest is at about 6; trained weights reach some tens.
 EXPLODING = 100.0
 
+# Shown of a result at a glance, of a comparison or of statistics.
+_SHOWN = (
+    *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
+    *("min", "max", "mean", "std"),
+)
+_MOST_ROWS = 10
+_WIDEST_NAME = 48
+
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 # What has no meaning for the magnitudes of complex numbers, besides quantiles and distinct values.
 _OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
@@ -279,6 +287,45 @@ def _named(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]
     coords = {name: result.variables[name] for name in result.coords}
     for name, variable in _described(result):
         yield variable, member_names(name, variable, variable.dims[1:], coords)
+
+
+def result_text(result: xr.Dataset) -> str | None:
+    """Write what a result is, and its first rows; None for anything else."""
+    kind = _kind_of(result)
+    if kind is None:
+        return None
+    from xckpt.notebook.formatting import base_name, counted, printable, shortened
+
+    files = [result.attrs.get("source"), result.attrs.get("compared_with")]
+    of = " with ".join(base_name(str(file)) for file in files if file)
+    head = f"<{' of '.join(filter(None, (kind, of)))}>  {{}}"
+    names = tensor_names(result)
+    tensors = counted(len(names), "tensor")
+    if kind == "Histogram":
+        return head.format(f"{tensors} · {result.sizes['bin']} bins")
+    if any(hasattr(variable._data, "dask") for variable, _ in _named(result)):  # noqa: SLF001
+        return head.format(f"{tensors} · not computed yet")
+    frame = table(result)
+    fact = f"{len(result['statistic'])} statistics"
+    if "status" in frame:
+        counts = frame["status"].value_counts()
+        fact = ", ".join(f"{n:,} {status}" for status, n in counts.items() if n) or "none in common"
+    shown_columns = [name for name in _SHOWN if name in frame]
+    top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
+    top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+    text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
+    more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), text, more)))
+
+
+def _kind_of(result: xr.Dataset) -> str | None:
+    axis = next((dim for dim in ("statistic", "bin") if dim in result.dims), None)
+    variables = [v for name, v in result.variables.items() if name not in result.coords]
+    if axis is None or axis not in result.coords or any(axis not in v.dims for v in variables):
+        return None
+    if axis == "bin":
+        return "Histogram" if "bin_left" in result.coords else None
+    return "Comparison" if "status" in result[axis].to_numpy().tolist() else "Statistics"
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:

@@ -163,7 +163,7 @@ def spectrum(
     rows = []
     for entry in entries:
         of_entry = [found[r.name].described if r.name in found else nothing for r in entry.readers]
-        rows.append(np.array(of_entry).T[columns].reshape(-1, *entry.shape))
+        rows.append(laid(np.array(of_entry)[:, columns], entry.shape, entry.gone))
     result = laid_out(names, entries, rows, [{}] * len(entries), contents)
     return result.assign_attrs(floor=FLOOR)
 
@@ -461,10 +461,8 @@ def _laid_out_values(
         nothing = np.full(size, np.nan)
         data = np.array([nothing if values is None else values for values in some])
         dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
-        shape = (*entry.shape, size)
-        variables[entry.name] = xr.Variable(
-            (*entry.dims, dim), data.reshape(shape), None, entry.encoding
-        )
+        ordered = np.moveaxis(laid(data, entry.shape, entry.gone), 0, -1)
+        variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, None, entry.encoding)
     held = {dim for variable in variables.values() for dim in variable.dims}
     coords = {name: c for name, c in contents.coords.items() if c.dims and held.issuperset(c.dims)}
     attrs = {"source": contents.source} if contents.source else {}
