@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+import xarray as xr
 
+import xckpt
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
 from xckpt.sample import write_checkpoint
@@ -34,6 +36,19 @@ def check(page: str, *, examples: int) -> None:
     runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0))
     assert runner.failures == 0
     assert runner.tries > examples
+
+
+def test_the_state_of_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.ones(2, "f4")}
+    state = {"step": np.float32(3), "optimizer.state.module.fc.weight.step": np.float32(3)}
+    for name, array in weights.items():
+        state[f"optimizer.state.module.{name}.exp_avg"] = array / 4
+        state[f"optimizer.state.module.{name}.exp_avg_sq"] = array / 16
+    for path, arrays in {"model": weights, "optimizer": state}.items():
+        named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
+        xckpt.save(xr.Dataset(named), f"{path}.safetensors")
+    check("how-to/optimizer.md", examples=8)
 
 
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
