@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -41,11 +42,15 @@ def check(page: str, *, examples: int) -> None:
 def test_the_state_of_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     weights = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.ones(2, "f4")}
-    state = {"step": np.float32(3), "optimizer.state.module.fc.weight.step": np.float32(3)}
+    state: dict[str, Any] = {
+        "step": np.float32(3),
+        "optimizer.state.module.fc.weight.step": np.float32(3),
+    }
     for name, array in weights.items():
         state[f"optimizer.state.module.{name}.exp_avg"] = array / 4
         state[f"optimizer.state.module.{name}.exp_avg_sq"] = array / 16
-    for path, arrays in {"model": weights, "optimizer": state}.items():
+    files: dict[str, dict[str, Any]] = {"model": weights, "optimizer": state}
+    for path, arrays in files.items():
         named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
         xckpt.save(xr.Dataset(named), f"{path}.safetensors")
     check("how-to/optimizer.md", examples=8)
