@@ -7,7 +7,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import dask
-import matplotlib as mpl
 import numpy as np
 import pytest
 import xarray as xr
@@ -23,8 +22,6 @@ from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-mpl.use("Agg")
 
 ARRAYS = moe()
 # As large as tensors that have chunks of their own.
@@ -270,12 +267,20 @@ class TestAllElse:
             ds.ckpt.save(tmp_path / "m.zt")
 
     def test_pictures(self) -> None:
+        pytest.importorskip("matplotlib").use("Agg")
+        from matplotlib import pyplot as plt
+
         plot = joined().ckpt.plot
         lines = plot.layers("std", "*.experts.*").get_lines()
         assert lines[0].get_xdata().tolist() == list(range(DENSE, LAYERS))
         plot.histogram()
         plot.heatmap("layers.experts.w")
         plot.heatmap("layers.3.experts.1.w")
+        array = joined()["layers.norm"]
+        assert array.sel(layers=1).ckpt.plot.heatmap().has_data()
+        with pytest.raises(ValueError, match="there are 4 tensors"):
+            array.ckpt.plot.heatmap()
+        plt.close("all")
 
     def test_the_explorer_has_what_is_there(self) -> None:
         tensors = OpenTensors(joined())

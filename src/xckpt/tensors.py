@@ -185,6 +185,13 @@ class OpenTensors:
         """Name the variables that have some tensors."""
         return {self._homes.get(name, name) for name in names}
 
+    @property
+    def only(self) -> str:
+        """Name of the one tensor that there is."""
+        if len(self.rows) != 1:
+            raise ValueError(f"there are {len(self.rows)} tensors: say which one by its name")
+        return self.rows[0].name
+
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""
         if name not in self._homes:

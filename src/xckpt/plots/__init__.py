@@ -262,7 +262,9 @@ class Plots:
         >>> ds.ckpt.plot.heatmap("layers.5.mlp.gate_proj.weight", robust=True)  # doctest: +SKIP
         """
         from xckpt.plots.heatmap import draw_heatmap
+        from xckpt.tensors import OpenTensors
 
+        name = OpenTensors(self._obj).only if name is None else name
         return draw_heatmap(
             *(self._obj, name),
             **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},
