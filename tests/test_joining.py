@@ -99,6 +99,15 @@ class TestOneDimension:
             np.testing.assert_array_equal(stacked["h.w"], expected)
             xr.testing.assert_identical(stacked.ckpt.unstack(), ds)
 
+    def test_sparse_arrays_keep_their_own(self) -> None:
+        sparse = pytest.importorskip("sparse")
+        coo = sparse.COO.from_numpy(np.eye(3))
+        arrays: dict[str, Any] = {f"h.{i}.w": (("x", "y"), coo) for i in (1, 2)}
+        arrays |= {f"h.{i}.n": ("x", np.zeros(3)) for i in range(3)}
+        ds = xr.Dataset(arrays)
+        for each in (ds, ds.chunk()):
+            assert each.ckpt.stack(join="outer")["h.w"].dims == ("h_1", "x", "y")
+
     def test_attributes_that_differ(self) -> None:
         told = {"unit": "m", "id": "a", "scale": 0.5, "number": 3}
         arrays: dict[str, Any] = {f"h.{i}.n": ("x", np.zeros(2)) for i in range(3)}

@@ -16,7 +16,8 @@ import pandas as pd
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.graph import TensorGraph, tensor_array
+from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
+from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
 from xckpt.dataset import StackMarks, add_coords
@@ -174,10 +175,14 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
 
     def outer(name: str) -> bool:
         variable = flat.variables[name]
-        if "part" in variable.encoding:
+        data: Any = variable._data  # noqa: SLF001  see `_kind`
+        if "part" in variable.encoding or (
+            is_stored(data) and isinstance(data.dask.lazy, UnreadableArray)
+        ):
             return False
-        meta = getattr(variable._data, "_meta", None)  # noqa: SLF001  see `_kind`
-        return can_be_absent(np.empty(0, variable.dtype) if meta is None else meta)
+        is_elsewhere = isinstance(data, ExplicitlyIndexed)
+        meta = np.empty(0, variable.dtype) if is_elsewhere else getattr(data, "_meta", data)
+        return can_be_absent(meta)
 
     how = outer if join == "outer" else None
     if isinstance(obj, xr.DataTree):

@@ -183,7 +183,7 @@ def _describe_all(
         every.append([dead for _, dead in some])
         if entry.absent is not None and entry.gone is not None:
             every[-1] = _at_places(every[-1], entry.gone)
-            # All other statistics are of the finite elements.
+            # But for `count` and `nan`, the first two, statistics are of the finite elements.
             values[:2] -= entry.absent
             values[:, entry.gone] = np.nan
         found.append(values)
