@@ -95,7 +95,9 @@ def stats(
     xarray.Dataset
         Each variable with the dimension ``statistic`` first, then those that were not reduced.
         ``attrs["dead_rows"]`` of a variable is the number of its rows that are all zeros, for
-        each tensor; a row is a slice along the axis that is stored slowest.
+        each tensor; a row is a slice along the axis that is stored slowest. Members that an outer
+        join of layers left empty are not counted: all of their statistics are NaN, and a table
+        does not have them.
 
         ============================  =========================================================
         ``count``                     number of elements
