@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
 from tests.sources import CountingSource
 from tests.test_stacking import DENSE, EXPERTS, LAYERS, moe, zt
 from xckpt import formats
@@ -221,6 +222,20 @@ class TestStatistics:
                 "layers.1.mlp.w": "only_a",
                 "layers.2.experts.0.w": "changed",
             }
+
+    @pytest.mark.parametrize("values", [False, True])
+    def test_singular_values(self, values: bool) -> None:
+        ds = joined()
+        found = xckpt.spectrum(ds, progress=False, values=values)
+        name = "layers.experts.w"
+        one = xckpt.spectrum(ds.ckpt["layers.3.experts.1.w"], progress=False, values=values)
+        (expected,) = one.values()
+        at = found[name].sel(layers=3, experts=1)
+        np.testing.assert_array_equal(at.to_numpy(), expected.to_numpy())
+        assert found[name].sel(layers=0).isnull().all()
+        if not values:
+            assert repr(found.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 7 statistics")
+            assert len(found.ckpt.table()) == 9
 
     def test_a_layer_without_them(self) -> None:
         found = joined().isel(layers=[0]).ckpt.stats()

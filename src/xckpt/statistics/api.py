@@ -312,7 +312,7 @@ def result_text(result: xr.Dataset) -> str | None:
     if "status" in frame:
         counts = frame["status"].value_counts()
         fact = ", ".join(f"{n:,} {status}" for status, n in counts.items() if n) or "none in common"
-    shown_columns = [name for name in _SHOWN if name in frame]
+    shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
     top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
     top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
     text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
@@ -327,7 +327,10 @@ def _kind_of(result: xr.Dataset) -> str | None:
         return None
     if axis == "bin":
         return "Histogram" if "bin_left" in result.coords else None
-    return "Comparison" if "status" in result[axis].to_numpy().tolist() else "Statistics"
+    names = result[axis].to_numpy().tolist()
+    if "status" in names:
+        return "Comparison"
+    return "Spectrum" if {"spectral_norm", "stable_rank"} & set(names) else "Statistics"
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:

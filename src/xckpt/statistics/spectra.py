@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.entries import contents_of, laid_out
+from xckpt.statistics.entries import contents_of, laid, laid_out
 from xckpt.statistics.scan import active_client, cpu_count
 from xckpt.statistics.singular import (
     FLOOR,
