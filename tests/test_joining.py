@@ -273,6 +273,7 @@ class TestAllElse:
             ds.ckpt["layers.0.experts.1.w"]
         assert {row.name for row in OpenTensors(ds).rows} == set(ARRAYS)
         assert f"{len(ARRAYS)} tensors" in repr(ds.ckpt)
+        assert "{2,3}" in repr(ds.ckpt)  # the layers that have experts
         assert ds.ckpt.summary("dtype")["nbytes"].sum() == sum(a.nbytes for a in ARRAYS.values())
 
     def test_selections_come_back_as_what_is_there(self) -> None:
@@ -310,7 +311,7 @@ class TestAllElse:
         tensors = OpenTensors(joined())
         names = [row.name for row in tensors.rows]
         found = compute(tensors, names, lambda *_: None)
-        assert {name: each["count"] for name, each in found.items()} == {
+        assert {name: each["count"] for name, each in found.statistics.items()} == {
             name: array.size for name, array in ARRAYS.items()
         }
 

@@ -350,9 +350,8 @@ class _Members:
         there = [set(along) for along in zip(*self.numbers.values(), strict=True)]
         there = there or [set()] * len(left)
         #: The indices that there are of tensors along each of the stacked dimensions.
-        self.along = tuple(
-            [tuple([n for n in along if n in some]) for along, some in zip(left, there, strict=True)]
-        )
+        pairs = zip(left, there, strict=True)
+        self.along = tuple([tuple([n for n in along if n in some]) for along, some in pairs])
         self._variable, self._record = variable, record
         self._places = [{number: at for at, number in enumerate(along)} for along in left]
         self._before = [{number: at for at, number in enumerate(a)} for a in record.indices]
