@@ -279,6 +279,14 @@ def test_dims(path: Path) -> None:
         xr.open_dataset(path, engine="ztensor", dims={"*.w": ("out",)})
 
 
+def test_dims_of_no_tensor_are_a_mistake(path: Path) -> None:
+    for stack in (False, True):
+        with pytest.warns(xckpt.CheckpointWarning, match=r"dims\['emb.wieght'\].*'emb.weight'"):
+            xr.open_dataset(path, engine="ztensor", dims={"emb.wieght": ("a", "b")}, stack=stack)
+    with pytest.warns(xckpt.CheckpointWarning, match=r"dims\['none'\] matches no tensor"):
+        xr.open_datatree(path, engine="ztensor", dims={"none": ("a",)})
+
+
 def test_a_dimension_never_has_a_variable_s_name() -> None:
     data = v1_file({"d3": dense(np.zeros(3, "<f4")), "x": dense(np.ones((3, 3), "<f4"))})
     ds = xr.open_dataset(data, engine="ztensor")

@@ -71,7 +71,7 @@ def test_the_command_line() -> None:
     from xckpt.cli import commands
 
     text = (DOCS / "how-to" / "command-line.md").read_text(encoding="utf-8")
-    described = set(re.findall(r"`(--[a-z-]+)", text))
+    described = set(re.findall(r"`(--?[a-z-]+)", text))
     parameters = [each for command in commands.commands.values() for each in command.params]
     options = {name for each in parameters if isinstance(each, click.Option) for name in each.opts}
     assert described == options

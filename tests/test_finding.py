@@ -67,8 +67,9 @@ def test_what_is_not_there(opened: Any) -> None:
         assert not names(opened.ckpt.find("layers.0.attn.q_prj.weight"))
     with pytest.raises(TypeError, match="glob"):
         opened.ckpt.find(3)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="did you mean 'bfloat16'"):
         opened.ckpt.find(dtype="bfloat17")
+    assert names(opened.ckpt.find(dtype=["f32"])) == names(opened.ckpt.find(dtype=np.float32))
     with pytest.raises(ValueError, match="byte unit"):
         opened.ckpt.find(min_bytes="many")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import islice
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import xarray as xr
 
@@ -14,28 +14,38 @@ from xckpt.identity import base_id_text, stable_id
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from typing import Unpack
 
     import pandas as pd
+    from dask.delayed import Delayed
+    from numpy.typing import ArrayLike
 
     from xckpt.labels import TensorFilter
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
-    from xckpt.tensors import OpenTensors
+    from xckpt.statistics.differences import Renaming
+    from xckpt.statistics.entries import Describable
+    from xckpt.tensors import DtypeFilter, OpenTensors
+    from xckpt.writing.casting import Cast
+    from xckpt.writing.options import FormatOptions
 
 __all__ = ["CheckpointAccessor"]
 
 _RESULT = "ds.ckpt.table() is a DataFrame with one row for each tensor"
 _MOST_TRIED = 8
+#: What it is an attribute of: of a tree, parts are trees.
+Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
+
 _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 
 
 @xr.register_dataset_accessor("ckpt")
 @xr.register_datatree_accessor("ckpt")
 @xr.register_dataarray_accessor("ckpt")
-class CheckpointAccessor:
+class CheckpointAccessor(Generic[Obj]):
     """What xckpt knows of a Dataset, DataTree or DataArray that one of its engines opened.
 
     Its ``repr`` is the folded summary of the tensors in it: repeated modules as one line each,
@@ -56,9 +66,17 @@ class CheckpointAccessor:
       ...
     """
 
-    def __init__(self, obj: xr.Dataset | xr.DataTree | xr.DataArray) -> None:
-        self._given = obj
-        self._obj = _of_one(obj) if isinstance(obj, xr.DataArray) else obj
+    @overload
+    def __init__(self: CheckpointAccessor[xr.Dataset], obj: xr.DataArray) -> None: ...
+
+    @overload
+    def __init__(self, obj: Obj) -> None: ...
+
+    def __init__(self, obj: Any) -> None:
+        self._given: xr.Dataset | xr.DataTree | xr.DataArray = obj
+        if isinstance(obj, xr.DataArray):
+            obj = _of_one(obj)
+        self._obj: Obj = obj
         self._names: frozenset[str] = frozenset()
         self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
@@ -194,7 +212,7 @@ class CheckpointAccessor:
         self,
         modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
         join: Literal["exact", "outer"] = "exact",
-    ) -> Any:
+    ) -> Obj:
         """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
 
         ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
@@ -233,7 +251,7 @@ class CheckpointAccessor:
 
         return stack_modules(self._obj, modules, join)
 
-    def unstack(self) -> Any:
+    def unstack(self) -> Obj:
         """Return every stacked tensor a variable of its own again, the inverse of `stack`.
 
         Returns
@@ -292,7 +310,7 @@ class CheckpointAccessor:
 
         return [row.name for row in OpenTensors(self._obj).rows]
 
-    def sel(self, **modules: Any) -> Any:
+    def sel(self, **modules: int | Sequence[int] | slice) -> Obj:
         """Choose the tensors that are in certain modules, by their numbers, stacked or not.
 
         Unlike xarray's own ``sel`` it goes by the name of the module, across all dimensions that
@@ -325,7 +343,7 @@ class CheckpointAccessor:
 
         return select_modules(self._obj, modules)
 
-    def isel(self, **modules: Any) -> Any:
+    def isel(self, **modules: int | Sequence[int] | slice) -> Obj:
         """Choose tensors as `sel` does, by positions among the numbers that a module has.
 
         Parameters
@@ -358,9 +376,9 @@ class CheckpointAccessor:
         self,
         names: TensorFilter | None = None,
         *,
-        dtype: Any = None,
+        dtype: DtypeFilter | None = None,
         min_bytes: int | str = 0,
-    ) -> Any:
+    ) -> Obj:
         """Choose variables by name, element type and size.
 
         Parameters
@@ -369,7 +387,7 @@ class CheckpointAccessor:
             A glob of whole names, several globs, a regular expression that is searched for, or a
             function from a name to a bool. In a tree names are those of the file, with dots.
         dtype : str or dtype, or a list of these, optional
-            Element type as it is stored: ``"bfloat16"``, ``numpy.float32``.
+            Element type as it is stored: ``"bfloat16"`` or ``"bf16"``, ``numpy.float32``.
         min_bytes : int or str, default 0
             Least stored size, in bytes or as ``"10 MiB"``.
 
@@ -404,7 +422,7 @@ class CheckpointAccessor:
         *,
         quantiles: Sequence[float] | None = None,
         exact_quantiles: bool = False,
-        dim: Any = None,
+        dim: Hashable | Iterable[Hashable] | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -459,7 +477,12 @@ class CheckpointAccessor:
         return result
 
     def histogram(
-        self, bins: Any = 100, scale: Literal["symlog", "linear"] = "symlog", **options: Any
+        self,
+        bins: int | ArrayLike = 100,
+        scale: Literal["symlog", "linear"] = "symlog",
+        *,
+        progress: ProgressOption = None,
+        cache: bool = True,
     ) -> xr.Dataset:
         """Count the elements of every tensor in bins.
 
@@ -469,8 +492,10 @@ class CheckpointAccessor:
             Their number, or their edges.
         scale : {"symlog", "linear"}
             How a number of bins is spread.
-        **options
-            See `xckpt.histogram`.
+        progress : bool or callable, optional
+            As for `xckpt.stats`.
+        cache : bool, default True
+            As for `stats`.
 
         Returns
         -------
@@ -479,13 +504,13 @@ class CheckpointAccessor:
         """
         from xckpt.statistics import histogram
 
-        return histogram(self._obj, bins, scale, **options)
+        return histogram(self._obj, bins, scale, progress=progress, cache=cache)
 
     def spectrum(
         self,
         tensors: TensorFilter | None = None,
         *,
-        minus: Any = None,
+        minus: Describable | None = None,
         statistics: Iterable[str] | None = None,
         values: bool = False,
         progress: ProgressOption = None,
@@ -556,15 +581,31 @@ class CheckpointAccessor:
             stats = self._obj
         return findings(self.stats() if stats is None else stats)
 
-    def compare(self, other: Any, **options: Any) -> xr.Dataset:
+    def compare(
+        self,
+        other: Describable,
+        *,
+        names: Renaming | None = None,
+        tensors: TensorFilter | None = None,
+        progress: ProgressOption = None,
+        compute: bool = True,
+        cache: bool = True,
+        storage_options: dict[str, Any] | None = None,
+    ) -> xr.Dataset:
         """Compare with another checkpoint, tensor by tensor: what changed, and how much.
 
         Parameters
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
             Of whatever format and element types.
-        **options
-            See `xckpt.compare`: ``names``, ``tensors``, ``progress``, ``compute``, ``cache``.
+        names : mapping, callable, or pair of a regular expression and its replacement, optional
+            From the name of a tensor here to the name in `other`.
+        tensors : str, iterable of str, re.Pattern or callable, optional
+            Compare only these.
+        progress, compute, cache : optional
+            As for `stats`.
+        storage_options : dict, optional
+            For fsspec, where `other` is a URL.
 
         Returns
         -------
@@ -577,7 +618,16 @@ class CheckpointAccessor:
         """
         from xckpt.statistics import compare
 
-        return compare(self._given, other, **options)
+        return compare(
+            self._given,
+            other,
+            names=names,
+            tensors=tensors,
+            progress=progress,
+            compute=compute,
+            cache=cache,
+            storage_options=storage_options,
+        )
 
     def table(self) -> pd.DataFrame:
         """Lay statistics or a comparison out with one row for each tensor.
@@ -644,7 +694,64 @@ class CheckpointAccessor:
         is_current = is_current and all(map(is_, now, self._described))
         return Plots(self._obj, self._stats if is_current else None)
 
-    def save(self, path: str | os.PathLike[str], engine: str | None = None, **options: Any) -> Any:
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        compute: Literal[True] = True,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        storage_options: dict[str, Any] | None = None,
+        **format_options: Unpack[FormatOptions],
+    ) -> None: ...
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        compute: Literal[False],
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        storage_options: dict[str, Any] | None = None,
+        **format_options: Unpack[FormatOptions],
+    ) -> Delayed: ...
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        compute: bool,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        storage_options: dict[str, Any] | None = None,
+        **format_options: Unpack[FormatOptions],
+    ) -> Delayed | None: ...
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        compute: bool = True,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        storage_options: dict[str, Any] | None = None,
+        **format_options: Unpack[FormatOptions],
+    ) -> Delayed | None:
         """Write to a checkpoint, without loading it into memory; complete, or not at all.
 
         Parameters
@@ -653,9 +760,10 @@ class CheckpointAccessor:
             Where to.
         engine : str, optional
             Name of the format; by default the ending of `path` tells.
-        **options
-            See `xckpt.save`: ``encoding``, ``cast``, ``compute``, ``overwrite``, ``progress``,
-            and options of the format's own.
+        encoding, cast, compute, overwrite, progress, storage_options : optional
+            See `xckpt.save`.
+        **format_options
+            Options of the format itself.
 
         Returns
         -------
@@ -668,7 +776,18 @@ class CheckpointAccessor:
         """
         from xckpt.writing import save
 
-        return save(self._given, path, engine, **options)
+        return save(
+            self._given,
+            path,
+            engine,
+            encoding=encoding,
+            cast=cast,
+            compute=compute,
+            overwrite=overwrite,
+            progress=progress,
+            storage_options=storage_options,
+            **format_options,
+        )
 
     def plain(self) -> Any:
         """Return the same data with names, attributes and types that netCDF and zarr hold.

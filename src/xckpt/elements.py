@@ -6,14 +6,23 @@ spelling to these names by a closed table; text from a file is never handed to `
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ELEMENT_TYPES", "ElementType", "decoded_dtype", "nbytes_of", "stored_dtype"]
+__all__ = [
+    "ELEMENT_TYPES",
+    "ElementType",
+    "decoded_dtype",
+    "element_type_of",
+    "nbytes_of",
+    "stored_dtype",
+]
 
 
 class Precision(NamedTuple):
@@ -102,6 +111,22 @@ _ROWS = (
 
 ELEMENT_TYPES: dict[str, ElementType] = {row.name: row for row in _ROWS}
 
+# As others write them: PyTorch, Rust, Hugging Face, papers.
+_ALIASES = {
+    **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
+    **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"c{bits}": f"complex{bits}" for bits in (64, 128)},
+    "bf16": "bfloat16",
+    "half": "float16",
+    "double": "float64",
+    "float8_e4m3": "float8_e4m3fn",
+    "float8_e8m0": "float8_e8m0fnu",
+    "float4_e2m1": "float4_e2m1fn",
+    "boolean": "bool",
+}
+_SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
+
 _NUMPY_NAMES = frozenset(row.decoded for row in _ROWS)
 
 
@@ -121,6 +146,25 @@ def stored_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy (or ml_dtypes) dtype of an element type as it is stored."""
     element_type = ELEMENT_TYPES[name]
     return _numpy_dtype(element_type.carrier or element_type.name)
+
+
+def element_type_of(dtype: Any) -> str:
+    """Return the name of an element type: of one that numpy or PyTorch has, or as others write it.
+
+    Examples
+    --------
+    >>> element_type_of("bf16"), element_type_of("fp8_e4m3")
+    ('bfloat16', 'float8_e4m3fn')
+    """
+    told = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
+    told = told or getattr(dtype, "__name__", str(dtype))  # a type, or what PyTorch has
+    name = _SHORT_FLOAT.sub("float", str(told).lower().removeprefix("torch."))
+    name = _ALIASES.get(name, name)
+    if name in ELEMENT_TYPES:
+        return name
+    alike = get_close_matches(name, [*ELEMENT_TYPES, *_ALIASES], n=1)
+    hint = f"did you mean {alike[0]!r}?" if alike else f"known: {', '.join(ELEMENT_TYPES)}"
+    raise ValueError(f"{dtype!r} is not an element type; {hint}")
 
 
 def decoded_dtype(name: str) -> np.dtype[Any]:

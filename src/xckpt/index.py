@@ -7,13 +7,14 @@ no format. All three are immutable and pickle to about the size of their names.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from xckpt.errors import CheckpointError
 
@@ -199,8 +200,10 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Index:
+class Index(Mapping[str, "Tensor"]):
     """What a file holds: tensors, attributes, and where every byte is; no data.
+
+    It is a mapping of names to tensors, in file order.
 
     Parameters
     ----------
@@ -224,7 +227,7 @@ class Index:
     Examples
     --------
     >>> index = xckpt.read_index("m.zt")  # doctest: +SKIP
-    >>> index.tensors["lm_head"].shape  # doctest: +SKIP
+    >>> index["lm_head"].shape  # doctest: +SKIP
     (32000, 4096)
     """
 
@@ -236,6 +239,15 @@ class Index:
     nbytes: int = 0
     shards: Mapping[str, Shard] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
     def __repr__(self) -> str:
         from xckpt.notebook.summary import index_summary

@@ -14,7 +14,7 @@ from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree,
 from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from xckpt.index import Index, Tensor
     from xckpt.options import OpenOptions
@@ -131,6 +131,8 @@ def list_arrays(
             continue
         arrays += _arrays(tensor, stacked, index, sources, options)
     arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
+    if options.dims and arrays:
+        _warn_of_unused_names(index, arrays, options.dims)
     return Listing(arrays, *_orders(arrays, tensors), sources)
 
 
@@ -311,6 +313,19 @@ def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...
     whole = [name for name in variables if name not in parted]
     parts = [part for name, members in variables.items() if name in parted for part in members]
     return (*whole, *parts), in_file
+
+
+def _warn_of_unused_names(
+    index: Index, arrays: list[Listed], dims: Mapping[str, Sequence[str | None]]
+) -> None:
+    """Warn of names of axes whose glob no variable has, nor a tensor that is stacked in one."""
+    # Of the first tensor of a stack the glob counts, as where axes are named.
+    names = {name for each in arrays for name in (each.name, each.tensor.name)}
+    for glob in dims:
+        if not select(names, glob):
+            hint = similar(index.tensors, glob)
+            text = f"{index.source}: dims[{glob!r}] matches no tensor{hint}"
+            warnings.warn(text, CheckpointWarning, stacklevel=7)
 
 
 def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:

@@ -14,9 +14,13 @@ from xckpt.storage import Source, is_remote, open_source
 from xckpt.storage.header import FIRST_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import os
+    from collections.abc import Mapping, Sequence
+    from typing import BinaryIO
 
     from xckpt.index import Index
+
+    OpenPath = str | os.PathLike[str] | bytes | BinaryIO | Sequence[str | os.PathLike[str]]
 
 __all__ = [
     "format_of",
@@ -92,7 +96,7 @@ def _read(source: Source, format: str | None, format_options: Mapping[str, Any])
             raise
 
 
-def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> Index:
+def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None) -> Index:
     """Read what a checkpoint holds: tensors, attributes, and where every byte is; no data.
 
     Parameters
@@ -118,7 +122,7 @@ def read_index(path: Any, *, storage_options: dict[str, Any] | None = None) -> I
     Examples
     --------
     >>> index = xckpt.read_index("m.zt")  # doctest: +SKIP
-    >>> index.tensors["lm_head"].shape  # doctest: +SKIP
+    >>> index["lm_head"].shape  # doctest: +SKIP
     (32000, 4096)
     """
     return open_index(path, storage_options=storage_options)[1]
@@ -128,7 +132,9 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     """Find the format of a checkpoint by its content."""
     listed = list_files(obj, storage_options)
     if listed is not None:
-        obj = next(file for file in listed.files.values() if file is not None)
+        obj = next((file for file in listed.files.values() if file is not None), None)
+        if obj is None:
+            raise MissingShardError("none of its files is there", path=listed.name)
     source = obj if isinstance(obj, Source) else open_source(obj, storage_options=storage_options)
     return formats.detect(source).name
 

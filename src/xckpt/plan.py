@@ -242,6 +242,9 @@ class Plan:
         ``renamed(names)`` plans this file with other names for its companions, by their names. For
         moments it takes the place of an old file, while companions get their names. A reader
         that knows fixed names only must refuse it, since it would find old files under these.
+    suffix : str
+        What the name of this file has after the path of the draft: it is not the file that was
+        asked for, but refers to those that it was made into.
 
     Notes
     -----
@@ -255,3 +258,4 @@ class Plan:
     finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]] = _nothing
     companions: Mapping[str, Plan] = field(default_factory=dict)
     renamed: Callable[[Mapping[str, str]], Plan] | None = None
+    suffix: str = ""

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from xckpt.storage import Source
 
-__all__ = ["FileList", "Opened", "list_files", "merge", "natural_key", "relabelled"]
+__all__ = ["INDEX_SUFFIX", "FileList", "Opened", "list_files", "merge", "natural_key", "relabelled"]
 
-_INDEX_SUFFIX = ".index.json"
+INDEX_SUFFIX = ".index.json"
 _LARGEST_INDEX = 256 << 20
 _LARGEST_CONFIG = 16 << 20
 # As Hugging Face's libraries name the files of a model.
@@ -90,7 +90,7 @@ def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> Fi
     if _is_glob(obj):
         found = _expanded(obj, storage_options)
         return FileList(_absolute(obj), {path: path for path in found})
-    if obj.partition("?")[0].lower().endswith(_INDEX_SUFFIX):
+    if obj.partition("?")[0].lower().endswith(INDEX_SUFFIX):
         return _indexed(open_source(obj, storage_options=storage_options))
     return None
 
@@ -99,7 +99,7 @@ def _folder(folder: Path) -> FileList:
     """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
     paths = sorted(folder.iterdir(), key=lambda path: natural_key(path.name))
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
-    indexes = [path for path in files if path.name.endswith(_INDEX_SUFFIX)]
+    indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
     config = _config(folder / "config.json")
     # An index that is alone says all; nothing else is looked into then.
     one = len(indexes) == 1

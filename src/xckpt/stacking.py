@@ -34,7 +34,7 @@ from xckpt.labels.stacking import (
     words,
 )
 from xckpt.listing import require_join, stacked_modules, warn_of_unknown_modules
-from xckpt.tensors import Flat, flatten, member_numbers, member_variables, rebuild
+from xckpt.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
 from xckpt.variables import LazyVariable, Member, StackRecord
 
 if TYPE_CHECKING:
@@ -45,17 +45,17 @@ __all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unsta
 
 
 def stack_modules(
-    obj: xr.Dataset | xr.DataTree,
+    obj: Obj,
     modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
     join: Literal["exact", "outer"] = "exact",
-) -> Any:
+) -> Obj:
     """Make numbered modules dimensions."""
     only = stacked_modules(modules)
     require_join(join)
     flat = flatten(obj)
     warn_of_unknown_modules([n for n in flat.variables if isinstance(n, str)], only)
     new, dropped = _stacked(obj, flat, _stacks(obj, flat, only, join))
-    result = rebuild(obj, new)
+    result: Obj = rebuild(obj, new)
     if len(new.variables) < len(flat.variables):
         order = obj.encoding.get("flat_order", tuple(flat.variables))
         before = obj.encoding.get("dropped_attrs", {})
@@ -63,11 +63,12 @@ def stack_modules(
     return result
 
 
-def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
+def unstack_modules(obj: Obj) -> Obj:
     """Return every stacked tensor a variable of its own again, the inverse of `stack_modules`."""
     flat = flatten(obj)
     if not any("stack" in variable.encoding for variable in flat.variables.values()):
-        return obj.copy()
+        copied: Obj = rebuild(obj, flat)
+        return copied
     new = Flat({}, {}, flat.coords)
     stacked_dims: set[str] = set()
     for name, variable in flat.variables.items():
@@ -87,7 +88,8 @@ def unstack_modules(obj: xr.Dataset | xr.DataTree) -> Any:
         path: {n: v for n, v in here.items() if n not in stacked_dims or v.dims}
         for path, here in flat.coords.items()
     }
-    result = rebuild(obj, Flat({name: new.variables[name] for name in in_order}, {}, coords))
+    in_file = {name: new.variables[name] for name in in_order}
+    result: Obj = rebuild(obj, Flat(in_file, {}, coords))
     for key in ("flat_order", "dropped_attrs"):
         result.encoding.pop(key, None)
     return result
@@ -300,9 +302,7 @@ def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:
     return places[0]
 
 
-def select_modules(
-    obj: xr.Dataset | xr.DataTree, indexers: Mapping[Any, Any], *, by_position: bool = False
-) -> Any:
+def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool = False) -> Obj:
     """Keep the tensors that are in certain modules, stacked or not."""
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
@@ -337,7 +337,8 @@ def select_modules(
         path: {n: v.isel(_keys_of(v, inherited.get(path, {}))) for n, v in here.items()}
         for path, here in flat.coords.items()
     }
-    return rebuild(obj, Flat(variables, {}, coords))
+    selected: Obj = rebuild(obj, Flat(variables, {}, coords))
+    return selected
 
 
 def _taken(

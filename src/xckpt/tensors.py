@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import element_type_of, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
@@ -24,8 +24,13 @@ from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from numpy.typing import DTypeLike
+
+    DtypeFilter = DTypeLike | list[DTypeLike] | tuple[DTypeLike, ...] | set[DTypeLike]
+
 __all__ = [
     "Flat",
+    "Obj",
     "OpenTensors",
     "find",
     "flatten",
@@ -36,6 +41,10 @@ __all__ = [
     "remembered",
     "tensor_name",
 ]
+
+
+#: A Dataset or a tree: what is made of one is the same.
+Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
 
 class Flat(NamedTuple):
@@ -286,18 +295,16 @@ def no_tensor(name: str, known: Collection[str]) -> str:
 
 
 def find(
-    obj: xr.Dataset | xr.DataTree,
+    obj: Obj,
     names: TensorFilter | None = None,
     *,
-    dtype: Any = None,
+    dtype: DtypeFilter | None = None,
     min_bytes: int | str = 0,
-) -> Any:
+) -> Obj:
     """Choose variables by name, element type and size, in time proportional to their number."""
     flat = flatten(obj)
-    asked = dtype if isinstance(dtype, list | tuple | set) else [dtype]
-    dtypes = {
-        stored_dtype(d) if d in ELEMENT_TYPES else np.dtype(d) for d in asked if d is not None
-    }
+    asked: Collection[Any] = dtype if isinstance(dtype, list | tuple | set) else [dtype]
+    dtypes = {_dtype(each) for each in asked if each is not None}
     least = parse_bytes(min_bytes)
     known = {str(name): name for name in flat.variables}
     matching = select(known, names)
@@ -311,7 +318,20 @@ def find(
         is_meant = dtype is None or encoding.get("stored_dtype", variable.dtype) in dtypes
         if is_meant and encoding.get("nbytes", variable.nbytes) >= least:
             chosen[known[text]] = variable
-    return rebuild(obj, Flat(chosen, {}, flat.coords))
+    rebuilt: Obj = rebuild(obj, Flat(chosen, {}, flat.coords))
+    return rebuilt
+
+
+def _dtype(asked: Any) -> np.dtype[Any]:
+    """Return an element type as variables are stored with it, or any other that numpy knows."""
+    try:
+        return stored_dtype(element_type_of(asked))
+    except ValueError as error:
+        try:
+            known: np.dtype[Any] = np.dtype(asked)
+        except TypeError:
+            raise TypeError(str(error)) from None
+        return known
 
 
 def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xckpt.arrays.dense import elements, unpack_codes
-from xckpt.elements import ELEMENT_TYPES, decoded_dtype, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, decoded_dtype, element_type_of, stored_dtype
 from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -111,3 +111,39 @@ def test_unpacking_inverts_packing(
         packed += word.to_bytes(word_bits // 8, "little")
     got = unpack_codes(memoryview(packed), bits, word_bits=word_bits, msb_first=msb_first)
     assert got.tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("bf16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("f16", "float16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        ("f64", "float64"),
+        ("i8", "int8"),
+        ("u8", "uint8"),
+        ("i64", "int64"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("f8_e4m3", "float8_e4m3fn"),
+        ("F8_E5M2", "float8_e5m2"),
+        ("float8_e4m3fnuz", "float8_e4m3fnuz"),
+        ("fp4_e2m1", "float4_e2m1fn"),
+        (np.float32, "float32"),
+        (np.dtype("int16"), "int16"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        (bool, "bool"),
+    ],
+)
+def test_types_are_known_by_the_names_that_others_use(told: Any, name: str) -> None:
+    assert element_type_of(told) == name
+
+
+def test_a_type_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match=r"'bflot16' is not .* did you mean 'bfloat16'"):
+        element_type_of("bflot16")
+    with pytest.raises(ValueError, match=r"7 is not an element type; known: float64"):
+        element_type_of(7)

@@ -65,6 +65,7 @@ def test_the_document_says_what_was_written(
         "version": "1.0",
         "nbytes": new.stat().st_size,
         "tensors": len(xckpt.read_index(checkpoint).tensors),
+        "recasts": [],
     }
     assert err == ""
 
@@ -132,3 +133,59 @@ def test_what_would_lose_something_is_refused(
     assert not new.exists()
     assert main([*arguments, "--cast", "allow"]) == 0
     assert {each.dtype for each in xckpt.read_index(new).tensors.values()} == {"bfloat16"}
+
+
+def test_element_types_that_change_are_listed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.zt"
+    options = ["--tensors", "*.weight", "--dtype", "f64", "--json"]
+    assert main(["convert", str(checkpoint), str(new), *options[:-1]]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"xckpt: {new}: ztensor, ")
+    assert any("tensors written as float64 (exact), 4.0 x larger" in line for line in lines[1:])
+    assert main(["convert", str(checkpoint), str(new), *options, "--overwrite"]) == 0
+    recasts = json.loads(capsys.readouterr().out)["recasts"]
+    assert {recast["written"] for recast in recasts} == {"float64"}
+    assert sum(recast["tensors"] for recast in recasts) == len(xckpt.read_index(new))
+
+
+def test_several_files(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "m.safetensors"
+    options = ["--tensors", "*.weight", "--max-shard-size", "5kB"]
+    assert main(["convert", str(checkpoint), str(new), *options]) == 0
+    assert f"{new}.index.json: safetensors" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("m-0*-of-*.safetensors"))) > 1
+    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["convert", str(checkpoint), str(tmp_path / "m.zt"), *options]) == 2
+    assert "ztensor has no option 'max_shard_size'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "bflot16"], "did you mean 'bfloat16'"),
+        (["--max-shard-size", "huge", "--to", "safetensors"], "number of bytes"),
+        (["--tensors", "model.norm.wieght"], "similar names"),
+    ],
+)
+def test_mistakes_are_told(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "new.zt"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suffix_of_many_asks_for_the_format(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("new.bin", "new", "new.txt"):
+        assert main(["convert", str(checkpoint), str(tmp_path / name)]) == 2
+        assert "name the format with --to" in capsys.readouterr().err

@@ -136,3 +136,13 @@ def test_a_terminal_shows_progress(checkpoint: Path, terminal: Any) -> None:
     out, _ = terminal("stats", str(checkpoint), "--no-cache")
     assert "statistics" in out
     assert "iB" in out
+
+
+def test_what_rows_are_sorted_by_is_shown(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", str(checkpoint), "--sort", "kurtosis", "--columns", "std"]) == 0
+    head = capsys.readouterr().out.splitlines()[0].split()
+    assert head == ["tensor", "std", "kurtosis"]
+    assert main(["stats", str(checkpoint), "--sort", "kurtosi"]) == 2
+    assert "did you mean 'kurtosis'" in capsys.readouterr().err

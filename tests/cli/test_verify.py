@@ -68,3 +68,16 @@ def test_a_file_that_is_no_checkpoint_is_damage(
     assert main(["verify", str(path)]) == 1
     out, _ = capsys.readouterr()
     assert r"cut\x1b[2J.zt: DAMAGED" in out
+
+
+def test_some_tensors_of_a_format(
+    checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--tensors", "*norm*", "--engine", "ztensor"]
+    assert main(["verify", str(damaged), *chosen, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["files"]
+    assert 0 < report["tensors"] < 20
+    assert main(["verify", str(checkpoint), "--engine", "npz"]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main(["verify", str(checkpoint), "--tensors", "*.wieght"]) == 2
+    assert "similar names" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_densities_on_the_grid_of_a_type_have_no_comb_and_no_step(
 ) -> None:
     values = np.random.default_rng(0).normal(mean, std, 200_000).astype(dtype_of(name))
     (found,) = distributions(contents_of(xr.Dataset({"x": ("a", values)})).entries())
-    edges = edges_on_grid(found.kind, bin_edges(200, "linear", [found]))
+    edges = edges_on_grid(found.kind, bin_edges(200, "linear", [found.span]))
     counts = found.counts(edges)
     assert counts.sum() == found.count == 200_000
     assert edges[0] <= found.low

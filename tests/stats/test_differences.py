@@ -210,7 +210,7 @@ def test_names_that_are_none(a: Path) -> None:
     with pytest.raises(TypeError, match="a mapping, a function"):
         compare(a, a, names=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a path, an Index"):
-        compare(a, 5)
+        compare(a, 5)  # type: ignore[arg-type]
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+pytestmark = pytest.mark.usefixtures("sketches_only")
+
 # Those that a file can have.
 NOT_IN_FILES = {"float8_e3m4", "float6_e2m3fn", "int4", "uint4"}
 TYPES = [n for n in (*FLOATS, *SMALL_INTEGERS, *LARGE_INTEGERS) if n not in NOT_IN_FILES]

@@ -47,7 +47,13 @@ def test_a_variable_for_each_tensor_and_a_value_for_each_statistic(path: Path) -
 def test_all_ways_to_name_a_checkpoint_give_the_same(path: Path) -> None:
     first = stats(path)
     tree = xr.open_datatree(path, engine="safetensors")
-    others = [str(path), opened(path), xckpt.read_index(path), tree, opened(path, chunks={})]
+    others: list[Any] = [
+        str(path),
+        opened(path),
+        xckpt.read_index(path),
+        tree,
+        opened(path, chunks={}),
+    ]
     for other in others:
         found = stats(other, cache=False)
         xr.testing.assert_equal(first, found[list(first)])
@@ -199,7 +205,7 @@ def test_other_quantiles(path: Path) -> None:
 
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="a path, an Index, a Dataset"):
-        stats(42)
+        stats(42)  # type: ignore[arg-type]
 
 
 def test_progress_counts_all_bytes(path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_large_tensor_goes_on_where_it_was(
     xr.testing.assert_identical(resumed, stats(path, cache=False))
 
 
+@pytest.mark.usefixtures("sketches_only")
 @pytest.mark.parametrize("damage", ["cut", "flip", "foreign", "empty"])
 def test_damaged_files_are_ignored(path: Path, damage: str, read: list[int]) -> None:
     first = stats(path)
@@ -154,7 +155,7 @@ def test_the_least_recently_used_files_go_first(
     stats(path)
     (old,) = _kept()
     settled(old)
-    monkeypatch.setattr("xckpt.statistics.store._LARGEST_FOLDER", old.stat().st_size * 3 // 2)
+    monkeypatch.setattr("xckpt.statistics.store.LARGEST_FOLDER", old.stat().st_size * 3 // 2)
     stats(settled(write(tmp_path / "other.safetensors", model())))
     (left,) = _kept()
     assert left != old

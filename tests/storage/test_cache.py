@@ -14,6 +14,7 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
+from xckpt.statistics import results, store
 from xckpt.storage import cache
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def test_nothing_is_kept_where_the_folder_is_empty(
     xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
     mean(f"{web.url}/m.zt")
     assert mean(f"{web.url}/m.zt") == (4.0, False)
-    assert {each.name for each in (tmp_path / "cache").iterdir()} == {"headers", "stats-1"}
+    assert {each.name for each in (tmp_path / "cache").iterdir()} == {
+        *("headers", "results-1", "stats-1")
+    }
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no HOME")
@@ -138,11 +141,21 @@ class TestOnlyTheOwner:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
 class TestStatisticsThatAreKept:
-    @pytest.fixture
-    def stored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
+    @pytest.fixture(params=[(store.FOLDER, results), (results.FOLDER, store)])
+    def stored(
+        self,
+        request: pytest.FixtureRequest,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        checkpoint: Path,
+    ) -> Path:
+        """Keep sketches alone, or finished numbers alone."""
         monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
+        folder, other = request.param
+        monkeypatch.setattr(other, "origins_of", lambda readers: [None] * len(readers))
+        monkeypatch.setattr(results, "_LARGEST_SESSION", 0)
         assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
-        (path,) = (tmp_path / "cache" / "stats-1").iterdir()
+        (path,) = (tmp_path / "cache" / str(folder)).iterdir()
         return path
 
     def test_by_another_user_are_neither_read_nor_changed(

@@ -22,6 +22,7 @@ from xckpt.storage.sink import Sink
 from xckpt.writing import append, convert, save, verify
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 VERSIONS = ["1.0", "2"]
@@ -256,7 +257,7 @@ def test_what_is_made_of_the_old_file_undoes_nothing(
     small = ds[["b"]]
     stacked = opened(model, stack=True)[["layers.w"]]
     later = save(small * 2, model, overwrite=True, compute=False)
-    write = {
+    write: dict[str, Callable[[], object]] = {
         "append": lambda: append(xr.Dataset({"c": ("n", np.ones(3))}), model),
         "convert": lambda: convert(model, model, overwrite=True, tensors="b"),
         "save": lambda: save(small, model, overwrite=True),

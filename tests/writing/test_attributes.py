@@ -61,7 +61,7 @@ def rich(engine: str) -> xr.Dataset:
     return xr.Dataset(variables, attrs=OF_THE_FILE | OWN.get(engine, {}))
 
 
-def told(function: Callable[..., None], *args: Any, **options: Any) -> str:
+def told(function: Callable[..., object], *args: Any, **options: Any) -> str:
     """Call what writes, and give the one warning, if there is one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

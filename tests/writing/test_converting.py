@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
 from tests.conftest import golden_files
 from tests.sources import CountingSource
 from tests.writing.attributes import missing
@@ -21,7 +22,7 @@ from xckpt.formats import writable
 from xckpt.index import Part
 from xckpt.plan import WantedPart
 from xckpt.storage.sink import Sink
-from xckpt.writing import convert, fitting, save
+from xckpt.writing import convert, fitting, save, verify
 from xckpt.writing.data import PartData, StoredData
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def test_from_bytes_and_from_a_url(model: Path, tmp_path: Path) -> None:
     import fsspec
 
     fsspec.filesystem("memory").pipe("/converted/m.zt", model.read_bytes())
-    for number, src in enumerate([model.read_bytes(), "memory://converted/m.zt"]):
+    sources: list[bytes | str] = [model.read_bytes(), "memory://converted/m.zt"]
+    for number, src in enumerate(sources):
         convert(src, tmp_path / f"{number}.zt", **WHOLE)
         assert (tmp_path / f"{number}.zt").read_bytes() == model.read_bytes()
 
@@ -226,3 +228,41 @@ def test_an_odd_number_of_small_elements_is_not_rounded_up() -> None:
     assert np.frombuffer(blocks, "f2").tolist() == [0.5, 1, 1.5, 2, 3]
     assert data.nbytes == len(blocks)
     assert [(start, bytes(read())) for start, read in data.pieces() or ()] == [(0, blocks)]
+
+
+def test_a_conversion_says_what_it_changed(model: Path, tmp_path: Path) -> None:
+    done = convert(model, tmp_path / "same.zt")
+    assert (done.recasts, done.exact, done.tensors) == ((), True, 4)
+    assert done.nbytes == (tmp_path / "same.zt").stat().st_size
+    assert done.source_nbytes == sum(tensor.nbytes for tensor in read_index(model).values())
+    done = convert(model, tmp_path / "wide.zt", tensors="big", encoding={"*": {"dtype": "f32"}})
+    assert done.exact
+    assert repr(done).endswith("  1 bfloat16 tensor written as float32 (exact), 2.0 x larger")
+    done = convert(
+        model,
+        tmp_path / "low.zt",
+        cast="allow",
+        encoding={"small": {"dtype": "fp8_e4m3"}},
+        version="2",
+    )
+    assert not done.exact
+    assert str(done.recasts[0]) == (
+        "1 float32 tensor written as float8_e4m3fn (rounded), 4.0 x smaller"
+    )
+
+
+@pytest.mark.parametrize("call", ["convert", "verify"])
+def test_a_filter_that_matches_nothing_is_a_mistake(model: Path, tmp_path: Path, call: str) -> None:
+    arguments = {"convert": (model, tmp_path / "new.zt"), "verify": (model,)}[call]
+    with pytest.raises(ValueError, match=r"matches none of the 4 tensors; similar names: 'small'"):
+        getattr(xckpt, call)(*arguments, tensors="smal")
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_the_format_of_the_old_file_may_be_named(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "new.zt", tensors="small", source_engine="ztensor")
+    assert verify(tmp_path / "new.zt", "ztensor").ok
+    with pytest.raises(CheckpointError, match="It is a ztensor file"):
+        convert(model, tmp_path / "other.zt", source_engine="npz")
+    with pytest.raises(ValueError, match="did you mean 'ztensor'"):
+        verify(model, "ztensr")

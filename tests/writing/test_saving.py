@@ -215,7 +215,7 @@ def test_what_a_format_has_not_is_said_before_anything_is_written(tmp_path: Path
     with pytest.raises(TypeError, match=r"'safetensors' has no option 'version'"):
         save(ds, tmp_path / "m.safetensors", version="2")
     with pytest.raises(TypeError, match=r"did you mean 'version'"):
-        save(ds, tmp_path / "m.zt", verson="2")
+        save(ds, tmp_path / "m.zt", verson="2")  # type: ignore[call-overload]
     assert names(tmp_path) == []
 
 
@@ -331,7 +331,7 @@ def test_the_ending_names_the_format(tmp_path: Path) -> None:
         try:
             save(ds, tmp_path / f"m{suffix}")
         except ValueError as error:
-            assert "several formats" in str(error)  # noqa: PT017
+            assert "several programs" in str(error)  # noqa: PT017
             continue
         assert read_index(tmp_path / f"m{suffix}").format == engine
     with pytest.raises(ValueError, match=r"no format has the ending of 'm\.txt'; pass engine="):
@@ -366,7 +366,7 @@ def test_what_is_no_number_is_an_error(values: Any, tmp_path: Path) -> None:
 
 def test_only_xarray_objects(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="got dict; a mapping of arrays is a Dataset"):
-        save({"w": np.zeros(3)}, tmp_path / "m.safetensors")
+        save({"w": np.zeros(3)}, tmp_path / "m.safetensors")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"\.rename"):
         save(xr.DataArray(np.zeros(3)), tmp_path / "m.safetensors")
     with pytest.raises(TypeError, match="names of tensors are text"):

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,12 +65,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 storage_options_option = click.option(
+    "-o",
     "--storage-option",
     "storage_options",
     multiple=True,
     metavar="KEY=VALUE",
     callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-    help="Option for fsspec, such as anon=true. A VALUE that is JSON is parsed. May be repeated.",
+    help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
+    "parsed. May be repeated.",
 )
 
 
@@ -213,7 +216,9 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
     """Refuse columns that do not exist."""
     for column in wanted:
         if column not in known:
-            raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}")
+            alike = get_close_matches(column, known, n=1)
+            hint = f"; did you mean {alike[0]!r}?" if alike else ""
+            raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}{hint}")
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

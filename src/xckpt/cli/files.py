@@ -22,10 +22,9 @@ from xckpt.cli.common import (
     print_document,
     print_text,
     reading_options,
-    storage_options_option,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
-from xckpt.notebook.formatting import binary_size, counted, printable
+from xckpt.notebook.formatting import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,7 +118,7 @@ def _unusual(**values: Any) -> dict[str, Any]:
 @click.option("--compression", metavar="NAME", help="zstd, zstd-seekable, deflate, ... or none.")
 @click.option("--level", metavar="N", help="Level of the compression, 1 to 22.")
 @click.option("--digest", metavar="NAME", help="crc32c, sha256, ... or none.")
-@click.option("--dtype", metavar="TYPE", help="Element type of all tensors.")
+@click.option("--dtype", metavar="TYPE", help="Element type of all tensors: float32, bf16, ...")
 @click.option(
     "--encode",
     "encodings",
@@ -143,6 +142,11 @@ def _unusual(**values: Any) -> dict[str, Any]:
     metavar="KEY=VALUE",
     help="Option of the new format, such as version=2. May be repeated.",
 )
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Write several safetensors files of at most this size, such as 5GB, and their index.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
 @json_option
@@ -155,6 +159,7 @@ def convert(
     encodings: tuple[tuple[str, str], ...],
     cast: Any,
     texts: tuple[str, ...],
+    max_shard_size: str | None,
     overwrite: bool,
     as_json: bool,
     **requests: str | None,
@@ -162,25 +167,33 @@ def convert(
     """Write FILE in another format, or again in its own.
 
     Values, names, attributes, compression and digests are kept as far as the new format can hold
-    them; one warning lists what it cannot. NEW appears once it is complete. FILE may be larger
-    than memory.
+    them; one warning lists what it cannot. Element types that change are listed, with what that
+    means for the size. NEW appears once it is complete. FILE may be larger than memory.
     """
     from xckpt.opening import read_index
     from xckpt.writing import convert as write
 
+    writer = _writer(new, to)
+    format_options = pairs(texts)
+    if max_shard_size is not None:
+        format_options["max_shard_size"] = max_shard_size
+    options = _format_options(format_options, writer)
     index = reading.index(file)
-    wanted = {"encoding": _encoding(requests, encodings), "cast": cast, "overwrite": overwrite}
+    encoding = _encoding(requests, encodings)
     storage_options = reading.storage_options or None
     try:
-        wanted |= _format_options(pairs(texts), _writer(new, to))
-        write(
+        done = write(
             file,
             new,
             to,
+            source_engine=index.format,
             tensors=reading.wanted,
+            encoding=encoding,
+            cast=cast,
+            overwrite=overwrite,
             storage_options=storage_options,
             progress=is_terminal(),
-            **wanted,
+            **options,
         )
     except FileExistsError as error:
         raise click.UsageError(f"{new} already exists; --overwrite replaces it") from error
@@ -188,19 +201,19 @@ def convert(
         raise
     except ValueError as error:  # an option has a value that is not allowed
         raise click.UsageError(str(error)) from error
-    written = read_index(new, storage_options=storage_options)
     if not as_json:
-        count, size = counted(len(written.tensors), "tensor"), binary_size(written.nbytes)
-        complain(f"{written.source}: {written.format}, {count}, {size}")
+        for line in repr(done).splitlines():
+            complain(line)
         return 0
     print_document(
         {
             "source": index.source,
-            "destination": written.source,
-            "format": written.format,
-            "version": written.version,
-            "nbytes": written.nbytes,
-            "tensors": len(written.tensors),
+            "destination": done.path,
+            "format": done.format,
+            "version": read_index(done.path, storage_options=storage_options).version,
+            "nbytes": done.nbytes,
+            "tensors": done.tensors,
+            "recasts": [recast._asdict() for recast in done.recasts],
         }
     )
     return 0
@@ -239,7 +252,7 @@ def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
             known = ", ".join(writer.write_options) or "none"
             raise click.UsageError(f"{writer.name} has no option {key!r} for writing, only {known}")
         kind = str(writer.write_options[key].annotation)
-        if "int" in kind:
+        if "int" in kind and "str" not in kind:
             options[key] = _whole_number(key, text)
         elif "str" in kind:
             options[key] = text
@@ -264,9 +277,9 @@ def _whole_number(key: str, text: str) -> int:
 
 @click.command
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@storage_options_option
+@reading_options
 @json_option
-def verify(files: tuple[str, ...], storage_options: dict[str, Any], *, as_json: bool) -> int:
+def verify(files: tuple[str, ...], reading: FileInput, *, as_json: bool) -> int:
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
@@ -278,7 +291,17 @@ def verify(files: tuple[str, ...], storage_options: dict[str, Any], *, as_json: 
     reports, status = [], 0
     for file in files:
         try:
-            report = check(file, storage_options=storage_options or None, progress=is_terminal())
+            report = check(
+                file,
+                reading.engine,
+                tensors=reading.wanted,
+                storage_options=reading.storage_options or None,
+                progress=is_terminal(),
+            )
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise click.UsageError(f"{file}: {error}") from error
         except OSError as error:
             # The others are still checked.
             complain(one_line(error))

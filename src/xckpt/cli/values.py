@@ -105,7 +105,9 @@ def stats(
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
     chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
     # Before the pass, which may take an hour.
-    require_columns([*chosen, *([sort] if sort and sort not in _NAMES else [])], known)
+    if sort is not None and sort not in (*_NAMES, *chosen):
+        chosen.append(sort)  # what rows are sorted by is seen
+    require_columns(chosen, known)
     index = reading.index(file)
     result = compute(
         reading.dataset(file),
@@ -257,18 +259,19 @@ def compare(
         same = bool(different.empty)
         print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
     else:
-        _print_comparison((frame if everything else different).head(limit))
+        _print_comparison((frame if everything else different).head(limit), sort)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
         complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
 
 
-def _print_comparison(frame: pd.DataFrame) -> None:
+def _print_comparison(frame: pd.DataFrame, sort: str | None) -> None:
     if frame.empty:
         return
-    columns = [frame[name].tolist() for name in _MEASURES]
+    measures = dict.fromkeys([*_MEASURES, sort or "status"])
+    columns = [frame[name].tolist() for name in measures]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
     head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in _MEASURES[1:]]
+    head += [Column(name, right=True) for name in measures if name != "status"]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

@@ -8,6 +8,7 @@ with no arrays, files or xarray. What several of them need is in `xckpt.formats.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
@@ -323,7 +324,9 @@ def class_name(name: str) -> str:
     try:
         return _CLASSES[name]
     except KeyError:
-        raise ValueError(f"unknown format {name!r}; known are: {', '.join(names())}") from None
+        alike = get_close_matches(str(name), names(), n=1)
+        hint = f"did you mean {alike[0]!r}? Known" if alike else "known"
+        raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None
 
 
 @cache

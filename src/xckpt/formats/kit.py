@@ -8,6 +8,7 @@ and fills them in.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from math import isfinite, prod
@@ -340,6 +341,22 @@ def check_option(name: str, value: str | None, known: Iterable[str]) -> None:
     """Check the value of an option of a format's own; None is not given."""
     if value is not None and value not in (known := tuple(known)):
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def parse_size(name: str, value: Any) -> int:
+    """Return a number of bytes that is given as a number or a text such as ``"5GB"``."""
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    nbytes = value
+    if found is not None:
+        base = 1024 if found["binary"] else 1000
+        nbytes = int(float(found["number"]) * base ** " kmgt".index(found["unit"].lower() or " "))
+    if type(nbytes) is not int or nbytes < 1:
+        known = "is a number of bytes, or a text such as '5GB' or '500MiB'"
+        raise ValueError(f"{name} {known}, not {value!r}")
+    return nbytes
+
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
 
 
 def check_text(what: str, text: str, tensor: str | None = None) -> str:

@@ -27,6 +27,10 @@ How 6-bit elements share bytes is not said: their tensors are listed, and their 
 Files are written byte for byte as the package does: wide elements first, then by name; data begin
 at a multiple of 8. (Of several metadata it chooses an order by chance.) An attribute that is not
 text is JSON text; names of axes are one text in ``__metadata__``, which other readers ignore.
+Large models are several files, and a JSON file that says in which of them each tensor is::
+
+    {"metadata": {"total_size": 13476831232},
+     "weight_map": {"embed.weight": "model-00001-of-00003.safetensors"}}
 
 References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
 rules have the names of its ``SafeTensorError``.
@@ -36,15 +40,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.index import Index, Part, Tensor
 from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _LARGEST_HEADER = 100_000_000
 _RULE = "InvalidHeaderDeserialization"
@@ -106,9 +114,30 @@ class Safetensors(Format):
         tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
         return Index(self.name, "", tensors, attrs, source.name, source.size)
 
-    def plan(self, draft: Draft) -> Plan:
-        """Lay out the header, and the data without a gap."""
+    def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
+        """Lay out the header, and the data without a gap; or several such files and their index.
+
+        Parameters
+        ----------
+        draft : Draft
+            What is to be written.
+        max_shard_size : int or str, optional
+            Most bytes of the tensors of one file, or as ``"5GB"``. If there are more, files get
+            names like ``model-00001-of-00003.safetensors``, and ``model.safetensors.index.json``
+            says which tensor is in which. A tensor that is larger has a file of its own.
+
+        Returns
+        -------
+        Plan
+            Of one file, or of the index, with files as companions.
+        """
         self.check(draft)
+        shards = [draft]
+        if max_shard_size is not None:
+            shards = _shards(draft, kit.parse_size("max_shard_size", max_shard_size))
+        return self._in_one(draft) if len(shards) == 1 else self._in_several(draft, shards)
+
+    def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
         metadata = {str(key): kit.as_text(key, value) for key, value in draft.attrs.items()}
         if dims := kit.dims_text(draft.tensors):
@@ -122,6 +151,43 @@ class Safetensors(Format):
         starts = zip(tensors, ends, strict=False)
         extents = [Extent(t.name, "data", t.parts["data"], len(head) + at) for t, at in starts]
         return Plan((Literal(0, head),), tuple(extents), nbytes=len(head) + ends[-1])
+
+    def _in_several(self, draft: Draft, shards: list[Draft]) -> Plan:
+        name = re.split(r"[/\\]", draft.path)[-1]
+        stem = name[: -len(".safetensors")] if name.lower().endswith(".safetensors") else name
+        files = {
+            f"{stem}-{number:05}-of-{len(shards):05}.safetensors": shard
+            for number, shard in enumerate(shards, 1)
+        }
+
+        def referring(names: Mapping[str, str]) -> Plan:
+            weights = {tensor: names[file] for file, of in files.items() for tensor in of.tensors}
+            root = {
+                "metadata": {"total_size": sum(map(_nbytes, draft.tensors.values()))},
+                "weight_map": weights,
+            }
+            text = json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
+            return Plan((Literal(0, text),), (), nbytes=len(text), suffix=".index.json")
+
+        companions = {file: self._in_one(shard) for file, shard in files.items()}
+        own_names = referring({file: file for file in files})
+        return replace(own_names, companions=companions, renamed=referring)
+
+
+def _shards(draft: Draft, most: int) -> list[Draft]:
+    """Split tensors as Hugging Face's libraries do: in their order, as many as fit."""
+    shards: list[dict[str, WantedTensor]] = [{}]
+    filled = 0
+    for name, tensor in draft.tensors.items():
+        nbytes = _nbytes(tensor)
+        if shards[-1] and filled + nbytes > most:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += nbytes
+    # Readers of shards want to know which library they are for. The index has the total size.
+    attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
+    return [Draft(shard, attrs, draft.path) for shard in shards]
 
 
 def _broken(reason: str, rule: str = _RULE, at: int = 8) -> FormatError:

@@ -15,7 +15,7 @@ _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # What the name of codes, or of zero points, may have where the name of their scales has not.
 _ENDINGS = re.compile(r"(_packed|_blocks|_qdata|_zero_point|\._data|:data|:zero_points)$")
 _SCALES = (
-    *("_scale", "_scale_inv", "_scales", ".scale", "._scale", ":scales"),
+    *("_scale", "_scale_inv", "_scales", ".scale", "._scale", ":scale", ":scales"),
     *(".absmax", "_absmax"),
 )
 # Scales of scales.
@@ -47,15 +47,16 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
     {'a.weight': 'a.weight_scale'}
     """
     found = {}
-    for name, dtype in dtypes.items():
-        if _CODES.fullmatch(dtype) is not None:
+    types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype) is not None}
+    for name, dtype in dtypes.items() if types else ():
+        if dtype in types:
             scales = next((each for each in _candidates(name) if each in dtypes), None)
             if scales is not None:
                 found[name] = scales
     modules = {name.rpartition(".")[0]: scales for name, scales in found.items()}
     modules = {name: scales for name, scales in modules.items() if name} | found
     codes = dict(found)
-    for name, dtype in dtypes.items():
+    for name, dtype in dtypes.items() if codes else ():
         if dtype.lstrip("u").startswith("int") and name not in codes:
             # In the module of codes, or below them: ``weight.quant_state.bitsandbytes__nf4``.
             module = name.rpartition(".")[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from xckpt.errors import shown
 
-__all__ = ["TensorFilter", "select", "similar"]
+__all__ = ["TensorFilter", "select", "select_some", "similar"]
 
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
 
@@ -41,6 +41,16 @@ def _predicate(wanted: Any) -> Callable[[str], Any]:
     if not globs:
         return lambda _: False
     return re.compile("|".join(translate(glob) for glob in globs)).match
+
+
+def select_some(names: Iterable[str], wanted: TensorFilter | None) -> list[str]:
+    """Choose names; a filter that none of them matches is a ValueError."""
+    names = list(names)
+    chosen = select(names, wanted)
+    if wanted is not None and names and not chosen:
+        hint = similar(names, wanted)
+        raise ValueError(f"tensors={wanted!r} matches none of the {len(names)} tensors{hint}")
+    return chosen
 
 
 def similar(names: Iterable[str], wanted: TensorFilter) -> str:

@@ -135,14 +135,12 @@ class _Axis:
     """Bins, and densities in them."""
 
     def __init__(self, found: Sequence[Distribution], bins: Any, scale: str) -> None:
-        from xckpt.statistics.bins import bin_edges
-
         self.bins, self.scale = bins, scale
         self.linthresh: float | None = None
         #: Densities in the picture.
         self.drawn: list[float] = []
         if scale == "symlog":
-            self.edges = bin_edges(self._number(found), scale, found)
+            self.edges = self._shared(found)
             if (self.edges > 0).any():
                 self.linthresh = float(self.edges[self.edges > 0].min())
 
@@ -159,17 +157,21 @@ class _Axis:
         return densities
 
     def _edges(self, found: Sequence[Distribution]) -> Values:
-        from xckpt.statistics.bins import bin_edges
-
         if self.scale == "symlog":
             return self.edges
-        edges: Values = bin_edges(self._number(found), self.scale, found)
+        edges = self._shared(found)
         if np.ndim(self.bins):
             return edges
         low, high = (np.median([each.bulk[end] for each in found]) for end in (0, 1))
         if 0 < high - low < _NARROW_BULK * (edges[-1] - edges[0]):
             edges = np.union1d(edges, np.linspace(low, high, len(edges)))
         return edges
+
+    def _shared(self, found: Sequence[Distribution]) -> Values:
+        from xckpt.statistics.bins import bin_edges, require_bins
+
+        bins = require_bins(self._number(found))
+        return bin_edges(bins, self.scale, [each.span for each in found])
 
     def _number(self, found: Sequence[Distribution]) -> Any:
         """Return how many bins there are, or their edges."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import starmap, takewhile
+from itertools import product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.labels import scales_of_codes, similar
 from xckpt.labels.stacking import numbered, words
-from xckpt.notebook.folding import Row, fold
+from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
 from xckpt.tensors import OpenTensors
 
@@ -155,14 +155,18 @@ def roles_of(
 
 def _united(groups: Sequence[_Group], ndims: Mapping[str, int]) -> list[list[_Group]]:
     """Unite groups whose names differ in one word, but not weights with biases or gains."""
-    # A row stands for each group, with its number for a shape: patterns list those.
-    rows = [
-        Row(".".join(part or "0" for part in template), kind, (at,), 0, 0)
+    # A row stands for each group.
+    rows = {
+        Row(".".join(part or "0" for part in template), kind, (), 0): at
         for at, (template, names) in enumerate(groups)
         for kind in [f"{template[-1]} {ndims.get(names[0])}"]
-    ]
-    united = sorted([at for (at,) in pattern.shapes] for pattern in fold(rows))
-    return [[groups[at] for at in some] for some in united]
+    }
+    bundles = []
+    for family in united(families_of(rows)):
+        words = ([part] if isinstance(part, str) else part for part in family.components)
+        spelled = (Row(".".join(name), family.dtype, (), 0) for name in product(*words))
+        bundles.append(sorted(rows[row] for row in spelled))
+    return [[groups[at] for at in some] for some in sorted(bundles)]
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def _label(bundle: Sequence[_Group], depth: int) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    return [pattern.text for pattern in fold(Row(name, "", (), 0, 0) for name in names)]
+    return [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names)]
 
 
 def _end(text: str) -> str:

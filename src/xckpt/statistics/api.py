@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,17 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.describe import describe, describe_rows, statistic_names
+from xckpt.statistics.describe import (
+    OF_REAL_NUMBERS,
+    describe,
+    describe_rows,
+    statistic_names,
+)
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
+from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
+from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Described
+    from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -46,13 +54,11 @@ _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
-# What has no meaning for the magnitudes of complex numbers, besides quantiles and distinct values.
-_OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
 _SEVERITIES = ("error", "warning", "info")
 
 
 def stats(
-    obj: Any,
+    obj: Describable,
     *,
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
@@ -60,6 +66,7 @@ def stats(
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
@@ -89,6 +96,8 @@ def stats(
     cache : bool
         Whether to keep what was found of unchanged files in the user's cache, so that a second
         call reads nothing and an interrupted one goes on (``XCKPT_CACHE_DIR`` says where).
+    storage_options : dict, optional
+        For fsspec, where `obj` is a URL.
 
     Returns
     -------
@@ -123,10 +132,8 @@ def stats(
     >>> st["blocks.0.attn.w_qkv"].sel(statistic="std").item()  # doctest: +SKIP
     0.0199
     """
-    for quantile in quantiles:
-        if not 0.0 <= quantile <= 1.0:
-            raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")
-    contents = contents_of(obj)
+    quantiles = _checked_quantiles(quantiles)
+    contents = contents_of(obj, storage_options)
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
     with paused_collector():
@@ -134,7 +141,7 @@ def stats(
     names = statistic_names(quantiles)
     find = partial(
         _describe_all,
-        quantiles=tuple(quantiles),
+        quantiles=quantiles,
         exact=exact_quantiles,
         progress=progress,
         cache=cache,
@@ -158,6 +165,21 @@ def known_stats(obj: Any) -> xr.Dataset | None:
     return stats(obj) if all(kept(readers, Sketch)) else None
 
 
+def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
+    if isinstance(quantiles, str) or not isinstance(quantiles, Iterable):
+        raise TypeError(
+            f"quantiles are a sequence of numbers such as [0.05, 0.5], not {quantiles!r}"
+        )
+    checked = []
+    for quantile in quantiles:
+        if not isinstance(quantile, float | int | np.number) or isinstance(quantile, bool):
+            raise TypeError(f"a quantile is a number between 0 and 1, unlike {quantile!r}")
+        if not 0.0 <= quantile <= 1.0:
+            raise ValueError(f"a quantile is between 0 and 1, unlike {quantile}")
+        checked.append(float(quantile))
+    return tuple(checked)
+
+
 def _statistics(find: Callable[..., Any], entries: Sequence[Described]) -> list[Any]:
     """Leave out how many rows are zeros, which has no place in a dask array."""
     found: list[Any] = find(entries)[0]
@@ -174,21 +196,42 @@ def _describe_all(
 ) -> tuple[list[Array], list[list[int | None]]]:
     """Return the statistics of each variable, and how many rows of its tensors are zeros."""
     readers = [reader for entry in entries for reader in entry.readers]
-    described = iter(_describe_tensors(readers, quantiles, progress, exact=exact, cache=cache))
+    with Progress(progress, "statistics") as bar:
+        rows = rows_of(
+            readers,
+            ("statistics", statistic_names(quantiles), quantiles, exact),
+            len(statistic_names(quantiles)) + 1,
+            lambda some: _describe_tensors(
+                [readers[number] for number in some], quantiles, bar, exact=exact, cache=cache
+            ),
+            are_plausible=partial(are_statistics, quantiles=quantiles),
+            enabled=cache,
+        )
+    dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
+    values = rows[:, :-1]
+    tables = {
+        at: describe_rows(entry.variable, entry.dims, quantiles)
+        for at, entry in enumerate(entries)
+        if not entry.readers
+    }
     found, every = [], []
-    for entry in entries:
-        some = [next(described) for _ in entry.readers]
-        if some:
-            values = laid(np.array([each for each, _ in some]), entry.shape, entry.gone)
-        else:
-            values = describe_rows(entry.variable, entry.dims, quantiles)
-        every.append([dead for _, dead in some])
-        if entry.absent is not None and entry.gone is not None:
-            every[-1] = _at_places(every[-1], entry.gone)
-            # But for `count` and `nan`, the first two, statistics are of the finite elements.
-            values[:2] -= entry.absent
-            values[:, entry.gone] = np.nan
-        found.append(values)
+    stop = 0
+    with paused_collector():
+        for at, entry in enumerate(entries):
+            start, stop = stop, stop + len(entry.readers)
+            some = dead[start:stop]
+            if at in tables:
+                found.append(tables[at])
+            elif entry.dims:
+                found.append(laid(values[start:stop], entry.shape, entry.gone))
+            else:
+                found.append(values[start])
+            if entry.absent is not None and entry.gone is not None:
+                some = _at_places(some, entry.gone)
+                # But for `count` and `nan`, the first two, statistics are of the finite elements.
+                found[-1][:2] -= entry.absent
+                found[-1][:, entry.gone] = np.nan
+            every.append(some)
     return found, every
 
 
@@ -201,33 +244,32 @@ def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
 def _describe_tensors(
     readers: Sequence[Reader],
     quantiles: tuple[float, ...],
-    progress: ProgressOption,
+    bar: Progress,
     *,
     exact: bool,
     cache: bool,
-) -> list[tuple[list[float], int | None]]:
-    """Return the statistics of each tensor, and how many of its rows are zeros."""
+) -> list[list[float]]:
+    """Return the statistics of each tensor, and how many of its rows are zeros; NaN if unknown."""
     wanted: list[Any] = [()] * len(readers)
     first = len(statistic_names(())) - 1
 
-    def finish(number: int, sketch: Sketch) -> tuple[list[float], int | None]:
+    def finish(number: int, sketch: Sketch) -> list[float]:
         if exact and not readers[number].complex:
             wanted[number] = wanted_of(sketch, quantiles)
         values = describe(sketch, quantiles)
         if readers[number].complex:
             names = statistic_names(())
-            for name in _OF_REAL_NUMBERS:
+            for name in OF_REAL_NUMBERS:
                 values[names.index(name)] = np.nan
             values[first:] = [np.nan] * (len(values) - first)
-        return values, sketch.rows.dead if sketch.rows.length else None
+        return [*values, sketch.rows.dead if sketch.rows.length else np.nan]
 
-    with Progress(progress, "statistics") as bar:
-        described = gather(readers, Sketch, finish, bar, cache=cache, stretched=True)
-        if exact:
-            refined = refine(readers, wanted, bar)
-            for (values, _), found in zip(described, refined, strict=True):
-                for at, quantile in enumerate(quantiles, first):
-                    values[at] = found.get(quantile, values[at])
+    described = gather(readers, Sketch, finish, bar, cache=cache, stretched=True)
+    if exact:
+        refined = refine(readers, wanted, bar)
+        for values, found in zip(described, refined, strict=True):
+            for at, quantile in enumerate(quantiles, first):
+                values[at] = found.get(quantile, values[at])
     return described
 
 
@@ -258,8 +300,9 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     """
     import pandas as pd
 
-    names, values = tensor_rows(result)
-    columns = result["statistic"].to_numpy().tolist()
+    with paused_collector():
+        names, values = tensor_rows(result)
+        columns = result["statistic"].to_numpy().tolist()
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
@@ -341,7 +384,8 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     for name, variable in found:
         if axis not in variable.dims:
             raise ValueError(f"{shown(str(name))} has no dimension {axis!r}: not a result of stats")
-    return [(n, v.transpose(axis, ...)) for n, v in found]
+    # To transpose takes longer than all else that is done with a variable.
+    return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
 
 
 def findings(result: xr.Dataset) -> pd.DataFrame:

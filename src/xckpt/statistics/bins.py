@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
 
+from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.entries import contents_of, laid
+from xckpt.statistics.plausible import are_spans, are_tallies
+from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
     from xckpt.progress import ProgressOption
     from xckpt.statistics.describe import Spectrum
-    from xckpt.statistics.entries import Described
+    from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
     from xckpt.statistics.readers import Reader
 
@@ -58,6 +62,11 @@ class Distribution:
         """How elements are counted."""
         return self._reader.kind
 
+    @property
+    def span(self) -> tuple[float, float, float]:
+        """What bins of several tensors are made for."""
+        return self.low, self.high, self.smallest
+
     def counts(self, edges: Array) -> Array:
         """Count the elements in bins."""
         return _count(spectrum(Sketch.unpack(self._sketch, self._reader)), edges)
@@ -80,12 +89,13 @@ def distributions(
 
 
 def histogram(
-    obj: Any,
+    obj: Describable,
     bins: int | ArrayLike = 100,
     scale: Literal["symlog", "linear"] = "symlog",
     *,
     progress: ProgressOption = None,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
 
@@ -104,6 +114,8 @@ def histogram(
     progress : bool or callable, optional
         As for `stats`.
     cache : bool
+        As for `stats`.
+    storage_options : dict, optional
         As for `stats`.
 
     Returns
@@ -134,17 +146,39 @@ def histogram(
     """
     if scale not in {"symlog", "linear"}:
         raise ValueError(f"scale is 'symlog' or 'linear', not {scale!r}")
-    require_bins(bins)
-    contents = contents_of(obj)
-    entries = contents.entries()
-    every = distributions(entries, progress=progress, cache=cache)
-    edges = bin_edges(bins, scale, [each for each in every if each.count])
+    asked = require_bins(bins)
+    contents = contents_of(obj, storage_options)
+    with paused_collector():
+        entries = contents.entries()
+    readers = [reader for entry in entries for reader in entry.readers]
+    # Packed, because sketches of thousands of tensors take too much memory.
+    packed: dict[int, bytes] = {}
+    with Progress(progress, "histogram") as bar:
+
+        def scan(numbers: list[int]) -> list[list[float]]:
+            def finish(number: int, sketch: Sketch) -> list[float]:
+                packed[numbers[number]] = sketch.pack()
+                return _span(sketch)
+
+            some = [readers[number] for number in numbers]
+            return gather(some, Sketch, finish, bar, cache=cache, stretched=True)
+
+        def count(numbers: list[int]) -> Iterator[Any]:
+            scan([number for number in numbers if number not in packed])
+            for number in numbers:
+                sketch = Sketch.unpack(packed.pop(number), readers[number])
+                yield _count(spectrum(sketch), edges)
+
+        spans = rows_of(readers, ("span",), 3, scan, are_plausible=are_spans, enabled=cache)
+        edges = bin_edges(asked, scale, spans[~np.isnan(spans[:, 0])].tolist())
+        about = ("counts", *edges.tolist())
+        width = len(edges) - 1
+        rows = rows_of(readers, about, width, count, are_plausible=are_tallies, enabled=cache)
     variables: dict[Hashable, Any] = {}
-    found = iter(every)
+    stop = 0
     for entry in entries:
-        rows = [next(found).counts(edges) for _ in entry.readers]
-        values = np.array(rows, np.int64).reshape(len(rows), len(edges) - 1)
-        counts = laid(values, entry.shape, entry.gone)
+        start, stop = stop, stop + len(entry.readers)
+        counts = laid(rows[start:stop].astype(np.int64), entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {
@@ -152,7 +186,7 @@ def histogram(
         for name, coord in contents.coords.items()
         if coord.dims and set(coord.dims) <= stacked
     }
-    coords["bin"] = (edges[:-1] + edges[1:]) / 2
+    coords["bin"] = edges[:-1] / 2 + edges[1:] / 2
     coords["bin_left"] = ("bin", edges[:-1])
     coords["bin_right"] = ("bin", edges[1:])
     return xr.Dataset(variables, coords)
@@ -182,6 +216,18 @@ def _distribution(reader: Reader, sketch: Sketch) -> Distribution:
     )
 
 
+def _span(sketch: Sketch) -> list[float]:
+    """Return the smallest and the largest element, and the smallest magnitude but zero."""
+    found = spectrum(sketch)
+    values = found.values(found.counts > 0)
+    if not len(values):
+        return [np.nan, np.nan, np.nan]
+    smallest = float(np.abs(values[values != 0]).min(initial=np.inf))
+    # Those that are known by their codes are clipped to the extremes; these are known.
+    low, high = (values[0], values[-1]) if found.kind.exact else (found.low, found.high)
+    return [float(low), float(high), smallest]
+
+
 def _count(found: Spectrum, edges: Array) -> Array:
     values = found.values()
     where = np.searchsorted(edges, values, side="right") - 1
@@ -192,28 +238,35 @@ def _count(found: Spectrum, edges: Array) -> Array:
     return counts
 
 
-def require_bins(bins: int | ArrayLike) -> None:
-    """Refuse bins that are none."""
+def require_bins(bins: Any) -> int | Array:
+    """Return the number of bins or their edges; a mistake is noticed before anything is read."""
     if np.ndim(bins):
         edges = np.asarray(bins, np.float64)
-        if len(edges) < 2 or not (np.diff(edges) > 0).all():
+        if edges.ndim > 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
             raise ValueError("edges of bins are two or more numbers that ascend")
-    elif (count := int(np.asarray(bins))) < 1:
+        return edges
+    try:
+        count = index(bins)
+    except TypeError:
+        text = f"bins are a number of bins or a sequence of their edges, not {bins!r}"
+        raise TypeError(text) from None
+    if count < 1:
         raise ValueError(f"there is at least one bin, not {count}")
+    return count
 
 
-def bin_edges(bins: int | ArrayLike, scale: str, found: Sequence[Distribution]) -> Array:
-    """Return the edges of bins for tensors with finite elements."""
-    if np.ndim(bins):
-        return np.asarray(bins, np.float64)
-    count = int(np.asarray(bins))
-    low = min((each.low for each in found), default=0.0)
-    high = max((each.high for each in found), default=0.0)
+def bin_edges(bins: int | Array, scale: str, spans: Sequence[Sequence[float]]) -> Array:
+    """Return the edges of bins for tensors with a smallest, a largest and a least magnitude."""
+    if not isinstance(bins, int):
+        return bins
+    count = bins
+    low = min((span[0] for span in spans), default=0.0)
+    high = max((span[1] for span in spans), default=0.0)
     if low == high:
         low, high = low - 0.5, high + 0.5
     if scale == "linear" or count < 3:
         return np.linspace(low, high, count + 1)
-    smallest = min((each.smallest for each in found), default=np.inf)
+    smallest = min((span[2] for span in spans), default=np.inf)
     return _symmetric_edges(low, high, smallest, count)
 
 
@@ -284,11 +337,14 @@ def _symmetric_edges(low: float, high: float, smallest: float, count: int) -> Ar
 
 def _steps(start: float, stop: float, count: int) -> Array:
     """Return edges from `start` to `stop`, all but the last rounded to eight significant bits."""
-    edges = np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
-    fractions, exponents = np.frexp(edges)
-    digits = np.rint(fractions * 256)
-    digits[0] = np.floor(fractions[0] * 256)
-    rounded: Array = np.ldexp(digits / 256, exponents)
+    with np.errstate(over="ignore"):  # of the last edge, which is known
+        edges = (
+            np.geomspace(start, stop, count + 1) if count and stop > start else np.array([start])
+        )
+        fractions, exponents = np.frexp(edges)
+        digits = np.rint(fractions * 256)
+        digits[0] = np.floor(fractions[0] * 256)
+        rounded: Array = np.ldexp(digits / 256, exponents)
     if len(edges) == 1:
         return np.maximum(rounded, stop)
     return np.append(rounded[:-1][rounded[:-1] < stop], stop)

@@ -29,6 +29,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: Elements of a row that is sorted: 32 MiB as float64.
 LONGEST_ROW = 1 << 22
 
+#: What has no meaning for the magnitudes of complex numbers, besides quantiles, distinct values.
+OF_REAL_NUMBERS = ("min", "max", "mean", "std", "skew", "kurtosis")
+
 _BEFORE = (
     *("count", "nan", "inf", "zero", "min", "max", "absmax"),
     *("mean", "std", "rms", "l2", "skew", "kurtosis"),

@@ -15,12 +15,20 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
-from xckpt.labels.selection import select
+from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.describe import scaled
-from xckpt.statistics.entries import Described, contents_of, deferred, laid, laid_out
+from xckpt.statistics.entries import (
+    Described,
+    contents_of_all,
+    deferred,
+    laid,
+    laid_out,
+)
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
+from xckpt.statistics.plausible import are_measures
+from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
@@ -61,14 +70,15 @@ class _Match(NamedTuple):
 
 
 def compare(
-    a: Any,
-    b: Any,
+    a: Describable,
+    b: Describable,
     *,
     names: Renaming | None = None,
     tensors: TensorFilter | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Compare the tensors of two checkpoints by their names, in one pass over both.
 
@@ -94,6 +104,8 @@ def compare(
     cache : bool
         Whether to keep what was found of two unchanged files in the user's cache, so that a second
         call reads nothing.
+    storage_options : dict, optional
+        For fsspec, where `a` or `b` is a URL.
 
     Returns
     -------
@@ -143,9 +155,10 @@ def compare(
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
     rename = _renaming(names)
-    ours, theirs = contents_of(a), contents_of(b)
+    ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
-        entries, others = ours.entries(), theirs.entries()
+        entries = every = ours.entries()
+        others = theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
             rename = _renaming(
                 {
@@ -155,6 +168,11 @@ def compare(
                 }
             )
         entries, rows = _matched(entries, others, rename, tensors)
+    if not entries and tensors is not None:
+        names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
+        hint = similar(names_of_both, tensors)
+        text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
     if _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -194,23 +212,34 @@ def compare_pairs(
     """Return the measures of each pair of tensors."""
     with Progress(progress, "comparison") as bar:
 
-        def same(numbers: list[int]) -> Iterator[tuple[int, Comparison]]:
-            """Find tensors with the same bytes among those that would have to be decoded."""
-            stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
-            if not stored:
-                return
-            readers = list(stored.values())
-            alike = gather(readers, SameBytes, lambda _, each: each.are_same, bar)
-            for number, are_same in zip(stored, alike, strict=True):
-                if are_same:
-                    found = Comparison.begin(pairs[number], None)
-                    found.imply(found.size)
-                    yield number, found
+        def find(numbers: list[int]) -> list[list[float]]:
+            some = [pairs[number] for number in numbers]
+            same = partial(_with_same_bytes, some, bar)
+            return gather(some, Comparison, finish, bar, cache=cache, shortcut=same)
 
         def finish(_: int, found: Comparison) -> list[float]:
             return measures(found)
 
-        return gather(pairs, Comparison, finish, bar, cache=cache, shortcut=same)
+        about = ("comparison", *MEASURES)
+        width = len(MEASURES)
+        rows = rows_of(pairs, about, width, find, are_plausible=are_measures, enabled=cache)
+    found: list[list[float]] = rows.tolist()
+    return found
+
+
+def _with_same_bytes(
+    pairs: Sequence[PairReader | ChunkedPair], bar: Progress, numbers: list[int]
+) -> Iterator[tuple[int, Comparison]]:
+    """Find tensors with the same bytes among those that would have to be decoded."""
+    stored = {n: pair for n in numbers if (pair := stored_pair(pairs[n])) is not None}
+    if not stored:
+        return
+    alike = gather(list(stored.values()), SameBytes, lambda _, each: each.are_same, bar)
+    for number, are_same in zip(stored, alike, strict=True):
+        if are_same:
+            found = Comparison.begin(pairs[number], None)
+            found.imply(found.size)
+            yield number, found
 
 
 # --- which tensors belong together ---------------------------------------------------------------

@@ -23,6 +23,7 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import Index
 from xckpt.labels import flat_name
+from xckpt.labels.selection import similar
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
+    from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
     from xckpt.variables import StackRecord
+
+    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -78,7 +82,10 @@ class Subject:
         """List variables of numbers with their tensors; others are left out with a warning."""
         unknown = set(dims or ()) - {dim for v in self.variables.values() for dim in v.dims}
         if unknown:
-            raise ValueError(f"no variable has the dimension {shown(str(min(unknown, key=str)))}")
+            known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
+            asked = str(min(unknown, key=str))
+            text = f"no variable has the dimension {shown(asked)}{similar(known, asked)}"
+            raise ValueError(text)
         found = []
         for name, variable in self.variables.items():
             if dims is not None and not set(dims) & set(variable.dims):
@@ -193,8 +200,26 @@ def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
     return np.ascontiguousarray(rows.T).reshape(-1, *shape)
 
 
-def contents_of(obj: Any) -> Subject:
+def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> Subject:
     """Find what there is to describe."""
+    return contents_of_all([obj], storage_options)[0]
+
+
+def contents_of_all(
+    objects: Sequence[Any], storage_options: dict[str, Any] | None = None
+) -> list[Subject]:
+    """Find what there is to describe of several objects, some of which may be open."""
+    if storage_options is not None and all(map(_is_open, objects)):
+        text = "storage_options are for a path or URL: pass them to xr.open_dataset"
+        raise TypeError(text)
+    return [_contents_of(obj, storage_options) for obj in objects]
+
+
+def _is_open(obj: Any) -> bool:
+    return isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+
+
+def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {
@@ -211,21 +236,21 @@ def contents_of(obj: Any) -> Subject:
         )
     if isinstance(obj, xr.DataTree):
         return _tree_contents(obj)
-    if isinstance(obj, Index | str | bytes | os.PathLike) or hasattr(obj, "read"):
-        return _file_contents(obj)
+    if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
+        return _file_contents(obj, storage_options)
     raise TypeError(
         f"expected a path, an Index, a Dataset, a DataArray or a DataTree, got {type(obj).__name__}"
     )
 
 
-def _file_contents(obj: Any) -> Subject:
-    from xckpt.opening import open_index
+def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
+    from xckpt.opening import format_of
 
     if isinstance(obj, Index):
-        return contents_of(xr.open_dataset(obj.source, engine=obj.format))
-    source, index = open_index(obj)
-    contents = contents_of(xr.open_dataset(obj, engine=index.format))
-    return Subject(contents.variables, contents.coords, source.name)
+        path, engine = obj.source, obj.format
+    else:
+        path, engine = obj, format_of(obj, storage_options)
+    return contents_of(xr.open_dataset(path, engine=engine, storage_options=storage_options))
 
 
 def _tree_contents(tree: xr.DataTree) -> Subject:

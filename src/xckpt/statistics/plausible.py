@@ -9,13 +9,15 @@ Numbers that pass are possible, and nothing that is computed from them fails.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.statistics.accumulate import SHORTEST_ROW, Comparison, Rows, Sketch
+from xckpt.statistics.describe import OF_REAL_NUMBERS, statistic_names
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF, runs
 
@@ -38,6 +40,8 @@ _SHORT_CODE = 16
 _CODE_WIDTH = 2.0**-7
 # Below it, squares lose digits.
 _SMALLEST_SQUARE = 1e-290
+# Far below, numbers have few digits: they are subnormal.
+_TINY = 1e-300
 # Beyond it, that of two finite numbers may be infinite.
 _LARGEST_DIFFERENCE = 1e300
 # Powers of two that elements are divided by: multiples of one of them.
@@ -285,3 +289,73 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
     elif d > _SMALLEST_SQUARE:
         most = largest * math.sqrt(different)
         _require(largest * (1 - _SLACK) <= root <= most * (1 + _SLACK))
+
+
+# --- finished numbers ----------------------------------------------------------------------------
+
+
+def are_statistics(rows: Array, readers: Sequence[Reader], quantiles: Sequence[float]) -> Array:
+    """Return which rows can be the statistics of these tensors, and the number of dead rows."""
+    names = statistic_names(quantiles)
+    by_name = dict(zip([*names, "dead"], rows.T, strict=True))
+    count, nan, inf, zero = (by_name[name] for name in ("count", "nan", "inf", "zero"))
+    size = np.array([reader.size for reader in readers], np.float64)
+    good: Array = (count == size) & _are_counts(nan, inf, zero) & (nan + inf + zero <= count)
+    row = np.array([reader.row for reader in readers], np.float64)
+    dead, unique = by_name["dead"], by_name["unique"]
+    good &= np.isnan(dead) | (_are_counts(dead) & (dead * row <= zero))
+    good &= np.isnan(unique) | (_are_counts(unique) & (unique <= count))
+    n = count - nan - inf
+    most, rms, l2 = (by_name[name] for name in ("absmax", "rms", "l2"))
+    empty = np.isnan(most) & np.isnan(rms) & (l2 == 0)
+    close = partial(np.isclose, rtol=_SLACK, atol=_TINY)
+    slack = _SLACK * most + _TINY
+    size_agrees = (most >= 0) & (rms <= most + slack) & close(l2, np.sqrt(n) * rms)
+    size_agrees &= (most == 0) == (zero == n)
+    low, high, mean, std = (by_name[name] for name in ("min", "max", "mean", "std"))
+    real = (low <= high) & (most == np.maximum(np.abs(low), np.abs(high))) & (std >= 0)
+    real &= (low - slack <= mean) & (mean <= high + slack)
+    real &= close(rms, np.hypot(mean, std)) & ((std == 0) | (low < high))
+    ascending = [by_name[f"q{quantile:g}"] for quantile in sorted(quantiles)]
+    for before, after in pairwise([low, *ascending, high]):
+        real &= before <= after
+    magnitude = np.all([np.isnan(by_name[name]) for name in OF_REAL_NUMBERS], axis=0)
+    are_complex = np.array([reader.complex for reader in readers], bool)
+    kind_agrees = np.where(are_complex, magnitude, real)
+    good &= np.where(n > 0, size_agrees & kind_agrees, empty)
+    return good
+
+
+def _are_counts(*numbers: Array) -> Array:
+    counts: Array = np.all([(each >= 0) & (each == np.floor(each)) for each in numbers], axis=0)
+    return counts
+
+
+def are_measures(rows: Array, readers: Sequence[Reader]) -> Array:
+    """Return which rows can be the measures of a comparison of these pairs."""
+    status, count, equal, nan, inf, largest, rmse, relative, cosine = rows.T
+    size = np.array([reader.size for reader in readers], np.float64)
+    same = (status == 0) & (equal == 1) & (nan + inf + largest + rmse + relative == 0)
+    changed = (status == 1) & (equal >= 0) & (equal < 1) & _are_counts(nan, inf)
+    changed &= nan + inf <= count * (1 - equal) * (1 + _SLACK) + _SLACK
+    ordered = (rmse >= 0) & (rmse <= largest * (1 + _SLACK) + _TINY) & (relative >= 0)
+    ordered &= np.isnan(cosine) | (np.abs(cosine) <= 1)
+    nothing = np.isnan(largest) & np.isnan(rmse) & np.isnan(relative) & np.isnan(cosine)
+    good: Array = (count == size) & ((same & (cosine == 1)) | (changed & (ordered | nothing)))
+    return good
+
+
+def are_spans(rows: Array, readers: Sequence[Reader]) -> Array:  # noqa: ARG001  nothing follows
+    """Return which rows can be the smallest and largest element and the smallest magnitude."""
+    low, high, smallest = rows.T
+    finite = np.isfinite(low) & np.isfinite(high) & (low <= high)
+    magnitude = (smallest > 0) & ((smallest <= np.maximum(-low, high)) | np.isinf(smallest))
+    found: Array = (finite & magnitude) | np.isnan(rows).all(axis=1)
+    return found
+
+
+def are_tallies(rows: Array, readers: Sequence[Reader]) -> Array:
+    """Return which rows can be the numbers of elements of these tensors in some bins."""
+    size = np.array([reader.size for reader in readers], np.float64)
+    found: Array = _are_counts(*rows.T) & (rows.sum(axis=1) <= size)
+    return found

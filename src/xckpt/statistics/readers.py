@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import fields
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
+from xckpt.index import Part
 from xckpt.statistics.kinds import Kind, kind_named, require_numbers
 from xckpt.storage.encodings import STREAMS
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_FIELDS = attrgetter(*(field.name for field in fields(Part)))
 # Of what is decoded or comes from elsewhere, at a time.
 _PIECE_NBYTES = 4 << 20
 _LARGEST_BAND = 64 << 20
@@ -297,8 +301,11 @@ def _stored(lazy: Any) -> tuple[Any, ...]:
     """Say what the values depend on."""
     readers = {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
     return tuple(
-        (role, each.source.name, each.source.identity, each.part, each.verify)
-        for role, each in readers.items()
+        [
+            # The fields: to write the part itself takes several times as long.
+            (role, each.source.name, each.source.identity, _FIELDS(each.part), each.verify)
+            for role, each in readers.items()
+        ]
     )
 
 

@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.entries import contents_of, laid, laid_out
+from xckpt.statistics.entries import contents_of_all, laid, laid_out
 from xckpt.statistics.scan import active_client, cpu_count
 from xckpt.statistics.singular import (
     FLOOR,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Described, Subject
+    from xckpt.statistics.entries import Describable, Described, Subject
     from xckpt.statistics.kinds import Kind
     from xckpt.storage.ahead import Range
 
@@ -63,14 +63,15 @@ _OPERATIONS_OF_EIGENVALUES = 12  # as those of products: half of them wait for m
 
 
 def spectrum(
-    obj: Any,
+    obj: Describable,
     tensors: TensorFilter | None = None,
     *,
-    minus: Any = None,
+    minus: Describable | None = None,
     statistics: Iterable[str] | None = None,
     values: bool = False,
     progress: ProgressOption = None,
     cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
 ) -> xr.Dataset:
     """Compute the singular values of every matrix, one after the other, and what they say.
 
@@ -99,6 +100,8 @@ def spectrum(
     cache : bool
         Whether to keep the singular values of unchanged files in the user's cache, so that a
         second call computes nothing and an interrupted one goes on.
+    storage_options : dict, optional
+        For fsspec, where `obj` or `minus` is a URL.
 
     Returns
     -------
@@ -149,10 +152,11 @@ def spectrum(
         if name not in STATISTICS:
             hint = similar(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
-    contents = contents_of(obj)
+    objects = [obj] if minus is None else [obj, minus]
+    contents, *others = contents_of_all(objects, storage_options)
     variables = {n: v for n, v in contents.variables.items() if _has_matrices(v)}
     entries = replace(contents, variables=variables).entries()
-    matrices = _chosen(entries, tensors, None if minus is None else contents_of(minus))
+    matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _OF_THE_LARGEST and _has_scipy()
     found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)

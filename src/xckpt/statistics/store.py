@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import struct
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,9 @@ FOLDER = "stats-1"
 
 _MAGIC = b"xckpt sketches 1"
 _HEAD = struct.Struct("<16sIQ")  # key, length and checksum of a record
-_LARGEST_RECORD = 64 << 20
-_LARGEST_FILE = 256 << 20
-_LARGEST_FOLDER = 1 << 30
+LARGEST_RECORD = 64 << 20
+LARGEST_FILE = 256 << 20
+LARGEST_FOLDER = 1 << 30
 # Written together, but no less often than this.
 _PENDING_NBYTES = 1 << 20
 _PENDING_SECONDS = 5.0
@@ -49,11 +49,10 @@ def open_stores(
     readers: Sequence[Reader], operation: type[Accumulator], *, enabled: bool
 ) -> Iterator[list[Store | None]]:
     """Open what is kept of some tensors."""
-    files: dict[tuple[Any, Any], Store] = {}
+    files: dict[Origin, Store] = {}
     stores: list[Store | None] = []
     folder = cache.folder(FOLDER) if enabled else None
-    for reader in readers:
-        origin = None if folder is None else _origin(reader.identity)
+    for origin in origins_of(readers):
         if folder is None or origin is None:
             stores.append(None)
             continue
@@ -65,18 +64,16 @@ def open_stores(
     finally:
         written = [store.flush() for store in files.values()]
         if folder is not None and any(written):
-            cache.make_room(folder, _LARGEST_FOLDER)
+            cache.make_room(folder, LARGEST_FOLDER)
 
 
 class Store:
     """What is kept of one checkpoint, which is known by its path or URL and its identity."""
 
-    def __init__(self, folder: Path, origin: tuple[Any, Any], operation: type[Accumulator]) -> None:
-        name = blake2b(repr(origin).encode(), digest_size=16).hexdigest()
-        self._path = folder / name
+    def __init__(self, folder: Path, origin: Origin, operation: type[Accumulator]) -> None:
+        self._path = folder / digest_of(*origin).hex()
         self._operation = operation
-        self._data = _read(self._path)
-        self._records = dict(_records(self._data))
+        self._data, self._records = read_records(self._path)
         self._size = len(self._data)
         self._pending: list[bytes] = []
         self._pending_nbytes = 0
@@ -98,9 +95,9 @@ class Store:
     def put(self, reader: Reader, stretch: tuple[int, int], kept: Accumulator) -> None:
         """Keep what was found in a stretch of a tensor."""
         payload = kept.pack()
-        if self._size + len(payload) > _LARGEST_FILE or len(payload) > _LARGEST_RECORD:
+        if self._size + len(payload) > LARGEST_FILE or len(payload) > LARGEST_RECORD:
             return
-        record = _HEAD.pack(_key(reader, stretch), len(payload), _checksum(payload)) + payload
+        record = _record(_key(reader, stretch), payload)
         self._pending.append(record)
         self._pending_nbytes += len(record)
         self._size += len(record)
@@ -119,20 +116,26 @@ class Store:
         return True
 
 
-def _key(reader: Reader, stretch: tuple[int, int]) -> bytes:
-    base = repr((reader.kind.name, reader.identity))
-    return blake2b(f"{base}{stretch}".encode(), digest_size=16).digest()
+class Origin(NamedTuple):
+    """Which checkpoint a tensor is of: its path or URL, and what tells that it is the same."""
+
+    name: str
+    version: Any
 
 
-def _origin(identity: tuple[Any, ...] | None) -> tuple[Any, Any] | None:
-    """Say which checkpoint a tensor is of; None if it may not be the same the next time."""
-    if identity is None:
-        return None
-    parts = identity[0]
-    if not all(_is_lasting(name, version) for _, name, version, *_ in parts):
-        return None
-    _, name, version, *_ = parts[0]
-    return name, version
+def origins_of(readers: Sequence[Reader]) -> list[Origin | None]:
+    """Say which checkpoint each tensor is of; None if it may not be the same the next time."""
+    known: dict[Any, Origin | None] = {None: None}
+    origins = []
+    for reader in readers:
+        files = None
+        if reader.identity is not None:
+            files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
+        if files is not None and files not in known:
+            is_known = all(_is_lasting(*file) for file in files)
+            known[files] = Origin(*files[0]) if is_known else None
+        origins.append(known[files])
+    return origins
 
 
 def _is_lasting(name: str, version: Any) -> bool:
@@ -145,8 +148,38 @@ def _is_lasting(name: str, version: Any) -> bool:
     return len(times) != 4 or time.time_ns() - times[1] >= _SETTLED_NS
 
 
+def digest_of(*about: Any) -> bytes:
+    """Return what a file or a record is known by."""
+    return blake2b(repr(about).encode(), digest_size=16).digest()
+
+
+def _key(reader: Reader, stretch: tuple[int, int]) -> bytes:
+    return digest_of(reader.kind.name, reader.identity, stretch)
+
+
+# --- files of records ----------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> tuple[bytes, dict[bytes, tuple[int, int]]]:
+    """Return what a file has, and where the payload of each record is in it."""
+    data = _read(path)
+    return data, dict(_records(data))
+
+
+def append_record(path: Path, key: bytes, payload: bytes) -> bool:
+    """Add a record to a file, unless it becomes too large; return whether it was written."""
+    with suppress(OSError):
+        if path.stat().st_size + len(payload) > LARGEST_FILE:
+            return False
+    return len(payload) <= LARGEST_RECORD and _append(path, _record(key, payload))
+
+
+def _record(key: bytes, payload: bytes) -> bytes:
+    return _HEAD.pack(key, len(payload), _checksum(payload)) + payload
+
+
 def _read(path: Path) -> bytes:
-    data = cache.read(path, _LARGEST_FILE + _LARGEST_RECORD)
+    data = cache.read(path, LARGEST_FILE + LARGEST_RECORD)
     return data if data is not None and data.startswith(_MAGIC) else b""
 
 
@@ -162,15 +195,14 @@ def _records(data: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
         at = stop
 
 
-def _append(path: Path, data: bytes) -> None:
-    """Add records at the end, after cutting off what cannot be read."""
+def _append(path: Path, data: bytes) -> bool:
+    """Add records at the end, after cutting off what cannot be read; return whether it was done."""
     existing = _read(path)
     good = max([len(_MAGIC), *(stop for _, (_, stop) in _records(existing))])
     if existing and len(existing) == good:
         # One write, so that records of two processes do not mix.
-        cache.append(path, data)
-    else:
-        cache.write(path, (existing[:good] or _MAGIC) + data)
+        return cache.append(path, data)
+    return cache.write(path, (existing[:good] or _MAGIC) + data)
 
 
 def _checksum(data: bytes) -> int:

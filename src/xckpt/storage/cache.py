@@ -70,15 +70,16 @@ def write(path: Path, content: bytes) -> bool:
     return True
 
 
-def append(path: Path, content: bytes) -> None:
-    """Add to the end of a file that was read before, by one write."""
+def append(path: Path, content: bytes) -> bool:
+    """Add to the end of a file that was read before, by one write; return whether it was done."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _FLAGS)
         try:
             if _is_private(os.fstat(descriptor)):
-                os.write(descriptor, content)
+                return os.write(descriptor, content) == len(content)
         finally:
             os.close(descriptor)
+    return False
 
 
 def make_room(folder: Path, most: int) -> None:

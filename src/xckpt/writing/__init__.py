@@ -14,7 +14,18 @@ netCDF and zarr.
 
 from __future__ import annotations
 
-from xckpt.writing.saving import append, convert, save
+from xckpt.writing.options import FormatOptions
+from xckpt.writing.saving import Conversion, Recast, append, convert, save
 from xckpt.writing.verifying import Finding, Report, verify
 
-__all__ = ["Finding", "Report", "append", "convert", "save", "verify"]
+__all__ = [
+    "Conversion",
+    "Finding",
+    "FormatOptions",
+    "Recast",
+    "Report",
+    "append",
+    "convert",
+    "save",
+    "verify",
+]

@@ -17,7 +17,7 @@ from xckpt.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cast", "check_cast", "choose_type", "convert", "element_type"]
+__all__ = ["Cast", "check_cast", "choose_type", "convert", "element_type", "holds"]
 
 Cast = Literal["exact", "allow", "never"]
 
@@ -50,7 +50,7 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
     kind = ELEMENT_TYPES[name].kind
     types = [ELEMENT_TYPES[each] for each in writes]
     if cast != "never":
-        holding = [each for each in types if _holds(each.name, name)]
+        holding = [each for each in types if holds(each.name, name)]
         if holding:
             return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
     if cast == "allow":
@@ -67,7 +67,7 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
     )
 
 
-def _holds(wide: str, narrow: str) -> bool:
+def holds(wide: str, narrow: str) -> bool:
     """Return whether every value of a type is one of another type."""
     w, n = ELEMENT_TYPES[wide], ELEMENT_TYPES[narrow]
     if wide == narrow:
@@ -114,7 +114,7 @@ def convert(
             return _little((codes >> 16).astype(np.uint16).view(stored))
     converted = _converted(values, stored)
     source = element_type(native)
-    if source is None or not _holds(name, source):
+    if source is None or not holds(name, source):
         lost = _lost(values, converted, name, cast)
         if lost.any():
             where = np.unravel_index(int(np.argmax(lost)), lost.shape)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.listing import free_name
 from xckpt.plan import Draft, WantedPart, WantedTensor
@@ -44,6 +44,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, None]] = defaultdict(dict)
+        #: How many tensors change from which element type to which.
+        self.recast: Counter[tuple[str, str]] = Counter()
 
     def add(self, what: str, name: str) -> None:
         """Note something."""
@@ -102,13 +104,10 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
     request = dict(wanted)
     if "dtype" in request:
-        dtype = request["dtype"]
-        name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-        name = name or getattr(dtype, "__name__", str(dtype))
-        if name not in ELEMENT_TYPES:
-            hint = f"{dtype!r} is not an element type; known: {', '.join(ELEMENT_TYPES)}"
-            raise ValueError(f"encoding[{shown(glob)}]: {hint}")
-        request["dtype"] = str(name)
+        try:
+            request["dtype"] = element_type_of(request["dtype"])
+        except ValueError as error:
+            raise ValueError(f"encoding[{shown(glob)}]: {error}") from None
     if request.get("layout", "dense") != "dense":
         raise ValueError(f"encoding[{shown(glob)}]: the only layout to ask for is 'dense'")
     level = request.get("level")
@@ -140,7 +139,10 @@ def fit(
             if name in fitted:
                 raise ValueError(f"two tensors are called {shown(name)}")
             shaped.level = wanted.get("level")
+            before = shaped.tensor.dtype
             shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, changes)
+            if shaped.tensor.dtype != before:
+                changes.recast[before, shaped.tensor.dtype] += 1
             fitted[name] = shaped
     requests.check_used(fitted)
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)

@@ -54,7 +54,8 @@ class WriteJob:
     ``open_sink(name)`` begins the companion of that name, or the file itself for None; it must
     pickle if another process is to write. `label` is shown with the progress, `before` is what the
     file begins with, and `replaced` are files that are read and replaced: nobody else may have
-    changed them in the meantime.
+    changed them in the meantime. `superseded` is the name of a file in the same folder that the
+    new ones stand for, and that is removed when they are there.
     """
 
     def __init__(
@@ -67,8 +68,12 @@ class WriteJob:
         *,
         before: Item | None = None,
         replaced: Sequence[Source] = (),
+        superseded: str | None = None,
     ) -> None:
         self._open_sink, self._label, self._replaced = open_sink, label, replaced
+        self._superseded = superseded
+        #: Names of the tensors that are written.
+        self.tensors = tuple(payloads)
         # Dask arrays, which of the files they are computed into, and where in it.
         self._stores: list[tuple[ArrayData, int, int]] = []
         self._spooled = 0
@@ -111,8 +116,8 @@ class WriteJob:
         self._spooled += data.array.size * stored_dtype(data.dtype).itemsize
         return Item(extent, spooled, payload.level)
 
-    def run(self, progress: Any = None) -> None:
-        """Write everything now; after an error nothing is left."""
+    def run(self, progress: Any = None) -> int:
+        """Write everything now, and return how many bytes; after an error nothing is left."""
         total = sum([item.extent.part.nbytes for file in self._files for item in file.items])
         with Progress(progress, self._label, total) as bar:
             sinks = self._begin()
@@ -125,12 +130,12 @@ class WriteJob:
                         for data, file, offset in self._stores
                     ]
                     dask.compute(*tasks)
-                self._finish(sinks, (), bar)
+                return self._finish(sinks, (), bar)
             finally:
                 _abort(sinks)
 
     def delayed(self) -> Any:
-        """Make the tasks that write everything."""
+        """Make the tasks that write everything; the last one returns how many bytes."""
         import dask
 
         sinks = dask.delayed(self._begin, pure=False)()
@@ -168,7 +173,7 @@ class WriteJob:
             raise
         return sinks
 
-    def _finish(self, sinks: list[Sink], _: Any, bar: Progress | None = None) -> None:
+    def _finish(self, sinks: list[Sink], _: Any, bar: Progress | None = None) -> int:
         """Stream what is not written yet, and give the files their names."""
         bar = bar or Progress(False, "")  # noqa: FBT003  no bar
         written: dict[tuple[str, str], Written] = {}
@@ -183,8 +188,9 @@ class WriteJob:
             done, end = stream(items, sink, file.plan.alignment, bar)
             written |= done
             ends.append(end)
+        nbytes = 0
         for file, sink, end in zip(self._files, sinks, ends, strict=False):
-            _end(file.plan, sink, end, written)
+            nbytes += _end(file.plan, sink, end, written)
         named = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
         main = named.pop("")
         plan = self._files[-1].plan
@@ -204,6 +210,12 @@ class WriteJob:
             return sink
 
         publish(main, named, replaced=self._replaced, referring=referring)
+        if self._superseded is not None:
+            old = self._open_sink(self._superseded)
+            if old.is_taken():
+                old.remove()
+            old.abort()
+        return nbytes
 
 
 def _abort(sinks: Iterable[Sink]) -> None:
@@ -224,10 +236,12 @@ def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:
     return end
 
 
-def _end(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> None:
-    """Write what depends on where the parts went."""
+def _end(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> int:
+    """Write what depends on where the parts went; return the size of the file."""
     end = _put(plan.finish(written), sink, end)
-    sink.resize(end if plan.nbytes is None else plan.nbytes)
+    nbytes = end if plan.nbytes is None else plan.nbytes
+    sink.resize(nbytes)
+    return nbytes
 
 
 # --- dask arrays into their places ---------------------------------------------------------------

@@ -11,23 +11,27 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.parts import PartReader
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part, paused_collector
-from xckpt.labels import select
+from xckpt.labels.selection import select_some
+from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
+from xckpt.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.sink import Sink, UploadSink
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
-from xckpt.writing.casting import check_cast
+from xckpt.writing.casting import check_cast, holds
 from xckpt.writing.data import StoredData, lazy_dask_array
 from xckpt.writing.fitting import Changes, Requests, fit
 from xckpt.writing.gathering import gather, source_files, stored_payload
@@ -36,24 +40,83 @@ from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Unpack
+
+    import xarray as xr
+    from dask.delayed import Delayed
 
     from xckpt.index import Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.opening import OpenPath
     from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
+    from xckpt.writing.options import FormatOptions
     from xckpt.writing.streaming import Item
 
-__all__ = ["Destination", "append", "convert", "save"]
+    Writable = xr.Dataset | xr.DataTree | xr.DataArray
+
+__all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 
 # Those that all formats have.
-_OPTIONS = ("encoding", "cast", "compute", "overwrite", "progress", "storage_options")
+_OPTIONS = (
+    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
+    *("tensors", "verify", "source_engine"),
+)
+
+
+@overload
+def save(
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: Literal[True] = True,
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> None: ...
+
+
+@overload
+def save(
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: Literal[False],
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> Delayed: ...
+
+
+@overload
+def save(
+    obj: Writable,
+    path: str | PathLike[str],
+    engine: str | None = None,
+    *,
+    encoding: Mapping[str, Mapping[str, Any]] | None = None,
+    cast: Cast = "exact",
+    compute: bool,
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> Delayed | None: ...
 
 
 def save(
-    obj: Any,
+    obj: Writable,
     path: str | PathLike[str],
     engine: str | None = None,
     *,
@@ -63,8 +126,8 @@ def save(
     overwrite: bool = False,
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
-) -> Any:
+    **format_options: Unpack[FormatOptions],
+) -> Delayed | None:
     """Write a Dataset, DataTree or DataArray to a checkpoint, without loading it into memory.
 
     The file is complete under its name, or not there: it is written next to its place and renamed,
@@ -142,11 +205,12 @@ def save(
         job.run(progress)
         return None
     destination.open_sink().abort()  # what cannot be written is said now
-    return job.delayed()
+    delayed: Delayed = job.delayed()
+    return delayed
 
 
 def convert(
-    src: Any,
+    src: OpenPath,
     dst: str | PathLike[str],
     engine: str | None = None,
     *,
@@ -156,9 +220,10 @@ def convert(
     overwrite: bool = False,
     progress: ProgressOption = None,
     verify: bool | None = None,
+    source_engine: str | None = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
-) -> None:
+    **format_options: Unpack[FormatOptions],
+) -> Conversion:
     """Write a checkpoint in another format, or anew in its own.
 
     Values are copied as they are stored wherever the new format stores them so: nothing is loaded
@@ -186,10 +251,17 @@ def convert(
         As `xckpt.save` takes it.
     verify : bool, optional
         False does not check the digests of the old file.
+    source_engine : str, optional
+        Name of the format of the old file; by default it is detected from the content.
     storage_options : dict, optional
         For fsspec, of both files.
     **format_options
         Options of the new format itself.
+
+    Returns
+    -------
+    Conversion
+        What was written, and which element types changed.
 
     Raises
     ------
@@ -203,6 +275,8 @@ def convert(
         If the new format cannot hold something, or a conversion would lose something.
     OSError
         If a file cannot be read or written.
+    ValueError
+        If no tensor matches `tensors`.
 
     Warns
     -----
@@ -222,16 +296,23 @@ def convert(
         storage_options=storage_options,
         format_options=format_options,
     )
-    source, index = open_index(src, storage_options=storage_options)
+    source, index = open_index(src, source_engine, storage_options=storage_options)
     changes = Changes()
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
-            chosen = [index.tensors[name] for name in select(index.tensors, tensors)]
+            chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
             job = destination.job(payloads, index.attrs, changes, sources=files_of(source))
         changes.warn(destination.path, stacklevel=2)
-        job.run(progress)
+        nbytes = job.run(progress)
+    recasts = tuple(
+        Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
+        for types, count in changes.recast.items()
+    )
+    before = sum([tensor.nbytes for tensor in chosen])
+    count = len(job.tensors)
+    return Conversion(destination.path, destination.writer.name, count, nbytes, before, recasts)
 
 
 def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions) -> Payload:
@@ -247,7 +328,7 @@ def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: Read
 
 
 def append(
-    obj: Any,
+    obj: Writable,
     path: str | PathLike[str],
     *,
     replace: bool = False,
@@ -255,7 +336,7 @@ def append(
     cast: Cast = "exact",
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
-    **format_options: Any,
+    **format_options: Unpack[FormatOptions],
 ) -> None:
     """Add the tensors of a Dataset, DataTree or DataArray to a checkpoint.
 
@@ -367,6 +448,76 @@ def _alone(source: Source) -> Iterator[None]:
         del descriptor  # which closes it, and that unlocks
 
 
+# --- what a conversion did ------------------------------------------------------------------------
+
+
+class Recast(NamedTuple):
+    """Tensors that a conversion wrote in another element type.
+
+    Parameters
+    ----------
+    stored, written : str
+        Element types in the old and in the new file.
+    tensors : int
+        How many.
+    exact : bool
+        Whether no value changed: the new type has all values of the old one, or each was checked.
+        Else they were rounded, as ``cast="allow"`` asked for.
+    """
+
+    stored: str
+    written: str
+    tensors: int
+    exact: bool
+
+    def __str__(self) -> str:
+        wide, narrow = ELEMENT_TYPES[self.written].bits, ELEMENT_TYPES[self.stored].bits
+        size = f"{max(wide, narrow) / min(wide, narrow):.1f} x"
+        size = "of the same size" if wide == narrow else size
+        size += " larger" if wide > narrow else " smaller" if wide < narrow else ""
+        exact = "exact" if self.exact else "rounded"
+        tensors = counted(self.tensors, f"{self.stored} tensor")
+        return f"{tensors} written as {self.written} ({exact}), {size}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Conversion:
+    """What `convert` wrote.
+
+    Parameters
+    ----------
+    path : str
+        The new file; of several, the one to open.
+    format : str
+        Its format.
+    tensors : int
+        How many it has.
+    nbytes : int
+        Size of the new file, or of all new files, in bytes.
+    source_nbytes : int
+        Stored size of the tensors in the old file, in bytes.
+    recasts : tuple of Recast
+        Which element types changed.
+    """
+
+    path: str
+    format: str
+    tensors: int
+    nbytes: int
+    source_nbytes: int
+    recasts: tuple[Recast, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether no value was rounded."""
+        return all(recast.exact for recast in self.recasts)
+
+    def __repr__(self) -> str:
+        size = f"{binary_size(self.nbytes)}, was {binary_size(self.source_nbytes)}"
+        head = f"{self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {size}"
+        return "\n".join([head, *(f"  {recast}" for recast in self.recasts)])
+
+
 # --- where to, and as what ------------------------------------------------------------------------
 
 
@@ -426,14 +577,30 @@ class Destination:
                 changes=changes,
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
-            replaced = []
-            if self._overwrite:
-                paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
-                targets = {_resolved(path) for path in paths}
-                replaced = [each for each in sources if _resolved(each.name) in targets]
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+            superseded = None
+            if planned.suffix:
+                self.open_sink().abort()  # an existing file is an error, though it is not written
+                superseded = label if self._overwrite else None
+                self.path += planned.suffix
+                self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
+                paths.append(self.path)
+            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
+                changes.add(
+                    "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
+                )
+            targets = {_resolved(path) for path in paths if self._overwrite}
+            replaced = [each for each in sources if _resolved(each.name) in targets]
             return WriteJob(
-                planned, fitted, self._cast, self.open_sink, label, before=before, replaced=replaced
+                planned,
+                fitted,
+                self._cast,
+                self.open_sink,
+                label,
+                before=before,
+                replaced=replaced,
+                superseded=superseded,
             )
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
@@ -473,11 +640,14 @@ def _format_of(path: str) -> str:
         if name.endswith(suffix)
     }
     if len(found) > 1:
-        shared = {each.name: each.shared_suffixes for each in every}
-        found = {each: s for each, s in found.items() if s not in shared[each]} or found
-    if len(found) == 1:
+        own = {each.name: {*each.suffixes} - {*each.shared_suffixes} for each in every}
+        found = {each: s for each, s in found.items() if s in own[each]} or found
+    shared = [s for each in every for s in each.shared_suffixes]
+    # Of one word, like .bin: who writes it may mean the format of another program.
+    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
+    if len(found) == 1 and not is_common:
         return next(iter(found))
-    which = "several formats have" if found else "no format has"
+    which = "several programs use" if found else "no format has"
     engines = ", ".join(map(repr, found or formats.names()))
     raise ValueError(
         f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119

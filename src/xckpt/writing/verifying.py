@@ -25,6 +25,7 @@ from xckpt.errors import (
     locating,
     shown,
 )
+from xckpt.labels.selection import select_some
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage import reading_ahead
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from xckpt.index import Tensor
+    from xckpt.labels import TensorFilter
+    from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
@@ -132,7 +135,12 @@ class Report:
 
 
 def verify(
-    path: Any, *, storage_options: dict[str, Any] | None = None, progress: ProgressOption = None
+    path: OpenPath,
+    engine: str | None = None,
+    *,
+    tensors: TensorFilter | None = None,
+    storage_options: dict[str, Any] | None = None,
+    progress: ProgressOption = None,
 ) -> Report:
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
@@ -143,6 +151,10 @@ def verify(
     ----------
     path : str, os.PathLike, bytes or binary file object
         The checkpoint, as `xckpt.read_index` takes it.
+    engine : str, optional
+        Name of its format; by default it is detected from the content.
+    tensors : str, iterable of str, re.Pattern or callable, optional
+        Check only these, as ``xr.open_dataset(..., tensors=)`` takes it.
     storage_options : dict, optional
         For fsspec.
     progress : bool or callable, optional
@@ -157,6 +169,8 @@ def verify(
     ------
     OSError
         If the file cannot be read at all.
+    ValueError
+        If no tensor matches `tensors`, or there is no such format.
 
     Examples
     --------
@@ -166,31 +180,31 @@ def verify(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
-            source, index = open_index(path, storage_options=storage_options)
+            source, index = open_index(path, engine, storage_options=storage_options)
     except CheckpointError as error:
         return Report(error.path or "", "", "", 0, 0, (_finding(error),))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]
     digests = 0
-    total = sum([tensor.nbytes for tensor in index.tensors.values()])
-    with closing(source), Progress(progress, "verify", total) as bar:
-        sources = sources_of(source, index.shards)
-        wanted = (_ranges(tensor, sources) for tensor in index.tensors.values())
-        ahead = reading_ahead(chain.from_iterable(wanted))
-        with ThreadPoolExecutor(_THREADS) as threads, ahead:
-            check = partial(_check, sources=sources, progress=bar)
-            for finding, compared in threads.map(check, index.tensors.values()):
-                findings += [] if finding is None else [finding]
-                digests += compared
-        for file in set(sources.values()):
-            try:
-                file.check()
-            except MissingShardError:  # whose tensors tell
-                pass
-            except CheckpointError as error:
-                findings.append(_finding(error))
-    return Report(
-        source.name, index.format, index.version, len(index.tensors), digests, tuple(findings)
-    )
+    with closing(source):
+        chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
+        total = sum([tensor.nbytes for tensor in chosen])
+        with Progress(progress, "verify", total) as bar:
+            sources = sources_of(source, index.shards)
+            wanted = (_ranges(tensor, sources) for tensor in chosen)
+            ahead = reading_ahead(chain.from_iterable(wanted))
+            with ThreadPoolExecutor(_THREADS) as threads, ahead:
+                check = partial(_check, sources=sources, progress=bar)
+                for finding, compared in threads.map(check, chosen):
+                    findings += [] if finding is None else [finding]
+                    digests += compared
+            for file in set(sources.values()):
+                try:
+                    file.check()
+                except MissingShardError:  # whose tensors tell
+                    pass
+                except CheckpointError as error:
+                    findings.append(_finding(error))
+    return Report(source.name, index.format, index.version, len(chosen), digests, tuple(findings))
 
 
 def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:

@@ -1,0 +1,86 @@
+"""What a user with a type checker writes: checked by mypy with all other files, never run.
+
+``assert_type`` says what calls return, ``type: ignore`` which of them are mistakes: mypy complains
+of ignored errors that are none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_type
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from dask.delayed import Delayed
+
+import xckpt
+from xckpt.accessor import CheckpointAccessor
+from xckpt.stacking import stack_modules
+from xckpt.tensors import find
+from xckpt.writing import Conversion, Report
+
+
+def saved(ds: xr.Dataset, tree: xr.DataTree, path: Path, *, compute: bool) -> None:
+    xckpt.save(ds, path)
+    assert_type(xckpt.save(ds, path, compute=False), Delayed)
+    assert_type(xckpt.save(tree, path, compute=compute), Delayed | None)
+    xckpt.save(ds["w"], "m.zt", encoding={"*": {"dtype": "bf16"}}, version="2", alignment=4096)
+    xckpt.save(ds, "m.safetensors", max_shard_size="5GB", overwrite=True)
+    xckpt.save(ds, path, max_shard_sise="5GB")  # type: ignore[call-overload]
+    xckpt.save(ds, path, version=2)  # type: ignore[call-overload]
+    xckpt.save(ds, path, cast="round")  # type: ignore[call-overload]
+    xckpt.save({"w": np.zeros(3)}, path)  # type: ignore[call-overload]
+    xckpt.append(ds, path, replace=True)
+
+
+def converted(path: Path) -> None:
+    done = xckpt.convert(path, "m.safetensors", tensors="*.w", max_shard_size=10**9)
+    assert_type(done, Conversion)
+    assert_type([(recast.stored, recast.exact) for recast in done.recasts], list[tuple[str, bool]])
+    xckpt.convert(["a.safetensors", "b.safetensors"], "m.zt", storage_options={"anon": True})
+    xckpt.convert(path, "m.zt", tensors=3)  # type: ignore[arg-type]
+    assert_type(xckpt.verify(path, "ztensor", tensors=["*.w"]), Report)
+    assert_type(xckpt.verify(b"PK").ok, bool)
+
+
+def described(ds: xr.Dataset, tree: xr.DataTree, index: xckpt.Index) -> None:
+    for obj in (ds, tree, index, ds["w"], "m.zt", Path("m.zt"), b"ZTEN1000"):
+        assert_type(xckpt.stats(obj, quantiles=[0.5], dim="layers"), xr.Dataset)
+    assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), xr.Dataset)
+    assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), xr.Dataset)
+    assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), xr.Dataset)
+    xckpt.stats(3)  # type: ignore[arg-type]
+    xckpt.stats(ds, quantile=[0.5])  # type: ignore[call-arg]
+    xckpt.histogram(ds, scale="log")  # type: ignore[arg-type]
+    xckpt.compare(ds)  # type: ignore[call-arg]
+
+
+def indexed() -> None:
+    index = xckpt.read_index("s3://bucket/m.zt", storage_options={"anon": True})
+    assert_type(index["lm_head"], xckpt.Tensor)
+    assert_type(index["lm_head"].shape, tuple[int, ...])
+    assert_type(sum(tensor.nbytes for tensor in index.values()), int)
+    assert_type([name for name, tensor in index.items() if tensor.ndim == 2], list[str])
+
+
+def chosen(ds: xr.Dataset, tree: xr.DataTree) -> None:
+    """A Dataset of a Dataset, a tree of a tree."""
+    assert_type(find(ds, "*.w", dtype="bf16", min_bytes="1 MiB"), xr.Dataset)
+    assert_type(find(tree, dtype=[np.float32, "f16"]), xr.DataTree)
+    assert_type(stack_modules(tree, "layers"), xr.DataTree)
+    of_ds, of_tree = CheckpointAccessor(ds), CheckpointAccessor(tree)
+    assert_type(of_ds.find("*.w"), xr.Dataset)
+    assert_type(of_ds.stack(), xr.Dataset)  # noqa: PD013
+    assert_type(of_ds.unstack(), xr.Dataset)  # noqa: PD010
+    assert_type(of_tree.find("*.w"), xr.DataTree)
+    assert_type(of_tree.sel(layers=[0, 1]), xr.DataTree)
+    assert_type(of_tree.isel(layers=-1), xr.DataTree)
+    assert_type(of_ds["w"], xr.DataArray)
+    assert_type(of_tree.stats(exact_quantiles=True), xr.Dataset)
+    assert_type(of_tree.compare("m.zt", tensors="*.w"), xr.Dataset)
+    assert_type(of_ds.histogram(100, "symlog", cache=False), xr.Dataset)
+    assert_type(of_ds.save("m.zt", compute=False), Delayed)
+    assert_type(of_ds.findings(), pd.DataFrame)
+    of_ds.save("m.zt", overwite=True)  # type: ignore[call-overload]
+    of_ds.histogram(bin=3)  # type: ignore[call-arg]

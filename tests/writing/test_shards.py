@@ -1,0 +1,186 @@
+"""Large models as several safetensors files with an index, as Hugging Face's libraries do."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from safetensors.numpy import load_file, save_file
+
+import xckpt
+from xckpt.errors import MissingShardError
+from xckpt.formats.kit import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# Bytes of the tensors, in their order: 400, 400, 1000, 40.
+SHAPES = {"a": (10, 10), "b": (100,), "c": (250,), "d": (10,)}
+FILES = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+
+
+def tensors(value: float = 1.0) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        name: np.full(shape, value + number, np.float32)
+        for number, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def dataset(value: float = 1.0) -> xr.Dataset:
+    return xr.Dataset(
+        {n: ([f"{n}{k}" for k in range(a.ndim)], a) for n, a in tensors(value).items()}
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_it(folder: Path, value: float = 1.0, **options: Any) -> None:
+    xckpt.save(dataset(value), folder / "model.safetensors", max_shard_size=900, **options)
+
+
+def convert_it(folder: Path, value: float = 1.0, **options: Any) -> None:
+    source = folder.parent / "source.zt"
+    xckpt.save(dataset(value), source, overwrite=True)
+    xckpt.convert(source, folder / "model.safetensors", max_shard_size=900, **options)
+
+
+@pytest.fixture(params=[save_it, convert_it])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable[..., None]]:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    request.param(folder)
+    return folder, request.param
+
+
+def check(folder: Path, value: float = 1.0) -> None:
+    assert names(folder) == [*FILES, "model.safetensors.index.json"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    where = {"a": FILES[0], "b": FILES[0], "c": FILES[1], "d": FILES[2]}
+    assert index == {"metadata": {"total_size": 1840}, "weight_map": where}
+    found = {name: array for file in FILES for name, array in load_file(folder / file).items()}
+    assert found.keys() == SHAPES.keys()
+    for name, array in tensors(value).items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_files_and_their_index(written: tuple[Path, Any]) -> None:
+    folder, _ = written
+    check(folder)
+    for path in (folder, folder / "model.safetensors.index.json"):
+        with xr.open_dataset(path, engine="safetensors") as ds:
+            assert list(ds.data_vars) == list(SHAPES)
+            assert ds.attrs["format"] == "pt"
+            np.testing.assert_array_equal(ds["c"], tensors()["c"])
+    assert xckpt.verify(folder).ok
+
+
+def test_they_are_replaced_together(written: tuple[Path, Any]) -> None:
+    folder, write = written
+    with pytest.raises(FileExistsError, match=r"index\.json|model-0000"):
+        write(folder, 2.0)
+    check(folder)
+    write(folder, 2.0, overwrite=True)
+    check(folder, 2.0)
+
+
+def test_they_stand_for_the_file_that_was_there(written: tuple[Path, Any], tmp_path: Path) -> None:
+    _, write = written
+    folder = tmp_path / "other"
+    folder.mkdir()
+    save_file(tensors(), folder / "model.safetensors")
+    with pytest.raises(FileExistsError):
+        write(folder, 2.0)
+    assert names(folder) == ["model.safetensors"]
+    write(folder, 2.0, overwrite=True)
+    check(folder, 2.0)
+
+
+def test_an_index_that_hides_a_new_file_is_told(tmp_path: Path) -> None:
+    save_it(tmp_path)
+    with pytest.warns(xckpt.CheckpointWarning, match=r"prefer .* remove it: .*index\.json"):
+        xckpt.save(dataset(2.0), tmp_path / "model.safetensors")
+    assert "model.safetensors" in names(tmp_path)
+
+
+def test_a_file_becomes_several_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(), path)
+    xckpt.convert(path, path, max_shard_size=900, overwrite=True)
+    check(tmp_path)
+
+
+def test_what_fits_is_one_file(tmp_path: Path) -> None:
+    xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size="5GB")
+    assert names(tmp_path) == ["model.safetensors"]
+    plain = xckpt.read_index(tmp_path / "model.safetensors")
+    xckpt.save(dataset(), tmp_path / "again.safetensors")
+    assert xckpt.read_index(tmp_path / "again.safetensors").attrs == plain.attrs
+
+
+def test_later(tmp_path: Path) -> None:
+    later = xckpt.save(
+        dataset().chunk(), tmp_path / "model.safetensors", compute=False, max_shard_size="900"
+    )
+    assert names(tmp_path) == []
+    later.compute()
+    check(tmp_path)
+
+
+def test_a_url(tmp_path: Path) -> None:
+    url = "memory://shards/model.safetensors"
+    for value in (1.0, 2.0):
+        xckpt.save(dataset(value), url, max_shard_size=900, overwrite=True)
+        with xr.open_dataset(f"{url}.index.json", engine="safetensors") as ds:
+            np.testing.assert_array_equal(ds["d"], tensors(value)["d"])
+    assert names(tmp_path) == []
+
+
+def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("xckpt.storage.sink.Sink.take_name", fail)
+    with pytest.raises(OSError, match="space"):
+        save_it(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_metadata_go_into_every_file(tmp_path: Path) -> None:
+    ds = dataset().assign_attrs(format="np", total_size=7, by="me")
+    xckpt.save(ds, tmp_path / "model.safetensors", max_shard_size=900)
+    index = xckpt.read_index(tmp_path)
+    assert index.attrs == {"format": "np", "by": "me", "total_size": 1840}
+
+
+@pytest.mark.parametrize("size", ["many", "", "5XB", 0, -1, 1.5, True, "0"])
+def test_what_is_not_a_size(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes"):
+        xckpt.save(dataset(), tmp_path / "model.safetensors", max_shard_size=size)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("1KB", 1000), ("1kib", 1024), ("0.9 kB", 900), (900, 900)]
+)
+def test_sizes(size: Any, nbytes: int) -> None:
+    assert parse_size("size", size) == nbytes
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    save_it(tmp_path)
+    (tmp_path / FILES[1]).unlink()
+    with pytest.warns(xckpt.CheckpointWarning, match="missing"):
+        index = xckpt.read_index(tmp_path)
+    assert isinstance(index.tensors["c"].problem, MissingShardError)
+
+
+def test_only_where_the_format_has_it(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="max_shard_size"):
+        xckpt.save(dataset(), tmp_path / "model.zt", max_shard_size=900)
