@@ -19,6 +19,7 @@ from xckpt.dataset import make_dataset
 from xckpt.exploring import compute
 from xckpt.options import OpenOptions
 from xckpt.stacking import NumberSet, number_sets
+from xckpt.statistics import tensor_rows
 from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
@@ -201,6 +202,18 @@ class TestStatistics:
         by_layer = ds[["layers.mlp.w"]].ckpt.stats(dim=["d4", "d6"])["layers.mlp.w"]
         assert by_layer.sel(layers=3).isnull().all()
         assert by_layer.sel(layers=0, statistic="nan") == 0
+
+    def test_what_is_kept_is_found_again(self, tmp_path: Path) -> None:
+        joined().ckpt.save(path := tmp_path / "m.zt")
+        flat = xr.open_dataset(path, engine="ztensor")
+        stacked: Any = xr.open_dataset(path, engine="ztensor", stack=True, join="outer")
+        for call in ("stats", "histogram", "spectrum"):
+            first, again = (getattr(ds.ckpt, call)() for ds in (flat, stacked))
+            names, rows = tensor_rows(first)
+            found = dict(zip(*tensor_rows(again), strict=True))
+            assert found.keys() == set(names)
+            for name, row in zip(names, rows, strict=True):
+                np.testing.assert_array_equal(found[name], row)
 
     def test_nan_of_the_file_is_counted(self) -> None:
         arrays = {name: array.copy() for name, array in ARRAYS.items()}

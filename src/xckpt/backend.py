@@ -242,6 +242,8 @@ def described(ds: Dataset, source: Source, index: Index) -> Dataset:
         "source": source.name,
         "namespace": next_namespace(),
     }
+    if index.arrangement.order:
+        ds.encoding["ordered"] = True
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)
     load_in_session()

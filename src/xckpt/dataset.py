@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StackMarks", "add_coords", "make_dataset", "make_groups"]
 
+# In bytes.
+_LARGEST_INDEX = 1 << 26
 # What all members of a stack have in common.
 _COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
 
@@ -60,11 +62,13 @@ class _Group(NamedTuple):
 def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Dataset:
     """Make the flat Dataset of a checkpoint."""
     listing = list_arrays(source, index, options)
-    names = AxisNames(options.dims, {each.name for each in listing.arrays})
-    _claim(names, listing.arrays)
-    maker = VariableMaker.of(source, listing.sources, options)
     arrays = {each.name: each for each in listing.arrays}
-    group = _group(arrays, arrays, maker, names, marks=StackMarks())
+    coords = _Coordinates(index.arrangement.coords, AxisNames(options.dims))
+    own = coords.dims(arrays)
+    names = AxisNames(options.dims, arrays.keys() - own)
+    _claim(names, listing.arrays, own)
+    maker = VariableMaker.of(source, listing.sources, options)
+    group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
     ds = xr.Dataset(group.variables, group.coords)
     ds.encoding = _stack_encoding(listing, group.dropped_attrs)
     if listing.file_order != listing.flat_order:
@@ -81,29 +85,93 @@ def make_groups(
     """Make the Datasets of the modules of a checkpoint."""
     listing = list_arrays(source, index, options, for_tree=True)
     nodes = _placed(listing.arrays)
-    leaves = {leaf for node in nodes.values() for leaf in node}
-    reserved = leaves.union(each.name for each in listing.arrays)
+    places: dict[str, list[str]] = {}
+    for path, node in nodes.items():
+        for leaf in node:
+            places.setdefault(leaf, []).append(path)
+    reserved = {*places}.union(each.name for each in listing.arrays)
     maker = VariableMaker.of(source, listing.sources, options)
     top = AxisNames(options.dims, reserved)
     _claim(top, listing.arrays)
-    names = {"": top}
+    coords = _Coordinates(index.arrangement.coords, top)
+    names, indexed = {"": top}, {"": set[str]()}
     dropped: dict[str, list[str]] = {}
     marks = StackMarks()
     datasets: dict[str, xr.Dataset] = {}
     children = child_nodes(nodes)
     # A node comes after those above it, whose names keep their sizes below.
     for path in sorted(nodes, key=len):
-        above = names[_nearest(path, names)]
-        names[path.rstrip("/")] = AxisNames(options.dims, reserved, above)
-        roles = {} if axis_names is None else axis_names(_shapes(nodes[path]))
-        taken = {*nodes[path], *children.get(path, ())}
-        group = _group(nodes[path], taken, maker, names[path.rstrip("/")], roles, marks=marks)
+        above = _nearest(path, names)
+        here, node = path.rstrip("/"), nodes[path]
+        # What a node has an index of, those below it have too: none has another variable there.
+        free = {leaf: e for leaf, e in node.items() if not _is_below(path, places[leaf])}
+        own = coords.dims(free, names[above])
+        indexed[here] = indexed[above] | own.keys()
+        names[here] = AxisNames(options.dims, reserved - indexed[here], names[above])
+        _claim(names[here], (), own)
+        roles = {} if axis_names is None else axis_names(_shapes(node))
+        taken = {*node, *children.get(path, ())}
+        how: Any = {"coords": coords, "roles": roles, "marks": marks}
+        group = _group(node, taken, maker, names[here], **how)
         datasets[path] = xr.Dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
     # Nodes have an order of their own.
     order = {"file_order": listing.file_order}
     datasets["/"].encoding = order | _stack_encoding(listing, dropped)
-    return {path: datasets[path] for path in nodes}
+    made = {path: datasets[path] for path in nodes}
+    for path, attrs in sorted(index.arrangement.modules.items()):
+        parent, slash, leaf = path.rpartition("/")
+        if path in made:
+            made[path].attrs = dict(attrs)
+        elif slash and leaf not in {"", ".", ".."}:
+            ds = made.get(parent or "/") if parent != "/" else None
+            if ds is not None and leaf not in ds.variables:
+                made[path] = xr.Dataset(attrs=attrs)
+    return made
+
+
+def _is_below(path: str, others: Iterable[str]) -> bool:
+    """Return whether one of some nodes is below a node."""
+    return any(other != path and other.startswith(f"{path.rstrip('/')}/") for other in others)
+
+
+class _Coordinates:
+    """Which tensors are coordinates, and which have a dimension of their name, as the file says."""
+
+    def __init__(self, names: Collection[str], callers: AxisNames) -> None:
+        self._names = frozenset(names)
+        self._callers = callers
+
+    def has(self, each: Listed) -> bool:
+        """Return whether an array becomes a coordinate."""
+        return each.name in self._names and each.role is None and each.stacked is None
+
+    def dims(self, node: Mapping[str, Listed], above: AxisNames | None = None) -> dict[str, int]:
+        """Return the dimensions of one node that have the name of a coordinate, and their sizes.
+
+        xarray has an index of a coordinate with this one dimension, and reads it for that at once.
+        """
+        found: dict[str, int] = {}
+        if not self._names:
+            return found
+        for leaf, each in node.items():
+            if not each.suggested or not self.has(each):
+                continue
+            dims = self._callers.callers(each.name) or each.suggested
+            if leaf not in dims or len(dims) != each.lazy.ndim:
+                continue
+            size = each.lazy.shape[dims.index(leaf)]
+            is_free = above is None or above.fits(leaf, size)
+            if is_free and (len(dims) > 1 or _is_indexable(each)):
+                found[leaf] = size
+        return found
+
+
+def _is_indexable(each: Listed) -> bool:
+    """Return whether pandas has an index of an array, which is read when the file is opened."""
+    dtype = each.lazy.dtype
+    is_known = each.tensor.problem is None and dtype.isbuiltin and dtype != np.float16
+    return bool(is_known and each.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
 
 
 def _placed(arrays: Iterable[Listed]) -> dict[str, dict[str, Listed]]:
@@ -115,8 +183,12 @@ def _placed(arrays: Iterable[Listed]) -> dict[str, dict[str, Listed]]:
     return nodes
 
 
-def _claim(names: AxisNames, arrays: Iterable[Listed]) -> None:
-    """Keep the names of stacked dimensions, which are those of their coordinates too."""
+def _claim(
+    names: AxisNames, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
+) -> None:
+    """Keep the names of stacked dimensions, and of others that are names of variables too."""
+    for dim, size in (own or {}).items():
+        names.claim(dim, size)
     for each in arrays:
         for dim, size in zip(each.stacked_dims, each.lazy.shape, strict=False):
             names.claim(dim, size)
@@ -139,8 +211,9 @@ def _group(
     taken: Collection[str],
     maker: VariableMaker,
     names: AxisNames,
-    roles: Mapping[str, tuple[str | None, ...]] | None = None,
     *,
+    coords: _Coordinates,
+    roles: Mapping[str, tuple[str | None, ...]] | None = None,
     marks: StackMarks,
 ) -> _Group:
     """Make the variables of one Dataset from arrays by their names in it."""
@@ -152,7 +225,8 @@ def _group(
         dims = names.of(each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name)
         axes = _file_names(each, dims, suggested, names)
         if each.stacked is None:
-            group.variables[leaf] = maker.variable(each, dims, axes)
+            kind = group.coords if coords.has(each) else group.variables
+            kind[leaf] = maker.variable(each, dims, axes)
             continue
         places = each.stacked.members.tensors
         attrs = stacked_attrs([None if tensor is None else tensor.attrs for tensor in places])

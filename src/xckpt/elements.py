@@ -85,7 +85,6 @@ class ElementType:
 _ROWS = (
     ElementType("float64", 64, "float", "float64", Precision(53, -1074, 1023, 11)),
     ElementType("float32", 32, "float", "float32", Precision(24, -149, 127, 8)),
-    ElementType("float16", 16, "float", "float16", Precision(11, -24, 15, 5)),
     ElementType("complex128", 128, "complex", "complex128", Precision(53, -1074, 1023, 11)),
     ElementType("complex64", 64, "complex", "complex64", Precision(24, -149, 127, 8)),
     ElementType("int64", 64, "integer", "int64"),
@@ -99,6 +98,8 @@ _ROWS = (
     ElementType("bool", 8, "bool", "bool"),
     # How GPUs that address no single bytes store booleans: any bit set is true.
     ElementType("bool32", 32, "bool", "bool", carrier="uint32"),
+    # numpy adds these up in their own type: sums overflow at 65504, and stall long before that.
+    ElementType("float16", 16, "float", "float32", Precision(11, -24, 15, 5)),
     # numpy and xarray cannot reduce these (numpy.isdtype refuses them, pydata/xarray#9568).
     ElementType("bfloat16", 16, "float", "float32", Precision(8, -133, 127, 8)),
     ElementType("float8_e4m3fn", 8, "float", "float32", Precision(4, -9, 8)),
@@ -127,7 +128,7 @@ _ALIASES = {
 }
 _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
 
-_NUMPY_NAMES = frozenset(row.decoded for row in _ROWS)
+_NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
 
 
 @cache

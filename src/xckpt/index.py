@@ -14,11 +14,24 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from xckpt.errors import CheckpointError
 
-__all__ = ["Index", "Part", "Quantization", "Shard", "Tensor", "paused_collector"]
+__all__ = [
+    "DEEPEST_ATTRS",
+    "Arrangement",
+    "Index",
+    "Part",
+    "Quantization",
+    "Shard",
+    "Tensor",
+    "is_json",
+    "paused_collector",
+]
+
+# Levels of lists and dicts in an attribute that is kept as JSON.
+DEEPEST_ATTRS = 32
 
 Layout = Literal["dense", "sparse_csr", "sparse_coo", "quantized", "structural"]
 
@@ -199,6 +212,52 @@ class Shard:
     candidates: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What the object that a file was saved from is besides its tensors and their names of axes.
+
+    Parameters
+    ----------
+    coords : tuple of str
+        Names of the tensors that are coordinates.
+    order : tuple of str
+        Names of all tensors in the order of the variables, where that is not the order of the file.
+    modules : mapping of str to mapping
+        Attributes of nodes of a tree below its root, by path; empty ones of nodes without tensors.
+    """
+
+    coords: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of(self, names: Collection[str]) -> Arrangement:
+        """Return that of some of the tensors."""
+        coords = tuple([name for name in self.coords if name in names])
+        return Arrangement(coords, tuple([n for n in self.order if n in names]), self.modules)
+
+    def grown(self, more: Arrangement, names: Collection[str]) -> Arrangement:
+        """Return that of a file to which tensors of some names are added, or in which replaced."""
+        coords = [name for name in self.coords if name not in names]
+        order = [name for name in self.order if name not in names]
+        order += names if order else ()
+        return Arrangement((*coords, *more.coords), tuple(order), {**self.modules, **more.modules})
+
+
+def is_json(value: Any, levels: int = DEEPEST_ATTRS) -> bool:
+    """Whether an attribute is the same after it was JSON: texts, numbers, lists and dicts."""
+    kind: Any = type(value)
+    if kind is str:
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    if kind is int:
+        return bool(-(1 << 63) <= value < 1 << 64)
+    if kind in {list, tuple}:  # which becomes a list
+        return levels > 0 and all(is_json(each, levels - 1) for each in value)
+    if kind is dict:
+        keys = all(type(key) is str and is_json(key) for key in value)
+        return levels > 0 and keys and all(is_json(each, levels - 1) for each in value.values())
+    return kind in {bool, float} or value is None
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Index(Mapping[str, "Tensor"]):
     """What a file holds: tensors, attributes, and where every byte is; no data.
@@ -223,6 +282,8 @@ class Index(Mapping[str, "Tensor"]):
         Other files that hold parts, by the name that `Part.shard` uses.
     warnings : tuple of str
         What the specification lets pass with a warning.
+    arrangement : Arrangement
+        Which tensors are coordinates, and the like.
 
     Examples
     --------
@@ -239,6 +300,7 @@ class Index(Mapping[str, "Tensor"]):
     nbytes: int = 0
     shards: Mapping[str, Shard] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    arrangement: Arrangement = field(default_factory=Arrangement)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

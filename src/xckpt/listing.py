@@ -120,7 +120,11 @@ def list_arrays(
     """List what becomes a variable; nothing is built for what is left out."""
     dropped = options.drop_variables
     drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
-    tensors = [index.tensors[n] for n in _chosen(index, options.tensors) if n not in drop]
+    chosen = _chosen(index, options.tensors)
+    if index.arrangement.order:
+        kept = set(chosen)
+        chosen = [name for name in index.arrangement.order if name in kept]
+    tensors = [index.tensors[name] for name in chosen if name not in drop]
     sources = sources_of(source, index.shards)
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}

@@ -42,9 +42,9 @@ class OpenOptions:
         have are NaN that nothing is read for; where an element type has no NaN, as integers, it
         is as for "exact".
     decode : bool, default True
-        Whether to give types that numpy and xarray compute well with (bfloat16 and float8 become
-        float32, quantised tensors are dequantised) or the stored types, with the parts of
-        composite tensors as variables ``name:part``.
+        Whether to give types that numpy and xarray compute well with (float16, bfloat16 and
+        smaller floats become float32, quantised tensors are dequantised) or the stored types, with
+        the parts of composite tensors as variables ``name:part``.
     sparse : bool, default False
         Whether sparse tensors become chunks of `sparse.COO` instead of dense ones.
     verify : bool, optional

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing import Literal as OneOf
 
 from xckpt.elements import nbytes_of
+from xckpt.index import Arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -140,11 +141,18 @@ class Draft:
         What the file is to say of itself, of plain Python types.
     path : str
         Path or URL of the file.
+    arrangement : Arrangement
+        Which tensors are coordinates, and the like. Only if `Can.arrangement` is true.
+    tensor_attrs : mapping of str to mapping
+        By tensor, the attributes for which `Can.tensor_attrs` has no place, of what JSON has. Only
+        if `Can.arrangement` is true.
     """
 
     tensors: Mapping[str, WantedTensor]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
+    arrangement: Arrangement = field(default_factory=Arrangement)
+    tensor_attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Literal(NamedTuple):

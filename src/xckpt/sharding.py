@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
-from xckpt.index import Index, Shard, Tensor
+from xckpt.index import Arrangement, Index, Shard, Tensor
 from xckpt.storage import is_remote, local_path, open_source
 from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
@@ -251,7 +251,9 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     files: dict[str, Source] = {}
     shards: dict[str, Shard] = {}
     left_out: list[str] = []
+    arrangement = Arrangement()
     for each in opened:
+        arrangement = arrangement.grown(each.index.arrangement, ())
         files[each.label] = each.source
         shards[each.label] = Shard(each.source.size, None, (each.label,))
         for name, shard in each.index.shards.items():
@@ -278,6 +280,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
         sum(each.source.size for each in opened),
         shards,
         tuple(warnings),
+        arrangement.of(tensors),
     )
     return ShardedSource(listed.name, files), index
 

@@ -38,15 +38,28 @@ def test_eight_bit_floats_decode_as_ml_dtypes(name: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_float8_e5m2_keeps_the_payloads_of_nan() -> None:
-    """It is the upper half of a float16, as bfloat16 is of a float32."""
-    patterns = np.arange(256, dtype=np.uint8)
-    bits = elements(patterns.data, "float8_e5m2", decode=True).view(np.uint32)
-    nan = patterns & 0x7F > 0x7C
-    assert nan.sum() == 6
-    codes = patterns[nan].astype(np.uint32)
-    expected = (codes & 0x80) << 24 | 0x7F800000 | (codes & 3) << 21
-    np.testing.assert_array_equal(bits[nan], expected)
+@pytest.mark.parametrize(("name", "payload"), [("float8_e5m2", 2), ("float16", 10)])
+def test_payloads_of_nan_are_kept(name: str, payload: int) -> None:
+    """Both are the upper part of a float32 but for the width of the exponent."""
+    bits = ELEMENT_TYPES[name].bits
+    patterns = np.arange(1 << bits, dtype=f"u{bits // 8}")
+    values = elements(patterns.data.cast("B"), name, decode=True)
+    codes = patterns.astype(np.uint32)
+    nan = codes & ((1 << bits - 1) - 1) > 31 << payload
+    assert nan.sum() == 2 * (2**payload - 1)
+    expected = codes >> bits - 1 << 31 | 0x7F800000 | (codes & (1 << payload) - 1) << (23 - payload)
+    np.testing.assert_array_equal(values.view(np.uint32)[nan], expected[nan])
+
+
+def test_float16_becomes_float32_of_the_same_values() -> None:
+    """Sums of float16 overflow at 65504, and numpy adds them up in float16."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    for order in "little", "big":
+        data = patterns.astype(patterns.dtype.newbyteorder(order)).tobytes()
+        got = elements(memoryview(data), "float16", decode=True, byteorder=order)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, patterns.view(np.float16).astype(np.float32))
+        assert np.signbit(got[1 << 15])
 
 
 @pytest.mark.parametrize("name", [n for n, e in ELEMENT_TYPES.items() if e.bits >= 8])

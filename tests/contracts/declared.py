@@ -43,6 +43,15 @@ class Want(NamedTuple):
     attrs: Mapping[str, Any] = {}
     exact: bool = True  # NaN payloads and signs of NaN too
 
+    @property
+    def shown(self) -> Array | bytes:
+        """The values as they are decoded, of numpy's types."""
+        values = self.values
+        assert values is not None
+        if isinstance(values, bytes) or values.dtype != np.float16:
+            return values
+        return values.astype(np.float32)
+
 
 class Expected(NamedTuple):
     """What a good file must be, decoded and as stored (by name of the variable)."""

@@ -230,8 +230,16 @@ def test_attributes_of_the_file_are_texts() -> None:
     root = metadata_of(written(index))
     assert root == {
         "tensors": {},
-        "metadata": {"a": "", "b": "2", "done": "true", "epoch": "7", "names": '["é", null]'},
+        "metadata": {
+            "a": "",
+            "b": "2",
+            "done": "true",
+            "epoch": "7",
+            "names": '["é", null]',
+            "xckpt.arrangement": '{"json":["done","epoch","names"]}',
+        },
     }
+    assert read(written(index)).attrs == index.attrs
     assert list(root["metadata"]) == sorted(root["metadata"])
 
 

@@ -192,7 +192,7 @@ def test_what_nobody_touched_is_copied_as_it_is_stored(
     if select is not None:
         stacked = SELECTIONS[select](stacked)
     monkeypatch.setattr(dense, "_float_table", _never)
-    payloads, _ = gather(stacked, Changes())
+    payloads, *_ = gather(stacked, Changes())
     assert all(isinstance(payload.parts["data"], StoredData) for payload in payloads)
     save(stacked, tmp_path / "again.zt", version="2")
     before, after = read_index(tmp_path / "m.zt"), read_index(tmp_path / "again.zt")

@@ -269,7 +269,7 @@ def elements(
         # is several times faster than ml_dtypes' element-wise cast.
         shifted: Array = np.left_shift(array.view(np.uint16), 16, dtype=np.uint32)
         return shifted.view(np.float32)
-    return np.take(_float_table(dtype), array.view(np.uint8))
+    return np.take(_float_table(dtype), array.view(f"u{array.itemsize}"))
 
 
 def _booleans(codes: Array, *, strict: bool) -> Array:
@@ -283,15 +283,16 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
 
 @cache
 def _float_table(dtype: str) -> Array:
-    """All values of an 8-bit (or unpacked 4-bit) float type, indexed by bit pattern."""
-    count = 1 << ELEMENT_TYPES[dtype].bits
-    codes = np.arange(count, dtype=np.uint8)
+    """All values of a float type of at most 16 bits, indexed by bit pattern."""
+    bits, precision = ELEMENT_TYPES[dtype].bits, ELEMENT_TYPES[dtype].precision
+    codes = np.arange(1 << bits, dtype=np.uint16 if bits > 8 else np.uint8)
     table = codes.view(stored_dtype(dtype)).astype(decoded_dtype(dtype))
-    if dtype == "float8_e5m2":
-        # The only one of them whose NaN have payloads; ml_dtypes' cast gives all the same one.
-        nan = np.isnan(table)
-        bits = codes[nan].astype(np.uint32)
-        table[nan] = ((bits & 0x80) << 24 | 0x7F800000 | (bits & 3) << 21).view(np.float32)
+    if precision is not None and precision.exponent_bits is not None:
+        # NaN have payloads; ml_dtypes' cast gives all the same one, and some processors set a bit.
+        nan, payload = np.isnan(table), precision.bits - 1
+        of = codes[nan].astype(np.uint32)
+        sign, kept = of >> (bits - 1) << 31, of & ((1 << payload) - 1)
+        table[nan] = (sign | 0x7F800000 | kept << (23 - payload)).view(np.float32)
     return table
 
 

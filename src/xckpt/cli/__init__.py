@@ -12,7 +12,7 @@ import click
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import convert, info, verify
-from xckpt.cli.values import compare, stats
+from xckpt.cli.values import compare, spectrum, stats
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def commands() -> None:
     """
 
 
-for _command in (info, stats, compare, convert, verify):
+for _command in (info, stats, spectrum, compare, convert, verify):
     commands.add_command(_command)
 
 

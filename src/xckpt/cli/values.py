@@ -1,4 +1,4 @@
-"""``xckpt stats`` and ``compare``: what the values of tensors are, and how they differ."""
+"""``xckpt stats``, ``spectrum``, ``compare``: what values are, and how they differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
 
-__all__ = ["compare", "stats"]
+__all__ = ["compare", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
@@ -192,6 +192,64 @@ def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> d
         "tensors": json_rows(frame),
         "findings": found.to_dict("records"),
     }
+
+
+# --- spectrum ------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.option("--minus", metavar="FILE", help="Describe the differences to this checkpoint.")
+@click.option("--columns", metavar="A,B,...", help="Columns to print; by default all.")
+@click.option(
+    "--sort", metavar="COLUMN", help="Largest first, names from A to Z; by default in file order."
+)
+@click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")
+@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
+@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@reading_options
+@json_option
+def spectrum(
+    file: str,
+    reading: FileInput,
+    *,
+    minus: str | None,
+    columns: str | None,
+    sort: str | None,
+    ascending: bool,
+    limit: int | None,
+    no_cache: bool,
+    as_json: bool,
+) -> int:
+    """Print what the singular values of every matrix in FILE say: ranks, norms, condition, alpha.
+
+    A convolution counts as a matrix of out rows and in * kernel columns. Matrices of more than
+    2**27 elements, embeddings mostly, are left out unless --tensors names them.
+    """
+    from xckpt.statistics import OF_MATRICES, table
+    from xckpt.statistics import spectrum as compute
+
+    chosen = list(OF_MATRICES)
+    if columns is not None:
+        chosen = [column.strip() for column in columns.split(",")]
+    if sort is not None and sort not in (*_NAMES, *_FACTS, *chosen):
+        chosen.append(sort)  # what rows are sorted by is seen
+    require_columns(chosen, OF_MATRICES)
+    index = reading.index(file)
+    result = compute(
+        reading.dataset(file),
+        reading.wanted,
+        minus=None if minus is None else reading.dataset(minus),
+        statistics=chosen,
+        progress=is_terminal(),
+        cache=not no_cache,
+    )
+    frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
+    if as_json:
+        print_document({"source": index.source, "tensors": json_rows(frame)})
+    else:
+        _print_statistics(frame, ["dtype", "shape", *chosen])
+    return 0
 
 
 # --- compare -------------------------------------------------------------------------------------

@@ -91,6 +91,9 @@ class Can:
         Memory orders of dense data.
     tensor_attrs, file_attrs : tuple of str or None
         Names of the attributes that are stored; None is any.
+    arrangement : bool
+        Whether there is room for texts: which tensors are coordinates, and attributes of tensors
+        that have no other place; see `xckpt.formats.kit.arrangement_texts`.
     """
 
     types: tuple[str, ...] = ()
@@ -100,6 +103,7 @@ class Can:
     orders: tuple[Literal["C", "F"], ...] = ("C",)
     tensor_attrs: tuple[str, ...] | None = ()
     file_attrs: tuple[str, ...] | None = ()
+    arrangement: bool = False
 
 
 class Format:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.index import DEEPEST_ATTRS, Arrangement, is_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from struct import Struct
 
-    from xckpt.index import Tensor
-    from xckpt.plan import WantedTensor
+    from xckpt.index import Index, Tensor
+    from xckpt.plan import Draft, WantedTensor
 
 # --- fields of a file -----------------------------------------------------------------------------
 
@@ -443,17 +444,6 @@ def dims_text(tensors: Mapping[str, Tensor | WantedTensor]) -> str | None:
     return json.dumps(named, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
-def add_dims(
-    attrs: dict[str, Any], tensors: Mapping[str, Tensor | WantedTensor], rule: str
-) -> dict[str, Any]:
-    """Return attributes of a file that is to be written, with the names of axes of its tensors."""
-    if DIMS_KEY in attrs:
-        reason = f"the attribute {DIMS_KEY!r} is where names of axes are kept"
-        raise UnsupportedError(reason, rule=rule, hint="Rename it")
-    dims = dims_text(tensors)
-    return attrs if dims is None else {**attrs, DIMS_KEY: check_text("names of axes", dims)}
-
-
 def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
     """Return tensors with the names of axes that a file has for them.
 
@@ -482,6 +472,174 @@ def _is_name(value: Any) -> bool:
         return value is None
     # Lone surrogates, which JSON can spell, cannot be printed.
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+# --- what an object is besides its tensors --------------------------------------------------------
+
+#: The attribute that has all else that a Dataset or a tree is, in formats that have room for texts.
+#: It is JSON; each field is only there if it says something::
+#:
+#:     coords   names of the tensors that are coordinates
+#:     order    positions in the file of the tensors, in the order of the variables
+#:     attrs    names of tensors to their attributes, those that the format has no place for
+#:     modules  paths of nodes to their attributes
+#:     json     names of the attributes of the file whose text is JSON of something else
+ARRANGEMENT_KEY = "xckpt.arrangement"
+
+
+def arrangement_texts(
+    draft: Draft,
+    tensors: Mapping[str, Tensor | WantedTensor],
+    rule: str = "Metadata",
+    *,
+    only_texts: bool = False,
+) -> dict[str, str]:
+    """Return the texts that a file has next to its tensors, by their keys; none without need.
+
+    Parameters
+    ----------
+    draft : Draft
+        What is to be written.
+    tensors : mapping of str to Tensor or WantedTensor
+        All of the file by the names that they are read with, in the order that they are read in.
+    rule : str
+        Of errors.
+    only_texts : bool
+        Whether `as_text` makes texts of the attributes of the file.
+    """
+    for key in (DIMS_KEY, ARRANGEMENT_KEY):
+        if key in draft.attrs:
+            reason = f"the attribute {key!r} is where names of axes and coordinates are kept"
+            raise UnsupportedError(reason, rule=rule, hint="Rename it")
+    read_as = {tensor.name: name for name, tensor in tensors.items()}
+    coords = {read_as[name]: None for name in draft.arrangement.coords if name in read_as}
+    order = [read_as[name] for name in draft.arrangement.order if name in read_as]
+    said = {
+        "coords": list(coords),
+        "order": _positions(order, list(tensors), coords),
+        "attrs": {read_as[name]: attrs for name, attrs in draft.tensor_attrs.items()},
+        "modules": draft.arrangement.modules,
+        "json": sorted(
+            key
+            for key, value in draft.attrs.items()
+            if only_texts and type(value) is not str and is_json(value)
+        ),
+    }
+    said = {field: value for field, value in said.items() if value}
+    compact: Any = {"ensure_ascii": False, "separators": (",", ":")}
+    texts = {
+        DIMS_KEY: dims_text(tensors),
+        ARRANGEMENT_KEY: json.dumps(said, **compact) if said else None,
+    }
+    what = "a name of an axis or a coordinate"
+    return {key: check_text(what, text) for key, text in texts.items() if text is not None}
+
+
+def _positions(order: list[str], names: list[str], coords: Container[str]) -> list[int]:
+    """Return where tensors are that are wanted in some order; none if they are read in it.
+
+    Coordinates and data variables have an order of their own.
+    """
+    if len(order) != len(names) or all(
+        [name for name in order if (name in coords) is kind]
+        == [name for name in names if (name in coords) is kind]
+        for kind in (True, False)
+    ):
+        return []
+    positions = {name: at for at, name in enumerate(names)}
+    return [positions[name] for name in order]
+
+
+def arranged(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
+    """Return an index with what the texts of a file say of it; by default they are attributes.
+
+    What does not fit is ignored, because no tensor depends on it.
+    """
+    attrs = dict(index.attrs)
+    if texts is None:
+        texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
+    tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
+    said, text = _Said({}), texts.get(ARRANGEMENT_KEY)
+    if text is not None:
+        said = _Said.parse(text)
+    names = list(tensors)
+    for name, own in said.mappings("attrs"):
+        if name in tensors:
+            tensors[name] = replace(tensors[name], attrs={**own, **tensors[name].attrs})
+    for name in said.names("json"):
+        if type(attrs.get(name)) is str:
+            try:
+                attrs[name] = _loaded(attrs[name], DEEPEST_ATTRS)
+            except ValueError:
+                said.fits = False
+    coords = tuple([name for name in said.names("coords") if name in tensors])
+    order = said.order(len(names))
+    modules = dict(said.mappings("modules"))
+    arrangement = Arrangement(coords, tuple([names[at] for at in order]), modules)
+    warnings = index.warnings
+    if not said.fits:
+        warnings += (f"{ARRANGEMENT_KEY!r} is not as xckpt writes it, and ignored in part",)
+    return replace(index, tensors=tensors, attrs=attrs, warnings=warnings, arrangement=arrangement)
+
+
+def _loaded(text: Any, levels: int) -> Any:
+    """Return what a JSON text has, or raise ValueError."""
+    if type(text) is not str:
+        raise ValueError(f"a {type(text).__name__} is not JSON")
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not is_json(value, levels):
+        raise ValueError("not the JSON of an attribute")
+    return value
+
+
+class _Said:
+    """The fields of an arrangement, of which a file may say anything."""
+
+    def __init__(self, fields: dict[str, Any], *, fits: bool = True) -> None:
+        self._fields = fields
+        #: Whether all that was asked for has the right type.
+        self.fits = fits
+
+    @classmethod
+    def parse(cls, text: Any) -> _Said:
+        try:
+            fields = _loaded(text, DEEPEST_ATTRS + 3)
+        except ValueError:
+            fields = None
+        fits = type(fields) is dict
+        return cls(fields if fits else {}, fits=fits)
+
+    def names(self, field: str) -> list[str]:
+        found = self._typed(field, list)
+        self.fits &= all(type(name) is str for name in found)
+        return list(dict.fromkeys([name for name in found if type(name) is str]))
+
+    def mappings(self, field: str) -> list[tuple[str, dict[str, Any]]]:
+        found = self._typed(field, dict)
+        self.fits &= all(type(value) is dict for value in found.values())
+        return [(name, value) for name, value in found.items() if type(value) is dict]
+
+    def order(self, count: int) -> list[int]:
+        """Return positions, if they are those of all tensors."""
+        found: list[int] = self._typed("order", list)
+        if found and not (
+            len(found) == count
+            and all(type(at) is int for at in found)
+            and set(found) == set(range(count))
+        ):
+            self.fits = False
+            return []
+        return found
+
+    def _typed(self, field: str, kind: type) -> Any:
+        found = self._fields.get(field, kind())
+        if type(found) is not kind:
+            self.fits = False
+            return kind()
+        return found
 
 
 # --- fields of decoded JSON and CBOR --------------------------------------------------------------

@@ -94,7 +94,7 @@ class Safetensors(Format):
     description = "safetensors files"
     suffixes = (".safetensors",)
     types = _TYPES
-    can = Can(types=tuple(_TYPES.values()), file_attrs=None)
+    can = Can(types=tuple(_TYPES.values()), file_attrs=None, arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
@@ -111,8 +111,7 @@ class Safetensors(Format):
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
         tensors = _tiled(entries, 8 + len(header), source.size)
-        tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
-        return Index(self.name, "", tensors, attrs, source.name, source.size)
+        return kit.arranged(Index(self.name, "", tensors, attrs, source.name, source.size))
 
     def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
         """Lay out the header, and the data without a gap; or several such files and their index.
@@ -140,8 +139,8 @@ class Safetensors(Format):
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
         metadata = {str(key): kit.as_text(key, value) for key, value in draft.attrs.items()}
-        if dims := kit.dims_text(draft.tensors):
-            metadata[kit.DIMS_KEY] = dims
+        as_read = {tensor.name: tensor for tensor in tensors}
+        metadata |= kit.arrangement_texts(draft, as_read, only_texts=True)
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
         for tensor, offsets in zip(tensors, pairwise(ends), strict=True):

@@ -1,8 +1,8 @@
 """Names of axes: the caller's, else the file's, else the size's.
 
 Equal names mean equal extents throughout a Dataset, no tensor has one name twice, and no name is
-that of a variable: xarray would compute silently wrong on the second and read a variable at open
-on the third.
+that of a variable but for index coordinates: xarray would compute silently wrong on the second and
+read a variable at open on the third.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class AxisNames:
     def claim(self, name: str, size: int) -> None:
         """Keep a name for axes of one size, before any variable may take it for another."""
         self._sizes[name] = size
+
+    def fits(self, name: str, size: int) -> bool:
+        """Return whether no axis of another size has a name."""
+        return self._sizes.get(name, size) == size
 
     def callers(self, tensor: str) -> tuple[str | None, ...] | None:
         """Return what the caller named the axes of a tensor, None if nothing matches."""

@@ -71,7 +71,7 @@ class Plots:
         Parameters
         ----------
         statistic : str, default "std"
-            A statistic of `xckpt.stats`.
+            A statistic of `xckpt.stats`, or of `xckpt.spectrum`, which takes longer.
         names : str, iterable of str, re.Pattern or callable, optional
             Which tensors to draw, as for ``ds.ckpt.find``; by default all.
         x : str, optional
@@ -201,6 +201,52 @@ class Plots:
         from xckpt.plots.treemap import draw_treemap
 
         return draw_treemap(self._obj, names, ax)
+
+    def spectrum(
+        self,
+        name: str,
+        *,
+        minus: Any = None,
+        ax: Axes | None = None,
+        **kwargs: Any,
+    ) -> Axes:
+        """Draw the singular values of a matrix, and next to them how dense they are.
+
+        The line in the density is the power law that is fitted to the tail of their squares; the
+        dotted line is where the tail begins.
+
+        Parameters
+        ----------
+        name : str
+            Name of a tensor in the file, also one that is stacked, or of a variable.
+        minus : path, Index, xarray.Dataset or xarray.DataTree, optional
+            Draw those of the difference to this checkpoint.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default in a new figure. The density is drawn at its right.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.plot`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes of the values, which are logarithmic.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        KeyError
+            If the tensor does not exist, or is no matrix.
+        ValueError
+            If all its elements are zeros, or some are not finite.
+
+        Examples
+        --------
+        >>> ds.ckpt.plot.spectrum("layers.3.mlp.w")  # doctest: +SKIP
+        """
+        from xckpt.plots.spectrum import draw_spectrum
+
+        return draw_spectrum(self._obj, name, minus=minus, ax=ax, **kwargs)
 
     def heatmap(
         self,

@@ -76,11 +76,11 @@ def draw_layers(
     **style: Any,
 ) -> Axes:
     """Draw a statistic along numbered modules; see `xckpt.plots.Plots.layers`."""
-    from xckpt.statistics import QUANTILES, statistic_names
+    from xckpt.statistics import OF_MATRICES, QUANTILES, statistic_names
 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
     if stats is None:
-        require_statistic(statistic, statistic_names(QUANTILES))
+        require_statistic(statistic, (*statistic_names(QUANTILES), *OF_MATRICES))
     else:
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
     chosen = choose(obj, names)
@@ -137,13 +137,15 @@ def _column(
     variables: Collection[str],
 ) -> Mapping[str, float]:
     """Return the statistic of every tensor by its name in the file."""
+    from xckpt.statistics import OF_MATRICES, spectrum, table
     from xckpt.statistics import stats as compute
-    from xckpt.statistics import table
 
     if stats is None and known is not None and statistic in known["statistic"].to_numpy():
         stats = known
     if stats is None:
-        stats = compute(find(obj, lambda name: name in variables))
+        some = find(obj, lambda name: name in variables)
+        is_of_matrices = statistic in OF_MATRICES
+        stats = spectrum(some, statistics=[statistic]) if is_of_matrices else compute(some)
     values = table(stats)[statistic]
     return dict(zip(values.index, values.to_numpy(np.float64).tolist(), strict=True))
 

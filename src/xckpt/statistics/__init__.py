@@ -17,10 +17,12 @@ from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum
 
 __all__ = [
     "MEASURES",
+    "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
     "compare",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
+from xckpt.index import Arrangement, is_json
 from xckpt.listing import free_name
 from xckpt.plan import Draft, WantedPart, WantedTensor
 from xckpt.writing.casting import choose_type
@@ -26,7 +27,7 @@ from xckpt.writing.data import ArrayData, Payload
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.formats import Format
+    from xckpt.formats import Can, Format
     from xckpt.writing.casting import Cast
 
 __all__ = ["Changes", "Requests", "fit"]
@@ -128,9 +129,11 @@ def fit(
     requests: Requests,
     cast: Cast,
     changes: Changes,
+    arrangement: Arrangement,
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     fitted: dict[str, Payload] = {}
+    more: dict[str, dict[str, Any]] = {}
     names = {payload.tensor.name for payload in payloads}
     for payload in payloads:
         wanted = requests.of(payload.tensor.name)
@@ -140,14 +143,21 @@ def fit(
                 raise ValueError(f"two tensors are called {shown(name)}")
             shaped.level = wanted.get("level")
             before = shaped.tensor.dtype
-            shaped.tensor = _fitted(shaped.tensor, writer, wanted, cast, changes)
-            if shaped.tensor.dtype != before:
-                changes.recast[before, shaped.tensor.dtype] += 1
+            stored = _fitted(shaped.tensor, writer, wanted, cast)
+            if stored.dtype != before:
+                changes.recast[before, stored.dtype] += 1
+            shaped.tensor, rest = _attributed(stored, writer.can, changes)
+            if rest:
+                more[name] = rest
             fitted[name] = shaped
     requests.check_used(fitted)
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept = _kept_attrs(attrs, writer.can.file_attrs, _OF_FILE, changes)
-    return Draft({name: p.tensor for name, p in fitted.items()}, kept, path), fitted
+    kept, rest = _kept_attrs(attrs, writer.can.file_attrs)
+    for name in rest:
+        changes.add(_OF_FILE, name)
+    arrangement = _kept_arrangement(arrangement.of(fitted), writer.can, changes)
+    tensors = {name: p.tensor for name, p in fitted.items()}
+    return Draft(tensors, kept, path, arrangement, more), fitted
 
 
 def _in_layout(
@@ -191,9 +201,9 @@ def _in_layout(
 
 
 def _fitted(
-    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast, changes: Changes
+    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
 ) -> WantedTensor:
-    """Choose element type, memory order, compression, digests and attributes of a tensor."""
+    """Choose element type, memory order, compression and digests of a tensor."""
     can = writer.can
     dtype, parts = _typed(tensor, writer, wanted, cast)
     for what, known in (("compression", can.compressions), ("digest", can.digests)):
@@ -219,11 +229,21 @@ def _fitted(
         # Files have 90,000 tensors of which nothing changes.
         if (compression, algorithm) != (part.compression, part.algorithm):
             parts[role] = part._replace(compression=compression, algorithm=algorithm)
-    attrs = _kept_attrs(tensor.attrs, can.tensor_attrs, _OF_TENSORS, changes)
     order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
-    if (dtype, parts, order, attrs) == (tensor.dtype, tensor.parts, tensor.order, tensor.attrs):
+    if (dtype, parts, order) == (tensor.dtype, tensor.parts, tensor.order):
         return tensor
-    return replace(tensor, dtype=dtype, parts=parts, order=order, attrs=attrs)
+    return replace(tensor, dtype=dtype, parts=parts, order=order)
+
+
+def _attributed(
+    tensor: WantedTensor, can: Can, changes: Changes
+) -> tuple[WantedTensor, dict[str, Any]]:
+    """Choose the attributes that a tensor has, and return those that are kept elsewhere."""
+    attrs, rest = _kept_attrs(tensor.attrs, can.tensor_attrs)
+    for name in [n for n in rest if not (can.arrangement and is_json(n) and is_json(rest[n]))]:
+        changes.add(_OF_TENSORS, str(name))
+        del rest[name]
+    return (tensor if attrs == tensor.attrs else replace(tensor, attrs=attrs)), rest
 
 
 def _typed(
@@ -264,15 +284,30 @@ def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
 
 
 def _kept_attrs(
-    attrs: Mapping[str, Any], known: tuple[str, ...] | None, what: str, changes: Changes
-) -> dict[str, Any]:
-    kept = {}
+    attrs: Mapping[str, Any], known: tuple[str, ...] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return attributes for which there is a place, and others."""
+    kept: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for name, value in attrs.items():
-        if known is None or name in known:
-            kept[name] = _without_numpy(value)
-        else:
-            changes.add(what, str(name))
-    return kept
+        place = kept if known is None or name in known else rest
+        place[name] = _without_numpy(value)
+    return kept, rest
+
+
+def _kept_arrangement(wanted: Arrangement, can: Can, changes: Changes) -> Arrangement:
+    if not can.arrangement:
+        for name in wanted.coords:
+            changes.add("coordinates that open as data variables", name)
+        wanted = Arrangement(modules=wanted.modules)
+    modules = {}
+    for path, attrs in wanted.modules.items():
+        kept = _without_numpy(dict(attrs))
+        if can.arrangement and is_json(path) and is_json(kept):
+            modules[path] = kept
+        elif attrs:
+            changes.add("attributes of modules are not written", path)
+    return replace(wanted, modules=modules)
 
 
 def _without_numpy(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """What is to be written of an xarray object: its tensors, with stored bytes where nothing changed.
 
-Data variables become tensors. So do coordinates with numbers, but not those that stacking made:
-these are in the names of the tensors. A variable that was opened by us and not touched is the
-tensor that its file describes, copied as it is stored; of one that was computed or changed, the
-encoding says how it was stored. What was computed from a stack is taken apart too, as long as the
-coordinates tell which modules it is of.
+Data variables become tensors, and so do coordinates with numbers: the `Arrangement` says which they
+are. Those that stacking made are in the names of the tensors. A variable that was opened by us and
+not touched is the tensor that its file describes, copied as it is stored; of one that was computed
+or changed, the encoding says how it was stored. What was computed from a stack is taken apart too,
+as long as the coordinates tell which modules it is of.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +25,11 @@ from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
 from xckpt.errors import UnsupportedError, shown
-from xckpt.index import Tensor
-from xckpt.labels import stated_name
+from xckpt.index import Arrangement, Tensor
+from xckpt.labels import AxisNames, stated_name
 from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
-from xckpt.tensors import flatten, member_variables, remembered
+from xckpt.tensors import flatten, member_variables, remembered, tensor_name
 from xckpt.writing.casting import element_type
 from xckpt.writing.data import Payload, StoredData
 from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
@@ -49,8 +50,8 @@ _SPARSE = ("sparse_csr", "sparse_coo")
 
 def gather(
     obj: Any, changes: Changes, format: str | None = None
-) -> tuple[list[Payload], dict[str, Any]]:
-    """List the tensors of an xarray object, and the attributes of the file."""
+) -> tuple[list[Payload], dict[str, Any], Arrangement]:
+    """List the tensors of an xarray object, the attributes of the file, and how both belong."""
     if isinstance(obj, xr.DataArray):
         if obj.name is None:
             raise ValueError("a DataArray is saved under its name: .rename('weight')")
@@ -60,15 +61,27 @@ def gather(
             f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
             "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
         )
-    variables = _named_variables(obj, changes)
+    variables, coords = _named_variables(obj, changes)
+    modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
-        for node in obj.descendants:
-            if node.attrs:
-                changes.add("attributes of modules are not written", node.path)
+        modules = {
+            node.path: node.attrs for node in obj.descendants if node.attrs or _is_empty(node)
+        }
     whole = obj.root if isinstance(obj, xr.DataTree) else obj
     again = format is not None and whole.encoding.get("format") == format
     attrs = {str(name): value for name, value in obj.attrs.items()}
-    return list(_payloads(variables, changes, again=again)), attrs
+    payloads = list(_payloads(variables, changes, again=again))
+    # The order of a file is no order of its own.
+    ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
+    order = [payload.tensor.name for payload in payloads] if ordered else ()
+    return payloads, attrs, Arrangement(tuple(coords), tuple(order), modules)
+
+
+def _is_empty(node: xr.DataTree) -> bool:
+    """Return whether no tensor says that a node is there."""
+    return not any(
+        each.data_vars or each.to_dataset(inherit=False).variables for each in node.subtree
+    )
 
 
 def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
@@ -90,8 +103,10 @@ def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
 # --- variables by the names of tensors: trees flat, stacks taken apart ---------------------------
 
 
-def _named_variables(obj: xr.Dataset | xr.DataTree, changes: Changes) -> dict[str, xr.Variable]:
-    """List what becomes a tensor."""
+def _named_variables(
+    obj: xr.Dataset | xr.DataTree, changes: Changes
+) -> tuple[dict[str, xr.Variable], list[str]]:
+    """List what becomes a tensor, and which of it are coordinates."""
     flat = flatten(obj)
     found = _apart(flat)
     for name in found:
@@ -103,17 +118,21 @@ def _named_variables(obj: xr.Dataset | xr.DataTree, changes: Changes) -> dict[st
         names = sorted(found, key=lambda name: order.get(name, len(order)))
         found = {name: found[name] for name in names}
     used = {dim for variable in found.values() for dim in variable.dims}
+    named = []
     for path, coords in flat.coords.items():
         for name, coord in coords.items():
             # What is in the names of the tensors.
             if "stack" in coord.encoding and (coord.dims != (name,) or name not in used):
                 continue
-            full = ".".join([*(part for part in path.split("/") if part), str(name)])
+            full = str(name)
+            if isinstance(obj, xr.DataTree):
+                full = tensor_name(path, full, coord)
             if element_type(coord.dtype) is None:
                 changes.add("coordinates without numbers are not written", full)
             elif full not in found:
                 found[full] = coord.to_base_variable()
-    return found
+                named.append(full)
+    return found, named
 
 
 def _apart(flat: Flat) -> dict[Any, xr.Variable]:
@@ -234,7 +253,7 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
     common: dict[str, Any] = {
         "attrs": variable.attrs,
-        "dims": _dims(variable, again=again),
+        "dims": _dims(name, variable, again=again),
         "path": variable.encoding.get("path"),
     }
     origin = None if lazy is None else lazy.origin
@@ -251,7 +270,7 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
     return _computed(name, variable, common)
 
 
-def _dims(variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
+def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | None:
     """Name the axes: as the file did where that could not be shown, else as they are shown."""
     stated = variable.encoding.get("axes", {})
     dims = []
@@ -259,7 +278,18 @@ def _dims(variable: xr.Variable, *, again: bool) -> tuple[str | None, ...] | Non
         # None is not a name of the file: the role of the tensor in its module gave the one shown.
         is_stated = dim in stated and (again or stated[dim] is not None)
         dims.append(stated[dim] if is_stated else stated_name(dim))
+    # Of what was not opened by us every name is the user's, also one that looks like ours.
+    if "layout" not in variable.encoding and None in dims:
+        shown = _shown_dims(variable.shape, tuple(dims))
+        if shown != variable.dims or not {name, name.rpartition(".")[2]}.isdisjoint(shown):
+            return tuple(map(str, variable.dims))
     return tuple(dims) if any(dims) else None
+
+
+@lru_cache
+def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple[str, ...]:
+    """Return what axes are called when a file is opened that has names for some of them."""
+    return AxisNames().of("", shape, stated)
 
 
 # --- what was computed ---------------------------------------------------------------------------

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
-    from xckpt.index import Tensor
+    from xckpt.index import Arrangement, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.plan import Plan
@@ -198,8 +198,9 @@ def save(
         format_options=format_options,
     )
     changes = Changes()
-    payloads, attrs = gather(obj, changes, destination.writer.name)
-    job = destination.job(payloads, attrs, changes, sources=source_files(payloads))
+    payloads, attrs, arrangement = gather(obj, changes, destination.writer.name)
+    sources = source_files(payloads)
+    job = destination.job(payloads, attrs, arrangement, changes, sources=sources)
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -303,7 +304,8 @@ def convert(
             sources = sources_of(source, index.shards)
             chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
-            job = destination.job(payloads, index.attrs, changes, sources=files_of(source))
+            arrangement, files = index.arrangement, files_of(source)
+            job = destination.job(payloads, index.attrs, arrangement, changes, sources=files)
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -412,10 +414,11 @@ def append(
             raise UnsupportedError(reason, rule="Append", hint=hint)
         plan = partial(destination.writer.append, source, replace=replace)
         changes = Changes()
-        payloads, attrs = gather(obj, changes)
+        payloads, attrs, arrangement = gather(obj, changes)
         whole = Part("uint8", (source.size,), 0, source.size)
         before = item_at(0, StoredData(PartReader(source, whole), source.size, (source.size,)))
-        job = destination.job(payloads, attrs, changes, sources=[source], plan=plan, before=before)
+        how: Any = {"sources": [source], "plan": plan, "before": before}
+        job = destination.job(payloads, attrs, arrangement, changes, **how)
         changes.warn(destination.path, stacklevel=2)
         with _alone(source):
             job.run(progress)
@@ -559,6 +562,7 @@ class Destination:
         self,
         payloads: Sequence[Payload],
         attrs: Mapping[str, Any],
+        arrangement: Arrangement,
         changes: Changes,
         *,
         sources: Iterable[Source],
@@ -575,6 +579,7 @@ class Destination:
                 requests=self._requests,
                 cast=self._cast,
                 changes=changes,
+                arrangement=arrangement,
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL

@@ -103,6 +103,7 @@ class Burnpack(Format):
         layouts=("dense", "quantized", "structural"),
         tensor_attrs=("param_id", "burn_dtype", "scalar"),
         file_attrs=None,
+        arrangement=True,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -141,14 +142,14 @@ class Burnpack(Format):
             for key, value in attrs.items():
                 if type(value) is not str:
                     raise cbor.mistyped(f"metadata {key!r}", value, "text")
-            tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
         except CheckpointError as error:
             error.located(offset=_HEADER.size)
             raise
         dialect = str(version) if layout == "aligned" else f"{version}-legacy"
         warnings = () if version else ("version 0, which no burn has written, is read as 1",)
-        return Index(
-            self.name, dialect, tensors, attrs, source.name, source.size, warnings=warnings
+        name, size = source.name, source.size
+        return kit.arranged(
+            Index(self.name, dialect, tensors, attrs, name, size, warnings=warnings)
         )
 
     def plan(self, draft: Draft, *, dialect: str = "0.22", param_ids: str = "keep") -> Plan:
@@ -190,7 +191,11 @@ class Burnpack(Format):
         for scalar in inline:
             kit.check_text("the name", scalar.name, scalar.name)
             scalars[names.stored(scalar.name)] = kind_and_value(scalar)
-        metadata = cbor.encode(descriptors, _attributes(draft), scalars)
+        as_read = dict(sorted(tensors.items()))
+        as_read |= {
+            each.name: each for each in sorted(inline, key=lambda of: names.stored(of.name))
+        }
+        metadata = cbor.encode(descriptors, _attributes(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
         placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
@@ -456,7 +461,7 @@ def _param_id(tensor: WantedTensor, *, make: bool) -> int | None:
     raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
 
 
-def _attributes(draft: Draft) -> dict[str, str]:
+def _attributes(draft: Draft, as_read: Mapping[str, WantedTensor]) -> dict[str, str]:
     """Return the metadata of the file: texts, and what is none as JSON."""
     texts = {}
     for key, value in draft.attrs.items():
@@ -465,7 +470,7 @@ def _attributes(draft: Draft) -> dict[str, str]:
             raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
         kit.check_text("the attribute", key)
         texts[key] = kit.check_text("an attribute", kit.as_text(key, value, nan=True))
-    return kit.add_dims(texts, draft.tensors, "Metadata")
+    return texts | kit.arrangement_texts(draft, as_read, only_texts=True)
 
 
 # --- names of axes --------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ class Mlcp(Format):
         ),
         tensor_attrs=("rank", "name"),
         file_attrs=None,
+        arrangement=True,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -154,10 +155,11 @@ class Mlcp(Format):
         files: dict[str, Shard] = {}
         if where == "none":
             where, shards, files = _look_for_data(source, shards, wanted, warnings)
-        tensors = kit.with_dims(_tensors(shards), stated.custom_field(kit.DIMS_KEY))
         attrs = {**stated.fields, "payload": where, "metadata_json": stated.text}
-        size, texts = source.size, tuple(warnings)
-        return Index(self.name, version, tensors, attrs, source.name, size, files, texts)
+        size, notes, tensors = source.size, tuple(warnings), _tensors(shards)
+        index = Index(self.name, version, tensors, attrs, source.name, size, files, notes)
+        keys = (kit.DIMS_KEY, kit.ARRANGEMENT_KEY)
+        return kit.arranged(index, {key: stated.custom_field(key) for key in keys})
 
     def plan(self, draft: Draft, *, multi_shard: bool | None = None) -> Plan:
         """Lay out a checkpoint in one file, or metadata and a file for each shard.
@@ -184,11 +186,12 @@ class Mlcp(Format):
             for rank, group in ranks.items()
             for name, tensor in group.items()
         }
-        dims = kit.dims_text(as_read)
+        none = dict.fromkeys((kit.DIMS_KEY, kit.ARRANGEMENT_KEY))
+        custom = none | kit.arrangement_texts(draft, as_read)
         tensors = [list(group.values()) for group in ranks.values()]
         if multi_shard or (multi_shard is None and is_named):
-            return _in_several(draft, shards, tensors, dims)
-        return _in_one(draft, shards, tensors, dims)
+            return _in_several(draft, shards, tensors, custom)
+        return _in_one(draft, shards, tensors, custom)
 
 
 def _is_named(name: str) -> bool:
@@ -396,10 +399,9 @@ def _in_one(
     draft: Draft,
     shards: Sequence[ShardMetadata],
     tensors: list[list[WantedTensor]],
-    dims: str | None,
+    custom: Mapping[str, str | None],
 ) -> Plan:
-    custom = {"payload": "tail", kit.DIMS_KEY: dims}
-    text = metadata.write(draft.attrs, shards, custom)
+    text = metadata.write(draft.attrs, shards, {"payload": "tail", **custom})
     _check_i32(len(text), "metadata")
     version = written_string(draft.attrs.get("version") or "1.0.0")
     head = CHECKPOINT_MAGIC + version + I32.pack(len(text)) + text
@@ -416,7 +418,7 @@ def _in_several(
     draft: Draft,
     shards: Sequence[ShardMetadata],
     tensors: list[list[WantedTensor]],
-    dims: str | None,
+    custom: Mapping[str, str | None],
 ) -> Plan:
     files = {}
     placed = []
@@ -427,7 +429,7 @@ def _in_several(
         placed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(of: Sequence[ShardMetadata]) -> Plan:
-        text = metadata.write(draft.attrs, of, {"payload": None, kit.DIMS_KEY: dims})
+        text = metadata.write(draft.attrs, of, {"payload": None, **custom})
         return Plan((Literal(0, text),), (), nbytes=len(text))
 
     def renamed(names: Mapping[str, str]) -> Plan:

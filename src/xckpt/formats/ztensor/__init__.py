@@ -74,6 +74,7 @@ class ZTensor(Format):
         digests=("crc32c", "sha256", "xxh3"),
         tensor_attrs=None,
         file_attrs=None,
+        arrangement=True,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:

@@ -5,6 +5,7 @@ cbor2 cannot tell deterministic encoding from any other, and ignores what follow
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from xckpt.index import Tensor
+    from xckpt.index import Index, Tensor
     from xckpt.plan import Draft, WantedTensor
 
 LARGEST = 1 << 30
@@ -211,12 +212,20 @@ def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
 
 
 def root_attributes(
-    draft: Draft, levels: int, tensors: Mapping[str, Tensor | WantedTensor]
+    draft: Draft, levels: int, key_order: Callable[[str], Any], old: Index | None = None
 ) -> dict[str, Any]:
-    """Return the attributes of a file to be written, and the names of axes of all its tensors."""
+    """Return the attributes of a file to be written, and what is kept of all its tensors in them.
+
+    `key_order` sorts the keys of a manifest; `old` is the file to which the tensors are added.
+    """
+    tensors: dict[str, Tensor | WantedTensor] = {**(old.tensors if old else {}), **draft.tensors}
+    if old is not None:
+        grown = old.arrangement.grown(draft.arrangement, draft.tensors)
+        draft = replace(draft, arrangement=grown)
     attrs = {}
     for key, value in draft.attrs.items():
         if type(key) is not str:
             raise _no_attribute(f"named by a {type(key).__name__}", None)
         attrs[kit.check_text("the attribute", key)] = storable(value, levels)
-    return kit.add_dims(attrs, tensors, "Attributes")
+    as_read = {name: tensors[name] for name in sorted(tensors, key=key_order)}
+    return attrs | kit.arrangement_texts(draft, as_read, "Attributes")

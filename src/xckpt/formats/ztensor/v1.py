@@ -83,15 +83,9 @@ def read(source: Readable, magic: bytes) -> Index:
     except CheckpointError as error:
         error.located(offset=start)
         raise
-    return Index(
-        "ztensor",
-        version,
-        kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None)),
-        attrs,
-        source.name,
-        source.size,
-        warnings=(*warnings, *ranges.notes.warnings()),
-    )
+    warnings += ranges.notes.warnings()
+    name, size = source.name, source.size
+    return kit.arranged(Index("ztensor", version, tensors, attrs, name, size, warnings=warnings))
 
 
 class _Ranges:
@@ -350,7 +344,7 @@ class _Components:
 
 def plan(draft: Draft) -> Plan:
     """Lay out a file of version 1.0."""
-    attrs = manifest.root_attributes(draft, _LEVELS, draft.tensors)
+    attrs = manifest.root_attributes(draft, _LEVELS, str)
     generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
     root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
     return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC))
@@ -361,11 +355,12 @@ def append(source: Readable, draft: Draft, old: Index) -> Plan:
     length = int.from_bytes(source.read(source.size - _FOOTER, _FOOTER), "little")
     start = manifest.locate(source.size, _FOOTER, length)
     root = mapping("manifest", manifest.decode(bytes(source.read(start, length))))
-    added = manifest.root_attributes(draft, _LEVELS, {**old.tensors, **draft.tensors})
+    added = manifest.root_attributes(draft, _LEVELS, str, old)
     if "generator" in root:
         added.pop("generator", None)
     kept = manifest.attributes(root.get("attributes"))
-    kept.pop(kit.DIMS_KEY, None)
+    for key in (kit.DIMS_KEY, kit.ARRANGEMENT_KEY):
+        kept.pop(key, None)
     root["attributes"] = {**kept, **added}
     return _planned(draft, root, (), source.size)
 

@@ -142,8 +142,8 @@ def read(source: Readable) -> Index:
     except CheckpointError as error:
         error.located(offset=start)
         raise
-    tensors = kit.with_dims(tensors, attrs.pop(kit.DIMS_KEY, None))
-    return Index("ztensor", "2", tensors, attrs, source.name, source.size, shards)
+    name, size = source.name, source.size
+    return kit.arranged(Index("ztensor", "2", tensors, attrs, name, size, shards))
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
@@ -375,7 +375,7 @@ def _as_parts(tensor: Tensor, layout: str) -> Tensor:
 
 def plan(draft: Draft, alignment: int | None) -> Plan:
     """Lay out a file of version 2."""
-    attrs = _root_attributes(draft, draft.tensors)
+    attrs = _root_attributes(draft)
     root = {"objects": {}, **({"attributes": attrs} if attrs else {})}
     return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
 
@@ -387,15 +387,20 @@ def append(source: Readable, draft: Draft, old: Index, alignment: int | None) ->
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
     root = dict(found[2])
     kept = dict(root.pop("attributes", {}))
-    kept.pop(kit.DIMS_KEY, None)
-    attrs = {**kept, **_root_attributes(draft, {**old.tensors, **draft.tensors})}
+    for key in (kit.DIMS_KEY, kit.ARRANGEMENT_KEY):
+        kept.pop(key, None)
+    attrs = {**kept, **_root_attributes(draft, old)}
     if attrs:
         root["attributes"] = attrs
     return _planned(draft, root, (), source.size, alignment)
 
 
-def _root_attributes(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, Any]:
-    attrs = manifest.root_attributes(draft, _ROOT_LEVELS, tensors)
+def _root_attributes(draft: Draft, old: Index | None = None) -> dict[str, Any]:
+    def encoded(key: str) -> tuple[int, bytes]:
+        data = key.encode(errors="surrogatepass")
+        return len(data), data
+
+    attrs = manifest.root_attributes(draft, _ROOT_LEVELS, encoded, old)
     for key in attrs:
         _storable_name("the attribute", key)
     return attrs
