@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import cbor2
 import xarray as xr
@@ -14,6 +15,7 @@ from benchmarks.measuring import Result, best_of, table
 
 # Of the mixture of experts; small files take a fixed time.
 BOUND = 6
+BOUND_OF_JOIN = 1.5
 LARGE = 10_000
 BOUND_OF_HTML = 100_000  # microseconds
 
@@ -25,6 +27,8 @@ def family(name: str, folder: Path) -> list[Result]:
     manifest = write_ztensor(path, tensors)
     floor = best_of(lambda: cbor2.loads(manifest), 3)
     opened = best_of(lambda: xr.open_dataset(path, engine="ztensor", stack=True).close(), 3)
+    how: dict[str, Any] = {"engine": "ztensor", "stack": True, "join": "outer"}
+    joined = best_of(lambda: xr.open_dataset(path, **how).close(), 3)
     with xr.open_dataset(path, engine="ztensor", stack=True) as ds:
         if sum(v.size for v in ds.data_vars.values()) != sum(map(prod, tensors.values())):
             raise ValueError(f"{name}: tensors are missing, or there twice")
@@ -38,6 +42,13 @@ def family(name: str, folder: Path) -> list[Result]:
     what = f"{name}: {count} tensors as {variables} variables"
     return [
         Result(what, opened / floor, "x", loads, BOUND if large else None),
+        Result(
+            f"{name}: with join='outer'",
+            joined / opened,
+            "x",
+            "without",
+            BOUND_OF_JOIN if large else None,
+        ),
         Result(f"{name}: its HTML", html * 1e6, "µs", "", BOUND_OF_HTML),
         Result(f"{name}: unstack", flat / len(tensors) * 1e6, "µs per tensor"),
     ]

@@ -69,3 +69,81 @@ def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:
 
 def test_other_objects_say_so_in_html() -> None:
     assert "&lt;Checkpoint: none&gt;" in xr.Dataset().ckpt._repr_html_()
+
+
+class TestOneArray:
+    @pytest.fixture
+    def ds(self, tmp_path: Path) -> xr.Dataset:
+        path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
+        return xr.open_dataset(path, engine="ztensor", stack=True)
+
+    def test_it_shows_its_tensors(self, ds: xr.Dataset) -> None:
+        name = next(str(n) for n, v in ds.data_vars.items() if "layers" in v.dims and v.ndim > 2)
+        text = repr(ds[name].ckpt)
+        assert text.startswith("<Checkpoint m.zt>")
+        assert "3 tensors" in text
+        assert "<" in ds[name].ckpt._repr_html_()
+        assert ds[name].ckpt.summary("dtype")["tensors"].tolist() == [3]
+
+    def test_it_gives_what_the_dataset_gives_for_it(self, ds: xr.Dataset, tmp_path: Path) -> None:
+        name = next(str(n) for n, v in ds.data_vars.items() if "layers" in v.dims and v.ndim > 2)
+        array = ds[name]
+        found = array.ckpt.stats(progress=False)
+        xr.testing.assert_identical(found[name], ds.ckpt.stats(progress=False)[name])
+        assert len(array.ckpt.findings()) == len(ds[[name]].ckpt.findings())
+        assert list(array.ckpt.histogram(5, progress=False)) == [name]
+        member = name.replace("layers.", "layers.1.")
+        xr.testing.assert_identical(array.ckpt[member], ds.ckpt[member])
+        assert array.ckpt.sel(layers=1)[name].ndim == array.ndim - 1
+        assert list(array.ckpt.unstack()) == [name.replace("rs.", f"rs.{i}.") for i in range(3)]
+        assert (array * 2).ckpt.compare(array).ckpt.table()["status"].eq("changed").any()
+        array.ckpt.save(tmp_path / "one.zt")
+        assert set(xr.open_dataset(tmp_path / "one.zt").variables) == set(array.ckpt.unstack())
+
+    def test_others_say_what_they_are_not(self, ds: xr.Dataset) -> None:
+        name = next(iter(ds.data_vars))
+        assert "this DataArray was not opened" in repr((ds[name] * 2).ckpt)
+        assert "this DataArray was not opened" in repr(xr.DataArray([1.0]).ckpt)
+        assert repr(ds["layers"].ckpt)
+        assert xr.DataArray([1.0, 3.0]).ckpt.stats()["data"].sel(statistic="mean") == 2
+
+
+class TestResults:
+    @pytest.fixture
+    def ds(self) -> xr.Dataset:
+        rng = np.random.default_rng(0)
+        return xr.Dataset({f"h.{i}.w": ("x", rng.random(8)) for i in range(20)})
+
+    def test_statistics(self, ds: xr.Dataset) -> None:
+        found = ds.ckpt.stats()
+        head, columns, *rows, more = repr(found.ckpt).split("\n")
+        assert head == "<Statistics>  20 tensors: 23 statistics"
+        assert columns.split() == ["count", "nan", "inf", "min", "max", "mean", "std"]
+        assert rows[0].split()[:2] == ["h.0.w", "8"]
+        assert more == "… 10 more: .ckpt.table()"
+        assert "Statistics" in found.ckpt._repr_html_()
+        assert "Statistics" in repr(found["h.0.w"].ckpt)
+        assert found.ckpt.findings().equals(ds.ckpt.findings())
+
+    def test_a_comparison(self, ds: xr.Dataset, tmp_path: Path) -> None:
+        paths = [tmp_path / "a.zt", tmp_path / "b.safetensors"]
+        xckpt.save(ds, paths[0])
+        xckpt.save(ds.assign({"h.3.w": ds["h.3.w"] + 1}).drop_vars("h.0.w"), paths[1])
+        text = repr(xckpt.compare(*paths).ckpt)
+        assert text.startswith("<Comparison of a.zt with b.safetensors>  20 tensors: ")
+        assert "18 same, 1 changed, 1 only_a" in text.split("\n")[0]
+        assert text.split("\n")[2].startswith("h.0.w")
+        assert "not computed yet" in repr(xckpt.compare(*paths, compute=False).ckpt)
+
+    def test_a_histogram(self, ds: xr.Dataset) -> None:
+        assert repr(ds.ckpt.histogram(5).ckpt) == "<Histogram>  20 tensors · 5 bins"
+
+    def test_names_cannot_do_harm(self) -> None:
+        ds = xr.Dataset({"\x1b[2J<b>": ("x", [1.0, 2.0])})
+        found = ds.ckpt.stats().ckpt
+        assert "\x1b" not in repr(found)
+        assert "<b>" not in found._repr_html_()
+
+    def test_others_with_such_dimensions(self) -> None:
+        for ds in (xr.Dataset({"a": ("bin", [1])}), xr.Dataset({"a": ("statistic", [1])})):
+            assert "not opened from a checkpoint" in repr(ds.ckpt)

@@ -22,6 +22,8 @@ OPENERS: dict[str, Any] = {
     "layers only": lambda path: xr.open_dataset(path, stack="layers"),
     "tree": xr.open_datatree,
     "stacked tree": lambda path: xr.open_datatree(path, stack=True),
+    "joined": lambda path: xr.open_dataset(path, stack=True, join="outer"),
+    "joined tree": lambda path: xr.open_datatree(path, stack=True, join="outer"),
 }
 every_kind = pytest.mark.parametrize("opened", OPENERS.values(), ids=OPENERS)
 

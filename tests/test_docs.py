@@ -5,11 +5,14 @@ from __future__ import annotations
 import doctest
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import pytest
+import xarray as xr
 
+import xckpt
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
 from tests.formats import torch_files
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
@@ -35,6 +38,23 @@ def check(page: str, *, examples: int) -> None:
     runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0))
     assert runner.failures == 0
     assert runner.tries > examples
+
+
+def test_the_state_of_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.ones(2, "f4")}
+    state: dict[str, Any] = {
+        "step": np.float32(3),
+        "optimizer.state.module.fc.weight.step": np.float32(3),
+    }
+    for name, array in weights.items():
+        state[f"optimizer.state.module.{name}.exp_avg"] = array / 4
+        state[f"optimizer.state.module.{name}.exp_avg_sq"] = array / 16
+    files: dict[str, dict[str, Any]] = {"model": weights, "optimizer": state}
+    for path, arrays in files.items():
+        named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
+        xckpt.save(xr.Dataset(named), f"{path}.safetensors")
+    check("how-to/optimizer.md", examples=8)
 
 
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")

@@ -181,6 +181,79 @@ def test_files_that_do_not_belong_together(
         xckpt.join_optimizer(model, other)
 
 
+FIELDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
+
+
+def of_names(*names: str, prefix: str = "") -> xr.Dataset:
+    arrays: dict[str, Any] = {f"{prefix}fc.weight": (("in", "out"), WEIGHT)}
+    arrays[f"{prefix}fc.bias"] = ("out", BIAS)
+    shapes = {name: BIAS if "bias" in name else WEIGHT for name in names}
+    scalar = ((), np.float32(3))
+    state = {
+        name: scalar if "step" in name else ([f"{name}{axis}" for axis in range(a.ndim)], a)
+        for name, a in shapes.items()
+    }
+    return xckpt.join_optimizer(xr.Dataset(arrays), xr.Dataset(state))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{p}.{f}",
+        "state.{p}.{f}",
+        "optimizer.state.{p}.{f}",
+        "optimizer_state_dict.base_optimizer_state.state.{p}.{f}",
+        "module.{p}.{f}",
+        "optim.state.model.{p}.{f}",
+        "state._orig_mod.module.{p}.{f}",
+        "{f}.{p}",
+        "state.{f}.module.{p}",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_fsdp_wrapped_module."])
+def test_state_by_the_name_of_its_parameter(form: str, prefix: str) -> None:
+    names = [form.format(p=p, f=f) for p in ("fc.weight", "fc.bias") for f in FIELDS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joined = of_names(*names, prefix=prefix)
+    expected = [f"{prefix}{p}:{f}" for p in ("fc.weight", "fc.bias") for f in FIELDS]
+    assert set(joined.data_vars) == {f"{prefix}fc.weight", f"{prefix}fc.bias", *expected}
+    moment = joined[f"{prefix}fc.weight:exp_avg"]
+    assert moment.dims == ("in", "out")
+    assert moment.attrs["parameter"] == f"{prefix}fc.weight"
+
+
+def test_wrappers_anywhere_in_a_name() -> None:
+    wrapper = "_fsdp_wrapped_module"
+    joined = of_names(f"state.{wrapper}.fc.{wrapper}.weight.exp_avg", "state.fc.bias.step")
+    assert {"fc.weight:exp_avg", "fc.bias:step"} <= set(joined.data_vars)
+
+
+def test_the_longest_name_of_a_parameter() -> None:
+    model = xr.Dataset({"a": ("x", BIAS), "a.b": ("x", BIAS)})
+    joined = xckpt.join_optimizer(model, xr.Dataset({"a.b.m": ("x", BIAS), "a.m": ("x", BIAS)}))
+    assert list(joined.data_vars) == ["a", "a.b", "a.b:m", "a:m"]
+
+
+def test_parameters_that_share_a_name_without_wrappers() -> None:
+    model = xr.Dataset({"model.w": ("x", BIAS), "module.w": ("x", BIAS)})
+    state = xr.Dataset({"model.w.exp_avg": ("x", BIAS), "w.exp_avg": ("x", BIAS)})
+    with pytest.warns(xckpt.CheckpointWarning, match=r"1 variables .*'w.exp_avg'"):
+        joined = xckpt.join_optimizer(model, state)
+    assert list(joined.data_vars) == ["model.w", "module.w", "model.w:exp_avg", "w.exp_avg"]
+
+
+def test_what_matches_no_name_is_said_once() -> None:
+    names = ["state.fc.weight.exp_avg", "state.gone.exp_avg", "state.0.exp_avg", "groups.lr"]
+    with pytest.warns(xckpt.CheckpointWarning) as said:
+        joined = of_names(*names)
+    (text,) = [str(each.message) for each in said]
+    assert text.startswith("2 variables of the optimizer, 'state.gone.exp_avg' the first")
+    assert {"state.gone.exp_avg", "state.0.exp_avg", "groups.lr"} <= set(joined.data_vars)
+    with pytest.raises(ValueError, match=r"'state.0.exp_avg' for one; 'fc.weight' is in the model"):
+        of_names("state.0.exp_avg")
+
+
 def test_golden_checkpoint(golden: Path) -> None:
     folder = golden / "burnpack" / "ckpt"
     files = ("model-3", "optim-3", "scheduler-3")

@@ -25,7 +25,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.dataset import make_dataset
 from xckpt.options import OpenOptions
-from xckpt.tensors import member_names
+from xckpt.tensors import OpenTensors, member_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +37,7 @@ NAMES = st.lists(COMPONENTS, min_size=1, max_size=5).map(".".join)
 KINDS = st.sampled_from([("float32", (2,)), ("float32", (2, 2)), ("bfloat16", (2,)), ("int16", ())])
 BAGS = st.dictionaries(NAMES, KINDS, min_size=1, max_size=30)
 MODULES = st.sampled_from([True, "layers", ["layers", "experts"], ["a"]])
+JOINS = st.sampled_from(["exact", "outer"])
 
 LAYERS, EXPERTS = 4, 3
 # Two dense layers before the others, which are mixtures of experts.
@@ -144,6 +145,9 @@ def test_every_one_of_ninety_thousand_tensors_is_at_one_position(tmp_path: Path)
         found += names
     assert len(found) == len(index.tensors)
     assert set(found) == set(index.tensors)
+    joined = xr.open_dataset(path, engine="ztensor", stack=True, join="outer")
+    assert {v.sizes["layers"] for v in joined.variables.values() if "experts" in v.dims[1:]} == {61}
+    assert set(OpenTensors(joined).stacked) == set(OpenTensors(ds).stacked)
 
 
 def test_only_some_modules() -> None:
@@ -304,15 +308,15 @@ def test_sparse_tensors_stack_sparse(golden: Path) -> None:
 # --- the inverse ----------------------------------------------------------------------------------
 
 
-@given(BAGS, MODULES)
-def test_unstacking_is_the_inverse(bag: dict[str, Any], modules: Any) -> None:
+@given(BAGS, MODULES, JOINS)
+def test_unstacking_is_the_inverse(bag: dict[str, Any], modules: Any, join: Any) -> None:
     data = bag_file(bag)
     flat = xr.open_dataset(data, engine="ztensor")
     with warnings.catch_warnings():
         # Modules that the bag does not have.
         warnings.simplefilter("ignore", xckpt.CheckpointWarning)
-        opened = xr.open_dataset(data, engine="ztensor", stack=modules)
-        stacked = flat.ckpt.stack(modules)
+        opened = xr.open_dataset(data, engine="ztensor", stack=modules, join=join)
+        stacked = flat.ckpt.stack(modules, join)
     xr.testing.assert_identical(opened, stacked)
     assert_same(stacked.ckpt.unstack(), flat)
     assert_same(opened.ckpt.unstack(), flat)
@@ -320,14 +324,14 @@ def test_unstacking_is_the_inverse(bag: dict[str, Any], modules: Any) -> None:
         assert len(set(variable.dims)) == variable.ndim
 
 
-@given(BAGS, MODULES)
-def test_unstacking_a_tree_is_the_inverse(bag: dict[str, Any], modules: Any) -> None:
+@given(BAGS, MODULES, JOINS)
+def test_unstacking_a_tree_is_the_inverse(bag: dict[str, Any], modules: Any, join: Any) -> None:
     data = bag_file(bag)
     flat = xr.open_datatree(data, engine="ztensor")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", xckpt.CheckpointWarning)
-        opened = xr.open_datatree(data, engine="ztensor", stack=modules)
-        stacked = flat.ckpt.stack(modules)
+        opened = xr.open_datatree(data, engine="ztensor", stack=modules, join=join)
+        stacked = flat.ckpt.stack(modules, join)
     xr.testing.assert_identical(opened, stacked)
     xr.testing.assert_identical(stacked.ckpt.unstack(), flat)
     xr.testing.assert_identical(opened.ckpt.unstack(), flat)

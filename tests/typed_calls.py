@@ -71,7 +71,8 @@ def chosen(ds: xr.Dataset, tree: xr.DataTree) -> None:
     assert_type(stack_modules(tree, "layers"), xr.DataTree)
     of_ds, of_tree = CheckpointAccessor(ds), CheckpointAccessor(tree)
     assert_type(of_ds.find("*.w"), xr.Dataset)
-    assert_type(of_ds.stack(), xr.Dataset)  # noqa: PD013
+    assert_type(CheckpointAccessor(ds["w"]).find("*.w"), xr.Dataset)
+    assert_type(of_ds.stack(join="outer"), xr.Dataset)  # noqa: PD013
     assert_type(of_ds.unstack(), xr.Dataset)  # noqa: PD010
     assert_type(of_tree.find("*.w"), xr.DataTree)
     assert_type(of_tree.sel(layers=[0, 1]), xr.DataTree)

@@ -44,16 +44,18 @@ _SIZE_NAME = re.compile(r"d\d+(_\d+)?")
 
 @xr.register_dataset_accessor("ckpt")
 @xr.register_datatree_accessor("ckpt")
+@xr.register_dataarray_accessor("ckpt")
 class CheckpointAccessor(Generic[Obj]):
-    """What xckpt knows of a Dataset or DataTree that one of its engines opened.
+    """What xckpt knows of a Dataset, DataTree or DataArray that one of its engines opened.
 
     Its ``repr`` is the folded summary of the tensors in it: repeated modules as one line each,
     with counts, shapes, element types and sizes, and what `stats` found wrong, once they were
-    computed. It reads no data.
+    computed. It reads no data. That of statistics, a comparison or a histogram says what they are
+    and shows the first rows of their table. A DataArray is what a Dataset of it alone is.
 
     Parameters
     ----------
-    obj : xarray.Dataset or xarray.DataTree
+    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
         The object that it is an attribute of.
 
     Examples
@@ -64,8 +66,17 @@ class CheckpointAccessor(Generic[Obj]):
       ...
     """
 
-    def __init__(self, obj: Obj) -> None:
-        self._obj = obj
+    @overload
+    def __init__(self: CheckpointAccessor[xr.Dataset], obj: xr.DataArray) -> None: ...
+
+    @overload
+    def __init__(self, obj: Obj) -> None: ...
+
+    def __init__(self, obj: Any) -> None:
+        self._given: xr.Dataset | xr.DataTree | xr.DataArray = obj
+        if isinstance(obj, xr.DataArray):
+            obj = _of_one(obj)
+        self._obj: Obj = obj
         self._names: frozenset[str] = frozenset()
         self._tensors: OpenTensors | None = None
         self._stats: xr.Dataset | None = None
@@ -75,15 +86,19 @@ class CheckpointAccessor(Generic[Obj]):
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
 
-        if self.format is None:
-            return _not_ours(self._obj)
-        return render(self._summary())
+        result = self._result()
+        if result is not None:
+            return result
+        return render(self._summary()) if self._has_summary else _not_ours(self._given)
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        if self.format is None:
-            return f"<p>{escape(_not_ours(self._obj))}</p>"
+        result = self._result()
+        if result is not None:
+            return f"<pre style='line-height:1.4'>{escape(result)}</pre>"
+        if not self._has_summary:
+            return f"<p>{escape(_not_ours(self._given))}</p>"
         return self._html(self._summary())
 
     # What `xckpt.notebook.extension` shows in place of xarray's view of very many variables; None
@@ -164,7 +179,40 @@ class CheckpointAccessor(Generic[Obj]):
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 
-    def stack(self, modules: Literal[True] | str | Collection[str] = True) -> Obj:  # noqa: FBT002  one of three kinds
+    def modules(self) -> pd.DataFrame:
+        """Say which numbers each module has, and which tensors have them. Nothing is read.
+
+        It tells why stacking makes both ``layers`` and ``layers_2``: their tensors have different
+        numbers.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row for each set of numbers: ``module``, ``numbers`` (``"{0..60}"``), how many
+            these are, ``dim`` (the dimension that has them, empty where they are not stacked), and
+            ``variables``, the names of the tensors without their numbers.
+
+        Examples
+        --------
+        >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
+        >>> ds.ckpt.modules()  # doctest: +SKIP
+        """
+        import pandas as pd
+
+        from xckpt.notebook.folding import indices_text
+        from xckpt.stacking import number_sets
+
+        rows = [
+            (s.module, indices_text(map(str, s.numbers)), len(s.numbers), s.dim or "", s.variables)
+            for s in number_sets(self._obj)
+        ]
+        return pd.DataFrame(rows, columns=["module", "numbers", "count", "dim", "variables"])
+
+    def stack(
+        self,
+        modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
+        join: Literal["exact", "outer"] = "exact",
+    ) -> Obj:
         """Make numbered modules dimensions, as ``open_dataset(..., stack=...)`` does.
 
         ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... of one shape and element type become the
@@ -175,16 +223,24 @@ class CheckpointAccessor(Generic[Obj]):
         ----------
         modules : True, str, or list of str, default True
             The modules whose numbers become dimensions, by default all.
+        join : {"exact", "outer"}, default "exact"
+            What becomes of modules of which some tensors have only some numbers. "exact": other
+            numbers are another dimension (``layers_1``). "outer": one dimension has them all, and
+            members that are absent are NaN; variables whose type has no NaN, as integers, are
+            stacked as for "exact".
 
         Returns
         -------
         xarray.Dataset or xarray.DataTree
-            As the object is. What does not fit into a full grid stays as it is.
+            As the object is. A tensor whose name differs from no other by numbers alone, or that
+            has another shape or type, stays as it is.
 
         Raises
         ------
         TypeError
             If `modules` is none of these.
+        ValueError
+            If `join` is neither.
 
         Examples
         --------
@@ -193,7 +249,7 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.stacking import stack_modules
 
-        return stack_modules(self._obj, modules)
+        return stack_modules(self._obj, modules, join)
 
     def unstack(self) -> Obj:
         """Return every stacked tensor a variable of its own again, the inverse of `stack`.
@@ -511,7 +567,8 @@ class CheckpointAccessor(Generic[Obj]):
         Parameters
         ----------
         stats : xarray.Dataset, optional
-            Statistics of this object; by default they are computed, or taken from the cache.
+            Statistics of this object; by default the object itself if it is statistics, else they
+            are computed, or taken from the cache.
 
         Returns
         -------
@@ -520,6 +577,8 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.statistics import findings
 
+        if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
+            stats = self._obj
         return findings(self.stats() if stats is None else stats)
 
     def compare(
@@ -560,7 +619,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.statistics import compare
 
         return compare(
-            self._obj,
+            self._given,
             other,
             names=names,
             tensors=tensors,
@@ -613,8 +672,8 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.exploring import explore
         from xckpt.tensors import OpenTensors
 
-        if self.format is None:
-            raise ValueError(_not_ours(self._obj))
+        if not self._has_summary:
+            raise ValueError(_not_ours(self._given))
         tensors = OpenTensors(self._obj)
         return explore(tensors, self._summary(tensors), self._stats)
 
@@ -718,7 +777,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.writing import save
 
         return save(
-            self._obj,
+            self._given,
             path,
             engine,
             encoding=encoding,
@@ -833,7 +892,7 @@ class CheckpointAccessor(Generic[Obj]):
         """
         namespace = self._encoding.get("namespace")
         if namespace is None:
-            raise ValueError(_not_ours(self._obj))
+            raise ValueError(_not_ours(self._given))
         # Collected once, as callers ask for many; anew where a name is missing.
         if name not in self._names:
             from xckpt.tensors import OpenTensors, no_tensor
@@ -848,6 +907,20 @@ class CheckpointAccessor(Generic[Obj]):
 
         variables = flatten(self._obj).variables.values()
         return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
+
+    def _result(self) -> str | None:
+        """Write what the object is, if it is statistics and not tensors."""
+        if isinstance(self._obj, xr.DataTree) or not {"statistic", "bin"} & set(self._obj.dims):
+            return None
+        from xckpt.statistics import result_text
+
+        return result_text(self._obj)
+
+    @property
+    def _has_summary(self) -> bool:
+        """Whether it was opened from a checkpoint; an array of one has the encoding of its own."""
+        is_array = isinstance(self._given, xr.DataArray)
+        return self.format is not None or (is_array and "layout" in self._given.encoding)
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -910,7 +983,16 @@ class CheckpointAccessor(Generic[Obj]):
         return self._findings
 
 
-def _not_ours(obj: xr.Dataset | xr.DataTree) -> str:
+def _of_one(array: xr.DataArray) -> xr.Dataset:
+    """Make a Dataset of an array, which keeps what is known of it."""
+    name = "data" if array.name is None else array.name
+    coords = array.drop_vars([name]).coords if name in array.coords else array.coords
+    ds = xr.Dataset({name: array.variable}, coords)
+    ds.encoding = {key: array.encoding[key] for key in ("source",) if key in array.encoding}
+    return ds
+
+
+def _not_ours(obj: xr.Dataset | xr.DataTree | xr.DataArray) -> str:
     engines = ", ".join(repr(name) for name in formats.names())
     return (
         f"<Checkpoint: none>  this {type(obj).__name__} was not opened from a checkpoint by "

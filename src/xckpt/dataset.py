@@ -228,10 +228,13 @@ def _group(
             kind = group.coords if coords.has(each) else group.variables
             kind[leaf] = maker.variable(each, dims, axes)
             continue
-        attrs = stacked_attrs([tensor.attrs for tensor in each.stacked.members.tensors])
+        places = each.stacked.members.tensors
+        attrs = stacked_attrs([None if tensor is None else tensor.attrs for tensor in places])
         group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
         stack = each.stacked.stack
-        marks[each.name] = StackRecord(stack.template, stack.dims, each.suffix)
+        marks[each.name] = StackRecord(
+            stack.template, stack.dims, each.suffix, stack.indices, present=stack.present
+        )
         add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[each.name] = attrs.dropped
@@ -345,8 +348,9 @@ class VariableMaker:
             raise ValueError(f"{listed.name} is not stacked")
         stack, members = listed.stacked
         # Other tensors of the same file may be stacked under the same name.
-        array = self.array(listed.name, listed.lazy, _digest((stack.template, stack.indices)))
-        encoding = _stacked_encoding(members.tensors, listed.role, self.source)
+        told = (stack.template, stack.indices, stack.present and stack.members)
+        array = self.array(listed.name, listed.lazy, _digest(told))
+        encoding = _stacked_encoding(members.present, listed.role, self.source)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
         encoding["stack"] = StackRecord(
             stack.template,
@@ -356,6 +360,7 @@ class VariableMaker:
             tuple(attrs),
             array.name,
             OpenedMembers(self, members, listed.suffix, axes),
+            stack.present,
         )
         return LazyVariable.of(dims, array, attrs or None, encoding)
 

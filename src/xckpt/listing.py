@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import LazyArray, lazy_arrays
-from xckpt.arrays.stacked import StackedArray, TensorArrays
+from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.labels.selection import similar
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
-__all__ = ["Listed", "Listing", "kind_of", "list_arrays", "stacked_modules"]
+__all__ = ["Listed", "Listing", "kind_of", "list_arrays", "require_join", "stacked_modules"]
 
 # Shown in a message.
 _MOST_MODULES = 8
@@ -128,9 +128,9 @@ def list_arrays(
         kept = set(chosen)
         chosen = [name for name in index.arrangement.order if name in kept]
     tensors = [index.tensors[name] for name in chosen if name not in drop]
-    stacks = _stacks(tensors, index, options, for_tree=for_tree)
-    members = {name for each in stacks.values() for name in each.members}
     sources = sources_of(source, index.shards)
+    stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
+    members = {name for each in stacks.values() for name in each.members}
     arrays: list[Listed] = []
     for tensor in tensors:
         stacked = stacks.get(tensor.name)
@@ -183,6 +183,13 @@ def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[
     return modules
 
 
+def require_join(join: str) -> str:
+    """Return the option `join`."""
+    if join not in {"exact", "outer"}:
+        raise ValueError(f"join={join!r}: expected 'exact' or 'outer'")
+    return join
+
+
 def free_name(name: str, taken: Collection[str]) -> str:
     """Name a variable that is no tensor; tensors have their exact names, so it gives way."""
     while name in taken:
@@ -203,21 +210,34 @@ def _arrays(
         for role, lazy in arrays.items():
             yield Listed(tensor.name, lazy, tensor, role)
         return
-    tensors = tuple([index.tensors[name] for name in stacked.members])
-    for role in arrays:
-        members = TensorArrays(tensors, role, sources, options.reading)
-        lazy = StackedArray(stacked.name, members, stacked.shape)
-        yield Listed(stacked.name, lazy, tensor, role, Stacked(stacked, members))
+    tensors = tuple(stacked.spread([index.tensors[name] for name in stacked.members]))
+    for role, lazy in arrays.items():
+        absent = AbsentArray(stacked.name, lazy.shape, lazy.dtype) if stacked.present else None
+        members = TensorArrays(tensors, role, sources, options.reading, absent)
+        grid = StackedArray(stacked.name, members, stacked.shape)
+        yield Listed(stacked.name, grid, tensor, role, Stacked(stacked, members))
 
 
 def _stacks(
-    tensors: list[Tensor], index: Index, options: OpenOptions, *, for_tree: bool
+    tensors: list[Tensor],
+    index: Index,
+    sources: Mapping[str | None, Source],
+    options: OpenOptions,
+    *,
+    for_tree: bool,
 ) -> dict[str, Stack]:
     """Find what is to be stacked, by the first tensor of each stack in file order."""
     if options.stack is False:
         return {}
     only = stacked_modules(options.stack)
     axes = AxisNames(options.dims)
+
+    def outer(name: str) -> bool:
+        tensor = index.tensors[name]
+        if tensor.problem is not None or _in_parts(tensor, options):
+            return False
+        (lazy,) = lazy_arrays(tensor, sources, options.reading).values()
+        return can_be_absent(lazy.empty((0,) * lazy.ndim))
 
     def stacks(
         tensors: Collection[Tensor], wanted: Mapping[str, tuple[str, ...]] | None = None
@@ -226,9 +246,10 @@ def _stacks(
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
         parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
+        how = outer if require_join(options.join) == "outer" else None
         if for_tree:
-            return stack_in_tree(kinds, only, paths, reserved, wanted=wanted)
-        return stack(kinds, only, paths, reserved, wanted)
+            return stack_in_tree(kinds, only, paths, reserved, wanted=wanted, outer=how)
+        return stack(kinds, only, paths, reserved, wanted, outer=how)
 
     order = {tensor.name: number for number, tensor in enumerate(tensors)}
     warn_of_unknown_modules(order, only, stacklevel=7)

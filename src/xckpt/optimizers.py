@@ -12,28 +12,49 @@ from xckpt.labels import AxisNames
 from xckpt.stacking import unstack_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import xarray as xr
 
 __all__ = ["join_optimizer"]
 
-_STATE = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
+_BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
+# What torch.optim, and optimizers like its own, keep for a parameter.
+_FIELDS = frozenset(
+    {
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+        *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
+    }
+)
+# Components that wrappers of modules put anywhere into names, and what stands in front of names
+# where the state of a whole training is in one file.
+_WRAPPERS = frozenset(
+    {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_flat_param"}
+)
+_ABOVE = frozenset(
+    {
+        *("app", "model", "optimizer", "optim", "state", "optimizer_state", "optim_state"),
+        *("optimizer_state_dict", "base_optimizer_state"),
+    }
+)
 
 
 def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     """Attach the state of an optimizer to the parameters of a model.
 
-    A training framework that keeps both in files of their own links them by the identity of the
-    parameter: the attribute `param_id` of a variable in `model`, and the first component of the
-    names in `optimizer` (``"9283.momentum.moment_1"``).
+    State belongs to a parameter by its name or by its identity. By name: ``fc.weight.exp_avg`` or
+    ``exp_avg.fc.weight`` belongs to ``fc.weight``; what FSDP, DeepSpeed, `torch.compile` and
+    checkpoints of a whole training put in front or in between (``optimizer.state.``, ``module.``,
+    ``_fsdp_wrapped_module.``) does not matter, on either side. By identity: the attribute
+    `param_id` of a variable in `model` is the first component of names in `optimizer`
+    (``"9283.momentum.moment_1"``).
 
     Parameters
     ----------
     model : xarray.Dataset
         A checkpoint of a module, as it was opened. What is stacked is taken apart first.
     optimizer : xarray.Dataset
-        The record of its optimizer.
+        The state of its optimizer.
 
     Returns
     -------
@@ -64,17 +85,18 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     True
     """
     model, optimizer = unstack_modules(model), unstack_modules(optimizer)
-    parameters = _parameters(model)
+    parameters = _Parameters(model)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
     found: list[_State] = []
     lost: list[str] = []
     for name, state in states.items():
-        match = _STATE.fullmatch(name)
-        owners = parameters.get(match[1], {}) if match is not None else {}
-        found += [_State(name, state, *owner) for owner in owners.items()]
+        tensor = str(state.encoding["tensor"]) if "part" in state.encoding else name
+        owners, field = parameters.owners(tensor)
+        suffix = name.removeprefix(tensor)
+        found += [_State(name, state, *owner, field, suffix) for owner in owners.items()]
         if not owners:
             found.append(_State(name, state))
-            lost += [name] if match is not None else []
+            lost += [name] if _is_state(tensor) else []
     if all(state.parameter is None for state in found):
         raise ValueError(_nothing_shared(parameters, lost))
     if lost:
@@ -94,34 +116,93 @@ class _State(NamedTuple):
     variable: xr.Variable
     parameter: str | None = None
     owner: xr.Variable | None = None
+    field: str = ""
+    suffix: str = ""  # of a part
 
-    def renamed(self, name: str) -> str:
-        """Put the name of the parameter for its identity."""
-        return name if self.parameter is None else f"{self.parameter}:{name.partition('.')[2]}"
+    def renamed(self, name: str, suffix: str = "") -> str:
+        """Put the name of the parameter in front of what is kept for it."""
+        return name if self.parameter is None else f"{self.parameter}:{self.field}{suffix}"
 
 
-def _parameters(model: xr.Dataset) -> dict[str, dict[str, xr.Variable]]:
-    """Find the parameters of each identity, with a variable that shows their dimensions."""
-    parameters: dict[str, dict[str, xr.Variable]] = {}
-    for name, variable in model.variables.items():
-        identity = variable.attrs.get("param_id")
-        tensor = str(variable.encoding.get("tensor", name))
-        # State has the identity of its parameter too.
-        is_state = "parameter" in variable.attrs or tensor.startswith(f"{identity}.")
-        if identity is not None and not is_state:
+_Owners = dict[str, "xr.Variable"]
+
+
+class _Parameters:
+    """The parameters of a model: by identity and by name, with a variable that has their axes."""
+
+    def __init__(self, model: xr.Dataset) -> None:
+        self.by_id: dict[str, _Owners] = {}
+        self.by_name: dict[str, _Owners] = {}
+        for name, variable in model.variables.items():
+            identity = variable.attrs.get("param_id")
+            tensor = str(variable.encoding.get("tensor", name))
+            # State has the identity of its parameter too.
+            if "parameter" in variable.attrs or tensor.startswith(f"{identity}."):
+                continue
             parameter = tensor if "part" in variable.encoding else str(name)
-            parameters.setdefault(str(identity), {}).setdefault(parameter, variable)
-    return parameters
+            self.by_name.setdefault(parameter, {}).setdefault(parameter, variable)
+            if identity is not None:
+                self.by_id.setdefault(str(identity), {}).setdefault(parameter, variable)
+        # Names without what is around them, unless several parameters would share one.
+        self._bare: dict[str, _Owners] = {}
+        for parameter, owner in self.by_name.items():
+            bare = _without_wrappers(parameter.split("."))
+            while len(bare) > 1 and bare[0] in _ABOVE:
+                del bare[0]
+            self._bare.setdefault(".".join(bare), {}).update(owner)
+        self._bare = {name: owners for name, owners in self._bare.items() if len(owners) == 1}
+
+    def owners(self, name: str) -> tuple[_Owners, str]:
+        """Find the parameters that state belongs to, and what it is of them."""
+        path = name.split(".")
+        for known, components in ((self.by_name, path), (self._bare, _without_wrappers(path))):
+            for start in range(len(components)):
+                if start and components[start - 1] not in _ABOVE:
+                    break
+                rest = components[start:]
+                by_id = _BY_ID.fullmatch(".".join(rest))
+                if by_id is not None and by_id[1] in self.by_id:
+                    return self.by_id[by_id[1]], by_id[2]
+                for stop in range(len(rest) - 1, 0, -1):
+                    owners = known.get(".".join(rest[:stop]))
+                    if owners:
+                        return owners, ".".join(rest[stop:])
+                owners = known.get(".".join(rest[1:])) if rest[0] in _FIELDS else None
+                if owners:
+                    return owners, rest[0]
+        return {}, ""
 
 
-def _nothing_shared(parameters: Mapping[str, object], lost: Sequence[str]) -> str:
-    if not parameters:
-        return "the model has no parameters with the attribute 'param_id'"
+def _without_wrappers(path: Sequence[str]) -> list[str]:
+    return [component for component in path if component not in _WRAPPERS]
+
+
+def _is_state(name: str) -> bool:
+    """Return whether a name looks like that of something kept for one parameter."""
+    path = name.split(".")
+    while len(path) > 1 and path[0] in _ABOVE | _WRAPPERS:
+        del path[0]
+    is_field = len(path) > 1 and not _FIELDS.isdisjoint({path[0], path[-1]})
+    return is_field or _BY_ID.fullmatch(".".join(path)) is not None
+
+
+def _nothing_shared(parameters: _Parameters, lost: Sequence[str]) -> str:
+    first = next(iter(parameters.by_name), None)
+    has = f"; {shown(first)} is in the model" if first is not None else ""
+    if not parameters.by_id:
+        what = f", {shown(lost[0])} for one" if lost else ""
+        return (
+            "the model has no parameters with the attribute 'param_id', and none of a name that is "
+            f"in the names of the optimizer{what}{has}"
+        )
     if not lost:
-        return "the optimizer has no variables with names of the form '{param_id}.{field}'"
+        return (
+            "the optimizer has no variables with names of the form '{param_id}.{field}' or "
+            f"'{{parameter}}.{{field}}'{has}"
+        )
     return (
-        f"no parameter of the model has a 'param_id' that the optimizer knows: {shown(lost[0])} "
-        f"is in the optimizer, {next(iter(parameters))} in the model. "
+        f"no parameter of the model has a 'param_id' or a name that the optimizer knows: "
+        f"{shown(lost[0])} is in the optimizer, {next(iter(parameters.by_id))} in the model. "
         "Are they of one checkpoint, the model first?"
     )
 
@@ -130,7 +211,7 @@ def _attached(model: xr.Dataset, found: Sequence[_State]) -> dict[str, xr.Variab
     """Name the state and its axes as the model allows."""
     named: dict[str, _State] = {}
     for state in found:
-        name = state.renamed(state.name)
+        name = state.renamed(state.name, state.suffix)
         while name in named or name in model.variables:
             name = f"{name}:"
         named[name] = state

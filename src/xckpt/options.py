@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import re
@@ -35,6 +35,12 @@ class OpenOptions:
         Whether numbered modules become dimensions: ``layers.0.w``, ``layers.1.w``, ... of one
         kind are the variable ``layers.w`` then, with a dimension ``layers``. Names are those of
         the modules that are to be stacked, others stay apart.
+    join : {"exact", "outer"}, default "exact"
+        With `stack`: what becomes of modules of which some tensors have only some numbers, as
+        experts from the second layer on. "exact": other numbers are another dimension
+        (``layers_1``). "outer": one dimension has them all, and members that the file does not
+        have are NaN that nothing is read for; where an element type has no NaN, as integers, it
+        is as for "exact".
     decode : bool, default True
         Whether to give types that numpy and xarray compute well with (float16, bfloat16 and
         smaller floats become float32, quantised tensors are dequantised) or the stored types, with
@@ -60,6 +66,7 @@ class OpenOptions:
     tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None
     dims: Mapping[str, Sequence[str | None]] | None = None
     stack: bool | str | Sequence[str] = False
+    join: Literal["exact", "outer"] = "exact"
     decode: bool = True
     sparse: bool = False
     verify: bool | None = None

@@ -8,7 +8,7 @@ after a selection, the coordinates tell.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -16,14 +16,16 @@ import pandas as pd
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.graph import TensorGraph, tensor_array
+from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
+from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.selection import target_nbytes
-from xckpt.arrays.stacked import StackedArray
+from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
 from xckpt.dataset import StackMarks, add_coords
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.stacking import (
     Stack,
+    is_index,
     numbered,
     numbered_bases,
     stack,
@@ -31,26 +33,28 @@ from xckpt.labels.stacking import (
     stacked_attrs,
     words,
 )
-from xckpt.listing import stacked_modules, warn_of_unknown_modules
-from xckpt.tensors import Flat, Obj, flatten, member_variables, rebuild
+from xckpt.listing import require_join, stacked_modules, warn_of_unknown_modules
+from xckpt.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
 from xckpt.variables import LazyVariable, Member, StackRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 
-__all__ = ["select_modules", "stack_modules", "unstack_modules"]
+__all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
 
 
 def stack_modules(
     obj: Obj,
     modules: Literal[True] | str | Collection[str] = True,  # noqa: FBT002  one of three kinds
+    join: Literal["exact", "outer"] = "exact",
 ) -> Obj:
     """Make numbered modules dimensions."""
     only = stacked_modules(modules)
+    require_join(join)
     flat = flatten(obj)
     warn_of_unknown_modules([n for n in flat.variables if isinstance(n, str)], only)
-    new, dropped = _stacked(obj, flat, _stacks(obj, flat, only))
+    new, dropped = _stacked(obj, flat, _stacks(obj, flat, only, join))
     result: Obj = rebuild(obj, new)
     if len(new.variables) < len(flat.variables):
         order = obj.encoding.get("flat_order", tuple(flat.variables))
@@ -91,10 +95,74 @@ def unstack_modules(obj: Obj) -> Obj:
     return result
 
 
+# --- which numbers there are ---------------------------------------------------------------------
+
+
+class NumberSet(NamedTuple):
+    """Numbers that a module has, and the tensors that have just these.
+
+    Parameters
+    ----------
+    module : str
+        Its path without other numbers: ``model.layers``.
+    numbers : tuple of int
+        Ascending.
+    dim : str or None
+        The dimension that has them, None where they are not stacked.
+    variables : tuple of str
+        Names of the tensors without their numbers: ``model.layers.mlp.w``.
+    """
+
+    module: str
+    numbers: tuple[int, ...]
+    dim: str | None
+    variables: tuple[str, ...]
+
+
+def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
+    """List which sets of numbers each module has, the largest first, and which tensors have them.
+
+    A module with several sets is why stacking makes several dimensions of it, or, in an outer
+    join, why members are absent.
+    """
+    flat = flatten(obj)
+    indexes = {path: flat.indexes(path) for path in flat.coords}
+    # By the words of a name: the numbers along each index, by module, position and dimension.
+    names: dict[tuple[str, ...], dict[tuple[str, int, str | None], set[int]]] = {}
+    for name, variable in flat.variables.items():
+        record = variable.encoding.get("stack")
+        left: Iterator[tuple[str, set[int]]] = iter(())
+        template: Sequence[str | int | None] = str(name).split(".")
+        if record is not None:
+            try:
+                members = member_numbers(str(name), variable, indexes[flat.nodes[name]])
+            except ValueError:  # it cannot be told which are left
+                continue
+            along = map(set, zip(*members, strict=True)) if members else [set()] * len(record.dims)
+            left, template = zip(record.dims, along, strict=True), record.template
+        path: list[str] = []
+        axes: list[tuple[tuple[str, int, str | None], set[int]]] = []
+        for part in template:
+            if isinstance(part, str) and not is_index(part):
+                path.append(part)
+                continue
+            dim, numbers = (None, {int(part)}) if isinstance(part, str) else next(left)
+            axes.append(((".".join(path) or "index", len(axes), dim), numbers))
+        for axis, numbers in axes:
+            names.setdefault(tuple(path), {}).setdefault(axis, set()).update(numbers)
+    sets: dict[tuple[str, tuple[int, ...], str | None], list[str]] = {}
+    for parts, of in names.items():
+        for (module, _, dim), numbers in of.items():
+            sets.setdefault((module, tuple(sorted(numbers)), dim), []).append(".".join(parts))
+    found = [NumberSet(*each, tuple(variables)) for each, variables in sets.items() if each[1]]
+    order = {each.module: at for at, each in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda each: (order[each.module], -len(each.numbers)))
+
+
 # --- stacking ------------------------------------------------------------------------------------
 
 
-def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
+def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> list[Stack]:
     kinds, others = {}, []
     for name, variable in flat.variables.items():
         if isinstance(name, str) and "stack" not in variable.encoding:
@@ -106,9 +174,22 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None) -> list[Stack]:
     reserved = {str(dim) for variable in flat.variables.values() for dim in variable.dims}
     reserved |= {str(name) for coords in flat.coords.values() for name in coords}
     reserved |= set(others)
+
+    def outer(name: str) -> bool:
+        variable = flat.variables[name]
+        data: Any = variable._data  # noqa: SLF001  see `_kind`
+        if "part" in variable.encoding or (
+            is_stored(data) and isinstance(data.dask.lazy, UnreadableArray)
+        ):
+            return False
+        is_elsewhere = isinstance(data, ExplicitlyIndexed)
+        meta = np.empty(0, variable.dtype) if is_elsewhere else getattr(data, "_meta", data)
+        return can_be_absent(meta)
+
+    how = outer if join == "outer" else None
     if isinstance(obj, xr.DataTree):
-        return stack_in_tree(kinds, only, paths, reserved, others=others)
-    return stack(kinds, only, paths, reserved)
+        return stack_in_tree(kinds, only, paths, reserved, others=others, outer=how)
+    return stack(kinds, only, paths, reserved, outer=how)
 
 
 def _kind(variable: xr.Variable) -> tuple[Any, ...]:
@@ -136,10 +217,12 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
             if name not in members:
                 variables[name] = variable
             continue
-        attrs = stacked_attrs([flat.variables[member].attrs for member in each.members])
+        attrs = stacked_attrs([*each.spread([flat.variables[n].attrs for n in each.members])])
         variables[each.name] = _stack_variable(each, flat, attrs.shared)
         path, leaf = places[each.name]
-        marks[each.name] = StackRecord(each.template, each.dims)
+        marks[each.name] = StackRecord(
+            each.template, each.dims, indices=each.indices, present=each.present
+        )
         add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables, marks=marks)
         if attrs.dropped:
             dropped[each.name] = attrs.dropped
@@ -175,7 +258,8 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
         each.indices,
         tuple(shared),
         getattr(data, "name", None),
-        tuple([_as_member(variable) for variable in variables]),
+        tuple(each.spread([_as_member(variable) for variable in variables])),
+        each.present,
     )
     return LazyVariable.of((*each.dims, *first.dims), data, shared or None, encoding)
 
@@ -196,18 +280,26 @@ def _as_member(variable: xr.Variable) -> Member:
 
 def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:
     """Stack arrays along the grid; lazy ones of tensors stay one chunk or several each."""
+    first = arrays[0]
+    places: list[Any] = list(each.spread(arrays))
     if all(isinstance(array, da.Array) and isinstance(array.dask, TensorGraph) for array in arrays):
-        lazy = StackedArray(each.name, [array.dask.lazy for array in arrays], each.shape)
-        told = "\0".join([each.name, *(array.name for array in arrays)])
+        absent = AbsentArray(each.name, first.shape, first.dtype)
+        members = [absent if array is None else array.dask.lazy for array in places]
+        lazy = StackedArray(each.name, members, each.shape)
+        told = "\0".join([each.name, *("" if array is None else array.name for array in places)])
         token = blake2b(told.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         chunks = lazy.chunks(target_nbytes())
         return tensor_array(lazy, f"{each.name}-{token}", chunks, lazy.empty((0,) * lazy.ndim))
+    if each.present is not None:
+        of = next((array for array in arrays if isinstance(array, da.Array)), first)
+        absent = (da if isinstance(of, da.Array) else np).full_like(of, np.nan)
+        places = [absent if array is None else array for array in places]
     if not any(isinstance(array, da.Array) for array in arrays):
-        return np.stack(arrays).reshape((*each.shape, *arrays[0].shape))
+        return np.stack(places).reshape((*each.shape, *first.shape))
     for count in reversed(each.shape):
-        rows = range(0, len(arrays), count)
-        arrays = [da.stack(arrays[row : row + count]) for row in rows]
-    return arrays[0]
+        rows = range(0, len(places), count)
+        places = [da.stack(places[row : row + count]) for row in rows]
+    return places[0]
 
 
 def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool = False) -> Obj:
@@ -228,7 +320,7 @@ def select_modules(obj: Obj, indexers: Mapping[Any, Any], *, by_position: bool =
     keys: dict[str, dict[Hashable, Any]] = {}
     for name, variable in flat.variables.items():
         taken = _taken(places[name], chosen, of[name])
-        if taken is not None:
+        if taken is not None and _has_any(variable, taken, of[name]):
             variables[name] = variable.isel(_keys_of(variable, taken))
             keys.setdefault(flat.nodes[name], {}).update(taken)
     if not variables:
@@ -269,6 +361,20 @@ def _taken(
                 return None
             taken[axis] = at[0] if is_one else at
     return taken
+
+
+def _has_any(
+    variable: xr.Variable, taken: Mapping[Hashable, Any], indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether a variable has a member among what is taken of its stack."""
+    record = variable.encoding.get("stack")
+    if record is None or record.present is None:
+        return True
+    left = []
+    for dim in record.dims:
+        along = np.atleast_1d(indexes[dim].values)
+        left.append(set(np.atleast_1d(along[taken.get(dim, slice(None))]).tolist()))
+    return any(all(map(set.__contains__, left, numbers)) for numbers in record.present)
 
 
 def _keys_of(variable: xr.Variable, keys: Mapping[Hashable, Any]) -> dict[Hashable, Any]:

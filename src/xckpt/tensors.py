@@ -34,9 +34,11 @@ __all__ = [
     "OpenTensors",
     "find",
     "flatten",
+    "member_numbers",
     "member_variables",
     "no_tensor",
     "rebuild",
+    "remembered",
     "tensor_name",
 ]
 
@@ -202,6 +204,13 @@ class OpenTensors:
             if "shares" in variable.encoding and variable.encoding["shares"] in variables
         }
 
+    @property
+    def only(self) -> str:
+        """Name of the one tensor that there is."""
+        if len(self.rows) != 1:
+            raise ValueError(f"there are {len(self.rows)} tensors: say which one by its name")
+        return self.rows[0].name
+
     def variable(self, name: str) -> xr.Variable:
         """Return a tensor as a variable of its own."""
         if name not in self._homes:
@@ -271,7 +280,8 @@ class OpenTensors:
         record: StackRecord = variable.encoding["stack"]
         sizes = zip(variable.dims, variable.shape, strict=True)
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
-        nbytes = row.nbytes // len(record.members)
+        count = len(record.members if record.present is None else record.present)
+        nbytes = row.nbytes // count
         self._members[row.name] = members
         for member in members.numbers:
             if member not in self._homes and member not in self._flat.variables:
@@ -343,6 +353,13 @@ def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Vari
     return list(_Members(name, variable, indexes).numbers)
 
 
+def member_numbers(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> list[tuple[int, ...]]:
+    """Return the indices of the tensors that a stacked variable still has."""
+    return list(_Members(name, variable, indexes).numbers.values())
+
+
 def member_variables(
     name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
 ) -> dict[str, xr.Variable]:
@@ -358,10 +375,15 @@ class _Members:
         self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
     ) -> None:
         record: StackRecord = variable.encoding["stack"]
-        #: The indices along each of the stacked dimensions.
-        self.along = left = tuple([_indices(name, variable, d, indexes) for d in record.dims])
+        left = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
         #: The index of each along the stacked dimensions.
-        self.numbers = dict(zip(record.names(left), product(*left), strict=True))
+        places = zip(record.names(left), product(*left), strict=True)
+        self.numbers = {name: numbers for name, numbers in places if name is not None}
+        there = [set(along) for along in zip(*self.numbers.values(), strict=True)]
+        there = there or [set()] * len(left)
+        #: The indices that there are of tensors along each of the stacked dimensions.
+        pairs = zip(left, there, strict=True)
+        self.along = tuple([tuple([n for n in along if n in some]) for along, some in pairs])
         self._variable, self._record = variable, record
         self._places = [{number: at for at, number in enumerate(along)} for along in left]
         self._before = [{number: at for at, number in enumerate(a)} for a in record.indices]
@@ -379,12 +401,13 @@ class _Members:
         """Return one of them as a variable of its own."""
         numbers, record = self.numbers[member], self._record
         # One that was not there before, as of something computed, has nothing to remember.
-        was = Member({}, {}, None)
+        was: Member | None = None
         if record.members and all(map(dict.__contains__, self._before, numbers)):
             position = 0
             for before, number in zip(self._before, numbers, strict=True):
                 position = position * len(before) + before[number]
             was = record.members[position]
+        was = was or Member({}, {}, None)
         data, dims = was.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._places, numbers)
@@ -399,6 +422,34 @@ class _Members:
         if isinstance(data, da.Array):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
         return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
+
+
+def remembered(name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> xr.Variable:
+    """Return a variable with the record of its stack, as long as the coordinates tell it.
+
+    What is computed has no encoding; the coordinates that stacking made still have theirs.
+    """
+    if "stack" in variable.encoding:
+        return variable
+    for index in indexes.values():
+        record = index.encoding.get("stack", {}).get(name)
+        if record is not None and _has_indices(variable, record, indexes):
+            variable = variable.copy(deep=False)
+            variable.encoding["stack"] = record
+            break
+    return variable
+
+
+def _has_indices(
+    variable: xr.Variable, record: StackRecord, indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether something computed still has what names the tensors it came from."""
+    return all(
+        dim in indexes
+        and "stack" in indexes[dim].encoding
+        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
+        for dim in record.dims
+    )
 
 
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:

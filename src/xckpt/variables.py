@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import dask.array as da
@@ -146,6 +147,9 @@ class StackRecord:
         Name of the dask array that was made; another array is a selection or a result.
     members : sequence of Member
         What each was, the last dimension fastest; none of something computed.
+    present : frozenset of tuple of int, optional
+        The indices of the members, where there are places without one; see
+        `xckpt.labels.stacking.Stack`.
     """
 
     template: tuple[str | int | None, ...]
@@ -154,11 +158,21 @@ class StackRecord:
     indices: tuple[tuple[int, ...], ...] = ()
     shared_attrs: tuple[str, ...] = ()
     array: str | None = None
-    members: Sequence[Member] = ()
+    members: Sequence[Member | None] = ()
+    present: frozenset[tuple[int, ...]] | None = None
 
-    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str]:
-        """Return the names of the members with some indices."""
-        return [name + self.suffix for name in flat_names(self.template, indices)]
+    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
+        """Return the names of the members with some indices, and None for places without one."""
+        names: list[str | None] = [n + self.suffix for n in flat_names(self.template, indices)]
+        if self.present is None:
+            return names
+        if any(map(set.difference, map(set, indices), map(set, self.indices))):
+            raise ValueError(
+                f"along {', '.join(self.dims)} there are other numbers than when it was stacked, "
+                "and some tensors were absent: unstack before the coordinates are changed"
+            )
+        places = product(*indices)
+        return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
 
     # xarray copies encodings deeply with their Dataset; this never changes.
     def __deepcopy__(self, memo: Any) -> Self:

@@ -13,16 +13,27 @@ COMPONENTS = st.sampled_from(["0", "1", "2", "10", "00", "007", "a", "b", "layer
 NAMES = st.lists(COMPONENTS, min_size=1, max_size=5).map(".".join)
 
 
-@given(st.dictionaries(NAMES, st.integers(0, 2), max_size=40), st.sampled_from([None, {"layers"}]))
-def test_nothing_is_lost_and_names_come_back(kinds: dict[str, int], only: set[str] | None) -> None:
-    stacks = stack(kinds, only)
+@given(
+    st.dictionaries(NAMES, st.integers(0, 2), max_size=40),
+    st.sampled_from([None, {"layers"}]),
+    st.booleans(),
+)
+def test_nothing_is_lost_and_names_come_back(
+    kinds: dict[str, int], only: set[str] | None, outer: bool
+) -> None:
+    # Those of kind 0 cannot be absent.
+    stacks = stack(kinds, only, outer=(lambda name: kinds[name] > 0) if outer else None)
     members = [name for each in stacks for name in each.members]
     assert len(members) == len(set(members))
     assert set(members) <= set(kinds)
     for each in stacks:
         assert len(each.members) > 1
         assert len({kinds[name] for name in each.members}) == 1
-        assert flat_names(each.template, each.indices) == list(each.members)
+        places = list(each.spread(each.members))
+        every = flat_names(each.template, each.indices)
+        assert [name for name in every if name in each.members] == list(each.members)
+        assert all(name in {None, at} for name, at in zip(places, every, strict=True))
+        assert each.present is None or (outer and None in places and kinds[each.members[0]] > 0)
         assert len(each.dims) == len(set(each.dims)) == len(each.indices)
         assert all(tuple(sorted(set(along))) == along for along in each.indices)
     names = [each.name for each in stacks]

@@ -1,8 +1,12 @@
-"""Tensors of one kind as one array: the leading axes are a grid, each position of it a tensor."""
+"""Tensors of one kind as one array: the leading axes are a grid, each position of it a tensor.
+
+Where a grid has no tensor at a position, it has NaN, which nothing is read for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
@@ -20,6 +24,7 @@ from xckpt.arrays.selection import (
     result_shape,
     whole,
 )
+from xckpt.storage.local import BytesSource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
 
-__all__ = ["StackedArray", "TensorArrays"]
+__all__ = ["AbsentArray", "StackedArray", "TensorArrays", "can_be_absent"]
 
 # Members smaller than this share chunks, which are at most so large: to read 61 biases at once is
 # one task then, and to read one of them still reads that one.
@@ -39,14 +44,55 @@ _LARGEST_SHARED = 16 << 20
 _MOST_SHARED = 1024
 
 
+def can_be_absent(meta: Any) -> bool:
+    """Return whether NaN can stand for arrays like one: dense ones, of a type that has NaN."""
+    # Types of ml_dtypes are of the kinds "f" and "V", whether they have one or not.
+    with np.errstate(invalid="ignore"), suppress(TypeError, ValueError):
+        is_float = isinstance(meta, np.ndarray) and meta.dtype.kind in "fcV"
+        return is_float and bool(np.isnan(np.full((), np.nan, meta.dtype)))
+    return False
+
+
+_NOWHERE = BytesSource(b"")
+
+
+class AbsentArray(LazyArray):
+    """An array of NaN in the place of tensors that a file does not have."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        super().__init__(name, _NOWHERE, shape, dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AbsentArray, (self.name, self.shape, self.dtype)
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """None; see `LazyArray.sources`."""
+        return ()
+
+    def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
+        """Return a smaller one; see `LazyArray.sliced`."""
+        return AbsentArray(self.name, result_shape(self.shape, key), self.dtype)
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        return np.full(result_shape(self.shape, key), np.nan, self.dtype)
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: np.ndarray[Any, Any]) -> None:
+        out[...] = np.nan
+
+
 @dataclass(eq=False, slots=True)
 class TensorArrays(Sequence[LazyArray]):
     """The lazy arrays of many tensors, or of one part of each, made when they are asked for."""
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Tensor | None]
     role: str | None
     sources: Mapping[str | None, Source]
     options: ReadOptions
+    #: What is in the place of tensors that are None.
+    absent: AbsentArray | None = None
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -60,12 +106,23 @@ class TensorArrays(Sequence[LazyArray]):
     def __getitem__(self, position: int | slice) -> LazyArray | TensorArrays:
         if isinstance(position, slice):
             return replace(self, tensors=self.tensors[position])
-        return lazy_arrays(self.tensors[position], self.sources, self.options)[self.role]
+        tensor = self.tensors[position]
+        if tensor is not None:
+            return lazy_arrays(tensor, self.sources, self.options)[self.role]
+        if self.absent is None:
+            raise ValueError("no array stands for the tensors that are absent")
+        return self.absent
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The tensors that are there."""
+        return [tensor for tensor in self.tensors if tensor is not None]
 
     def take(self, positions: Sequence[int]) -> TensorArrays:
         """Return some of them, with the files of these alone."""
         tensors = tuple([self.tensors[position] for position in positions])
-        labels = {None, *(part.shard for tensor in tensors for part in tensor.parts.values())}
+        there = [tensor for tensor in tensors if tensor is not None]
+        labels = {None, *(part.shard for tensor in there for part in tensor.parts.values())}
         sources = {label: self.sources[label] for label in labels}
         return replace(self, tensors=tensors, sources=sources)
 
@@ -79,10 +136,15 @@ class StackedArray(LazyArray):
     __slots__ = ("grid", "members")
 
     def __init__(self, name: str, members: Sequence[LazyArray], grid: tuple[int, ...]) -> None:
-        first = members[0]
-        super().__init__(name, first.source, (*grid, *first.shape), first.dtype)
         self.members = members
         self.grid = grid
+        first = self.first
+        super().__init__(name, first.source, (*grid, *first.shape), first.dtype)
+
+    @property
+    def first(self) -> LazyArray:
+        """The first member that there is."""
+        return next((m for m in self.members if not isinstance(m, AbsentArray)), self.members[0])
 
     @property
     def sources(self) -> Collection[Source]:
@@ -94,7 +156,7 @@ class StackedArray(LazyArray):
     @property
     def advice(self) -> str:  # type: ignore[override]  # that of the members
         """What to do where all of it does not fit in memory."""
-        return self.members[0].advice
+        return self.first.advice
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return those of the members; see `LazyArray.ranges`."""
@@ -104,7 +166,7 @@ class StackedArray(LazyArray):
 
     def chunks(self, target: int) -> Chunks:
         """Return a chunk or several to each member; small members share some."""
-        first = self.members[0]
+        first = self.first
         inner = first.chunks(target)
         nbytes = prod(first.shape) * self.dtype.itemsize
         if nbytes < _SMALL and all(len(sizes) == 1 for sizes in inner):
@@ -114,7 +176,7 @@ class StackedArray(LazyArray):
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """Return an array without elements, of the kind that the members give."""
-        return self.members[0].empty(shape)
+        return self.first.empty(shape)
 
     def sliced(self, key: tuple[AxisKey, ...]) -> LazyArray:
         """Return fewer members, or one of them, where that is all; see `LazyArray.sliced`."""

@@ -4,7 +4,8 @@ A path component that is a whole number is an index; the component before it nam
 ``layers.0.w``, ``layers.1.w``, ... of one kind are the variable ``layers.w`` with the dimension
 ``layers``, whose coordinate has the indices. Zeros in front of them are kept in the template, where
 one number of digits spells them all. Every tensor is in exactly one group at one position, or in
-none and keeps its own name; nothing is padded.
+none and keeps its own name. A group is a full grid, or, in an outer join, lies on the indices that
+its modules have anywhere, so that some of its places are empty.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Hashable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
 __all__ = [
     "Numbered",
@@ -36,10 +45,14 @@ __all__ = [
     "words",
 ]
 
+_Item = TypeVar("_Item")
 _Path = tuple[str, ...]
 _Position = tuple[int, ...]
 # Components, None where an index stands, or its number of digits where zeros stand in front of it.
 _Template = tuple[str | int | None, ...]
+# In an outer join, places in a grid for each tensor in it. Where more are empty, as they can be in
+# a file that was made to take long, tensors have dimensions of their own.
+_MOST_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,8 @@ class Stack:
         The indices along each of these dimensions, ascending.
     members : tuple of str
         Names of the tensors; the last dimension varies fastest.
+    present : frozenset of tuple of int, optional
+        The indices of the members, where the grid has places without one.
     """
 
     name: str
@@ -66,11 +81,19 @@ class Stack:
     dims: tuple[str, ...]
     indices: tuple[tuple[int, ...], ...]
     members: tuple[str, ...]
+    present: frozenset[_Position] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent along each of the dimensions."""
         return tuple(len(along) for along in self.indices)
+
+    def spread(self, items: Iterable[_Item]) -> Iterator[_Item | None]:
+        """Put an item for each member at its place in the grid, and None where there is none."""
+        if self.present is None:
+            return iter(items)
+        each = iter(items)
+        return (next(each) if at in self.present else None for at in _product(self.indices))
 
 
 class _Pattern(NamedTuple):
@@ -86,6 +109,7 @@ class _Grid(NamedTuple):
     pattern: _Pattern
     indices: tuple[tuple[int, ...], ...]
     members: tuple[str, ...]
+    present: frozenset[_Position] | None = None
 
 
 def stack(
@@ -94,8 +118,14 @@ def stack(
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
     wanted: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    outer: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
-    """Group tensors by all but their modules' numbers; `wanted` names the dimensions of members."""
+    """Group tensors by all but their modules' numbers.
+
+    `wanted` names the dimensions of members; `outer` says of a tensor whether others of its kind
+    may be absent: these have all indices that their modules have.
+    """
     families: dict[tuple[_Pattern, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
@@ -105,10 +135,16 @@ def stack(
         if found is not None:
             pattern, spelled = found
             families[pattern, kind].append((spelled, name))
-    grids = [
-        _Grid(pattern, indices, tuple([members[place] for place in _product(indices)]))
+    alike = [
+        each
         for (family, _), spelled_members in families.items()
-        for pattern, members in _spelled_alike(family, spelled_members)
+        for each in _spelled_alike(family, spelled_members)
+        if len(each[1]) > 1
+    ]
+    grids, rest = ([], alike) if outer is None else _outer_grids(alike, outer)
+    grids += [
+        _Grid(pattern, indices, tuple([members[place] for place in _product(indices)]))
+        for pattern, members in rest
         for indices in _full_grids(list(members))
     ]
     order = {name: number for number, name in enumerate(kinds)}
@@ -124,11 +160,12 @@ def stack_in_tree(
     *,
     others: Collection[str] = (),
     wanted: Mapping[str, tuple[str, ...]] | None = None,
+    outer: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
     """Group tensors as `stack` does, for a tree of modules."""
     refused = set(reserved)
     while True:
-        stacks = stack(kinds, only, paths, refused, wanted)
+        stacks = stack(kinds, only, paths, refused, wanted, outer=outer)
         clashes = _clashes(stacks, [*kinds, *others], paths or {})
         if not clashes:
             return stacks
@@ -261,6 +298,47 @@ def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
     return [(tuple(firsts), *grid) for grid, firsts in rows.items()]
 
 
+# Tensors of one kind whose names differ in indices only, by these.
+_Family = tuple[_Pattern, dict[_Position, str]]
+
+
+def _outer_grids(
+    families: Iterable[_Family], outer: Callable[[str], bool]
+) -> tuple[list[_Grid], list[_Family]]:
+    """Put families on the indices that their modules have anywhere; return those left over too."""
+    rest: list[_Family] = []
+    joined: list[_Family] = []
+    for family in families:
+        (joined if outer(next(iter(family[1].values()))) else rest).append(family)
+    while True:
+        # A module is what stands before the index: encoder.layers and decoder.layers are two.
+        numbers: dict[_Template, set[int]] = defaultdict(set)
+        for (template, _), members in joined:
+            for module, along in zip(_modules(template), zip(*members, strict=True), strict=True):
+                numbers[module].update(along)
+        union = {module: tuple(sorted(found)) for module, found in numbers.items()}
+        grids: list[_Grid] = []
+        kept: list[_Family] = []
+        for pattern, members in joined:
+            indices = tuple([union[module] for module in _modules(pattern.template)])
+            places = prod(map(len, indices))
+            if places > _MOST_PLACES * len(members):
+                rest.append((pattern, members))
+                continue
+            kept.append((pattern, members))
+            present = None if places == len(members) else frozenset(members)
+            names = tuple([members[place] for place in sorted(members)])
+            grids.append(_Grid(pattern, indices, names, present))
+        if len(kept) == len(joined):
+            return grids, rest
+        joined = kept
+
+
+def _modules(template: _Template) -> list[_Template]:
+    """Return what stands before each index of a template."""
+    return [template[:at] for at, part in enumerate(template) if not isinstance(part, str)]
+
+
 def _product(indices: tuple[tuple[int, ...], ...]) -> list[_Position]:
     places: list[_Position] = [()]
     for along in indices:
@@ -293,6 +371,7 @@ def _named(
             tuple([dims[key] for key in each]),
             grid.indices,
             grid.members,
+            grid.present,
         )
         for (name, grid), each in zip(named, keys, strict=True)
     ]
@@ -396,7 +475,7 @@ class StackedAttrs(NamedTuple):
         Those that all members have, with one value.
     along : dict of str to array
         Those that all members have, with different values that fit an array: one for each
-        member, flat.
+        place, flat; NaN or an empty text where there is no member.
     dropped : list of str
         Names of the others.
     """
@@ -406,17 +485,22 @@ class StackedAttrs(NamedTuple):
     dropped: list[str]
 
 
-def stacked_attrs(members: Sequence[Mapping[str, Any]]) -> StackedAttrs:
-    """Split the attributes of the members of a stack."""
+def stacked_attrs(places: Sequence[Mapping[str, Any] | None]) -> StackedAttrs:
+    """Split the attributes of the members of a stack; None is a place without one."""
     found = StackedAttrs({}, {}, [])
-    if not any(members):
+    if not any(places):
         return found
+    members = [attrs for attrs in places if attrs is not None]
     names = dict.fromkeys(name for attrs in members for name in attrs)
     for name in names:
         values = [attrs.get(name, _MISSING) for attrs in members]
         if all(_equal(value, values[0]) for value in values[1:]):
             found.shared[name] = values[0]
             continue
+        if len(members) < len(places):
+            # Whole numbers and booleans have no such value: they are left out.
+            absent = {str: "", float: np.nan}.get(type(values[0]), _MISSING)
+            values = [absent if attrs is None else attrs.get(name, _MISSING) for attrs in places]
         array = _as_array(values)
         if array is None:
             found.dropped.append(name)

@@ -250,7 +250,7 @@ class Plots:
 
     def heatmap(
         self,
-        name: str,
+        name: str | None = None,
         *,
         rows: int | Literal["all"] = 256,
         columns: int = 256,
@@ -274,7 +274,8 @@ class Plots:
         Parameters
         ----------
         name : str
-            Name of a tensor in the file, also one that is stacked, or of a variable.
+            Name of a tensor in the file, also one that is stacked, or of a variable; where there
+            is one tensor alone, by default that.
         rows : int or "all", default 256
             The largest number of blocks along the rows; ``"all"`` reads all rows for 256 blocks.
         columns : int, default 256
@@ -299,14 +300,17 @@ class Plots:
         KeyError
             If the tensor does not exist.
         ValueError
-            If it has no elements, or `rows` or `columns` is not positive.
+            If it has no elements, or `rows` or `columns` is not positive, or there are several
+            tensors and no name.
 
         Examples
         --------
         >>> ds.ckpt.plot.heatmap("layers.5.mlp.gate_proj.weight", robust=True)  # doctest: +SKIP
         """
         from xckpt.plots.heatmap import draw_heatmap
+        from xckpt.tensors import OpenTensors
 
+        name = OpenTensors(self._obj).only if name is None else name
         return draw_heatmap(
             *(self._obj, name),
             **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},

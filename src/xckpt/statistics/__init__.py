@@ -3,7 +3,16 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.statistics.api import QUANTILES, findings, known_stats, stats, table, tensor_names
+from xckpt.statistics.api import (
+    QUANTILES,
+    findings,
+    known_stats,
+    result_text,
+    stats,
+    table,
+    tensor_names,
+    tensor_rows,
+)
 from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
@@ -21,9 +30,11 @@ __all__ = [
     "histogram",
     "known_stats",
     "require_numbers",
+    "result_text",
     "spectrum",
     "statistic_names",
     "stats",
     "table",
     "tensor_names",
+    "tensor_rows",
 ]

@@ -20,14 +20,14 @@ from xckpt.statistics.describe import (
     statistic_names,
 )
 from xckpt.statistics.differences import ranked
-from xckpt.statistics.entries import contents_of, deferred, laid_out, member_names
+from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -44,6 +44,14 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 #: Largest magnitude in standard deviations from which a tensor is said to explode. Of a billion
 #: normally distributed elements the largest is at about 6; trained weights reach some tens.
 EXPLODING = 100.0
+
+# Shown of a result at a glance, of a comparison or of statistics.
+_SHOWN = (
+    *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
+    *("min", "max", "mean", "std"),
+)
+_MOST_ROWS = 10
+_WIDEST_NAME = 48
 
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 _SEVERITIES = ("error", "warning", "info")
@@ -96,7 +104,9 @@ def stats(
     xarray.Dataset
         Each variable with the dimension ``statistic`` first, then those that were not reduced.
         ``attrs["dead_rows"]`` of a variable is the number of its rows that are all zeros, for
-        each tensor; a row is a slice along the axis that is stored slowest.
+        each tensor; a row is a slice along the axis that is stored slowest. Members that an outer
+        join of layers left empty are not counted: all of their statistics are NaN, and a table
+        does not have them.
 
         ============================  =========================================================
         ``count``                     number of elements
@@ -209,14 +219,26 @@ def _describe_all(
     with paused_collector():
         for at, entry in enumerate(entries):
             start, stop = stop, stop + len(entry.readers)
-            every.append(dead[start:stop])
+            some = dead[start:stop]
             if at in tables:
                 found.append(tables[at])
             elif entry.dims:
-                found.append(values[start:stop].T.reshape(-1, *entry.shape))
+                found.append(laid(values[start:stop], entry.shape, entry.gone))
             else:
                 found.append(values[start])
+            if entry.absent is not None and entry.gone is not None:
+                some = _at_places(some, entry.gone)
+                # But for `count` and `nan`, the first two, statistics are of the finite elements.
+                found[-1][:2] -= entry.absent
+                found[-1][:, entry.gone] = np.nan
+            every.append(some)
     return found, every
+
+
+def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
+    """Put how many rows of tensors are zeros at their places; no rows of absent ones are."""
+    each = iter(dead)
+    return [0 if is_gone else next(each) for is_gone in gone.ravel()] if dead else []
 
 
 def _describe_tensors(
@@ -279,11 +301,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     import pandas as pd
 
     with paused_collector():
-        described = _described(result)
+        names, values = tensor_rows(result)
         columns = result["statistic"].to_numpy().tolist()
-        names = _tensor_names(result, described)
-        blocks = [np.asarray(v.values).reshape(len(columns), -1).T for _, v in described]
-    values = np.concatenate(blocks) if blocks else np.empty((0, len(columns)))
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
@@ -292,18 +311,69 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
 def tensor_names(result: xr.Dataset) -> list[str]:
     """Name the tensors of a result, in the order of `table`."""
-    return _tensor_names(result, _described(result))
+    return [name for _, names in _named(result) for name in names if name is not None]
 
 
-def _tensor_names(
-    result: xr.Dataset, described: Sequence[tuple[Hashable, xr.Variable]]
-) -> list[str]:
+def tensor_rows(result: xr.Dataset) -> tuple[list[str], Array]:
+    """Return the names of the tensors of a result, and a row for each: its statistics or bins."""
+    found: list[str] = []
+    blocks = [np.empty((0, result.sizes.get("bin", result.sizes.get("statistic", 0))))]
+    for variable, names in _named(result):
+        rows = np.asarray(variable.values).reshape(variable.shape[0], -1).T
+        there = [name for name in names if name is not None]
+        kept = rows if len(there) == len(names) else rows[[name is not None for name in names]]
+        found += there
+        blocks.append(kept)
+    return found, np.concatenate(blocks if len(blocks) == 1 else blocks[1:])
+
+
+def _named(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]:
+    """Name the tensors of each variable of a result, None where they are absent."""
     coords = {name: result.variables[name] for name in result.coords}
-    return [
-        tensor
-        for name, variable in described
-        for tensor in member_names(name, variable, variable.dims[1:], coords)
-    ]
+    for name, variable in _described(result):
+        yield variable, member_names(name, variable, variable.dims[1:], coords)
+
+
+def result_text(result: xr.Dataset) -> str | None:
+    """Write what a result is, and its first rows; None for anything else."""
+    kind = _kind_of(result)
+    if kind is None:
+        return None
+    from xckpt.notebook.formatting import base_name, counted, printable, shortened
+
+    files = [result.attrs.get("source"), result.attrs.get("compared_with")]
+    of = " with ".join(base_name(str(file)) for file in files if file)
+    head = f"<{' of '.join(filter(None, (kind, of)))}>  {{}}"
+    names = tensor_names(result)
+    tensors = counted(len(names), "tensor")
+    if kind == "Histogram":
+        return head.format(f"{tensors} · {result.sizes['bin']} bins")
+    if any(hasattr(variable._data, "dask") for variable, _ in _named(result)):  # noqa: SLF001
+        return head.format(f"{tensors} · not computed yet")
+    frame = table(result)
+    fact = f"{len(result['statistic'])} statistics"
+    if "status" in frame:
+        counts = frame["status"].value_counts()
+        fact = ", ".join(f"{n:,} {status}" for status, n in counts.items() if n) or "none in common"
+    shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
+    top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
+    top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+    text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
+    more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), text, more)))
+
+
+def _kind_of(result: xr.Dataset) -> str | None:
+    axis = next((dim for dim in ("statistic", "bin") if dim in result.dims), None)
+    variables = [v for name, v in result.variables.items() if name not in result.coords]
+    if axis is None or axis not in result.coords or any(axis not in v.dims for v in variables):
+        return None
+    if axis == "bin":
+        return "Histogram" if "bin_left" in result.coords else None
+    names = result[axis].to_numpy().tolist()
+    if "status" in names:
+        return "Comparison"
+    return "Spectrum" if {"spectral_norm", "stable_rank"} & set(names) else "Statistics"
 
 
 def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
@@ -364,7 +434,7 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
     count, low, high, std = (columns[name] for name in ("count", "min", "max", "std"))
     zeros = (columns["zero"] == count) & (count > 1)
     one_value = (low == high) & (count > 1) & ~zeros
-    dead = _dead_rows(result, len(frame))
+    dead = _dead_rows(result)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["absmax"] / std
     # Not of few elements with a mean, rather than about zero: 100 and 101 do not explode.
@@ -388,16 +458,11 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["tensor", "rule", "value", "severity"])
 
 
-def _dead_rows(result: xr.Dataset, count: int) -> Array:
+def _dead_rows(result: xr.Dataset) -> Array:
     """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
     counts: list[float] = []
-    coords = set(result.coords)
-    for name, variable in result.variables.items():
-        if name in coords:
-            continue
-        size = variable.size // variable.sizes["statistic"]
+    for variable, names in _named(result):
         stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
-        counts += stated.tolist() if len(stated) == size else [np.nan] * size
-    if len(counts) != count:
-        raise ValueError("not a result of stats")
+        known = stated.tolist() if len(stated) == len(names) else [np.nan] * len(names)
+        counts += [n for n, name in zip(known, names, strict=True) if name is not None]
     return np.array(counts)

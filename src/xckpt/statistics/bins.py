@@ -14,7 +14,7 @@ from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
-from xckpt.statistics.entries import contents_of
+from xckpt.statistics.entries import contents_of, laid
 from xckpt.statistics.plausible import are_spans, are_tallies
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
@@ -178,7 +178,7 @@ def histogram(
     stop = 0
     for entry in entries:
         start, stop = stop, stop + len(entry.readers)
-        counts = rows[start:stop].astype(np.int64).T.reshape(-1, *entry.shape)
+        counts = laid(rows[start:stop].astype(np.int64), entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {

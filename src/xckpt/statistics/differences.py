@@ -19,7 +19,13 @@ from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.describe import scaled
-from xckpt.statistics.entries import Described, contents_of_all, deferred, laid_out
+from xckpt.statistics.entries import (
+    Described,
+    contents_of_all,
+    deferred,
+    laid,
+    laid_out,
+)
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
@@ -171,7 +177,7 @@ def compare(
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
-    inputs = list(zip(rows, shapes, strict=True))
+    inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
     find = partial(_compare_all, progress=progress, cache=cache)
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
@@ -184,18 +190,19 @@ def compare(
 
 
 def _compare_all(
-    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...]]],
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any]],
     *,
     progress: ProgressOption,
     cache: bool,
 ) -> list[Any]:
-    """Compare all pairs; return the array of each variable, of the shape that is given with it."""
-    pairs = [row.pair for rows, _ in inputs for row in rows if row.pair is not None]
+    """Compare all pairs; return the array of each variable, laid out as is given with it."""
+    pairs = [row.pair for rows, _, _ in inputs for row in rows if row.pair is not None]
     found = iter(compare_pairs(pairs, progress=progress, cache=cache))
     values = []
-    for rows, shape in inputs:
+    for rows, shape, gone in inputs:
         table = [row.known if row.pair is None else next(found) for row in rows]
-        values.append(np.array(table, np.float64).T.reshape(shape))
+        measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
+        values.append(laid(measured, shape, gone))
     return values
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from operator import getitem
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import Index
+from xckpt.labels import flat_name
 from xckpt.labels.selection import similar
-from xckpt.labels.stacking import flat_names
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage.limits import require_memory
+from xckpt.tensors import remembered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
+    from xckpt.variables import StackRecord
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 # Of the statistics of one row.
 _ROW_NBYTES = 256
@@ -53,6 +58,10 @@ class Described:
     #: The tensors; the last dimension varies fastest. None where short rows are described together.
     readers: tuple[Reader, ...]
     variable: xr.Variable
+    #: Where a stack has no tensor along these dimensions, and how many elements elsewhere stand
+    #: for absent ones; None where all are there.
+    gone: Array | None = None
+    absent: Array | None = None
 
     @property
     def encoding(self) -> dict[str, Any]:
@@ -82,7 +91,9 @@ class Subject:
             if dims is not None and not set(dims) & set(variable.dims):
                 continue
             try:
-                found.append(self._entry(name, variable, dims))
+                entry = self._entry(name, variable, dims)
+                if entry.gone is None or not entry.gone.all():
+                    found.append(entry)
             except TypeError as error:
                 text = f"{shown(str(name))} has no statistics: {error}"
                 warnings.warn(text, CheckpointWarning, stacklevel=4)
@@ -100,22 +111,27 @@ class Subject:
             with locating(tensor=str(name)):
                 rows = prod(_shape(variable, dims))
                 require_memory(rows * _ROW_NBYTES, "Describe fewer rows of it at once")
-            if prod(variable.sizes[dim] for dim in reduced if dim in variable.dims) <= LONGEST_ROW:
-                require_numbers(variable.dtype)
-                return Described(name, dims, _shape(variable, dims), (), variable)
-        lazy = _lazy_array(variable)
         shape = _shape(variable, dims)
+        gone, absent = _absent(variable, dims, self.coords)
+        inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
+        if reduced is not None and prod(inner) <= LONGEST_ROW:
+            require_numbers(variable.dtype)
+            return Described(name, dims, shape, (), variable, gone, absent)
+        lazy = _lazy_array(variable)
         readers: tuple[Reader, ...]
         if lazy is not None and not dims:
             readers = (reader_of(lazy, _flat_name(name, variable)),)
         elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
             part = _part_suffix(variable)
-            readers = tuple(reader_of(m, m.name + part) for m in lazy.members)
+            members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
+            readers = tuple(reader_of(m, m.name + part) for m in members)
         else:
             names = member_names(name, variable, dims, self.coords)
             arrays = _split(variable.transpose(*dims, ...), len(dims))
-            readers = tuple(_reader(a, n) for a, n in zip(arrays, names, strict=True))
-        return Described(name, dims, shape, readers, variable)
+            pairs = zip(arrays, names, strict=True)
+            there = pairs if gone is None else compress(pairs, ~gone.ravel())
+            readers = tuple(_reader(array, str(each)) for array, each in there)
+        return Described(name, dims, shape, readers, variable, gone, absent)
 
 
 def member_names(
@@ -123,22 +139,65 @@ def member_names(
     variable: xr.Variable,
     dims: tuple[Hashable, ...],
     coords: Mapping[Hashable, xr.Variable],
-) -> list[str]:
-    """Name the tensors along stacked dimensions, some of which may have been cut."""
+) -> list[str | None]:
+    """Name the tensors along stacked dimensions, some of which may have been cut.
+
+    None is in the place of those that are absent.
+    """
     record = variable.encoding.get("stack")
     if record is None and not dims:
         return [_flat_name(name, variable)]
     if record is not None and set(dims) <= set(record.dims):
-        indices = []
-        for dim, along in zip(record.dims, record.indices, strict=True):
-            coord = coords.get(dim)
-            left = along if coord is None else np.atleast_1d(coord.values).tolist()
-            indices.append(tuple(int(i) for i in left))
+        indices = _left(record, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
-            names = flat_names(record.template, tuple(indices))
-            return [each + _part_suffix(variable) for each in names]
+            suffix = _part_suffix(variable)
+            return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
     positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
     return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
+
+
+def _left(
+    record: StackRecord, coords: Mapping[Hashable, xr.Variable]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the indices that are left along each dimension of a stack."""
+    indices = []
+    for dim, along in zip(record.dims, record.indices, strict=True):
+        coord = coords.get(dim)
+        left = along if coord is None else np.atleast_1d(coord.values).tolist()
+        indices.append(tuple(int(i) for i in left))
+    return tuple(indices)
+
+
+def _absent(
+    variable: xr.Variable, dims: tuple[Hashable, ...], coords: Mapping[Hashable, xr.Variable]
+) -> tuple[Array | None, Array | None]:
+    """Find out what of a stack no tensor is in the file for: `Described.gone` and `absent`."""
+    record = variable.encoding.get("stack")
+    if record is None or record.present is None:
+        return None, None
+    left = _left(record, coords)
+    along = tuple([dim for dim in record.dims if dim in variable.dims])
+    shape = _shape(variable, along)
+    mask = np.array([name is None for name in record.names(left)], bool)
+    if mask.size != prod(shape) or not mask.any():
+        return None, None
+    empty = xr.Variable(along, mask.reshape(shape))
+    reduced = [dim for dim in along if dim not in dims]
+    inner = prod(n for dim, n in variable.sizes.items() if dim not in {*along, *dims})
+    sizes = {dim: variable.sizes[dim] for dim in dims}
+    gone = empty.all(reduced).set_dims(sizes).to_numpy()
+    absent = (empty.sum(reduced) * inner).set_dims(sizes).to_numpy()
+    return gone, np.where(gone, 0, absent)
+
+
+def laid(rows: Array, shape: tuple[int, ...], gone: Array | None) -> Array:
+    """Lay out what was found of each tensor; where there is none, NaN or zeros."""
+    if gone is not None:
+        found = rows
+        fill = np.nan if rows.dtype.kind == "f" else 0
+        rows = np.full((gone.size, rows.shape[1]), fill, rows.dtype)
+        rows[~gone.ravel()] = found
+    return np.ascontiguousarray(rows.T).reshape(-1, *shape)
 
 
 def contents_of(obj: Any, storage_options: dict[str, Any] | None = None) -> Subject:
@@ -163,12 +222,18 @@ def _is_open(obj: Any) -> bool:
 def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
-        variables = {n: v for n, v in obj.variables.items() if n not in coords}
+        variables = {
+            n: remembered(n, v, coords) for n, v in obj.variables.items() if n not in coords
+        }
         return Subject(variables, coords, str(obj.encoding.get("source", "")))
     if isinstance(obj, xr.DataArray):
         coords = {name: coord.variable for name, coord in obj.coords.items()}
         name = "data" if obj.name is None else obj.name
-        return Subject({name: obj.variable}, coords, str(obj.encoding.get("source", "")))
+        return Subject(
+            {name: remembered(name, obj.variable, coords)},
+            coords,
+            str(obj.encoding.get("source", "")),
+        )
     if isinstance(obj, xr.DataTree):
         return _tree_contents(obj)
     if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
@@ -193,12 +258,14 @@ def _tree_contents(tree: xr.DataTree) -> Subject:
     coords: dict[Hashable, xr.Variable] = {}
     for node in tree.subtree:
         inside = dict(node.coords)
-        coords |= {name: coord.variable for name, coord in inside.items()}
+        here = {name: coord.variable for name, coord in inside.items()}
+        coords |= here
         for leaf, variable in node.variables.items():
             if leaf not in inside:
                 path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
-                name = _flat_name(path, variable)
-                variables[path if name in variables else name] = variable
+                found = remembered(flat_name(node.path, str(leaf)), variable, here)
+                name = _flat_name(path, found)
+                variables[path if name in variables else name] = found
     return Subject(variables, coords, str(tree.root.encoding.get("source", "")))
 
 

@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.entries import contents_of_all, laid_out
+from xckpt.statistics.entries import contents_of_all, laid, laid_out
 from xckpt.statistics.scan import active_client, cpu_count
 from xckpt.statistics.singular import (
     FLOOR,
@@ -167,7 +167,7 @@ def spectrum(
     rows = []
     for entry in entries:
         of_entry = [found[r.name].described if r.name in found else nothing for r in entry.readers]
-        rows.append(np.array(of_entry).T[columns].reshape(-1, *entry.shape))
+        rows.append(laid(np.array(of_entry)[:, columns], entry.shape, entry.gone))
     result = laid_out(names, entries, rows, [{}] * len(entries), contents)
     return result.assign_attrs(floor=FLOOR)
 
@@ -465,10 +465,8 @@ def _laid_out_values(
         nothing = np.full(size, np.nan)
         data = np.array([nothing if values is None else values for values in some])
         dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
-        shape = (*entry.shape, size)
-        variables[entry.name] = xr.Variable(
-            (*entry.dims, dim), data.reshape(shape), None, entry.encoding
-        )
+        ordered = np.moveaxis(laid(data, entry.shape, entry.gone), 0, -1)
+        variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, None, entry.encoding)
     held = {dim for variable in variables.values() for dim in variable.dims}
     coords = {name: c for name, c in contents.coords.items() if c.dims and held.issuperset(c.dims)}
     attrs = {"source": contents.source} if contents.source else {}

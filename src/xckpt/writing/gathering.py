@@ -30,7 +30,7 @@ from xckpt.index import Arrangement, Quantization, Tensor
 from xckpt.labels import AxisNames, stated_name
 from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
-from xckpt.tensors import flatten, member_variables, tensor_name
+from xckpt.tensors import flatten, member_variables, remembered, tensor_name
 from xckpt.writing.casting import element_type
 from xckpt.writing.data import Payload, StoredData, lazy_dask_array
 from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from xckpt.index import Layout
     from xckpt.storage import Source
     from xckpt.tensors import Flat
-    from xckpt.variables import StackRecord
     from xckpt.writing.fitting import Changes
 
 __all__ = ["array_of", "gather", "source_files", "stored_payload", "untouched"]
@@ -140,40 +139,19 @@ def _named_variables(
 
 def _apart(flat: Flat) -> dict[Any, xr.Variable]:
     """Take stacks apart."""
-    marks = {
-        name: mark
-        for coords in flat.coords.values()
-        for coord in coords.values()
-        for name, mark in coord.encoding.get("stack", {}).items()
-    }
+    indexes = {path: flat.indexes(path) for path in flat.coords}
     found: dict[Any, xr.Variable] = {}
     for name, variable in flat.variables.items():
+        here = indexes[flat.nodes[name]]
+        stack = remembered(name, variable, here)
         members = {name: variable}
-        if "stack" in variable.encoding or name in marks:
-            indexes = flat.indexes(flat.nodes[name])
-            stack = variable
-            if "stack" not in variable.encoding and _has_indices(variable, marks[name], indexes):
-                stack = variable.copy(deep=False)
-                stack.encoding["stack"] = marks[name]
-            if "stack" in stack.encoding:
-                members = member_variables(name, stack, indexes)
+        if "stack" in stack.encoding:
+            members = member_variables(name, stack, here)
         for member, unstacked in members.items():
             if member in found:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
             found[member] = unstacked
     return found
-
-
-def _has_indices(
-    variable: xr.Variable, stack: StackRecord, indexes: Mapping[Any, xr.Variable]
-) -> bool:
-    """Return whether something computed still has what names the tensors it came from."""
-    return all(
-        dim in indexes
-        and "stack" in indexes[dim].encoding
-        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
-        for dim in stack.dims
-    )
 
 
 # --- what nothing was done to --------------------------------------------------------------------

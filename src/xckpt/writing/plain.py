@@ -153,7 +153,7 @@ def _dataset(
         lazy = untouched(variable)
         # Any value is an error, and the type perhaps not one that arrays have. The members of a
         # stack are all of one kind.
-        first = lazy.members[0] if isinstance(lazy, StackedArray) else lazy
+        first = lazy.first if isinstance(lazy, StackedArray) else lazy
         if isinstance(first, UnreadableArray):
             changes.add("variables were left out, as they cannot be read", str(name))
             continue
