@@ -105,8 +105,10 @@ def test_a_table_of_something_else_is_refused(path: Path) -> None:
 def test_computed_stacks_keep_their_dimensions(path: Path) -> None:
     ds = opened(path, stack=True)
     expected = stats(ds)
-    loaded = stats(ds.load(), exact_quantiles=True)["layers.b"]  # float32 now
-    xr.testing.assert_allclose(loaded, expected["layers.b"], rtol=1e-12)
+    # Of float32, which they are now, distinct values are not counted.
+    loaded = stats(ds.load(), exact_quantiles=True)["layers.b"].drop_sel(statistic="unique")
+    stored = expected["layers.b"].drop_sel(statistic="unique")
+    xr.testing.assert_allclose(loaded, stored, rtol=1e-12)
     part = opened(path, stack=True).isel(layers=slice(1, 3))
     xr.testing.assert_equal(
         stats(part)["layers.b"].sel(statistic="mean"),
