@@ -64,7 +64,7 @@ def test_layers_that_are_not_alike_are_told_with_their_dimensions(mixture: Path)
 
 def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:
     index = xckpt.read_index(write_checkpoint(tmp_path / "m.zt", layers=3, width=64))
-    assert "38 tensors" in index._repr_html_()
+    assert "35 tensors" in index._repr_html_()
 
 
 def test_other_objects_say_so_in_html() -> None:

@@ -31,7 +31,7 @@ def run(folder: Path, **arguments: Any) -> str:
 def test_every_family_of_tensors_has_a_line(output: str) -> None:
     lines = [line.split() for line in output.splitlines()]
     families = {line[0]: line[1] for line in lines if line and line[0].startswith("model.layers.*")}
-    assert len(families) == 11
+    assert len(families) == 10  # a quantised weight and its scales are one tensor
     assert set(families.values()) == {"x4"}
     for name in ("model.embed_tokens.weight", "model.embed_tokens.delta", "lm_head.delta"):
         assert any(line and line[0] == name for line in lines)

@@ -148,11 +148,11 @@ def test_python_and_the_explorer_select_for_each_other(page: Page, lab: Lab) -> 
     box.locator(".xckpt-list").focus()
     page.keyboard.press("Home")
     page.keyboard.press("b")
-    expect(box.locator(".xckpt-title")).to_have_text("lm_head.delta")
+    expect(box.locator(".xckpt-title")).to_have_text("model.embed_tokens.weight")
     assert page.locator(".jp-CodeCell").count() == 3
     page.locator(".jp-CodeCell").nth(2).locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
-    expect(outputs[2]).to_contain_text("'lm_head.delta'")
+    expect(outputs[2]).to_contain_text("'model.embed_tokens.weight'")
 
 
 def test_all_statistics_are_computed_and_sorted_by(page: Page, lab: Lab) -> None:
@@ -180,7 +180,7 @@ def test_the_kernel_stays_free_and_work_can_be_cancelled(page: Page, lab: Lab) -
     box.get_by_role("button", name="Compute all").click()
     cancel = outputs[0].get_by_role("button", name="Cancel")
     expect(cancel).to_be_visible()
-    expect(outputs[0].get_by_text("0 of 49 tensors")).to_be_visible()
+    expect(outputs[0].get_by_text("0 of 45 tensors")).to_be_visible()
     page.locator(".jp-CodeCell").nth(1).locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
     prompt = page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt")

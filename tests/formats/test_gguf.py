@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import struct
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,14 @@ def indexed(data: bytes) -> tuple[Any, Any]:
 
 
 class TestSaving:
+    def test_keys_that_are_not_allowed_are_told_and_not_written(self, tmp_path: Path) -> None:
+        attrs = {"a.b-c_1": 1, "worldSize": 2, "": 3, "k" * 65536: 4}
+        ds = xr.Dataset({"w": ("x", np.ones(2, "f4"))}, attrs=attrs)
+        with pytest.warns(xckpt.CheckpointWarning, match="'worldSize', '', 'kkk") as caught:
+            xckpt.save(ds, tmp_path / "m.gguf")
+        assert len(caught) == 1
+        assert read_index(tmp_path / "m.gguf").attrs == {"a.b-c_1": 1}
+
     @pytest.mark.parametrize("path", golden_files("gguf/*.gguf"))
     def test_data_and_metadata_are_those_that_were_read(self, path: Path, tmp_path: Path) -> None:
         copied = tmp_path / "m.gguf"
@@ -182,7 +191,12 @@ class TestSaving:
                 del ds.attrs["general.alignment"]
             xckpt.save(ds, copied, long_names=True)
             again, new = xr.open_dataset(copied, engine="gguf"), read_index(copied)
-        attrs = {key: value for key, value in ds.attrs.items() if not key.startswith("split.")}
+        # Keys that GGUF does not allow are read, but not written.
+        attrs = {
+            key: value
+            for key, value in ds.attrs.items()
+            if re.fullmatch(r"(?!split\.)[a-z0-9_.-]+", key)
+        }
         assert repr({k: spelled(v) for k, v in again.attrs.items()}) == repr(
             {k: spelled(v) for k, v in attrs.items()}
         )

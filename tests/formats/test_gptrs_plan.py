@@ -240,7 +240,8 @@ def test_what_the_format_declares() -> None:
     assert can.types == ("float32", "int32")
     assert tuple(writer.write_options) == ("container", "kind", "config", "ids")
     assert set(can.tensor_attrs or ()) == {"requires_grad", "base_id"}
-    assert set(can.file_attrs or ()) == {"kind", "config", "runtime", "ids"}
+    assert isinstance(can.file_attrs, tuple)
+    assert set(can.file_attrs) == {"kind", "config", "runtime", "ids"}
     assert (can.layouts, can.orders, can.compressions) == (("dense",), ("C",), ())
 
 

@@ -286,7 +286,8 @@ def test_what_the_format_declares() -> None:
     can = writer.can
     assert (can.types, can.orders, can.layouts) == (("float32",), ("F",), ("dense",))
     assert (tuple(writer.write_options), can.tensor_attrs) == (("data_type",), ("key", "stat"))
-    assert set(can.file_attrs or ()) == {
+    assert isinstance(can.file_attrs, tuple)
+    assert set(can.file_attrs) == {
         "data_type",
         "dims",
         "batch",

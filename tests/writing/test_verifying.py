@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# Malformed, but of no harm to a reader.
+TAKEN = {"config_runtime_bad.bin", "name_empty.bin"}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A file with digests, compressed and sparse tensors."""
@@ -114,4 +118,10 @@ def test_golden_files_are_whole(path: Path) -> None:
 def test_malformed_golden_files_are_not(path: Path) -> None:
     if path.suffix != ".txt":
         report = verify(path)
-        assert report.findings or path.name in {"config_runtime_bad.bin", "name_empty.bin"}, report
+        assert report.findings or path.name in TAKEN or may_be_whole(path), report
+
+
+def may_be_whole(path: Path) -> bool:
+    """Whether the text next to a file lets readers take it, or it is part of another one."""
+    verdict = path.with_suffix(".txt").read_text("utf-8")
+    return verdict.startswith(("[either]", "[open] open", "[with "))

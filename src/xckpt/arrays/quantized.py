@@ -146,6 +146,8 @@ class QuantizedArray(_OfParts):
             tuple([int(each.min()) for each in entries]),
             tuple([int(each.max()) + 1 for each in entries]),
         )
+        if scheme.bits > 8:
+            return self._numbers_of_long(box, grid, entries)
         table, codes = self._codes(box)
         zeros = _NOTHING
         if scheme.zero is None:
@@ -165,6 +167,16 @@ class QuantizedArray(_OfParts):
         numbers = _scaled(codes, table, grids, rows=rows, starts=ends, columns=columns[starts])
         if scheme.factor is not None:
             numbers *= np.float32(scheme.factor)
+        return numbers
+
+    def _numbers_of_long(self, box: _Box, grid: _Box, entries: Sequence[Array]) -> Array:
+        """Compute numbers of codes of which there are too many for a table."""
+        scheme, data = self.quantization, self._dense("data", self.shape)
+        codes = data[box.along(tuple(range(self.ndim)))].astype(np.float64)
+        at = np.ix_(*(each - start for each, start in zip(entries, grid.start, strict=True)))
+        codes -= self._grid("zeros", grid)[at] if scheme.zero is None else scheme.zero
+        with np.errstate(all="ignore"):
+            numbers: Array = (codes * self._scales(grid)[at]).astype(np.float32)
         return numbers
 
     def _entries(self, axis: int, box: _Box) -> Array:

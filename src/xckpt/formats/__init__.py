@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from xckpt.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Mapping
 
     from xckpt.index import Index
@@ -93,7 +94,8 @@ class Can:
     orders : tuple of {"C", "F"}
         Memory orders of dense data.
     tensor_attrs, file_attrs : tuple of str or None
-        Names of the attributes that are stored; None is any.
+        Names of the attributes that are stored; None is any. Those of the file may be given by a
+        pattern instead, which is that of whole names.
     arrangement : bool
         Whether there is room for texts: which tensors are coordinates, and attributes of tensors
         that have no other place; see `xckpt.formats.kit.arrangement_texts`.
@@ -105,7 +107,7 @@ class Can:
     digests: tuple[str, ...] = ()
     orders: tuple[Literal["C", "F"], ...] = ("C",)
     tensor_attrs: tuple[str, ...] | None = ()
-    file_attrs: tuple[str, ...] | None = ()
+    file_attrs: tuple[str, ...] | re.Pattern[str] | None = ()
     arrangement: bool = False
 
 

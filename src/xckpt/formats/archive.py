@@ -67,8 +67,8 @@ class Member(NamedTuple):
     flags: int = _UTF_8
     comment: bytes = b""
 
-    def check(self, at: int) -> None:
-        """Raise an error if the content, at a byte, cannot be had or cannot be so much."""
+    def check(self, at: int, *, is_whole: bool = True) -> None:
+        """Raise an error if the content, at a byte, cannot be had; if all is, or is not so much."""
         if self.method == STORED and not self.flags & _ENCRYPTED:
             if self.stored_nbytes != self.nbytes:
                 raise _broken(self, f"{self.stored_nbytes} bytes are stored of {self.nbytes}", at)
@@ -76,7 +76,7 @@ class Member(NamedTuple):
         if self.flags & _ENCRYPTED or self.method != DEFLATED:
             how = "encrypted" if self.flags & _ENCRYPTED else f"method {self.method}"
             raise UnsupportedError(f"the member is not read: {how}", offset=at, rule="Method")
-        if self.nbytes > _MOST_INFLATED * (self.stored_nbytes + 1):
+        if is_whole and self.nbytes > _MOST_INFLATED * (self.stored_nbytes + 1):
             raise _broken(self, f"{self.nbytes} bytes do not come of {self.stored_nbytes}", at)
 
 
@@ -253,7 +253,7 @@ class Content:
     def take(self, nbytes: int, what: str) -> bytes:
         """Read the next bytes, exactly so many; nothing is allocated by what a file claims."""
         member = self._member
-        member.check(self.at)
+        member.check(self.at, is_whole=False)  # no more is inflated than asked for
         if nbytes > self._left:
             raise self._broken(f"{what}: {nbytes} bytes, but {self._left} are left")
         self._cursor.at = self.at + member.stored_nbytes - self._stored_left

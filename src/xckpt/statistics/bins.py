@@ -167,18 +167,22 @@ def histogram(
             scan([number for number in numbers if number not in packed])
             for number in numbers:
                 sketch = Sketch.unpack(packed.pop(number), readers[number])
-                yield _count(spectrum(sketch), edges)
+                yield _count(spectrum(sketch), edges).view(np.float64)
+
+        def are_plausible(found: Array, some: Sequence[Reader]) -> Array:
+            return are_tallies(found.view(np.int64), some)
 
         spans = rows_of(readers, ("span",), 3, scan, are_plausible=are_spans, enabled=cache)
         edges = bin_edges(asked, scale, spans[~np.isnan(spans[:, 0])].tolist())
-        about = ("counts", *edges.tolist())
+        # As bits of integers: sparse tensors may have more elements than floats tell apart.
+        about = ("tallies", *edges.tolist())
         width = len(edges) - 1
-        rows = rows_of(readers, about, width, count, are_plausible=are_tallies, enabled=cache)
+        rows = rows_of(readers, about, width, count, are_plausible=are_plausible, enabled=cache)
     variables: dict[Hashable, Any] = {}
     stop = 0
     for entry in entries:
         start, stop = stop, stop + len(entry.readers)
-        counts = laid(rows[start:stop].astype(np.int64), entry.shape, entry.gone)
+        counts = laid(rows[start:stop].view(np.int64), entry.shape, entry.gone)
         variables[entry.name] = xr.Variable(("bin", *entry.dims), counts, None, entry.encoding)
     stacked = {dim for entry in entries for dim in entry.dims}
     coords: dict[Hashable, Any] = {

@@ -357,5 +357,5 @@ def are_spans(rows: Array, readers: Sequence[Reader]) -> Array:  # noqa: ARG001 
 def are_tallies(rows: Array, readers: Sequence[Reader]) -> Array:
     """Return which rows can be the numbers of elements of these tensors in some bins."""
     size = np.array([reader.size for reader in readers], np.float64)
-    found: Array = _are_counts(*rows.T) & (rows.sum(axis=1) <= size)
-    return found
+    good: Array = (rows >= 0).all(axis=1) & (rows.sum(axis=1, dtype=np.float64) <= size)
+    return good

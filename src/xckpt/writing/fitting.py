@@ -325,13 +325,17 @@ def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
 
 
 def _kept_attrs(
-    attrs: Mapping[str, Any], known: tuple[str, ...] | None
+    attrs: Mapping[str, Any], known: tuple[str, ...] | re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return attributes for which there is a place, and others."""
     kept: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in attrs.items():
-        place = kept if known is None or name in known else rest
+        if isinstance(known, re.Pattern):
+            has_place = known.fullmatch(str(name)) is not None
+        else:
+            has_place = known is None or name in known
+        place = kept if has_place else rest
         place[name] = _without_numpy(value)
     return kept, rest
 

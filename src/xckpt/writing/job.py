@@ -135,7 +135,7 @@ class WriteJob:
                 _abort(sinks)
 
     def delayed(self) -> Any:
-        """Make the tasks that write everything; the last one returns how many bytes."""
+        """Make the tasks that write everything; the last one returns nothing."""
         import dask
 
         sinks = dask.delayed(self._begin, pure=False)()
@@ -146,7 +146,7 @@ class WriteJob:
             for data, file, offset in self._stores
             for task in _store_delayed(data, places[file], offset)
         ]
-        return dask.delayed(self._finish, pure=False)(sinks, tasks)
+        return dask.delayed(self._end, pure=False)(sinks, tasks)
 
     def _begin(self) -> list[Sink]:
         """Make the temporary files with all that is known beforehand; the last is the spool."""
@@ -172,6 +172,9 @@ class WriteJob:
             _abort(sinks)
             raise
         return sinks
+
+    def _end(self, sinks: list[Sink], tasks: Any) -> None:
+        self._finish(sinks, tasks)
 
     def _finish(self, sinks: list[Sink], _: Any, bar: Progress | None = None) -> int:
         """Stream what is not written yet, and give the files their names."""

@@ -71,7 +71,7 @@ _ALIGNED = "general.alignment"
 _SCALE = "scale_tensor"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SPLIT_NAME = re.compile(r"(?s)(.*)-(\d{5})-of-(\d{5})\.gguf")
-_KEY = re.compile(r"[a-z0-9_.-]+")
+_KEY = re.compile(r"[a-z0-9_.-]{1,65535}")
 
 _TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
 _TYPES |= {24: "int8", 25: "int16", 26: "int32", 27: "int64"}
@@ -95,7 +95,7 @@ class Gguf(Format):
         types=(*_TYPES.values(),),
         layouts=("dense", "blocks"),
         tensor_attrs=(_SCALE,),
-        file_attrs=None,
+        file_attrs=_KEY,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -272,7 +272,7 @@ class _Reader:
             key = self._named(text, "key", found) if type(text) is bytes else str(text)
             if key in found:
                 raise FormatError(f"the key {shown(key)} twice", offset=at, rule="DuplicateKey")
-            if type(text) is str and (_KEY.fullmatch(key) is None or len(key) > 65535):
+            if type(text) is str and _KEY.fullmatch(key) is None:
                 self.notes.add("a key must be of lower-case letters, digits, _ and .", shown(key))
             kind = self.cursor.number(kind_of, "the type of a value")
             if key == "split.count":
