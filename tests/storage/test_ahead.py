@@ -99,7 +99,7 @@ class TestScans:
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path
     ) -> None:
         opened(web)  # the header is kept
-        web.behaviour.latency = 0.05
+        web.behaviour.latency = 0.2
         web.requests.clear()
         web.nbytes_sent = web.at_once = 0
         found = scan(f"{web.url}/m.zt", tmp_path)
@@ -162,7 +162,7 @@ class TestScans:
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     def test_an_end_in_the_middle(self, error: type[BaseException], web: WebServer) -> None:
         opened(web)
-        web.behaviour.latency = 0.05
+        web.behaviour.latency = 0.2
 
         def end(*_: Any) -> None:
             web.behaviour.silent = True
@@ -177,7 +177,7 @@ class TestScans:
         self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ds = opened(web)
-        web.behaviour.latency = 0.05
+        web.behaviour.latency = 0.2
         web.behaviour.busy = 40
         limits = []
         gentle = ahead._Ahead._be_gentle
@@ -202,7 +202,7 @@ class TestAnythingElse:
 
     def test_a_long_read_is_several_requests(self, web: WebServer, path: Path) -> None:
         with closing(open_source(f"{web.url}/m.zt")) as source:
-            web.behaviour.latency = 0.05
+            web.behaviour.latency = 0.2
             web.at_once = 0
             assert source.read(5, 10 * REQUEST) == path.read_bytes()[5 : 5 + 10 * REQUEST]
             assert web.at_once > 4
@@ -233,7 +233,7 @@ class TestAnythingElse:
     def test_distributed_tasks_read_ahead_for_themselves(self, web: WebServer, path: Path) -> None:
         distributed = pytest.importorskip("distributed")
         opened(web)
-        web.behaviour.latency = 0.05
+        web.behaviour.latency = 0.2
         web.at_once = 0
         with (
             distributed.LocalCluster(
