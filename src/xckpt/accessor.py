@@ -11,6 +11,7 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.identity import base_id_text, stable_id
+from xckpt.index import paused_collector
 
 if TYPE_CHECKING:
     import os
@@ -960,18 +961,20 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.tensors import OpenTensors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
-        return new_summary(
-            tensors.rows,
-            title=str(self._encoding.get("source", "")),
-            format=self.format or "",
-            version=str(self._encoding.get("format_version", "")),
-            attrs=self._obj.attrs,
-            findings=self._known_findings(),
-            dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
-            stacked=tensors.stacks,
-            obj=self._called,
-            notes=[*shared_notes(tensors.shared), *notes],
-        )
+        findings = self._known_findings()
+        with paused_collector():
+            return new_summary(
+                tensors.rows,
+                title=str(self._encoding.get("source", "")),
+                format=self.format or "",
+                version=str(self._encoding.get("format_version", "")),
+                attrs=self._obj.attrs,
+                findings=findings,
+                dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
+                stacked=tensors.stacks,
+                obj=self._called,
+                notes=[*shared_notes(tensors.shared), *notes],
+            )
 
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return what the last statistics found, None where there were none."""

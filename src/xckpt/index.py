@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from xckpt.errors import CheckpointError
+    from xckpt.notebook.summary import Summary
 
 __all__ = [
     "DEEPEST_ATTRS",
@@ -494,16 +495,20 @@ class Index(Mapping[str, "Tensor"]):
         return found
 
     def __repr__(self) -> str:
-        from xckpt.notebook.summary import index_summary
         from xckpt.notebook.text import render
 
-        return render(index_summary(self))
+        return render(self._summary())
 
     def _repr_html_(self) -> str:
         from xckpt.notebook.html import render
+
+        return render(self._summary())
+
+    def _summary(self) -> Summary:
         from xckpt.notebook.summary import index_summary
 
-        return render(index_summary(self))
+        with paused_collector():
+            return index_summary(self)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
-from xckpt.index import paused_collector
 from xckpt.labels.stacking import numbered
 from xckpt.notebook.codes import mark_codes, marked
 from xckpt.notebook.folding import (
@@ -138,15 +137,14 @@ def new_summary(
     obj: str = "",
 ) -> Summary:
     """Sum up tensors in one pass; `obj` is what an open object is called in code."""
-    with paused_collector():
-        rows = list(rows)
-        families = families_of(rows)
-        mark_codes(families)
-        modules, chosen = module_sets(families, stacked), selection(families)
-        if len(rows) <= _FEW:
-            patterns = one_by_one(marked(rows))
-        else:
-            patterns = [family.pattern() for family in united(families)]
+    rows = list(rows)
+    families = families_of(rows)
+    mark_codes(families)
+    modules, chosen = module_sets(families, stacked), selection(families)
+    if len(rows) <= _FEW:
+        patterns = one_by_one(marked(rows))
+    else:
+        patterns = [family.pattern() for family in united(families)]
     order = ascending([pattern.first for pattern in patterns])
     patterns = [patterns[at] for at in sorted(order, key=lambda at: -patterns[at].nbytes)]
     numbers = ", ".join(f"{module}={number}" for module, number in chosen.items())
