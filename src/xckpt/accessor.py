@@ -11,7 +11,6 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.identity import base_id_text, stable_id
-from xckpt.index import paused_collector
 
 if TYPE_CHECKING:
     import os
@@ -957,6 +956,7 @@ class CheckpointAccessor(Generic[Obj]):
         return root.encoding
 
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
+        from xckpt.index import paused_collector
         from xckpt.notebook.summary import new_summary, shared_notes
         from xckpt.tensors import OpenTensors
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
-from xckpt.index import Index, Part, Tensor
+from xckpt.index import Index, Part, Tensor, paused_collector
 from xckpt.notebook.folding import Row
 from xckpt.notebook.html import PALETTE, colors_of, render
 from xckpt.notebook.summary import Summary, TensorFinding, new_summary
@@ -109,7 +109,8 @@ def test_a_hundred_thousand_tensors_take_10_kb_and_linear_time() -> None:
         took = []
         for _ in range(3):
             start = time.process_time()
-            html = render(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
+            with paused_collector():  # as who asks for a summary does
+                html = render(summary_of(rows, attrs=attrs), ["ds.ckpt.stats()"])
             took.append(time.process_time() - start)
             assert len(html.encode()) < 10_000
         fastest.append(min(took))
