@@ -70,7 +70,7 @@ def in_fresh_process(code: str) -> dict[str, Any]:
     """Run code in a new interpreter and return the JSON object that it prints last.
 
     The code finds ``peak()``: the peak of resident memory so far and the anonymous memory now,
-    in bytes.
+    in bytes; and ``watch()``, which returns what says by how much that has grown at most.
     """
     done = subprocess.run(  # noqa: S603  our own code
         [sys.executable, "-c", _PRELUDE + code], check=True, capture_output=True, text=True
@@ -89,6 +89,14 @@ def peak():
 def forget_peak():
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
+def watch():
+    import threading
+    before, most, done = peak()["anonymous"], [0], threading.Event()
+    def look():
+        while not done.wait(0.01):
+            most[0] = max(most[0], peak()["anonymous"])
+    threading.Thread(target=look, daemon=True).start()
+    return lambda: (done.set(), most[0] - before)[1]
 """
 
 

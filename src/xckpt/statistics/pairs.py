@@ -15,7 +15,7 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import SparseArray, flat_positions
+from xckpt.arrays.sparse import SparseArray, dense_values, flat_positions
 from xckpt.errors import locating
 from xckpt.statistics.accumulate import Accumulator
 from xckpt.statistics.kinds import kind_named, require_numbers
@@ -229,7 +229,7 @@ def _dask_array(reader: Reader, chunks: Any) -> Any:
 
 
 def _paired(a: Any, b: Any) -> Array:
-    dense = [np.asarray(x.todense() if hasattr(x, "todense") else x) for x in (a, b)]
+    dense = [dense_values(a), dense_values(b)]
     block = np.empty(dense[0].shape, [("a", dense[0].dtype), ("b", dense[1].dtype)])
     block["a"], block["b"] = dense
     return block
