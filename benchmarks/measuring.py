@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-__all__ = ["Result", "best_of", "in_fresh_process", "table"]
+__all__ = ["Result", "best_of", "in_fresh_process", "table", "write_section"]
 
 
 _LONG_ENOUGH = 10.0
@@ -107,3 +108,11 @@ def table(results: list[Result]) -> str:
         bound = "" if r.bound is None else f"≤ {r.bound:,g}"
         lines.append(f"| {r.what} | {shown} | {r.against} | {bound} | {r.verdict} |")
     return "\n".join(lines)
+
+
+def write_section(page: Path, head: str, names: Sequence[str], name: str, section: str) -> None:
+    """Put a section, headed by its name, into a page, in the place of the one from before."""
+    before = page.read_text(encoding="utf-8").split("\n## ")[1:] if page.exists() else []
+    sections = {text.partition("\n")[0].lower(): f"## {text.strip()}\n" for text in before}
+    sections[name] = section
+    page.write_text("\n".join([head, *(sections[n] for n in names if n in sections)]), "utf-8")
