@@ -155,6 +155,12 @@ class _Hub:
         """The address of the Hub."""
         return str(self._api.endpoint)
 
+    def address(self, file: HubPath) -> str:
+        """Return where a file is to be asked for."""
+        prefix = "" if file.kind == "model" else f"{file.kind}s/"
+        commit, path = quote(file.revision, safe=""), quote(file.path)
+        return f"{self.endpoint}/{prefix}{file.repo}/resolve/{commit}/{path}"
+
     def headers(self) -> dict[str, str]:
         """Return what goes to the Hub with each request; the token is that of now."""
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -322,20 +328,12 @@ class HubSource(HttpSource):
 
     def _url_to_fs(self) -> tuple[Any, str]:
         from fsspec import filesystem
-        from huggingface_hub import hf_hub_url
 
         options = {key: v for key, v in self.storage_options.items() if key not in _HUB_OPTIONS}
         # As huggingface_hub does, use the proxies that the environment names.
         options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}
-        place = HubPath.parse(self.name)
-        url = hf_hub_url(
-            place.repo,
-            place.path,
-            repo_type=place.kind,
-            revision=place.revision,
-            endpoint=self.storage_options.get("endpoint"),
-        )
-        return filesystem("http", **options), url
+        hub = _Hub(self.name, self.storage_options)
+        return filesystem("http", **options), hub.address(HubPath.parse(self.name))
 
     async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
         """Request bytes where they are known to be, or else from the Hub, which says where."""
