@@ -74,6 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tuned = clean.assign({"lm_head.weight": clean["lm_head.weight"] * 1.01})
     for name in ("tuned.zt", "tuned.safetensors"):
         tuned.ckpt.save(folder / name, cast="allow")
+    xckpt.convert(folder / "base.zt", folder / "renamed.zt", names=lambda name: f"module.{name}")
     names = list(clean.variables)
     for n, half in enumerate((names[::2], names[1::2]), 1):
         clean[half].ckpt.save(folder / f"m-{n}.zt")
