@@ -587,6 +587,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         names: Renaming | None = None,
         tensors: TensorFilter | None = None,
+        explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -602,6 +603,8 @@ class CheckpointAccessor(Generic[Obj]):
             From the name of a tensor here to the name in `other`.
         tensors : str, iterable of str, re.Pattern or callable, optional
             Compare only these.
+        explain : bool
+            Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -623,6 +626,7 @@ class CheckpointAccessor(Generic[Obj]):
             other,
             names=names,
             tensors=tensors,
+            explain=explain,
             progress=progress,
             compute=compute,
             cache=cache,

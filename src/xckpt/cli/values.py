@@ -20,9 +20,11 @@ from xckpt.cli.common import (
     json_rows,
     print_document,
     print_table,
+    print_text,
     reading_options,
     require_columns,
 )
+from xckpt.notebook.formatting import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +40,7 @@ _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _CALLS_FOR_ACTION = ("error", "warning")
 _SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
+_WORDY = ("status", "cause", "explanation")
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -259,6 +262,7 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option("--explain", is_flag=True, help="Also find out why tensors differ.")
 @click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
 @click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
 @click.option(
@@ -276,6 +280,7 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    explain: bool,
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
@@ -285,8 +290,9 @@ def compare(
     """Print how much the tensors of A and B differ.
 
     Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
-    listed.
+    a larger type. With --explain, first comes a sentence about all tensors, then why each of them
+    differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
+    --json, all tensors are listed.
     """
     from xckpt.statistics import MEASURES, table
     from xckpt.statistics import compare as compute
@@ -304,6 +310,7 @@ def compare(
         both.dataset(b),
         names=rename,
         tensors=reading.wanted,
+        explain=explain,
         progress=is_terminal(),
         cache=not no_cache,
     )
@@ -315,8 +322,11 @@ def compare(
     different = frame[frame["status"] != "same"]
     if as_json:
         same = bool(different.empty)
-        print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
+        said = {"explanation": result.attrs["explanation"]} if explain else {}
+        print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
     else:
+        if explain:
+            print_text(printable(result.attrs["explanation"]))
         _print_comparison((frame if everything else different).head(limit), sort)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
@@ -328,8 +338,10 @@ def _print_comparison(frame: pd.DataFrame, sort: str | None) -> None:
     if frame.empty:
         return
     measures = dict.fromkeys([*_MEASURES, sort or "status"])
+    if "cause" in frame:
+        measures = dict.fromkeys(["cause", sort or "rel_l2", "explanation"])
     columns = [frame[name].tolist() for name in measures]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in measures if name != "status"]
+    head = [Column("tensor")]
+    head += [Column(name, name not in _WORDY, _STATUS) for name in measures]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

@@ -21,6 +21,7 @@ from xckpt.statistics.describe import (
 )
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
+from xckpt.statistics.explaining.wording import COLUMNS
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
@@ -47,7 +48,8 @@ EXPLODING = 100.0
 
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
-    *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
+    *("status", "cause", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine"),
     *("min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
@@ -287,7 +289,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         The index ``tensor`` has the names of the tensors in the file, also of those that are
         stacked; there is one column for each statistic. Of a comparison, what changed most comes
         first: tensors that cannot be compared, those that differ by NaN or infinities, and others
-        by ``rel_l2``.
+        by ``rel_l2``. One that was explained has the columns ``cause``, ``explanation``,
+        ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and ``other_names`` as well.
 
     Raises
     ------
@@ -306,7 +309,11 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
-    return ranked(frame) if "status" in frame else frame
+    if "status" not in frame:
+        return frame
+    for column, texts in _explanations(result):
+        frame.insert(1 if column == "cause" else len(frame.columns), column, texts)
+    return ranked(frame)
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -358,9 +365,12 @@ def result_text(result: xr.Dataset) -> str | None:
     shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
     top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
     top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+    said = result.attrs.get("explanation")
     text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
     more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
-    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), text, more)))
+    # Names from files are in it.
+    said = said and printable(str(said))
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), said, text, more)))
 
 
 def _kind_of(result: xr.Dataset) -> str | None:
@@ -456,6 +466,26 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
     position = {name: number for number, name in reversed(list(enumerate(frame.index)))}
     rows.sort(key=lambda row: (_SEVERITIES.index(row[3]), position[row[0]]))
     return pd.DataFrame(rows, columns=["tensor", "rule", "value", "severity"])
+
+
+def _explanations(result: xr.Dataset) -> Iterator[tuple[str, list[Any]]]:
+    """Return the columns of a comparison that was explained."""
+    described = list(_named(result))
+    if not any("cause" in variable.attrs for variable, _ in described):
+        return
+    for column in COLUMNS:
+        values: list[Any] = []
+        for variable, names in described:
+            told = variable.attrs.get(column)
+            listed = told if isinstance(told, list) else [told]
+            known = listed if len(listed) == len(names) else [None] * len(names)
+            values += [v for v, name in zip(known, names, strict=True) if name is not None]
+        if column in {"cause", "explanation", "other_names"}:
+            yield column, [value or "" for value in values]
+        elif column == "verified":
+            yield column, [bool(value) for value in values]
+        else:
+            yield column, [np.nan if value is None else float(value) for value in values]
 
 
 def _dead_rows(result: xr.Dataset) -> Array:

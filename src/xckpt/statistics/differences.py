@@ -67,6 +67,9 @@ class _Match(NamedTuple):
     pair: PairReader | ChunkedPair | None = None
     #: Both, where they differ.
     shapes: str = ""
+    #: The tensors that are there.
+    ours: Reader | None = None
+    theirs: Reader | None = None
 
 
 def compare(
@@ -75,6 +78,7 @@ def compare(
     *,
     names: Renaming | None = None,
     tensors: TensorFilter | None = None,
+    explain: bool = False,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
@@ -97,6 +101,11 @@ def compare(
     tensors : str, iterable of str, re.Pattern or callable, optional
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
+    explain : bool
+        Whether to find out why tensors differ: rounded, transposed, renamed, ... It takes another
+        pass over the tensors that differ. The result has ``attrs["explanation"]``, a sentence about
+        all tensors; each variable has the attributes below, lists where it is stacked, and a table
+        has columns of them.
     progress : bool or callable, optional
         As for `stats`; bytes are those of both.
     compute : bool
@@ -135,12 +144,27 @@ def compare(
         nothing finite on both sides, the last four are NaN. Differences of complex numbers are
         magnitudes.
 
+        With `explain` there are also:
+
+        ====================  ==================================================================
+        ``cause``             one of ``equal, rounded, offset, scaled, transposed, rows_permuted,
+                              rope_permuted, fused, split, padded, cut, renamed, pruned, low_rank,
+                              quantised, changed, only_a, only_b``, or several joined by ``+``
+        ``explanation``       a sentence with numbers
+        ``verified``          whether the cause holds for every element; if not, the sentence
+                              begins with "looks like"
+        ``offset, scale``     what was added, and multiplied by
+        ``rank, heads``       of a low-rank update, and of a permutation for rotary embeddings
+        ``other_names``       the tensors on the other side, where their names differ
+        ====================  ==================================================================
+
     Raises
     ------
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, or the regular expression is none.
+        If two tensors of `b` have one name, or the regular expression is none; if `explain` comes
+        with ``compute=False``.
     TypeError
         If an argument is none of these.
 
@@ -155,6 +179,8 @@ def compare(
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
     rename = _renaming(names)
+    if explain and not compute:
+        raise ValueError("explain=True reads all tensors at once: leave out compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
@@ -173,7 +199,7 @@ def compare(
         hint = similar(names_of_both, tensors)
         text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
-    if _have_no_names_in_common(rows):
+    if not explain and _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
@@ -181,12 +207,42 @@ def compare(
     find = partial(_compare_all, progress=progress, cache=cache)
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
-    attrs = [{"shapes": text} if text else {} for text in texts]
+    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
+    said = _explained(entries, rows, values, attrs, progress) if explain else None
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
+    if said is not None:
+        found.attrs["explanation"] = said
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
+
+
+def _explained(
+    entries: Sequence[Described],
+    rows: Sequence[Sequence[_Match]],
+    values: Sequence[Any],
+    attrs: Sequence[dict[str, Any]],
+    progress: ProgressOption,
+) -> str:
+    """Put explanations into the attributes of variables; return the sentence about all."""
+    from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
+
+    cases = []
+    for entry, some, measured in zip(entries, rows, values, strict=True):
+        table = measured.reshape(len(MEASURES), -1).T
+        there = table if entry.gone is None else table[~entry.gone.ravel()]
+        for row, numbers in zip(some, there.tolist(), strict=True):
+            status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
+            known = dict(zip(MEASURES, numbers, strict=True))
+            sides = (row.ours, row.theirs) if status else (None, None)
+            cases.append(Case(row.name, status, known, *sides, row.pair, row.shapes))
+    found = explain(cases, progress)
+    left = iter(found)
+    for entry, some, attr in zip(entries, rows, attrs, strict=True):
+        told = [next(left) for _ in some]
+        attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
+    return sentence(cases, found)
 
 
 def _compare_all(
@@ -304,7 +360,7 @@ def _matched(
             taken.add(own)
             variable = xr.Variable((), np.nan, encoding={"tensor": name})
             found.append(Described(own, (), (), (member,), variable))
-            rows.append([_Match(name, _unread("only_b", member.size))])
+            rows.append([_Match(name, _unread("only_b", member.size), theirs=member)])
     return found, rows
 
 
@@ -312,11 +368,12 @@ def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noq
     if not is_chosen:
         return _Match(ours.name, [nan] * len(MEASURES))
     if theirs is None:
-        return _Match(ours.name, _unread("only_a", ours.size))
+        return _Match(ours.name, _unread("only_a", ours.size), ours=ours)
     shape, other = ours.array.shape, theirs.array.shape
     if shape != other:
-        return _Match(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name))
+        known = _unread("shape", prod(shape))
+        return _Match(ours.name, known, None, f"{shape} and {other}", ours, theirs)
+    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), "", ours, theirs)
 
 
 def _unread(status: str, count: int) -> list[float]:
