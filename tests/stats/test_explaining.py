@@ -12,6 +12,7 @@ import xarray as xr
 import xckpt
 from tests.stats.causes import BF16, Made, made
 from tests.stats.checkpoints import model, write
+from tests.stats.oracle import is_so, random_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -223,3 +224,25 @@ def test_names_are_escaped() -> None:
     x = np.arange(12, dtype=np.float32)
     table = explained(dataset({"w": x}), dataset({"\x1b[31m<b>": x}))
     assert "\x1b" not in table.loc["w", "explanation"]
+
+
+def test_nothing_is_said_of_random_pairs_that_is_not_so() -> None:
+    assert not untrue(np.random.default_rng(7), 400)
+
+
+def untrue(rng: np.random.Generator, count: int) -> list[Any]:
+    """Return what is wrongly stated as a fact of random pairs."""
+    pairs = [random_pair(rng) for _ in range(count)]
+    a = dataset({f"t{n}": pair[0] for n, pair in enumerate(pairs)})
+    b = dataset({f"t{n}": pair[1] for n, pair in enumerate(pairs)})
+    table = explained(a, b, progress=False)
+    wrong = []
+    for n, (x, y) in enumerate(pairs):
+        row = table.loc[f"t{n}"]
+        other = row["other_names"]
+        if not row["verified"] or ", " in other:
+            continue
+        partner = y if not other else pairs[int(other[1:])][1]
+        if not is_so(row, x, partner):
+            wrong.append((x, partner, row["cause"], row["explanation"]))
+    return wrong

@@ -132,7 +132,8 @@ class Fingerprint(Accumulator):
         floats = as_floats(values, self.kind.name)
         transform = self.request.transform
         if transform is not None:
-            floats = transform(floats)
+            with np.errstate(all="ignore"):
+                floats = transform(floats)
         self.low = float(np.fmin.reduce(floats, initial=self.low))
         self.high = float(np.fmax.reduce(floats, initial=self.high))
         words = _words(floats, None if transform else values, self.kind)

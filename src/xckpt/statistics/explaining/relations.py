@@ -198,7 +198,7 @@ def _likely(x: Array, y: Array, kinds: tuple[str, str]) -> list[tuple[float, Rel
             tried += [Relation(Transform(1.0, c, exact)) for c in _offsets(u, v, spacing)]
             tried += [Relation(Transform(s, 0.0, exact)) for s in _scales(u, v, spacing)]
     found = []
-    own_bits = FRACTION_BITS.get(kinds[0], 0)
+    own_bits = FRACTION_BITS.get(kinds[0], FRACTION_BITS["float32"])
     for relation in tried:
         transform = relation.transform
         is_coarser = any(FRACTION_BITS[name] < own_bits for name in transform.types)
@@ -287,6 +287,8 @@ def _scales(x: Array, y: Array, spacing: Array) -> list[float]:
 def scales_between(low: float, high: float) -> list[float]:
     """Return numbers between two that are nearly equal: those of few digits first."""
     middle = (low + high) / 2
+    if not _SMALLEST < abs(middle) < 1 / _SMALLEST:
+        return []
     slack = (high - low) / 2 + abs(middle) * 2**-50
     found = [float(f"{middle:.{digits}g}") for digits in range(1, 9)]
     found += [1 / float(f"{1 / middle:.{digits}g}") for digits in range(1, 5)]
@@ -297,6 +299,7 @@ def scales_between(low: float, high: float) -> list[float]:
 
 
 _ENDS = (-np.inf, np.inf)
+_SMALLEST = 2.0**-100
 
 # --- levels ----------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class Search:
             # Those of one name have nothing to do with each other.
             left = self._left(0, ours), self._left(1, theirs)
             self._match_others(*left, {}, _whole)
-        return {**self.found[1], **self.found[0]}
+        only_b = {n: one for n, one in self.found[1].items() if n not in self.sides[0]}
+        return only_b | self.found[0]
 
     def _hash(
         self, side: int, readers: Mapping[int, Reader], by: Mapping[int, Transform] | None = None
@@ -271,7 +272,8 @@ class Search:
 
 def _whole(one: Fingerprint) -> Iterable[Any]:
     """Return what tensors with the same numbers have in common."""
-    return ("contents", one.contents), ("elements", one.elements)
+    contents = ("contents", one.contents)
+    return (contents, ("elements", one.elements)) if one.elements else (contents,)
 
 
 def _beginning(one: Fingerprint) -> Iterable[Any]:
@@ -332,7 +334,7 @@ def _moved_by(transform: Transform, kind: str) -> Explanation:
     if transform.offset:
         done = f"adding {transform.offset:.9g}"
     last = transform.types[-1] if transform.types else kind
-    if FRACTION_BITS[last] < FRACTION_BITS.get(kind, 0):
+    if FRACTION_BITS.get(last, 99) < FRACTION_BITS.get(kind, 0):
         causes.append("rounded")
         done += f", rounding to {last}"
     return Explanation(
