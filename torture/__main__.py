@@ -1,4 +1,4 @@
-"""Try what the package promises: ``python -m torture [PART...] [--minutes M] [--seed N]``.
+"""Try what the package promises: ``python -m torture [PART[:ONLY]...] [--minutes M] [--seed N]``.
 
 ``python -m torture again PART PATH`` tries again what a failure left.
 """
@@ -66,18 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, *paths = given.parts[1:]
         return max([again(name, Path(path)) for path in paths], default=2)
     names = given.parts or [*PARTS]
-    unknown = [name for name in names if name not in PARTS]
+    shares = [PARTS.get(name.partition(":")[0]) for name in names]
+    unknown = [name for name, share in zip(names, shares, strict=True) if share is None]
     if unknown or given.minutes <= 0:
         parser.error(f"no part {unknown[0]!r}: {', '.join(PARTS)}" if unknown else "no time")
     seed = random.randrange(1 << 32) if given.seed is None else given.seed  # noqa: S311
     print(f"seed {seed}", flush=True)
-    whole = sum(PARTS[name] for name in names)
-    failures = 0
-    for name in names:
-        title, tallies = part(f"torture.{name}", seed, 60 * given.minutes * PARTS[name] / whole)
+    failures, seconds = 0, 60 * given.minutes / sum(share or 0 for share in shares)
+    for (name, _, only), share in zip([n.partition(":") for n in names], shares, strict=True):
+        title, tallies = part(f"torture.{name}", seed, seconds * (share or 0), only=only)
         print(f"\n{title}\n\n{table(tallies)}", flush=True)
         failures += sum(tally.failures for tally in tallies)
-        if not given.no_page:
+        if not (given.no_page or only):
             lines = table(tallies, added(name, tallies))
             ran = f"Seed {seed}, {_machine()}."
             section = f"## {name.capitalize()}\n\n{title}\n\n{lines}\n\n{ran}\n"
@@ -89,11 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def part(
     module: str, seed: int, seconds: float, *, memory: int = MEMORY, grace: float = _GRACE,
     kept: Path = KEPT,
+    only: str = "",
 ) -> tuple[str, list[Tally]]:  # fmt: skip
     """Run a part in a process of its own, within limits; return its title and its tallies."""
     title = (import_module(module).__doc__ or module).strip()
     reader, writer = os.pipe()
-    own = [module, str(seed), str(seconds), str(memory), str(kept), str(writer)]
+    own = [module, str(seed), str(seconds), str(memory), str(kept), str(writer), only]
     start = time.monotonic()
     with os.fdopen(reader, encoding="utf-8") as told:
         process = subprocess.Popen(  # noqa: S603  our own

@@ -5,8 +5,8 @@ A part is a module whose docstring is the text over its table, with::
     def run(trial: Trial) -> Iterator[Tally]: ...
     def again(path: Path) -> None: ...   # raise what was wrong with what a failure left
 
-``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD`` is the process that a part has for
-itself: it writes its tallies as lines of JSON to the descriptor.
+``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD ONLY`` is the process that a part has
+for itself: it writes its tallies as lines of JSON to the descriptor.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Trial:
         Where failures are left, in a folder of the part's name.
     part : str
         Name of the module.
+    only : str
+        What of the part is to run, such as one format; by default all of it.
     """
 
     seed: int
@@ -82,6 +84,7 @@ class Trial:
     folder: Path
     kept: Path
     part: str = "torture"
+    only: str = ""
     failures: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -166,11 +169,11 @@ def limit(memory: int, seconds: float) -> None:
 
 
 def _main(module: str, *numbers: str) -> None:
-    seed, seconds, memory, kept, fileno = numbers
+    seed, seconds, memory, kept, fileno, only = numbers
     limit(int(memory), float(seconds))
     with TemporaryDirectory(prefix="torture") as folder, os.fdopen(int(fileno), "w") as told:
         part = import_module(module)
-        trial = Trial(int(seed), float(seconds), Path(folder), Path(kept), module)
+        trial = Trial(int(seed), float(seconds), Path(folder), Path(kept), module, only)
         tallies: Iterator[Tally] = part.run(trial)
         for tally in tallies:
             print(json.dumps(tally), file=told, flush=True)
