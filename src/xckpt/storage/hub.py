@@ -163,7 +163,7 @@ class _Hub:
 
     def headers(self) -> dict[str, str]:
         """Return what goes to the Hub with each request; the token is that of now."""
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub.utils import build_hf_headers
 
         return dict(build_hf_headers(token=self._token, library_name="xckpt"))
 
