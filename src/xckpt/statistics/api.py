@@ -21,7 +21,7 @@ from xckpt.statistics.describe import (
 )
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
-from xckpt.statistics.explaining.wording import COLUMNS
+from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
@@ -50,11 +50,13 @@ EXPLODING = 100.0
 _SHOWN = (
     *("status", "cause", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine"),
-    *("min", "max", "mean", "std"),
+    *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Attributes of a comparison that a table has as columns.
+_TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 _SEVERITIES = ("error", "warning", "info")
 
@@ -309,11 +311,24 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
-    if "status" not in frame:
-        return frame
-    for column, texts in _explanations(result):
-        frame.insert(1 if column == "cause" else len(frame.columns), column, texts)
-    return ranked(frame)
+    for key in _TOLD:
+        told = _told(result, key, "")
+        if any(told):
+            frame[key] = told
+    if any("cause" in variable.attrs for variable in result.variables.values()):
+        frame.insert(1, "cause", _told(result, "cause", ""))
+        for key in COLUMNS[1:]:
+            frame[key] = _told(result, key, "" if key in TEXTS else np.nan)
+        frame["verified"] = frame["verified"] == 1
+    return ranked(frame) if "status" in frame else frame
+
+
+def matched_names(result: xr.Dataset) -> dict[str, str]:
+    """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    frame = table(result)
+    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
+    others = frame.get("other_name", frame.index)
+    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -468,31 +483,17 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["tensor", "rule", "value", "severity"])
 
 
-def _explanations(result: xr.Dataset) -> Iterator[tuple[str, list[Any]]]:
-    """Return the columns of a comparison that was explained."""
-    described = list(_named(result))
-    if not any("cause" in variable.attrs for variable, _ in described):
-        return
-    for column in COLUMNS:
-        values: list[Any] = []
-        for variable, names in described:
-            told = variable.attrs.get(column)
-            listed = told if isinstance(told, list) else [told]
-            known = listed if len(listed) == len(names) else [None] * len(names)
-            values += [v for v, name in zip(known, names, strict=True) if name is not None]
-        if column in {"cause", "explanation", "other_names"}:
-            yield column, [value or "" for value in values]
-        elif column == "verified":
-            yield column, [bool(value) for value in values]
-        else:
-            yield column, [np.nan if value is None else float(value) for value in values]
-
-
 def _dead_rows(result: xr.Dataset) -> Array:
     """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
-    counts: list[float] = []
+    return np.array(_told(result, "dead_rows", np.nan), np.float64)
+
+
+def _told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
+    """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
+    found: list[Any] = []
     for variable, names in _named(result):
-        stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
-        known = stated.tolist() if len(stated) == len(names) else [np.nan] * len(names)
-        counts += [n for n, name in zip(known, names, strict=True) if name is not None]
-    return np.array(counts)
+        stated = variable.attrs.get(key, ())
+        stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
+        known = stated if len(stated) == len(names) else [unknown] * len(names)
+        found += [each for each, name in zip(known, names, strict=True) if name is not None]
+    return found

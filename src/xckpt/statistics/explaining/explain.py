@@ -55,6 +55,8 @@ class Case:
     theirs: Reader | None = None
     pair: PairReader | ChunkedPair | None = None
     shapes: str = ""
+    #: The name of the other tensor of a pair, if it is another one.
+    other_name: str = ""
 
 
 def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation | None]:
@@ -94,7 +96,16 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
         if one is None and case.status in {"only_a", "only_b"}:
             one = Explanation((case.status,), "nothing on the other side has its name or numbers")
         found[n] = one or changed(case.measures, case.shapes)
-    return found
+    return [one and _with_names(case, one) for case, one in zip(cases, found, strict=True)]
+
+
+def _with_names(case: Case, one: Explanation) -> Explanation:
+    """Say the other name of a tensor that was compared under it."""
+    if not case.other_name or one.other_names:
+        return one
+    causes = ("renamed",) if one.causes == ("equal",) else ("renamed", *one.causes)
+    text = f"{quoted([case.other_name])} of b; {one.text}"
+    return replace(one, causes=causes, text=text, other_names=(case.other_name,))
 
 
 def _aligned(

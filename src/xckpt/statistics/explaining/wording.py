@@ -20,11 +20,12 @@ CAUSES = (
     *("padded", "cut", "offset", "scaled", "pruned", "low_rank", "quantised", "rounded"),
     *("equal", "changed", "only_a", "only_b"),
 )
-#: The columns that explain; the first two are texts.
+#: The columns that explain; which of them are texts.
 COLUMNS = (
     *("cause", "explanation", "verified", "offset", "scale", "rank", "heads"),
     "other_names",
 )
+TEXTS = frozenset({"cause", "explanation", "other_names"})
 _MOST_NAMES = 4
 _MOST_KINDS = 8
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("padded")], "padded", "offset", "equal"})
@@ -139,7 +140,7 @@ def explained_attrs(
 
 def _value(one: Explanation | None, column: str) -> Any:
     """Return what attributes of files can hold: text, a number, NaN for none."""
-    value = "" if one is None and column in _TEXTS else getattr(one, column, None)
+    value = "" if one is None and column in TEXTS else getattr(one, column, None)
     if column == "other_names":
         return ", ".join(value or ())
     if value is None:
@@ -148,7 +149,6 @@ def _value(one: Explanation | None, column: str) -> Any:
 
 
 _ALWAYS = frozenset(COLUMNS[:3])
-_TEXTS = frozenset({"cause", "explanation"})
 
 
 # --- all tensors --------------------------------------------------------------------------------
