@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.statistics.explaining.wording import heads_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -65,7 +67,7 @@ def _permuted(a: Array, b: Array) -> Placement | None:
         order = interleaved(len(a), heads)
         for halves, pairs, text in ((a, b, "halves interleaved"), (b, a, "interleaving undone")):
             if halves[order[1]] == pairs[1] and np.array_equal(halves[order], pairs):
-                told = f"permuting rows as for rotary embeddings ({heads} heads, {text})"
+                told = f"permuting rows as for rotary embeddings ({heads_of(heads)}, {text})"
                 return Placement(("rope_permuted",), told, heads)
     if not np.array_equal(np.sort(a), np.sort(b)):
         return None

@@ -108,6 +108,11 @@ def related(relation: Relation, count: int, held: int, zeros: Sequence[int]) -> 
     )
 
 
+def heads_of(count: int) -> str:
+    """Write how many heads there are."""
+    return "1 head" if count == 1 else f"{count:,} heads"
+
+
 def _percent(share: float) -> str:
     text = f"{100 * share:.4g}"
     if text == "100" and share < 1:
@@ -205,7 +210,7 @@ def _short(one: Explanation) -> str:
     if one.scale is not None:
         facts.append(f"* {one.scale:.4g}")
     if one.heads is not None:
-        facts.append(f"{one.heads} heads")
+        facts.append(heads_of(one.heads))
     if one.rank is not None:
         facts.append(f"rank {one.rank}")
     if not one.verified:
