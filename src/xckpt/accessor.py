@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.differences import Renaming
     from xckpt.statistics.entries import Describable
     from xckpt.tensors import DtypeFilter, OpenTensors
+    from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
     from xckpt.writing.options import FormatOptions
 
@@ -788,6 +789,32 @@ class CheckpointAccessor(Generic[Obj]):
             storage_options=storage_options,
             **format_options,
         )
+
+    def manifest(
+        self, *, tensors: TensorFilter | None = None, progress: ProgressOption = None
+    ) -> Manifest:
+        """Digest what every tensor holds: the same for every file and object that holds the same.
+
+        Parameters
+        ----------
+        tensors : str, iterable of str, re.Pattern or callable, optional
+            Digest only these.
+        progress : bool or callable, optional
+            As for `stats`.
+
+        Returns
+        -------
+        Manifest
+            See `xckpt.manifest`.
+
+        Examples
+        --------
+        >>> ds.ckpt.manifest() == xckpt.manifest("m.zt")  # doctest: +SKIP
+        True
+        """
+        from xckpt.writing import manifest
+
+        return manifest(self._given, tensors=tensors, progress=progress)
 
     def plain(self) -> Any:
         """Return the same data with names, attributes and types that netCDF and zarr hold.

@@ -51,6 +51,27 @@ def open_source(
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
 
 
+def write_file(
+    path: str | os.PathLike[str],
+    data: bytes,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a small file, which is complete under its name or not there."""
+    from xckpt.storage.sink import Sink, UploadSink
+
+    name = os.fsdecode(path)
+    sink = (
+        UploadSink(name, overwrite=overwrite, storage_options=storage_options)
+        if is_remote(name)
+        else Sink(name, overwrite=overwrite)
+    )
+    with sink:
+        sink.write(data, 0)
+        sink.commit()
+
+
 def is_remote(obj: object) -> bool:
     """Return whether something is a URL that is opened through fsspec."""
     return isinstance(obj, str) and is_url(obj) and not is_file_url(obj)
