@@ -48,7 +48,7 @@ EXPLODING = 100.0
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
     *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
-    *("min", "max", "mean", "std"),
+    *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
