@@ -34,7 +34,6 @@ __all__ = [
     "FileInput",
     "complain",
     "engine_type",
-    "figure",
     "is_terminal",
     "json_option",
     "json_rows",
@@ -54,7 +53,6 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-_LARGEST_EXACT = 10.0**15
 _NARROWEST_NAME = 24
 # One long name would make every row as wide.
 _WIDEST_CELL = 120
@@ -202,15 +200,6 @@ def print_text(text: str) -> None:
     """Print lines on standard output, in the encoding that it has."""
     # click would take ASCII for a mistake, and print UTF-8 all the same.
     click.echo(text, file=sys.stdout)
-
-
-def figure(value: float) -> str:
-    """Write a number with four significant digits."""
-    if math.isnan(value):
-        return "-"
-    if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
-        return str(int(value))
-    return f"{value:.4g}"
 
 
 def read_names(file: str) -> dict[str, str]:

@@ -14,7 +14,6 @@ from xckpt.cli.common import (
     Column,
     FileInput,
     complain,
-    figure,
     is_terminal,
     json_option,
     json_rows,
@@ -23,6 +22,7 @@ from xckpt.cli.common import (
     reading_options,
     require_columns,
 )
+from xckpt.notebook.formatting import figure
 
 if TYPE_CHECKING:
     import pandas as pd

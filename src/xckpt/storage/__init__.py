@@ -20,7 +20,17 @@ from xckpt.storage.source import Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "reading_ahead"]
+    from xckpt.storage.sink import Sink
+
+__all__ = [
+    "Source",
+    "is_mapped",
+    "is_remote",
+    "local_path",
+    "new_file",
+    "open_source",
+    "reading_ahead",
+]
 
 
 def open_source(
@@ -51,25 +61,15 @@ def open_source(
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
 
 
-def write_file(
-    path: str | os.PathLike[str],
-    data: bytes,
-    *,
-    overwrite: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a small file, which is complete under its name or not there."""
+def new_file(
+    path: str, *, overwrite: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Sink:
+    """Begin a file, which is complete under its name or not there."""
     from xckpt.storage.sink import Sink, UploadSink
 
-    name = os.fsdecode(path)
-    sink = (
-        UploadSink(name, overwrite=overwrite, storage_options=storage_options)
-        if is_remote(name)
-        else Sink(name, overwrite=overwrite)
-    )
-    with sink:
-        sink.write(data, 0)
-        sink.commit()
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
 
 
 def is_remote(obj: object) -> bool:

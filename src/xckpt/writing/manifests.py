@@ -16,6 +16,7 @@ each, which is the JSON list of name, dtype, shape, kind and sha256 without spac
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -36,15 +37,13 @@ from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
-from xckpt.storage import open_source, write_file
+from xckpt.storage import new_file, open_source
 from xckpt.storage.source import sources_of
 from xckpt.writing.contents import KINDS, TensorDigest, contents_of, digest, side_by_side
 from xckpt.writing.fitting import Changes
 from xckpt.writing.gathering import Stored, listed
 
 if TYPE_CHECKING:
-    import os
-
     from xckpt.index import Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
@@ -127,7 +126,9 @@ class Manifest(Mapping[str, TensorDigest]):
         overwrite : bool, default False
             Whether an existing file is replaced.
         """
-        write_file(path, self.to_json().encode("ascii"), overwrite=overwrite)
+        with new_file(os.fsdecode(path), overwrite=overwrite) as sink:
+            sink.write(self.to_json().encode("ascii"), 0)
+            sink.commit()
 
     @classmethod
     def read(
