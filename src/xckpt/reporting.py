@@ -138,7 +138,7 @@ def relate(
         document.paragraph("Nothing: all elements are equal.")
     else:
         _add_changes(document, different)
-    _add_trends(document, frame, ("rel_l2",), partial(draw, stats=found))
+        _add_trends(document, different, ("rel_l2",), partial(draw, stats=found))
     for summary, name in zip(summaries, names.values(), strict=True):
         document.heading(name)
         document.summary(summary)

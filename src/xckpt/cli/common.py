@@ -44,8 +44,8 @@ __all__ = [
     "print_text",
     "read_names",
     "reading_options",
+    "reading_options_beside_output",
     "require_columns",
-    "storage_options_option",
 ]
 
 #: Exit statuses.
@@ -63,16 +63,16 @@ engine_type = click.Choice(names())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-storage_options_option = click.option(
-    "-o",
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-    help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
-    "parsed. May be repeated.",
-)
+def _storage_options_option(*flags: str) -> Callable[..., Any]:
+    return click.option(
+        *flags,
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
+        help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
+        "parsed. May be repeated.",
+    )
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -124,6 +124,15 @@ class FileInput:
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that make a `FileInput`, which the command gets as ``reading``."""
+    return _reading_options(command, "-o", "--storage-option")
+
+
+def reading_options_beside_output(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the same options to a command whose ``-o`` is the file that it writes."""
+    return _reading_options(command, "--storage-option")
+
+
+def _reading_options(command: Callable[..., Any], *flags: str) -> Callable[..., Any]:
 
     @click.option(
         "--engine",
@@ -136,7 +145,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="GLOB",
         help="Only tensors whose names match. May be repeated.",
     )
-    @storage_options_option
+    @_storage_options_option(*flags)
     @wraps(command)
     def with_reading(
         engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
