@@ -186,14 +186,14 @@ def test_the_same_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     names = [*(f"layers.{n}.w" for n in range(3)), "lm_head.w", "norm"]
+    shard, shards = Path("run/model-00002-of-00002.safetensors"), []
     for step in (0, 1):
         arrays = {n: np.full(16, k + step, "f4") for k, n in enumerate(names)}
         ds = xr.Dataset({n: ("x", a) for n, a in arrays.items()})
         xckpt.save(ds, "model.safetensors", overwrite=True)
-        old = Path("run/model-00002-of-00002.safetensors")
-        content = old.read_bytes() if step else b""
         xckpt.save(ds, "run/model.safetensors", max_shard_size=200, overwrite=True)
-    old.write_bytes(content)
+        shards.append(shard.read_bytes())
+    shard.write_bytes(shards[0])
     xckpt.convert("model.safetensors", "converted.zt")
     check("how-to/same-content.md", examples=12, shortened=True)
 

@@ -844,7 +844,7 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.storage import new_file
 
         document = document_for(path)
-        options = {"progress": progress, "cache": cache}
+        options: dict[str, Any] = {"progress": progress, "cache": cache}
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # what cannot be written is said before anything is computed
             if other is None:
@@ -1088,8 +1088,9 @@ def _summary_of(obj: Describable, storage_options: dict[str, Any] | None) -> Sum
     from xckpt.notebook.summary import index_summary
     from xckpt.opening import read_index
 
-    is_index = isinstance(obj, Index)
-    return index_summary(obj if is_index else read_index(obj, storage_options=storage_options))
+    if not isinstance(obj, Index):
+        obj = read_index(obj, storage_options=storage_options)
+    return index_summary(obj)
 
 
 def _of_one(array: xr.DataArray) -> xr.Dataset:

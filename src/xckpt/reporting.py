@@ -173,7 +173,7 @@ def _add_trends(
         return
     document.heading("Along the layers")
     for column in columns if isinstance(document, HtmlDocument) else ():
-        if markup := _picture(lambda column=column: draw(column)):
+        if markup := _picture(partial(draw, column)):
             document.picture(markup, f"{column} of every tensor along the layers")
     words = ("first", "median", "last", "lowest", "highest")
     fields = [Field("tensors", "name"), Field("layers", "number")]
@@ -231,8 +231,8 @@ def _picture(draw: Callable[[], Axes]) -> str:
     from matplotlib import pyplot as plt
 
     # Text stays text, and the same values are the same file.
-    style = {"svg.fonttype": "none", "svg.hashsalt": "xckpt", "path.simplify": True}
-    with mpl.rc_context({**mpl.rcParamsDefault, **style, "backend": "agg"}), plt.ioff():
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "xckpt", "path.simplify": True}
+    with mpl.rc_context(style), plt.ioff():
         try:
             drawing: Any = draw().get_figure(root=True)
         except ValueError:  # nothing in it can be drawn

@@ -124,16 +124,17 @@ class FileInput:
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that make a `FileInput`, which the command gets as ``reading``."""
-    return _reading_options(command, "-o", "--storage-option")
+    with_reading: Callable[..., Any] = _reading_options(command, "-o", "--storage-option")
+    return with_reading
 
 
 def reading_options_beside_output(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the same options to a command whose ``-o`` is the file that it writes."""
-    return _reading_options(command, "--storage-option")
+    with_reading: Callable[..., Any] = _reading_options(command, "--storage-option")
+    return with_reading
 
 
-def _reading_options(command: Callable[..., Any], *flags: str) -> Callable[..., Any]:
-
+def _reading_options(command: Callable[..., Any], *flags: str) -> Any:
     @click.option(
         "--engine",
         type=engine_type,

@@ -119,15 +119,15 @@ def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Itera
         return
     tensor, readers, _ = item
     if tensor.stored is not None:
-        for role, each in tensor.stored.items():
-            data = replace(readers[role], part=each.parts["data"])
+        for stored_role, each in tensor.stored.items():
+            data = replace(readers[stored_role], part=each.parts["data"])
             yield from contents_of(Stored(each, {"data": data}), verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
     is_bool = ELEMENT_TYPES[tensor.dtype].decoded == "bool" if tensor.layout == "dense" else False
     decode = is_bool or tensor.layout not in {"dense", "chunked"}
-    sources = {None: next(iter(readers.values())).source}
+    sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}
     sources |= {reader.part.shard: reader.source for reader in readers.values()}
     for role, lazy in lazy_arrays(tensor, sources, ReadOptions(decode, verify=verify)).items():
         part = None if role is None else tensor.parts[role]

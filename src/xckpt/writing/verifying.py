@@ -36,7 +36,7 @@ from xckpt.writing.manifests import Manifest, differences, stored
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from pandas import DataFrame
 
@@ -247,13 +247,20 @@ class _Compared:
         self.recast: dict[str, TensorContent] = {}
         self.failed: set[str] = set()
 
-    def take(self, content: TensorContent, found: TensorDigest) -> None:
-        """Note what a tensor holds; called by several threads."""
-        like = self.expected.get(content.name)
-        self.files[content.name] = content.file
-        if found == like and (content.dtype, content.kind) != (like.dtype, like.kind):
-            self.recast[content.name] = content
-        self.found[content.name] = found
+    def take(
+        self,
+        contents: Iterable[TensorContent],
+        advance: Callable[[int], None],
+        stop: Callable[[], None],
+    ) -> None:
+        """Note what a tensor, or each of its parts, holds; called by several threads."""
+        for content in contents:
+            like = self.expected.get(content.name)
+            found = digest(content, like, advance, stop)
+            self.files[content.name] = content.file
+            if like is not None and found == like and _type(content) != _type(like):
+                self.recast[content.name] = content
+            self.found[content.name] = found
 
     def findings(self) -> Iterator[Finding]:
         """Say what differs, files first of which no tensor is what it was."""
@@ -269,14 +276,18 @@ class _Compared:
                 hint = "another step, or a file of another checkpoint"
                 yield Finding("error", None, "ManifestFile", None, f"{reason}: {hint}", file)
         for each in differing.values():
-            file = self.files.get(each.tensor)
-            yield Finding(each.severity, each.tensor, each.rule, None, each.message, file)
+            place = self.files.get(each.tensor)
+            yield Finding(each.severity, each.tensor, each.rule, None, each.message, place)
         for name, content in self.recast.items():
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
             if content.dtype == like.dtype:
                 message = f"the same elements are {content.kind}, not {like.kind}"
             yield Finding("warning", name, "ManifestType", None, message, content.file)
+
+
+def _type(of: TensorContent | TensorDigest) -> tuple[str, str]:
+    return of.dtype, of.kind
 
 
 def _is_of(name: str, tensors: Collection[str]) -> bool:
@@ -328,11 +339,10 @@ def _check(
                 )
                 progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
-            for content in contents:
-                like = compared.expected.get(content.name) if compared is not None else None
+            if compared is not None:
                 advance = progress.advance if is_hashed else lambda _: None
-                compared.take(content, digest(content, like, advance, stop))
-                count += 1
+                compared.take(contents, advance, stop)
+            count += len(contents)
     except CheckpointError as error:
         if compared is not None:
             compared.failed.add(tensor.name)
