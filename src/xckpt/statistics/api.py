@@ -317,6 +317,9 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
 def matched_names(result: xr.Dataset) -> dict[str, str]:
     """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
+    if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
+        raise ValueError("names are of a comparison of whole tensors, without dim=")
     frame = table(result)
     frame = frame[frame["status"].isin(["same", "changed", "shape"])]
     others = frame.get("other_name", frame.index)
