@@ -701,7 +701,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
+        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------

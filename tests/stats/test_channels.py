@@ -13,6 +13,7 @@ import pytest
 import xarray as xr
 
 import xckpt
+import xckpt.accessor
 from tests.stats.pairs import compared
 from xckpt.statistics import MEASURES, compare
 from xckpt.statistics.channels import Channels

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Dimensions to reduce: names, positions, or either with the number of neighbours to reduce to one.
-Reduced = Hashable | Iterable[Hashable] | Mapping[Hashable, int]
+Reduced = Hashable | Iterable[Hashable] | Mapping[Hashable, int | None]
 
 # Columns of a table: numbers of elements, sums, and last the largest difference.
 _COLUMNS = 10
@@ -68,8 +68,9 @@ def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable,
     if isinstance(dim, Mapping):
         lengths: dict[Hashable, int | None] = dict(dim)
         for key, length in lengths.items():
-            if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-                text = "a number of neighbours is a whole number of at least 1"
+            is_number = isinstance(length, int) and not isinstance(length, bool)
+            if length is not None and not (is_number and length >= 1):
+                text = "a number of neighbours is a whole number of at least 1, or None for all"
                 raise ValueError(f"dim={{{key!r}: {length!r}}}: {text}")
     elif isinstance(dim, Iterable) and not isinstance(dim, str):
         lengths = dict.fromkeys(dim)
