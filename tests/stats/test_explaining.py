@@ -193,7 +193,7 @@ class TestTheResult:
         assert "cause" not in xckpt.table(result)
 
     def test_cannot_wait(self, both: tuple[Path, Path]) -> None:
-        with pytest.raises(ValueError, match="leave out compute=False"):
+        with pytest.raises(ValueError, match="leave out dim and compute=False"):
             xckpt.compare(*both, explain=True, compute=False)
 
     def test_counts_bytes(self, both: tuple[Path, Path]) -> None:

@@ -24,7 +24,8 @@ from xckpt.statistics.explaining.relations import (
 from xckpt.statistics.explaining.search import Search
 from xckpt.statistics.explaining.wording import Explanation, changed, quoted, related
 from xckpt.statistics.pairs import pair_of
-from xckpt.statistics.scan import cpu_count, gather
+from xckpt.statistics.scan import gather
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
