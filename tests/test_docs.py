@@ -75,6 +75,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tuned.zt", "tuned.safetensors"):
         tuned.ckpt.save(folder / name, cast="allow")
     xckpt.convert(folder / "base.zt", folder / "renamed.zt", names=lambda name: f"module.{name}")
+    float8 = {"*": {"dtype": "float8_e4m3fn"}}
+    xckpt.convert(
+        folder / "base.zt", folder / "quantised.safetensors", encoding=float8, cast="allow"
+    )
     names = list(clean.variables)
     for n, half in enumerate((names[::2], names[1::2]), 1):
         clean[half].ckpt.save(folder / f"m-{n}.zt")

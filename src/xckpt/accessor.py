@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.tensors import DtypeFilter, OpenTensors
     from xckpt.writing.casting import Cast
@@ -587,6 +588,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
+        dim: Reduced | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -603,6 +605,8 @@ class CheckpointAccessor(Generic[Obj]):
             and by names that projects are known to give, see `xckpt.compare`.
         tensors : str, iterable of str, re.Pattern or callable, optional
             Compare only these.
+        dim : str, int, iterable of these, or mapping of these to int, optional
+            Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -624,6 +628,7 @@ class CheckpointAccessor(Generic[Obj]):
             other,
             names=names,
             tensors=tensors,
+            dim=dim,
             progress=progress,
             compute=compute,
             cache=cache,
@@ -696,7 +701,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
+        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------
