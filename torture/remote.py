@@ -361,7 +361,7 @@ def _touch(obj: str, engine: str) -> None:
 def _in_folder(folder: Path, name: str, engine: str, files: dict[str, bytes]) -> list[str]:
     inner = folder / "inner"
     inner.mkdir(parents=True)
-    for each in (folder / "secret", inner / "m"):
+    for each in (folder / "secret", inner / "m", inner / "m-m.zt"):
         each.write_bytes(bytes(8192))
     for label, data in files.items():
         (inner / label).write_bytes(data)
