@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -32,6 +33,7 @@ __all__ = [
     "empty",
     "is_file_url",
     "is_mapped",
+    "let_go",
     "local_path",
 ]
 
@@ -71,6 +73,12 @@ def local_path(path: str) -> str:
         raise ValueError(f"the path {shown(path)} has a null character, which no path can have")
     # Path.expanduser fails where there is no such user, and absolute() keeps "..".
     return found if is_url else os.path.abspath(os.path.expanduser(found))  # noqa: PTH100, PTH111
+
+
+def let_go(fileno: int) -> None:
+    """Close a file of which nothing is wanted any more, whatever the disk says to that."""
+    with suppress(OSError):
+        os.close(fileno)
 
 
 class FileVersion:
@@ -144,7 +152,7 @@ class OpenFile:
             )
         self.fileno = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._lock = threading.Lock()
-        weakref.finalize(self, os.close, self.fileno)
+        weakref.finalize(self, let_go, self.fileno)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return how much of it was filled."""
