@@ -21,6 +21,7 @@ from xckpt.cli.common import (
     pairs,
     print_document,
     print_text,
+    read_names,
     reading_options,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
@@ -147,6 +148,11 @@ def _unusual(**values: Any) -> dict[str, Any]:
     metavar="SIZE",
     help="Write several safetensors files of at most this size, such as 5GB, and their index.",
 )
+@click.option(
+    "--names",
+    metavar="FILE",
+    help="JSON object of old names with their new ones, as xckpt compare --write-names writes it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
 @json_option
@@ -160,6 +166,7 @@ def convert(
     cast: Any,
     texts: tuple[str, ...],
     max_shard_size: str | None,
+    names: str | None,
     overwrite: bool,
     as_json: bool,
     **requests: str | None,
@@ -181,6 +188,7 @@ def convert(
     index = reading.index(file)
     encoding = _encoding(requests, encodings)
     storage_options = reading.storage_options or None
+    new_names = None if names is None else read_names(names)
     try:
         done = write(
             file,
@@ -188,6 +196,7 @@ def convert(
             to,
             source_engine=index.format,
             tensors=reading.wanted,
+            names=new_names,
             encoding=encoding,
             cast=cast,
             overwrite=overwrite,

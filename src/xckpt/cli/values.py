@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,9 +22,11 @@ from xckpt.cli.common import (
     json_rows,
     print_document,
     print_table,
+    read_names,
     reading_options,
     require_columns,
 )
+from xckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -259,6 +263,13 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option(
+    "--columns",
+    default=",".join(_MEASURES),
+    show_default=True,
+    metavar="A,B,...",
+    help="Columns to print, or all.",
+)
 @click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
 @click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
 @click.option(
@@ -266,6 +277,15 @@ def spectrum(
     nargs=2,
     metavar="REGEX NEW",
     help="How names in A become names in B, such as '^model\\.' ''.",
+)
+@click.option(
+    "--names",
+    metavar="auto|FILE",
+    help="Match tensors by content and known names, or by a JSON object of names in A with names "
+    "in B.",
+)
+@click.option(
+    "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
 @reading_options
@@ -276,9 +296,12 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    columns: str,
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
+    names: str | None,
+    write_names: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
@@ -288,26 +311,32 @@ def compare(
     a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
     listed.
     """
-    from xckpt.statistics import MEASURES, table
+    from xckpt.statistics import MEASURES, matched_names, table
     from xckpt.statistics import compare as compute
 
-    if rename is not None:
-        try:
-            re.compile(rename[0])
-        except re.error as error:
-            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
-            raise click.UsageError(message) from error
-    require_columns([sort] if sort else [], MEASURES)
+    matching = _matching(rename, names)
+    chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
+    chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
+    require_columns(chosen, MEASURES)
     both = replace(reading, tensors=())
-    result = compute(
-        both.dataset(a),
-        both.dataset(b),
-        names=rename,
-        tensors=reading.wanted,
-        progress=is_terminal(),
-        cache=not no_cache,
-    )
+    ours, theirs = both.dataset(a), both.dataset(b)
+    try:
+        result = compute(
+            ours,
+            theirs,
+            names=matching,
+            tensors=reading.wanted,
+            progress=is_terminal(),
+            cache=not no_cache,
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:  # of names
+        raise click.UsageError(str(error)) from error
     frame = table(result)
+    if write_names is not None:
+        text = json.dumps(matched_names(result), indent=1)
+        Path(write_names).write_text(f"{text}\n", encoding="utf-8")
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -317,19 +346,33 @@ def compare(
         same = bool(different.empty)
         print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
     else:
-        _print_comparison((frame if everything else different).head(limit), sort)
+        _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
         complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
 
 
-def _print_comparison(frame: pd.DataFrame, sort: str | None) -> None:
+def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
+    """Return how names in A become names in B."""
+    if names is not None:
+        if rename is not None:
+            raise click.UsageError("--rename and --names exclude each other")
+        return names if names == "auto" else read_names(names)
+    if rename is not None:
+        try:
+            re.compile(rename[0])
+        except re.error as error:
+            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
+            raise click.UsageError(message) from error
+    return rename
+
+
+def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
     if frame.empty:
         return
-    measures = dict.fromkeys([*_MEASURES, sort or "status"])
-    columns = [frame[name].tolist() for name in measures]
+    columns = [frame[name].tolist() for name in chosen]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
     head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in measures if name != "status"]
+    head += [Column(name, right=True) for name in chosen if name != "status"]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

@@ -48,11 +48,13 @@ EXPLODING = 100.0
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
     *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
-    *("min", "max", "mean", "std"),
+    *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Attributes of a comparison that a table has as columns.
+_TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 _SEVERITIES = ("error", "warning", "info")
 
@@ -306,7 +308,19 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
+    for key in _TOLD:
+        told = _told(result, key, "")
+        if any(told):
+            frame[key] = told
     return ranked(frame) if "status" in frame else frame
+
+
+def matched_names(result: xr.Dataset) -> dict[str, str]:
+    """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    frame = table(result)
+    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
+    others = frame.get("other_name", frame.index)
+    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -460,9 +474,15 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
 
 def _dead_rows(result: xr.Dataset) -> Array:
     """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
-    counts: list[float] = []
+    return np.array(_told(result, "dead_rows", np.nan), np.float64)
+
+
+def _told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
+    """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
+    found: list[Any] = []
     for variable, names in _named(result):
-        stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
-        known = stated.tolist() if len(stated) == len(names) else [np.nan] * len(names)
-        counts += [n for n, name in zip(known, names, strict=True) if name is not None]
-    return np.array(counts)
+        stated = variable.attrs.get(key, ())
+        stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
+        known = stated if len(stated) == len(names) else [unknown] * len(names)
+        found += [each for each, name in zip(known, names, strict=True) if name is not None]
+    return found

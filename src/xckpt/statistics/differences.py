@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Mapping
 from functools import partial
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
+from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
@@ -26,17 +25,19 @@ from xckpt.statistics.entries import (
     laid,
     laid_out,
 )
+from xckpt.statistics.matching import Partner, partners
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
 
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
@@ -47,14 +48,11 @@ STATUSES = ("same", "changed", "only_a", "only_b", "shape")
 #: The statistics of a comparison, in the order that `measures` gives them in.
 MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
-    *("max_abs", "rmse", "rel_l2", "cosine"),
+    *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
 # What counts as the larger change, last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-
-#: How names of `a` become those of `b`.
-Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
 
 
 class _Match(NamedTuple):
@@ -67,13 +65,15 @@ class _Match(NamedTuple):
     pair: PairReader | ChunkedPair | None = None
     #: Both, where they differ.
     shapes: str = ""
+    #: In `b`, if there is one.
+    partner: Partner | None = None
 
 
 def compare(
     a: Describable,
     b: Describable,
     *,
-    names: Renaming | None = None,
+    names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
@@ -91,9 +91,11 @@ def compare(
     a, b : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to compare; `a` is what differences are relative to. Two DataArrays are compared with
         each other whatever their names are.
-    names : mapping, callable, or pair of a regular expression and its replacement, optional
+    names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
         From the name of a tensor of `a` to the name in `b`; a mapping need not have those that
-        stay the same, a pair is used as by `re.sub`.
+        stay the same, a pair is used as by `re.sub`. With ``"auto"`` tensors that have no
+        namesake are matched by their content, which reads them once more, and then by names that
+        projects are known to give: see Notes.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
@@ -129,18 +131,26 @@ def compare(
         ``rel_l2``          root of the sum of the squared differences, divided by that of the
                             squares of `a`; infinite if all of `a` is zero
         ``cosine``          of the angle between both; NaN if one of them is zero
+        ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
+                            squares of `a` over that of the squared differences
+        ``nmse``            the inverse ratio, which is the square of ``rel_l2``
         ==================  ====================================================================
 
-        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1 after the count; where there is
-        nothing finite on both sides, the last four are NaN. Differences of complex numbers are
-        magnitudes.
+        With `names`, the attributes ``other_name`` and ``matched_by`` of a variable have the name
+        in `b`, empty if there is none, and the rule; of stacked tensors a list. A table has them
+        as columns, and ``found.ckpt.names`` is a mapping to use again.
+
+        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count; where
+        there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
+        complex numbers are magnitudes.
 
     Raises
     ------
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, or the regular expression is none.
+        If two tensors of `b` have one name, the regular expression is none, or a mapping has a
+        name that no tensor of `a` has.
     TypeError
         If an argument is none of these.
 
@@ -149,25 +159,46 @@ def compare(
     CheckpointWarning
         If no tensor of `a` has the name of one of `b`.
 
+    Notes
+    -----
+    The rules of ``names="auto"``, in their order. Those of content hold for tensors that are not
+    constant, and only if one tensor of either side is meant:
+
+    ==============  ============================================================================
+    ``name``        equal names
+    ``values``      equal numbers in the same order, whatever their type
+    ``transposed``  one is the transpose of the other
+    ``rows``        equal rows, or columns, in another order, transposed or not
+    ``elements``    equal numbers in any order, in any shape
+    ``burn``        ``gamma`` and ``beta`` for ``weight`` and ``bias``
+    ``prefix``      one has ``module.``, ``_orig_mod.``, ``model.`` or ``transformer.`` in front
+    ``gptrs``       the names of gpt.rs for those of GPT-2 and of Llama
+    ``gguf``        those of the package `gguf`, where it is installed
+    ``values``      constants, and equal tensors of which there are as many on either side
+    ==============  ============================================================================
+
     Examples
     --------
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    rename = _renaming(names)
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
         others = theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            rename = _renaming(
-                {
-                    mine.name: other.name
-                    for entry, counterpart in zip(entries, others, strict=False)
-                    for mine, other in zip(entry.readers, counterpart.readers, strict=False)
-                }
-            )
-        entries, rows = _matched(entries, others, rename, tensors)
+            names = {
+                mine.name: other.name
+                for entry, counterpart in zip(entries, others, strict=False)
+                for mine, other in zip(entry.readers, counterpart.readers, strict=False)
+            }
+    if isinstance(names, str) and names == "auto":
+        known, progress = _found_partners(entries, others, tensors, progress)
+    else:
+        new = renamed([each.name for e in entries for each in e.readers], names)
+        known = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
+    with paused_collector():
+        entries, rows = _matched(entries, others, known, tensors)
     if not entries and tensors is not None:
         names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
         hint = similar(names_of_both, tensors)
@@ -181,7 +212,10 @@ def compare(
     find = partial(_compare_all, progress=progress, cache=cache)
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
-    attrs = [{"shapes": text} if text else {} for text in texts]
+    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
+    if names is not None:
+        for attr, entry, some in zip(attrs, entries, rows, strict=True):
+            attr.update(_partners_told(entry, [row.partner for row in some]))
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
     if theirs.source:
@@ -245,32 +279,41 @@ def _with_same_bytes(
 # --- which tensors belong together ---------------------------------------------------------------
 
 
-def _renaming(names: Any) -> Callable[[str], str]:
-    """Make a function of what says how names of `a` become those of `b`."""
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    if callable(names):
-        renamed: Callable[[str], str] = names
-        return renamed
-    if isinstance(names, tuple | list) and len(names) == 2:
-        pattern, replacement = names
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return lambda name: compiled.sub(replacement, name)
-    raise TypeError(
-        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {names!r}"
-    )
+def _found_partners(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    tensors: TensorFilter | None,
+    progress: ProgressOption,
+) -> tuple[dict[str, Partner], ProgressOption]:
+    """Find partners by names and content; return what is to be told of the rest, too."""
+    sides = [{r.name: r for each in side for r in each.readers} for side in (entries, others)]
+    ours, theirs = sides
+    chosen = set(select(ours, tensors))
+    theirs = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+    with Progress(progress, "matching") as bar:
+        found = partners({name: ours[name] for name in ours if name in chosen}, theirs, bar)
+    if callable(progress):
+        call = progress  # bytes that were read for this count on
+        return found, lambda done, total: call(bar.done + done, bar.done + total)
+    return found, progress
+
+
+def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[str, Any]:
+    """Say what tensors are called in `b`, and why: one text, or one for each place of a stack."""
+    each = iter(found)
+    if entry.gone is not None:
+        found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+    told = {
+        "other_name": [partner.name if partner else "" for partner in found],
+        "matched_by": [partner.rule if partner else "" for partner in found],
+    }
+    return told if entry.dims else {key: texts[0] for key, texts in told.items()}
 
 
 def _matched(
     entries: Sequence[Described],
     others: Sequence[Described],
-    rename: Callable[[str], str],
+    partners: Mapping[str, Partner],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[_Match]]]:
     """Find tensors that belong together."""
@@ -284,15 +327,15 @@ def _matched(
     rows: list[list[_Match]] = []
     used: set[str] = set()
     for entry in entries:
-        partners = [rename(member.name) for member in entry.readers]
-        used.update(partners)
+        wanted = [partners.get(member.name) for member in entry.readers]
+        used.update(partner.name for partner in wanted if partner)
         if not any(member.name in chosen for member in entry.readers):
             continue
         found.append(entry)
         rows.append(
             [
-                _row(member, theirs.get(partner), member.name in chosen)
-                for member, partner in zip(entry.readers, partners, strict=True)
+                _row(member, theirs, partner, member.name in chosen)
+                for member, partner in zip(entry.readers, wanted, strict=True)
             ]
         )
     taken = {entry.name for entry in found}
@@ -308,15 +351,22 @@ def _matched(
     return found, rows
 
 
-def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noqa: FBT001  of a loop
+def _row(
+    ours: Reader,
+    others: Mapping[str, Reader],
+    partner: Partner | None,
+    is_chosen: bool,  # noqa: FBT001  of a loop
+) -> _Match:
     if not is_chosen:
         return _Match(ours.name, [nan] * len(MEASURES))
+    theirs = others.get(partner.name) if partner else None
     if theirs is None:
         return _Match(ours.name, _unread("only_a", ours.size))
     shape, other = ours.array.shape, theirs.array.shape
     if shape != other:
-        return _Match(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name))
+        known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
+        return _Match(ours.name, known, shapes=shapes, partner=partner)
+    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), partner=partner)
 
 
 def _unread(status: str, count: int) -> list[float]:
@@ -338,17 +388,26 @@ def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
 def measures(found: Comparison) -> list[float]:
     """Compute all statistics of a pair of tensors of one shape."""
     if found.equal == found.count:
-        return [0.0, found.count, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        return [0.0, found.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
     head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
     if not found.finite:
-        return [*head, math.nan, math.nan, math.nan, math.nan]
+        return [*head, *[math.nan] * 6]
     d, a, b, product, exponent = found.tree.total()
     rmse = scaled(math.sqrt(d / found.finite), int(exponent))
-    relative = math.sqrt(d / a) if a else math.inf if d else 0.0
+    nmse = d / a if a else math.inf if d else 0.0
+    sqnr = _decibels(a, d)
     cosine = 1.0 if not d else math.nan
     if d and a and b:
         cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-    return [*head, found.largest, rmse, relative, cosine]
+    return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not (signal and noise):
+        return -math.inf if noise else math.inf
+    ratio = signal / noise
+    is_held = 0.0 < ratio < math.inf
+    return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))
 
 
 def ranked(frame: pd.DataFrame) -> pd.DataFrame:

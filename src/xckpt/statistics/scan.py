@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays.sparse import dense_values
 from xckpt.errors import locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
@@ -64,7 +65,7 @@ def gather(
     tensors in stretches. A `shortcut` may find some of those that are not kept without a pass.
     """
     with open_stores(readers, operation, enabled=cache) as stores:
-        found = _Found(readers, stores, finish)
+        found = _Outcome(readers, stores, finish)
         with paused_collector():
             found.take_what_is_kept(stretched=stretched)
         if shortcut is not None:
@@ -85,12 +86,12 @@ def gather(
 def kept(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
     """Return what is kept of a stretched scan of each tensor, None if that is not all of it."""
     with open_stores(readers, operation, enabled=True) as stores:
-        found = _Found(readers, stores, lambda _, whole: whole)
+        found = _Outcome(readers, stores, lambda _, whole: whole)
         found.take_what_is_kept(stretched=True)
     return found.results
 
 
-class _Found:
+class _Outcome:
     """What is found of tensors by and by, and what still has to be read."""
 
     def __init__(
@@ -369,7 +370,7 @@ class _ChunkTask:
     start: int
 
     def __call__(self, block: Any) -> Accumulator:
-        values = np.asarray(block.todense() if hasattr(block, "todense") else block).reshape(-1)
+        values = dense_values(block).reshape(-1)
         if values.dtype.kind == "c":
             values = np.abs(values)
         found = self.operation.begin(self.reader, self.argument)

@@ -17,6 +17,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.sparse import dense_values
 from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
@@ -241,8 +242,7 @@ class _Difference:
 def _values(found: Any) -> Array:
     if hasattr(found, "dask"):
         found = found.compute()
-    array: Array = np.asarray(found.todense() if hasattr(found, "todense") else found)
-    return array
+    return dense_values(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,29 +323,29 @@ class SingularValues:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Decomposed:
     described: list[float]
     values: Array | None
 
 
-def _find(matrix: Matrix, *, is_quick: bool) -> _Found:
+def _find(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
     """Do one matrix."""
     with locating(tensor=matrix.name):
         blocks = matrix.blocks()
         if is_quick:
-            return _Found(describe_largest(blocks, min(matrix.shape)), None)
+            return _Decomposed(describe_largest(blocks, min(matrix.shape)), None)
         return _described(matrix, singular_values(blocks))
 
 
-def _described(matrix: Matrix, values: Array) -> _Found:
-    return _Found(describe_values(values, matrix.shape, matrix.epsilon), values)
+def _described(matrix: Matrix, values: Array) -> _Decomposed:
+    return _Decomposed(describe_values(values, matrix.shape, matrix.epsilon), values)
 
 
 def _find_all(
     matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
-) -> dict[str, _Found]:
+) -> dict[str, _Decomposed]:
     """Do all matrices that are not kept."""
-    found: dict[str, _Found] = {}
+    found: dict[str, _Decomposed] = {}
     kept_as: Any = SingularValues  # as what scans keep, though nothing is added to it
     known: Any = matrices
     with open_stores(known, kept_as, enabled=cache) as opened:
@@ -362,7 +362,7 @@ def _find_all(
         label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
         with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
 
-            def deliver(matrix: Matrix, one: _Found) -> None:
+            def deliver(matrix: Matrix, one: _Decomposed) -> None:
                 found[matrix.name] = one
                 store = of[matrix.name]
                 if store is not None and one.values is not None and one.values[0] >= 0:
@@ -380,8 +380,8 @@ def _find_all(
 
 def _here(
     matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Found],
-    deliver: Callable[[Matrix, _Found], None],
+    find: Callable[[Matrix], _Decomposed],
+    deliver: Callable[[Matrix, _Decomposed], None],
 ) -> None:
     large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
     small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
@@ -401,8 +401,8 @@ def _here(
 def _on_cluster(
     client: Any,
     matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Found],
-    deliver: Callable[[Matrix, _Found], None],
+    find: Callable[[Matrix], _Decomposed],
+    deliver: Callable[[Matrix, _Decomposed], None],
 ) -> None:
     """Do matrices as tasks; one whose worker died is done again by another."""
     if not matrices:
@@ -455,7 +455,7 @@ def _estimate(matrices: Sequence[Matrix]) -> str:
 
 
 def _laid_out_values(
-    entries: Sequence[Described], found: Mapping[str, _Found], contents: Subject
+    entries: Sequence[Described], found: Mapping[str, _Decomposed], contents: Subject
 ) -> xr.Dataset:
     variables: dict[Hashable, xr.Variable] = {}
     dims: dict[int, str] = {}
