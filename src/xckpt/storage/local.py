@@ -154,6 +154,13 @@ class OpenFile:
         self._lock = threading.Lock()
         weakref.finalize(self, let_go, self.fileno)
 
+    def status(self, name: str) -> os.stat_result:
+        """Return what the operating system says of the file; errors have its name."""
+        try:
+            return os.fstat(self.fileno)
+        except OSError as error:
+            raise named(error, name) from error
+
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return how much of it was filled."""
         if hasattr(os, "preadv"):
@@ -205,7 +212,7 @@ class LocalSource(Source):
         self.name = local_path(path)
         self.mmap = mmap
         descriptor = _pool.make_room(lambda: OpenFile(self.name))
-        status = os.fstat(descriptor.fileno)
+        status = descriptor.status(self.name)
         self._version = FileVersion(status)
         self.identity = self._version.identity
         self.size = status.st_size
@@ -316,7 +323,7 @@ class LocalSource(Source):
             descriptor = OpenFile(self.name)
         except FileNotFoundError as error:
             raise self._changed("it is no longer there") from error
-        self._compare(os.fstat(descriptor.fileno))
+        self._compare(descriptor.status(self.name))
         return descriptor
 
     def _open_map(self) -> mmap.mmap:
