@@ -33,6 +33,7 @@ INSTEAD = {
     r'"s3://bucket/m-\*\.zt"': '"m-*.zt"',
     r'"s3://bucket/run/(.*?)"': r'"file://" + os.path.abspath("\1")',
     r'"https://example\.org/(.*?)"': r'"file://" + os.path.abspath("\1")',
+    r'"hf://[^/"]+/([^@/"]+)(?:@[^/"]+)?': r'"\1',
     r'\{"anon": True\}': "{}",
     '"s3"': '"file"',
     r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=None)",
@@ -105,7 +106,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_line_of_a_page_runs(
     page: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page == "how-to/quantized-models" and not GOLDEN.is_dir():
+    if page in {"how-to/hub", "how-to/quantized-models"} and not GOLDEN.is_dir():
         pytest.skip(f"no golden files at {GOLDEN}")
     monkeypatch.chdir(shutil.copytree(files, tmp_path / "files"))
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Broken", "Case", "cases", "files", "left_over", "place"]
+__all__ = ["Broken", "Case", "cases", "files", "lay_out", "left_over"]
 
 Files = dict[str, bytes]
 Values = dict[str, np.ndarray[Any, Any]]
@@ -60,7 +60,7 @@ def files(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def place(folder: Path, content: Mapping[str, bytes]) -> None:
+def lay_out(folder: Path, content: Mapping[str, bytes]) -> None:
     """Make a folder hold these files and nothing else."""
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
@@ -107,7 +107,7 @@ class Case:
     def prepare(self, root: Path) -> None:
         """Write it undisturbed, to know what it is."""
         folder = root / _FOLDER
-        place(folder, {})
+        lay_out(folder, {})
         if self.before is not None:
             self.before(folder)
             self.old, self.old_values = files(folder), self.values(folder)
@@ -118,7 +118,7 @@ class Case:
 
     def begin(self, root: Path) -> Path:
         """Put the old files in place, and return their folder."""
-        place(root / _FOLDER, self.old)
+        lay_out(root / _FOLDER, self.old)
         return root / _FOLDER
 
     def run(self, folder: Path) -> None:
@@ -183,11 +183,11 @@ def _same(values: Values, wanted: Values) -> bool:
     )
 
 
-def cases(root: Path, only: str | None = None) -> list[Case]:
+def cases(root: Path, only: str = "") -> list[Case]:
     """Make all of them, or the one of a name; files that some need are next to their folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        found = [case for case in _cases(root) if only in {None, case.name}]
+        found = [case for case in _cases(root) if only in {"", case.name}]
         for case in found:
             case.prepare(root)
     return found

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import dask
 
 from torture.calls import CHANGING, watched
-from torture.checkpoints import Broken, cases, place
-from torture.trial import Tally
+from torture.checkpoints import Broken, cases, lay_out
+from torture.trial import Tally, left
 
 if TYPE_CHECKING:
     import random
@@ -130,7 +130,7 @@ class _Recorder:
 def run(trial: Trial) -> Iterator[Tally]:
     """Record everything that is written, and let the power fail at every point of it."""
     with dask.config.set(scheduler="sync"):
-        every = cases(trial.folder)
+        every = cases(trial.folder, trial.only)
         by_what: dict[str, list[Case]] = {}
         for case in every:
             by_what.setdefault(_what(case), []).append(case)
@@ -138,7 +138,7 @@ def run(trial: Trial) -> Iterator[Tally]:
             start, failures = time.monotonic(), trial.failures
             count = points = opened = late = 0
             for case in some:
-                if trial.left < 0:
+                if trial.remaining < 0:
                     late += 1
                     continue
                 moments = _recorded(case, trial.folder)
@@ -157,7 +157,7 @@ def _what(case: Case) -> str:
 
 def again(path: Path) -> None:
     """Open the disk of a failure once more."""
-    name, returned, content = json.loads(path.read_text())
+    name, returned, content = json.loads(left(path)["disk.json"])
     with TemporaryDirectory() as folder, dask.config.set(scheduler="sync"):
         root = Path(folder)
         (case,) = cases(root, name)
@@ -193,13 +193,13 @@ def _replayed(case: Case, trial: Trial, moments: list[Moment]) -> tuple[int, int
             except Exception as error:  # noqa: BLE001  any is what is looked for
                 content = {name: data.hex() for name, data in disk.items()}
                 data = json.dumps([case.name, returned, content]).encode()
-                trial.fail(f"power {case.name}", data, error, ".json")
+                trial.fail(f"power {case.name}", {"disk.json": data}, error)
     return count, len(seen)
 
 
 def _check(case: Case, root: Path, disk: dict[str, bytes], *, returned: bool, saving: bool) -> None:
     folder = root / "m"
-    place(folder, disk)
+    lay_out(folder, disk)
     state = case.state(folder)
     if returned and state != "new":
         raise Broken("it had returned, and the old one is back")

@@ -27,7 +27,7 @@ import dask
 
 from torture.calls import CHANGING, Call, watched
 from torture.checkpoints import Broken, Case, cases, files, left_over
-from torture.trial import Tally
+from torture.trial import Tally, left
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.storage.partial import PARTIAL_SUFFIX
 
@@ -107,7 +107,7 @@ def run(trial: Trial) -> Iterator[Tally]:
     import dask.threaded  # once, and not in each child
 
     with dask.config.set(scheduler="sync"):
-        every = cases(trial.folder)
+        every = cases(trial.folder, trial.only)
         calls = {case.name: _calls(case, trial.folder) for case in every}
         gc.collect()
         gc.freeze()
@@ -118,7 +118,7 @@ def run(trial: Trial) -> Iterator[Tally]:
 
 def again(path: Path) -> None:
     """Make the trouble of a failure once more."""
-    trouble = Trouble(*json.loads(path.read_text()))
+    trouble = Trouble(*json.loads(left(path)["trouble.json"]))
     with TemporaryDirectory() as name, dask.config.set(scheduler="sync"):
         root = Path(name)
         (case,) = cases(root, trouble.case)
@@ -144,7 +144,8 @@ def _all(
         except Exception as error:  # noqa: BLE001  any is what is looked for
             happened = True
             failures[what] += 1
-            trial.fail(what.replace(":", ""), json.dumps(trouble).encode(), error, ".json")
+            told = {"trouble.json": json.dumps(trouble).encode()}
+            trial.fail(what.replace(":", ""), told, error)
         seconds[what] += time.monotonic() - start
         count[what] += happened
     for what in sorted(count):
@@ -214,13 +215,13 @@ def _try(case: Case, root: Path, trouble: Trouble) -> bool:
 
 def _kill(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     """Write in another process, which ends at a moment."""
-    left = trouble.number
+    ahead = trouble.number
 
     def dying(call: Call) -> Any:
-        nonlocal left
+        nonlocal ahead
         if call.name in CHANGING and trouble.call in {"", call.name} and trouble.how != "timed":
-            left -= 1
-            if left < 0:
+            ahead -= 1
+            if ahead < 0:
                 if trouble.how == "torn":
                     fileno, data, offset = call.args
                     os.write(_at(fileno, offset), bytes(data)[: len(data) // 2])
@@ -280,14 +281,14 @@ def _fail(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     if text is not None and state != "old" and not may_be_new:
         raise Broken(f"it is the new one, and there was an error: {text}")
     # Whoever removes a file can be interrupted as well: the next save does it.
-    left = left_over(folder) if trouble.kind != "interrupted" else []
+    there = left_over(folder) if trouble.kind != "interrupted" else []
     if text is not None:  # whether another writer has the lock is not known after an error
-        left = [name for name in left if not name.endswith("-lock")]
+        there = [name for name in there if not name.endswith("-lock")]
     # A save that was disturbed after the switch says so, and its files keep these names.
     main = case.path(folder).read_bytes() if state == "new" else b""
-    left = [name for name in left if name.encode() not in main]
-    if left and trouble.call != "unlink" and "always" not in trouble.how:
-        raise Broken(f"it leaves {left} after {text}")
+    there = [name for name in there if name.encode() not in main]
+    if there and trouble.call != "unlink" and "always" not in trouble.how:
+        raise Broken(f"it leaves {there} after {text}")
     return True
 
 
@@ -314,16 +315,16 @@ def _failing(trouble: Trouble) -> tuple[Callable[[Call], Any], Callable[[], bool
     """Return what makes the calls, and whether one has failed."""
     if trouble.kind == "full":
         return _full(trouble.number)
-    left, happened = trouble.number, False
+    ahead, happened = trouble.number, False
     name, _, when = trouble.how.partition(" ")
     watching = {trouble.call} if trouble.call else {*CHANGING}
 
     def make(call: Call) -> Any:
-        nonlocal left, happened
+        nonlocal ahead, happened
         if call.name not in watching:
             return call.make()
-        left -= 1
-        if left >= 0 or (left < -1 and when != "always"):
+        ahead -= 1
+        if ahead >= 0 or (ahead < -1 and when != "always"):
             return call.make()
         happened = True
         # A descriptor is closed, whatever closing it says.
@@ -345,25 +346,24 @@ def _path(call: Call) -> tuple[str, ...]:
 
 def _full(room: int) -> tuple[Callable[[Call], Any], Callable[[], bool]]:
     """Make all writes as if there were only so much space."""
-    left, happened = room, False
-    fails = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    happened = False
 
     def make(call: Call) -> Any:
-        nonlocal left, happened
+        nonlocal room, happened
         if call.name not in {"pwrite", "posix_fallocate", "copy_file_range"}:
             return call.make()
         wanted = len(call.args[1]) if call.name == "pwrite" else call.args[2]
-        if wanted <= left:
+        if wanted <= room:
             done = call.make()
-            left -= wanted
+            room -= wanted
             return done
         happened = True
-        if call.name == "pwrite" and left:  # as much as there is room for
+        if call.name == "pwrite" and room:  # as much as there is room for
             fileno, data, offset = call.args
-            done = os.write(_at(fileno, offset), memoryview(data)[:left])
-            left = 0
+            done = os.write(_at(fileno, offset), memoryview(data)[:room])
+            room = 0
             return done
-        raise fails
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return make, lambda: happened
 
@@ -406,13 +406,13 @@ def _no_surprises() -> Iterator[None]:
 
 def _vanish(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     """Write into a folder that is not there any more, from some call on."""
-    left, moved = trouble.number, root / "moved"
+    ahead, moved = trouble.number, root / "moved"
 
     def make(call: Call) -> Any:
-        nonlocal left
+        nonlocal ahead
         if call.name in CHANGING:
-            left -= 1
-            if left == -1:
+            ahead -= 1
+            if ahead == -1:
                 folder.rename(moved)
                 if trouble.how == "replaced":
                     folder.mkdir()
@@ -422,7 +422,7 @@ def _vanish(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
 
     try:
         _error_of(case, root, folder, make)
-        if left >= 0:
+        if ahead >= 0:
             return False
         if trouble.how == "removed":
             case.begin(root)  # what was there is gone with the folder
