@@ -45,6 +45,9 @@ class InPlace(Sink):
         self.overwrite = overwrite
         self.fileno = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
+    def is_taken(self) -> bool:
+        return False
+
     def take_name(self) -> None:
         """It has it."""
 
