@@ -31,9 +31,15 @@ def _without_threads() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    (found,) = cases(tmp_path, CASE)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torture")
+
+
+@pytest.fixture(scope="module")
+def case(root: Path) -> Case:
+    with dask.config.set(scheduler="sync"):
+        (found,) = cases(root, CASE)
     return found
 
 
@@ -71,17 +77,17 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: " ".join(map(str, each)))
-def test_trouble_happens_and_breaks_nothing(tmp_path: Path, case: Case, trouble: Trouble) -> None:
-    assert writing._try(case, tmp_path, trouble)
+def test_trouble_happens_and_breaks_nothing(root: Path, case: Case, trouble: Trouble) -> None:
+    assert writing._try(case, root, trouble)
 
 
 @pytest.mark.parametrize("trouble", [TROUBLES[0], TROUBLES[4], TROUBLES[7]], ids=lambda e: e.kind)
 def test_a_writer_in_place_is_found(
-    tmp_path: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+    root: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xckpt.writing.saving.Sink", InPlace)
     with pytest.raises(Broken):
-        writing._try(case, tmp_path, trouble)
+        writing._try(case, root, trouble)
 
 
 def test_a_run_takes_its_time_and_a_failure_is_tried_again(

@@ -226,7 +226,8 @@ def _kinds() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 def _cases(root: Path) -> Iterator[Case]:
     """Save and convert to all formats that are written, with and without an old file; append."""
     source = root / "source.zt"
-    save(dataset(2.0, lazy=False), source, encoding={"d.*": {"compression": "zstd"}})
+    packed = {"d.*": {"compression": "zstd"}}
+    save(dataset(2.0, lazy=False), source, encoding=packed, overwrite=True)
     for engine, kind, target, options in _kinds():
         old = partial(_save, 1.0, target, engine, options)
         new = partial(_save, 2.0, target, engine, options)
