@@ -51,6 +51,7 @@ class Behaviour:
     retry_after: str | None = None
     rate_limit: str | None = None
     cut: int = 0  # of how many bodies of copies half is missing
+    listing: str | None = None  # instead of one
     location: str | None = None  # where large files are said to be
     stuck_after: int | None = None  # requests for copies, until one is not answered
     tampered: dict[str, str] = field(default_factory=dict)  # headers of answers to resolve
@@ -198,6 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "revision":
             siblings = [{"rfilename": path} for path in files]
             self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+            return
+        if self.hub.behaviour.listing is not None:
+            self._answer(200, self.hub.behaviour.listing.encode(), {})
             return
         folder = unquote("/".join(parts[4:]))
         entries = _tree(files, folder)

@@ -340,13 +340,21 @@ class TestRefusals:
     def test_offline(
         self, hub: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from huggingface_hub import errors
+        from huggingface_hub import errors, utils
 
         def refuse(*_: Any, **__: Any) -> None:
             raise errors.OfflineModeIsEnabled("offline")
 
-        monkeypatch.setattr("huggingface_hub.HfApi.repo_info", refuse)
+        monkeypatch.setattr(utils.get_session(), "get", refuse)
         with pytest.raises(OSError, match="HF_HUB_OFFLINE is set"):
+            opened()
+
+    @pytest.mark.parametrize("answer", ["{}", "[1]", '[{"path": "a", "type": "file"}]', "<html>"])
+    def test_answers_that_are_none(
+        self, hub: HubServer, files: dict[str, bytes], answer: str
+    ) -> None:
+        hub.behaviour.listing = answer
+        with pytest.raises(OSError, match=r"the Hub (lists what is no file|does not answer)"):
             opened()
 
 
@@ -366,14 +374,17 @@ class TestBusyServers:
         opened()
         assert time.monotonic() - before >= 1
 
+    @pytest.mark.parametrize("commit", ["main", "known"])
     @pytest.mark.parametrize("header", ["retry_after", "rate_limit"])
     def test_who_asks_for_too_long_is_not_waited_for(
-        self, hub: HubServer, files: dict[str, bytes], header: str
+        self, hub: HubServer, files: dict[str, bytes], header: str, commit: str
     ) -> None:
+        if commit == "known":
+            commit = hub.repositories["org/model"].revisions["main"]
         hub.behaviour.busy["hub"] = 100
         setattr(hub.behaviour, header, {"retry_after": "240"}.get(header, '"api";r=0;t=240'))
         with pytest.raises(TimeoutError, match=r"429.*with a token.*240 seconds.*'timeout': 270"):
-            opened()
+            opened(f"{MODEL}@{commit}")
 
     def test_bodies_that_are_cut(self, hub: HubServer, folder: Path) -> None:
         hub.behaviour.cut = 6

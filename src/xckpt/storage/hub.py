@@ -6,8 +6,8 @@ is made for a file before its header is wanted. A request for a large file is an
 signed address of a copy in a network of caches: this is used until it is refused, and then asked
 for again. The token goes to the Hub, and to no other host.
 
-Repositories are listed by `huggingface_hub`, which also knows the endpoint and the token; requests
-for bytes are those of `HttpSource`.
+`huggingface_hub` knows the endpoint and the token, and has the session for questions about
+repositories; requests for bytes are those of `HttpSource`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import re
 import time
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import islice
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from xckpt.errors import shown
@@ -40,7 +40,7 @@ from xckpt.storage.source import components
 from xckpt.storage.web import HttpSource, busy_or_broken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from xckpt.storage.source import Source
 
 __all__ = ["HubSource", "list_hub_folder", "pinned"]
-
-T = TypeVar("T")
 
 _URL = re.compile(
     r"hf://(?:(?P<kind>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+)"
@@ -163,7 +161,7 @@ class _Hub:
 
     def headers(self) -> dict[str, str]:
         """Return what goes to the Hub with each request; the token is that of now."""
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub.utils import build_hf_headers
 
         return dict(build_hf_headers(token=self._token, library_name="xckpt"))
 
@@ -174,16 +172,11 @@ class _Hub:
         key = (self.endpoint, place.kind, place.repo, place.revision)
 
         def look() -> SimpleNamespace:
-            info = self._asked(
-                place,
-                lambda: self._api.repo_info(
-                    place.repo, revision=place.revision, repo_type=place.kind
-                ),
-            )
-            commit = info.sha
+            revision = quote(place.revision, safe="")
+            info = next(self._asked(place, f"revision/{revision}"))
+            commit = info.get("sha") if isinstance(info, dict) else None
             if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-                told = f"the Hub does not tell the commit of revision {shown(place.revision)}"
-                raise OSError(errno.EINVAL, told, self._url)
+                raise self._broken(f"does not tell the commit of revision {shown(place.revision)}")
             return SimpleNamespace(commit=commit, time=time.monotonic())
 
         found = _commits.get(key, look)
@@ -196,17 +189,17 @@ class _Hub:
         """Return size and digest of each file in a folder of a commit; None is a folder."""
 
         def look() -> dict[str, tuple[int, str] | None]:
-            def ask() -> list[Any]:
-                listed = self._api.list_repo_tree(
-                    folder.repo,
-                    folder.path or None,
-                    revision=folder.revision,
-                    repo_type=folder.kind,
-                )
-                return list(islice(listed, _MOST_FILES))
-
-            listed = self._asked(folder, ask)
-            return {each.path.rpartition("/")[2]: _entry(each) for each in listed}
+            path = f"/{quote(folder.path, safe='')}" if folder.path else ""
+            found: dict[str, tuple[int, str] | None] = {}
+            for page in self._asked(folder, f"tree/{folder.revision}{path}"):
+                for each in page if isinstance(page, list) else [page]:
+                    try:
+                        found[each["path"].rpartition("/")[2]] = _entry(each)
+                    except (AttributeError, KeyError, TypeError, ValueError) as error:
+                        raise self._broken(f"lists what is no file: {shown(str(each))}") from error
+                if len(found) > _MOST_FILES:
+                    raise self._broken(f"lists more than {_MOST_FILES} files in one folder")
+            return found
 
         return _folders.get((self.endpoint, folder), look)
 
@@ -263,32 +256,48 @@ class _Hub:
                 return PermissionError(errno.EACCES, text, url)
         return OSError(errno.EINVAL, f"the Hub answered {status} {shown(told)}", url)
 
-    def _asked(self, place: HubPath, ask: Callable[[], T]) -> T:
-        """Ask the Hub until it answers, has said no, or takes too long."""
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    def _asked(self, place: HubPath, what: str) -> Iterator[Any]:
+        """Ask the API of the Hub, and return the pages of its answer."""
+        from huggingface_hub.errors import OfflineModeIsEnabled
+        from huggingface_hub.utils import get_session
 
-        patience = Patience(self._url, self._limits)
+        following = f"/api/{place.kind}s/{place.repo}/{what}"
 
-        def request() -> T:
+        def request() -> Any:
+            seconds, headers = patience.silence(), self.headers()
+            get = partial(get_session().get, headers=headers, timeout=seconds)
             try:
-                return called_within(patience.silence(), ask)
+                answer = called_within(seconds, lambda: get(self.endpoint + following))
             except OfflineModeIsEnabled as error:
                 told = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
                 raise OSError(errno.EINVAL, told, self._url) from error
-            except HfHubHTTPError as error:
-                answer = error.response
-                raise self.refusal(place, answer.status_code, answer.headers) from None
+            if answer.status_code != 200:
+                raise self.refusal(place, answer.status_code, answer.headers)
+            return answer
 
-        return retried(self._url, request, patience)
+        while following:
+            patience = Patience(self._url, self._limits)
+            answer = retried(self._url, request, patience)
+            try:
+                yield answer.json()
+            except ValueError as error:
+                raise self._broken("does not answer in JSON") from error
+            # Whatever host it names: the token goes to this one.
+            _, mark, rest = answer.links.get("next", {}).get("url", "").partition("/api/")
+            following = mark + rest
+
+    def _broken(self, what: str) -> OSError:
+        return OSError(errno.EINVAL, f"the Hub {what}", self._url)
 
 
-def _entry(listed: Any) -> tuple[int, str] | None:
+def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
     """Return the size and the digest of a file, which is that of its content; None for a folder."""
-    size, digest = getattr(listed, "size", None), getattr(listed, "blob_id", None)
-    if size is None:
+    if listed["type"] != "file":
         return None
-    lfs = getattr(listed, "lfs", None)
-    return int(size), str(digest if lfs is None else lfs.sha256)
+    size, digest = listed["size"], (listed.get("lfs") or listed)["oid"]
+    if type(size) is not int or not 0 <= size < 1 << 63 or type(digest) is not str:
+        raise ValueError("no size, or no digest")
+    return size, digest
 
 
 class HubSource(HttpSource):
