@@ -129,9 +129,8 @@ class Case:
 
     def path(self, folder: Path) -> Path:
         """Return what a user opens."""
-        path = folder / self.target
         index = folder / f"{self.target}.index.json"
-        return index if not path.exists() and index.exists() else path
+        return index if index.exists() else folder / self.target
 
     def values(self, folder: Path) -> Values:
         """Open what is there as users do, and load it."""
