@@ -137,8 +137,8 @@ def _with_weights(source: Source, index: Index) -> Index:
                 contents[tensor.name] = bytes(data)
         for file, some in by_source.items():
             ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in some]
-            with suppress(CheckpointError):
-                for tensor, data in zip(some, file.read_ranges(ranges), strict=True):
+            with suppress(CheckpointError), file.reading_header() as header:
+                for tensor, data in zip(some, header.read_ranges(ranges), strict=True):
                     contents[tensor.name] = bytes(data)
         return list(contents.values())
 

@@ -211,6 +211,10 @@ class TestWhatIsOpened:
             opened().compute().drop_attrs(),
             xr.open_dataset(path, engine="safetensors").compute().drop_attrs(),
         )
+        forget()
+        hub.requests.clear()
+        opened()  # also the parts that say how others are to be read
+        assert (hub.count("hub"), hub.count("copies")) == (2, 0)
 
 
 class TestRevisions:
