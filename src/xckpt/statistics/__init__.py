@@ -5,6 +5,7 @@
 
 from xckpt.statistics.api import (
     QUANTILES,
+    channel_values,
     findings,
     known_stats,
     matched_names,
@@ -26,6 +27,7 @@ __all__ = [
     "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
+    "channel_values",
     "compare",
     "findings",
     "histogram",

@@ -29,6 +29,8 @@ _HUB_PAGE = re.compile(
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from xckpt.storage.sink import Sink
+
 __all__ = [
     "Source",
     "hub_url",
@@ -36,6 +38,7 @@ __all__ = [
     "is_remote",
     "list_folder",
     "local_path",
+    "new_file",
     "open_source",
     "pinned_url",
     "reading_ahead",
@@ -73,6 +76,17 @@ def open_source(
     from xckpt.storage.web import HttpSource, S3Source
 
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
+
+
+def new_file(
+    path: str, *, overwrite: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Sink:
+    """Begin a file, which is complete under its name or not there."""
+    from xckpt.storage.sink import Sink, UploadSink
+
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
 
 
 def list_folder(
