@@ -195,7 +195,9 @@ def _trends(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[list[tuple[str
             number = next(reversed(numbers_of(name).values()), None)
             if number is not None and name in at:
                 layers.setdefault(number, []).append(at[name])
-        if len(layers) < _FEWEST_LAYERS:
+        members = [row for some in layers.values() for row in some]
+        is_known = any(not np.isnan(each[members]).all() for each in values.values())
+        if len(layers) < _FEWEST_LAYERS or not is_known:
             continue
         count += 1
         if len(rows) == _MOST_TRENDS:
