@@ -16,7 +16,6 @@ from xckpt.cli.common import (
     Column,
     FileInput,
     complain,
-    figure,
     is_terminal,
     json_option,
     json_rows,
@@ -27,6 +26,7 @@ from xckpt.cli.common import (
     require_columns,
 )
 from xckpt.errors import CheckpointError
+from xckpt.notebook.formatting import figure
 
 if TYPE_CHECKING:
     import pandas as pd
