@@ -590,6 +590,7 @@ class CheckpointAccessor(Generic[Obj]):
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
+        codes: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -608,6 +609,8 @@ class CheckpointAccessor(Generic[Obj]):
             Compare only these.
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        codes : bool
+            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -630,6 +633,7 @@ class CheckpointAccessor(Generic[Obj]):
             names=names,
             tensors=tensors,
             dim=dim,
+            codes=codes,
             progress=progress,
             compute=compute,
             cache=cache,

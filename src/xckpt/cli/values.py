@@ -293,6 +293,11 @@ def spectrum(
     "neighbours at a time: one row for each channel or block. May be repeated.",
 )
 @click.option(
+    "--codes",
+    is_flag=True,
+    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+)
+@click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
@@ -310,6 +315,7 @@ def compare(
     rename: tuple[str, str] | None,
     names: str | None,
     dims: tuple[str, ...],
+    codes: bool,
     write_names: str | None,
     no_cache: bool,
     as_json: bool,
@@ -320,15 +326,17 @@ def compare(
     a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
     listed.
     """
-    from xckpt.statistics import MEASURES, matched_names, table
+    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
 
     matching = _matching(rename, names)
     if dims and write_names is not None:
         raise click.UsageError("--write-names is of whole tensors: leave --dim out")
-    chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
-    chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
-    require_columns(chosen, MEASURES)
+    more = list(OF_CODES) if codes else []
+    known = [*MEASURES, *more]
+    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
+    chosen = list(dict.fromkeys(["status", *chosen, *more, *([sort] if sort else [])]))
+    require_columns(chosen, known)
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
     try:
@@ -338,6 +346,7 @@ def compare(
             names=matching,
             tensors=reading.wanted,
             dim=_lengths(dims) or None,
+            codes=codes,
             progress=is_terminal(),
             cache=not no_cache,
         )
