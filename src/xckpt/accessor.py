@@ -591,6 +591,7 @@ class CheckpointAccessor(Generic[Obj]):
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
         codes: bool = False,
+        explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -611,6 +612,8 @@ class CheckpointAccessor(Generic[Obj]):
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
         codes : bool
             Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
+        explain : bool
+            Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -634,6 +637,7 @@ class CheckpointAccessor(Generic[Obj]):
             tensors=tensors,
             dim=dim,
             codes=codes,
+            explain=explain,
             progress=progress,
             compute=compute,
             cache=cache,
