@@ -111,7 +111,7 @@ def test_what_has_no_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"compute": False}, "compute=False"), ({"dim": -1}, "dim=")]
+    ("options", "said"), [({"compute": False}, "compute=False"), ({"dim": -1}, "leave out dim")]
 )
 def test_codes_are_of_whole_tensors_that_are_read_now(options: Any, said: str) -> None:
     ds = xr.Dataset({"w": ("n", np.ones(3, np.int8))})
