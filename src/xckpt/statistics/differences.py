@@ -271,15 +271,13 @@ def compare(
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     attrs = _attrs_of(entries, rows, has_names=names is not None)
-    said = _explained(entries, rows, values, attrs, progress) if explain else None
+    said = _explained(entries, rows, values, attrs, progress) if explain else {}
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
         values = _with_codes(inputs, values, progress, cache=cache)
     found = laid_out(statistics, entries, values, attrs, ours)
-    found.attrs |= {"status": list(STATUSES)}
-    if said is not None:
-        found.attrs["explanation"] = said
+    found.attrs |= {"status": list(STATUSES), **said}
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
@@ -297,7 +295,7 @@ def _explained(
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     progress: ProgressOption,
-) -> str:
+) -> dict[str, str]:
     """Put explanations into the attributes of variables; return the sentence about all."""
     from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
 
@@ -316,7 +314,7 @@ def _explained(
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
         told = [next(left) for _ in some]
         attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
-    return sentence(cases, found)
+    return {"explanation": sentence(cases, found)}
 
 
 def _compare_all(
