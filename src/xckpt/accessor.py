@@ -590,6 +590,8 @@ class CheckpointAccessor(Generic[Obj]):
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
+        codes: bool = False,
+        explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -608,6 +610,10 @@ class CheckpointAccessor(Generic[Obj]):
             Compare only these.
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        codes : bool
+            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
+        explain : bool
+            Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -630,6 +636,8 @@ class CheckpointAccessor(Generic[Obj]):
             names=names,
             tensors=tensors,
             dim=dim,
+            codes=codes,
+            explain=explain,
             progress=progress,
             compute=compute,
             cache=cache,
@@ -817,7 +825,8 @@ class CheckpointAccessor(Generic[Obj]):
         path: str | os.PathLike[str],
         other: Describable | None = None,
         *,
-        names: Renaming | None = None,
+        names: Renaming | Literal["auto"] | None = None,
+        explain: bool = True,
         overwrite: bool = False,
         progress: ProgressOption = None,
         cache: bool = True,
@@ -826,7 +835,7 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report to keep or to send: what is here, or what is between this and another.
 
         Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
-        layers. Of two it has what changed, how much, and what changed most.
+        layers. Of two it has what changed, why, how much, and what changed most.
 
         Parameters
         ----------
@@ -835,8 +844,10 @@ class CheckpointAccessor(Generic[Obj]):
             that it shows, and is small, however many tensors there are.
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
             What to compare with.
-        names : mapping, callable, or pair of a regular expression and its replacement, optional
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
             From the name of a tensor here to the name in `other`; see `compare`.
+        explain : bool, default True
+            Whether to find out why tensors differ, which takes longer; see `compare`.
         overwrite : bool, default False
             Whether an existing file is replaced.
         progress, cache : optional
@@ -873,7 +884,8 @@ class CheckpointAccessor(Generic[Obj]):
                 stats = self.stats(**options)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
-                found = self.compare(other, names=names, storage_options=storage_options, **options)
+                options |= {"names": names, "explain": explain, "storage_options": storage_options}
+                found = self.compare(other, **options)
                 both = self._summary(), _summary_of(other, storage_options)
                 relate(document, both, found, self.plot.layers)
             sink.write(finish(document), 0)

@@ -21,19 +21,20 @@ from xckpt.cli.common import (
     json_rows,
     print_document,
     print_table,
+    print_text,
     read_names,
     reading_options,
     require_columns,
 )
 from xckpt.errors import CheckpointError
-from xckpt.notebook.formatting import figure
+from xckpt.notebook.formatting import figure, printable
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.index import Index
 
-__all__ = ["compare", "spectrum", "stats"]
+__all__ = ["compare", "matching_of", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
@@ -42,6 +43,8 @@ _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _CALLS_FOR_ACTION = ("error", "warning")
 _SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
+_EXPLAINED = ("cause", "rel_l2", "explanation")
+_WORDY = ("status", "cause", "explanation", "other_names")
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -263,6 +266,7 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option("--explain", is_flag=True, help="Also find out why tensors differ.")
 @click.option(
     "--columns",
     default=",".join(_MEASURES),
@@ -293,6 +297,11 @@ def spectrum(
     "neighbours at a time: one row for each channel or block. May be repeated.",
 )
 @click.option(
+    "--codes",
+    is_flag=True,
+    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+)
+@click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
@@ -304,12 +313,14 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    explain: bool,
     columns: str,
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
     names: str | None,
     dims: tuple[str, ...],
+    codes: bool,
     write_names: str | None,
     no_cache: bool,
     as_json: bool,
@@ -317,18 +328,25 @@ def compare(
     """Print how much the tensors of A and B differ.
 
     Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
-    listed.
+    a larger type. With --explain, first comes a sentence about all tensors, then why each of them
+    differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
+    --json, all tensors are listed.
     """
-    from xckpt.statistics import MEASURES, matched_names, table
+    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
+    from xckpt.statistics.explaining import COLUMNS
 
-    matching = _matching(rename, names)
-    if dims and write_names is not None:
-        raise click.UsageError("--write-names is of whole tensors: leave --dim out")
-    chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
-    chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
-    require_columns(chosen, MEASURES)
+    matching = matching_of(rename, names)
+    if dims and (write_names is not None or explain or codes):
+        option = "--explain" if explain else "--codes" if codes else "--write-names"
+        raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
+    more = list(OF_CODES) if codes else []
+    known = [*MEASURES, *more, *(COLUMNS if explain else ())]
+    columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
+    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
+    own = [] if explain else ["status"]
+    chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
+    require_columns(chosen, known)
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
     try:
@@ -338,6 +356,8 @@ def compare(
             names=matching,
             tensors=reading.wanted,
             dim=_lengths(dims) or None,
+            codes=codes,
+            explain=explain,
             progress=is_terminal(),
             cache=not no_cache,
         )
@@ -356,8 +376,11 @@ def compare(
     different = frame[frame["status"] != "same"]
     if as_json:
         same = bool(different.empty)
-        print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
+        said = {"explanation": result.attrs["explanation"]} if explain else {}
+        print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
     else:
+        if explain:
+            print_text(printable(result.attrs["explanation"]))
         _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
@@ -366,7 +389,7 @@ def compare(
     return int(not different.empty)
 
 
-def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
+def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:
     """Return how names in A become names in B."""
     if names is not None:
         if rename is not None:
@@ -396,6 +419,6 @@ def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
         return
     columns = [frame[name].tolist() for name in chosen]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in chosen if name != "status"]
+    head = [Column("tensor")]
+    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
     print_table(head, list(zip(frame.index, *texts, strict=True)))
