@@ -38,7 +38,7 @@ def main(readme: str, torch_file: str) -> None:
     if distribution.version != xckpt.__version__:
         raise RuntimeError(f"{distribution.version} is not {xckpt.__version__}")
     write_checkpoint("m.zt", layers=3, width=64)
-    warnings.simplefilter("error", DeprecationWarning)
+    warnings.filterwarnings("error", category=DeprecationWarning, module="xckpt")
     warnings.filterwarnings("ignore", category=xckpt.CheckpointWarning)
     lines = _session(Path(readme).read_text("utf-8"))
     print(f"README: {lines} statements ran")

@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 # What every archive of the source has to have: with it, tests can be run and a wheel be made.
 _IN_SOURCE = (
     *("README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "src/xckpt/__init__.py"),
-    *("tests/conftest.py", "docs/index.md", "environment.yml", "PKG-INFO"),
+    *("tests/conftest.py", "docs/index.md", "environment.yml", "PKG-INFO", "Makefile"),
+    *("benchmarks/__init__.py", "torture/__init__.py"),
 )
 _EXTRAS = ("plot", "widgets")
 

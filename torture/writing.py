@@ -1,4 +1,4 @@
-"""Writers that are killed, disks that fail or are full, folders that vanish, many at once.
+"""Writers that are killed or interrupted, disks that fail or are full, folders that vanish.
 
 After each, the target is the old checkpoint or the new one: it is compared byte by byte with both,
 or opened and loaded. An error means the old one and names the file; no error, the new one. What is
