@@ -10,9 +10,11 @@ UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install)
 PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
+# make torture MINUTES=5 SEED=1 PARTS=reading
+MINUTES ?= 10
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-min lint bench docs clean
+.PHONY: help venv demo test test-min lint bench torture docs clean
 
 help:
 	@echo "make demo      write a sample checkpoint, open it, print its summary and statistics"
@@ -20,6 +22,7 @@ help:
 	@echo "make test-min  run the tests with the lowest versions of all dependencies"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make bench     run the benchmarks"
+	@echo "make torture   try what is promised on damaged files; MINUTES=5 SEED=1 PARTS=reading"
 	@echo "make docs      build the documentation"
 	@echo "make clean     remove all that these commands made"
 
@@ -45,12 +48,16 @@ lint: $(VENV)/.lint
 bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks $(BENCHMARKS)
 
+torture: $(VENV)/.test
+	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) $(VENV_MIN) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_MIN) demo docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+		torture-failures
 
 
 $(VENV)/.user: pyproject.toml | $(BIN)/python

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.measuring import table
+from benchmarks.measuring import table, write_section
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 NAMES = (
@@ -49,13 +49,9 @@ def main() -> int:
 
 def write_down(name: str, section: str) -> None:
     """Put a section into the page, in the place of the one that was measured before."""
-    before = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []
-    sections = {text.partition("\n")[0].lower(): f"## {text.strip()}\n" for text in before}
-    sections[name] = section
     versions = ", ".join(f"{package} {version(package)}" for package in COMPARED)
     ran = f"Python {platform.python_version()} on {platform.machine()}, {versions}.\n"
-    known = [sections[each] for each in NAMES if each in sections]
-    PAGE.write_text("\n".join([HEAD, ran, *known]), encoding="utf-8")
+    write_section(PAGE, f"{HEAD}\n{ran}", NAMES, name, section)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ SHOW = """() => new Promise((resolve) => {
 TYPE = """async ([text, tree]) => {
   const box = [...document.querySelectorAll(".xckpt-explorer")].at(-1);
   const search = box.querySelector("input");
-  const button = box.querySelector("[aria-pressed]");
+  const button = box.querySelector("[aria-pressed]:not(.xckpt-wrong-only)");
   if ((button.getAttribute("aria-pressed") === "true") !== tree) button.click();
   const frame = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
   const times = [];

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-__all__ = ["Result", "best_of", "in_fresh_process", "table"]
+__all__ = ["Result", "best_of", "in_fresh_process", "table", "write_section"]
 
 
 _LONG_ENOUGH = 10.0
@@ -69,7 +70,7 @@ def in_fresh_process(code: str) -> dict[str, Any]:
     """Run code in a new interpreter and return the JSON object that it prints last.
 
     The code finds ``peak()``: the peak of resident memory so far and the anonymous memory now,
-    in bytes.
+    in bytes; and ``watch()``, which returns what says by how much that has grown at most.
     """
     done = subprocess.run(  # noqa: S603  our own code
         [sys.executable, "-c", _PRELUDE + code], check=True, capture_output=True, text=True
@@ -88,6 +89,14 @@ def peak():
 def forget_peak():
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
+def watch():
+    import threading
+    before, most, done = peak()["anonymous"], [0], threading.Event()
+    def look():
+        while not done.wait(0.01):
+            most[0] = max(most[0], peak()["anonymous"])
+    threading.Thread(target=look, daemon=True).start()
+    return lambda: (done.set(), most[0] - before)[1]
 """
 
 
@@ -99,3 +108,11 @@ def table(results: list[Result]) -> str:
         bound = "" if r.bound is None else f"≤ {r.bound:,g}"
         lines.append(f"| {r.what} | {shown} | {r.against} | {bound} | {r.verdict} |")
     return "\n".join(lines)
+
+
+def write_section(page: Path, head: str, names: Sequence[str], name: str, section: str) -> None:
+    """Put a section, headed by its name, into a page, in the place of the one from before."""
+    before = page.read_text(encoding="utf-8").split("\n## ")[1:] if page.exists() else []
+    sections = {text.partition("\n")[0].lower(): f"## {text.strip()}\n" for text in before}
+    sections[name] = section
+    page.write_text("\n".join([head, *(sections[n] for n in names if n in sections)]), "utf-8")

@@ -110,16 +110,9 @@ def run() -> list[Result]:
             code = f"""
 import xckpt, xckpt.statistics.api, aiohttp, fsspec.implementations.http, numba
 forget_peak()
-before = peak()["anonymous"]
-import threading, time
-most, done = [0], threading.Event()
-def look():
-    while not done.wait(0.005):
-        most[0] = max(most[0], peak()["anonymous"])
-threading.Thread(target=look).start()
+watched = watch()
 xckpt.stats({f"{server.url}/m.zt"!r}, cache=False, progress=False)
-done.set()
-print(json.dumps({{"most": most[0] - before}}))
+print(json.dumps({{"most": watched()}}))
 """
             most = in_fresh_process(code)["most"]
             results.append(

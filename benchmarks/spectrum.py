@@ -63,20 +63,14 @@ def run() -> list[Result]:
         results.append(Result("the same, stable_rank alone", quick / ours, "x", "all statistics"))
         path = Path(folder) / "long.zt"
         code = f"""
-import threading, numpy as np, xarray as xr, dask.array as da, xckpt, scipy.linalg, threadpoolctl
+import numpy as np, xarray as xr, dask.array as da, xckpt, scipy.linalg, threadpoolctl
 long = da.random.default_rng(0).standard_normal((200_000, 4096), chunks=(4096, 4096), dtype="f4")
 xckpt.save(xr.Dataset({{"m": (("r", "c"), long)}}), {str(path)!r}, progress=False)
 del long
 import gc; gc.collect()
-before = peak()["anonymous"]
-most, done = [0], threading.Event()
-def look():
-    while not done.wait(0.02):
-        most[0] = max(most[0], peak()["anonymous"])
-threading.Thread(target=look).start()
+watched = watch()
 xckpt.spectrum({str(path)!r}, "m", cache=False, progress=False)
-done.set()
-print(json.dumps({{"most": most[0] - before}}))
+print(json.dumps({{"most": watched()}}))
 """
         most = in_fresh_process(code)["most"]
         results.append(

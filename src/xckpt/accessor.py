@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.differences import Renaming
+    from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.tensors import DtypeFilter, OpenTensors
+    from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
     from xckpt.writing.options import FormatOptions
 
@@ -585,8 +587,11 @@ class CheckpointAccessor(Generic[Obj]):
         self,
         other: Describable,
         *,
-        names: Renaming | None = None,
+        names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
+        dim: Reduced | None = None,
+        codes: bool = False,
+        explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -598,10 +603,17 @@ class CheckpointAccessor(Generic[Obj]):
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
             Of whatever format and element types.
-        names : mapping, callable, or pair of a regular expression and its replacement, optional
-            From the name of a tensor here to the name in `other`.
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
+            From the name of a tensor here to the name in `other`; ``"auto"`` finds them by content
+            and by names that projects are known to give, see `xckpt.compare`.
         tensors : str, iterable of str, re.Pattern or callable, optional
             Compare only these.
+        dim : str, int, iterable of these, or mapping of these to int, optional
+            Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        codes : bool
+            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
+        explain : bool
+            Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -623,6 +635,9 @@ class CheckpointAccessor(Generic[Obj]):
             other,
             names=names,
             tensors=tensors,
+            dim=dim,
+            codes=codes,
+            explain=explain,
             progress=progress,
             compute=compute,
             cache=cache,
@@ -647,6 +662,22 @@ class CheckpointAccessor(Generic[Obj]):
         if not isinstance(self._obj, xr.Dataset):
             raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")
         return table(self._obj)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the tensors of a comparison are called on its other side, of those on both.
+
+        Examples
+        --------
+        >>> found = xckpt.compare("hf.safetensors", "model.gguf", names="auto")  # doctest: +SKIP
+        >>> Path("names.json").write_text(json.dumps(found.ckpt.names))  # doctest: +SKIP
+        >>> xckpt.convert("hf.safetensors", "new.gguf", names=found.ckpt.names)  # doctest: +SKIP
+        """
+        from xckpt.statistics import matched_names
+
+        if not isinstance(self._obj, xr.Dataset) or "status" not in self._statistics:
+            raise TypeError("names are of what ds.ckpt.compare() gives")
+        return matched_names(self._obj)
 
     def explore(self) -> Any:
         """Search, sort and look into all tensors, in one widget for the notebook.
@@ -679,7 +710,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
+        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------
@@ -788,6 +819,103 @@ class CheckpointAccessor(Generic[Obj]):
             storage_options=storage_options,
             **format_options,
         )
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        other: Describable | None = None,
+        *,
+        names: Renaming | Literal["auto"] | None = None,
+        explain: bool = True,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        cache: bool = True,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a report to keep or to send: what is here, or what is between this and another.
+
+        Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
+        layers. Of two it has what changed, why, how much, and what changed most.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The new file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It holds all
+            that it shows, and is small, however many tensors there are.
+        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+            What to compare with.
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
+            From the name of a tensor here to the name in `other`; see `compare`.
+        explain : bool, default True
+            Whether to find out why tensors differ, which takes longer; see `compare`.
+        overwrite : bool, default False
+            Whether an existing file is replaced.
+        progress, cache : optional
+            As for `stats`.
+        storage_options : dict, optional
+            For fsspec, where `other` or `path` is a URL.
+
+        Raises
+        ------
+        FileExistsError
+            If there is such a file and `overwrite` is false.
+        ValueError
+            If `path` ends in something else.
+
+        Notes
+        -----
+        Pictures need matplotlib (``pip install 'xckpt[plot]'``); tables have the same numbers.
+
+        Examples
+        --------
+        >>> ds.ckpt.report("m.html")  # doctest: +SKIP
+        >>> ds.ckpt.report("tuned.md", "tuned.safetensors")  # doctest: +SKIP
+        """
+        from os import fsdecode
+
+        from xckpt.reporting import describe, document_for, finish, relate
+        from xckpt.storage import new_file
+
+        document = document_for(path)
+        options: dict[str, Any] = {"progress": progress, "cache": cache}
+        sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
+        with sink:  # what cannot be written is said before anything is computed
+            if other is None:
+                stats = self.stats(**options)
+                describe(document, self._summary(), stats, self.plot.layers)
+            else:
+                options |= {"names": names, "explain": explain, "storage_options": storage_options}
+                found = self.compare(other, **options)
+                both = self._summary(), _summary_of(other, storage_options)
+                relate(document, both, found, self.plot.layers)
+            sink.write(finish(document), 0)
+            sink.commit()
+
+    def manifest(
+        self, *, tensors: TensorFilter | None = None, progress: ProgressOption = None
+    ) -> Manifest:
+        """Digest what every tensor holds: the same for every file and object that holds the same.
+
+        Parameters
+        ----------
+        tensors : str, iterable of str, re.Pattern or callable, optional
+            Digest only these.
+        progress : bool or callable, optional
+            As for `stats`.
+
+        Returns
+        -------
+        Manifest
+            See `xckpt.manifest`.
+
+        Examples
+        --------
+        >>> ds.ckpt.manifest() == xckpt.manifest("m.zt")  # doctest: +SKIP
+        True
+        """
+        from xckpt.writing import manifest
+
+        return manifest(self._given, tensors=tensors, progress=progress)
 
     def plain(self) -> Any:
         """Return the same data with names, attributes and types that netCDF and zarr hold.
@@ -946,6 +1074,12 @@ class CheckpointAccessor(Generic[Obj]):
         return bool(self._encoding.get("statistics"))
 
     @property
+    def _statistics(self) -> list[str]:
+        """The statistics that the object has, if it is a result."""
+        dims = () if isinstance(self._obj, xr.DataTree) else self._obj.dims
+        return self._obj["statistic"].to_numpy().tolist() if "statistic" in dims else []
+
+    @property
     def _called(self) -> str:
         """What code that is shown calls the object."""
         return "dt" if isinstance(self._obj, xr.DataTree) else "ds"
@@ -984,6 +1118,19 @@ class CheckpointAccessor(Generic[Obj]):
             rows = self.findings(self._stats).itertuples(index=False)
             self._findings = tuple([TensorFinding(*row) for row in rows])
         return self._findings
+
+
+def _summary_of(obj: Describable, storage_options: dict[str, Any] | None) -> Summary:
+    """Sum up what is open, or a file."""
+    if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
+        return CheckpointAccessor(obj)._summary()  # noqa: SLF001  our own
+    from xckpt.index import Index
+    from xckpt.notebook.summary import index_summary
+    from xckpt.opening import read_index
+
+    if not isinstance(obj, Index):
+        obj = read_index(obj, storage_options=storage_options)
+    return index_summary(obj)
 
 
 def _of_one(array: xr.DataArray) -> xr.Dataset:

@@ -16,7 +16,7 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
 from xckpt.labels.stacking import StackedAttrs, stacked_attrs
 from xckpt.listing import Listed, Listing, free_name, list_arrays
-from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
+from xckpt.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -370,7 +370,7 @@ class VariableMaker:
         return tensor_array(lazy, f"{name}-{self.token}{more}", lazy.chunks(self.target), meta)
 
 
-class OpenedMembers(Sequence[Member]):
+class OpenedMembers(Sequence[StackMember]):
     """The members of a stack of an opened file, each made when it is asked for.
 
     Parameters
@@ -410,7 +410,7 @@ class OpenedMembers(Sequence[Member]):
         encoding = _encoding(tensor, role, self.maker.source, self.suffix)
         if self.axes:
             encoding["axes"] = self.axes
-        return Member(dict(tensor.attrs), encoding, array)
+        return StackMember(dict(tensor.attrs), encoding, array)
 
 
 def _digest(told: Any) -> str:

@@ -29,7 +29,7 @@ _HEADS_PER_KEY_HEAD = 4
 _INIT_STD = 0.02
 
 
-class _Weight(NamedTuple):
+class _SampleTensor(NamedTuple):
     """One tensor of the model and the distribution its elements are drawn from."""
 
     name: str
@@ -92,18 +92,20 @@ def write_checkpoint(
     return Path(path)
 
 
-def _weights(layers: int, width: int) -> Iterator[_Weight]:
+def _weights(layers: int, width: int) -> Iterator[_SampleTensor]:
     vocabulary = (_VOCABULARY_PER_WIDTH * width, width)
-    yield _Weight("model.embed_tokens.weight", "float16", vocabulary, _INIT_STD)
-    yield _Weight("model.embed_tokens.delta", "float32", vocabulary, 1e-3, layout="sparse_csr")
+    yield _SampleTensor("model.embed_tokens.weight", "float16", vocabulary, _INIT_STD)
+    yield _SampleTensor(
+        "model.embed_tokens.delta", "float32", vocabulary, 1e-3, layout="sparse_csr"
+    )
     for layer in range(layers):
         yield from _layer_weights(layer, layers, width)
-    yield _Weight("model.norm.weight", "float32", (width,), 0.2, mean=2.5)
-    yield _Weight("lm_head.weight", "float16", vocabulary, _INIT_STD)
-    yield _Weight("lm_head.delta", "float32", vocabulary, 1e-3, layout="sparse_coo")
+    yield _SampleTensor("model.norm.weight", "float32", (width,), 0.2, mean=2.5)
+    yield _SampleTensor("lm_head.weight", "float16", vocabulary, _INIT_STD)
+    yield _SampleTensor("lm_head.delta", "float32", vocabulary, 1e-3, layout="sparse_coo")
 
 
-def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_Weight]:
+def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_SampleTensor]:
     """Return one decoder layer: queries and keys spread with depth, outputs shrink, norms grow."""
     depth = layer / layers
     keys = width // _HEADS_PER_KEY_HEAD
@@ -113,8 +115,10 @@ def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_Weight]:
     untrained = layer == layers // 3
     broken = layer == layers // 2
 
-    def weight(name: str, dtype: str, shape: tuple[int, ...], std: float, **more: Any) -> _Weight:
-        return _Weight(f"model.layers.{layer}.{name}", dtype, shape, std, **more)
+    def weight(
+        name: str, dtype: str, shape: tuple[int, ...], std: float, **more: Any
+    ) -> _SampleTensor:
+        return _SampleTensor(f"model.layers.{layer}.{name}", dtype, shape, std, **more)
 
     yield weight("input_layernorm.weight", "float32", (width,), 0.05, mean=0.4 + depth)
     yield weight("self_attn.q_proj.weight", "bfloat16", (width, width), spread)
@@ -130,7 +134,7 @@ def _layer_weights(layer: int, layers: int, width: int) -> Iterator[_Weight]:
     yield weight("mlp.down_proj.weight", "int8", (width, hidden), residual)
 
 
-def _arrays(weight: _Weight, seed: list[int]) -> Iterator[tuple[str, Any]]:
+def _arrays(weight: _SampleTensor, seed: list[int]) -> Iterator[tuple[str, Any]]:
     """Make the arrays of a tensor; dense ones are drawn when they are written."""
     import dask.array as da
     from dask import delayed
@@ -153,7 +157,7 @@ def _arrays(weight: _Weight, seed: list[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _draw(
-    weight: _Weight, seed: list[int] | np.random.Generator, shape: tuple[int, ...]
+    weight: _SampleTensor, seed: list[int] | np.random.Generator, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape, np.float32)

@@ -35,7 +35,7 @@ from xckpt.labels.stacking import (
 )
 from xckpt.listing import require_join, stacked_modules, warn_of_unknown_modules
 from xckpt.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
-from xckpt.variables import LazyVariable, Member, StackRecord
+from xckpt.variables import LazyVariable, StackMember, StackRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -271,11 +271,11 @@ def _array(variable: xr.Variable) -> Any:
     return variable.data
 
 
-def _as_member(variable: xr.Variable) -> Member:
+def _as_member(variable: xr.Variable) -> StackMember:
     """Say what a variable was; values in memory are not kept twice."""
     data = variable._data  # noqa: SLF001
     lazy = data if isinstance(data, da.Array) and isinstance(data.dask, TensorGraph) else None
-    return Member(dict(variable.attrs), dict(variable.encoding), lazy)
+    return StackMember(dict(variable.attrs), dict(variable.encoding), lazy)
 
 
 def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:

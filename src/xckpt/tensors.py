@@ -17,9 +17,9 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
-from xckpt.notebook.modules import Stacked
+from xckpt.notebook.modules import StackedNames
 from xckpt.notebook.summary import storage_words
-from xckpt.variables import LazyVariable, Member, StackRecord, preferred_chunks
+from xckpt.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -157,14 +157,14 @@ class OpenTensors:
         }
 
     @property
-    def stacks(self) -> list[Stacked]:
+    def stacks(self) -> list[StackedNames]:
         """The tensors that are one variable each, by the dimensions that are left of these."""
         found = []
         for name, members in self._members.items():
             variable = self._flat.variables[name]
             record: StackRecord = variable.encoding["stack"]
             dims = tuple([dim if dim in variable.dims else "" for dim in record.dims])
-            found.append(Stacked(record.template, dims, members.along))
+            found.append(StackedNames(record.template, dims, members.along))
         return found
 
     @property
@@ -401,13 +401,13 @@ class _Members:
         """Return one of them as a variable of its own."""
         numbers, record = self.numbers[member], self._record
         # One that was not there before, as of something computed, has nothing to remember.
-        was: Member | None = None
+        was: StackMember | None = None
         if record.members and all(map(dict.__contains__, self._before, numbers)):
             position = 0
             for before, number in zip(self._before, numbers, strict=True):
                 position = position * len(before) + before[number]
             was = record.members[position]
-        was = was or Member({}, {}, None)
+        was = was or StackMember({}, {}, None)
         data, dims = was.data, self._variable.dims
         if data is None or not self._is_whole:
             places = map(dict.__getitem__, self._places, numbers)

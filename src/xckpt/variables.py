@@ -19,7 +19,7 @@ from xckpt.labels.stacking import flat_names
 if TYPE_CHECKING:
     from xckpt.arrays.selection import Chunks
 
-__all__ = ["LazyVariable", "Member", "StackRecord", "preferred_chunks"]
+__all__ = ["LazyVariable", "StackMember", "StackRecord", "preferred_chunks"]
 
 
 _DATA: Any = xr.Variable.__dict__["data"]
@@ -109,7 +109,7 @@ def _is_basic(entry: Any) -> bool:
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
 
 
-class Member(NamedTuple):
+class StackMember(NamedTuple):
     """What a stacked tensor was, or would be, as a variable of its own.
 
     Parameters
@@ -145,7 +145,7 @@ class StackRecord:
         Names of the attributes that all members had in common.
     array : str or None
         Name of the dask array that was made; another array is a selection or a result.
-    members : sequence of Member
+    members : sequence of StackMember
         What each was, the last dimension fastest; none of something computed.
     present : frozenset of tuple of int, optional
         The indices of the members, where there are places without one; see
@@ -158,7 +158,7 @@ class StackRecord:
     indices: tuple[tuple[int, ...], ...] = ()
     shared_attrs: tuple[str, ...] = ()
     array: str | None = None
-    members: Sequence[Member | None] = ()
+    members: Sequence[StackMember | None] = ()
     present: frozenset[tuple[int, ...]] | None = None
 
     def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.notebook.folding import families_of
 from xckpt.notebook.html import render as render_html
-from xckpt.notebook.modules import ModuleSet, Stacked, module_sets, selection
+from xckpt.notebook.modules import ModuleSet, StackedNames, module_sets, selection
 from xckpt.notebook.summary import new_summary
 from xckpt.notebook.text import render
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Row
 
 
-def sets_of(rows: Iterable[Row], *stacked: Stacked) -> list[ModuleSet]:
+def sets_of(rows: Iterable[Row], *stacked: StackedNames) -> list[ModuleSet]:
     return module_sets(families_of(rows), stacked)
 
 
@@ -50,8 +50,8 @@ def test_a_dimension_is_named_with_its_set() -> None:
     rows = [row(f"layers.{n}.a", "int8", 2) for n in range(6)]
     rows += [row(f"layers.{n}.b", "int8", 2) for n in range(4, 6)]
     stacked = [
-        Stacked(("layers", None, "a"), ("layers",), (tuple(range(6)),)),
-        Stacked(("layers", None, "b"), ("layers_1",), ((4, 5),)),
+        StackedNames(("layers", None, "a"), ("layers",), (tuple(range(6)),)),
+        StackedNames(("layers", None, "b"), ("layers_1",), ((4, 5),)),
     ]
     assert sets_of(rows, *stacked) == [
         ModuleSet("layers", "{0..5}", "layers", ("a",)),
@@ -74,7 +74,7 @@ def test_modules_of_one_name_in_several_places_are_told_apart() -> None:
 def test_the_same_name_in_two_shapes_is_one_set_unless_it_is_stacked() -> None:
     rows = [row(f"h.{n}.w", "int8", 2 + n % 2) for n in range(8)]
     assert sets_of(rows) == []
-    parts = [Stacked(("h", None, "w"), (f"h_{k}",), (tuple(range(k, 8, 2)),)) for k in (0, 1)]
+    parts = [StackedNames(("h", None, "w"), (f"h_{k}",), (tuple(range(k, 8, 2)),)) for k in (0, 1)]
     assert [(each.dim, each.parts) for each in sets_of(rows, *parts)] == [
         ("h_0", ("w",)),
         ("h_1", ("w",)),

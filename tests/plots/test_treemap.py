@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from tests.plots.pictures import legend_texts
 from xckpt.plots import Plots
-from xckpt.plots.treemap import Box, squarify
+from xckpt.plots.treemap import Tile, squarify
 
 sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=40)
 
@@ -23,7 +23,7 @@ def test_areas_are_in_proportion_and_fill_the_box(
     sizes: list[int], width: float, height: float
 ) -> None:
     sizes.sort(reverse=True)
-    boxes = squarify(sizes, Box(3, 4, width, height))
+    boxes = squarify(sizes, Tile(3, 4, width, height))
     areas = np.array([box.width * box.height for box in boxes])
     assert areas / areas.sum() == pytest.approx(np.array(sizes) / sum(sizes), abs=1e-9)
     assert areas.sum() == pytest.approx(width * height)
@@ -34,7 +34,7 @@ def test_areas_are_in_proportion_and_fill_the_box(
 
 @given(sizes)
 def test_boxes_do_not_overlap(sizes: list[int]) -> None:
-    boxes = squarify(sorted(sizes, reverse=True), Box(0, 0, 3, 2))
+    boxes = squarify(sorted(sizes, reverse=True), Tile(0, 0, 3, 2))
     for at, one in enumerate(boxes):
         for other in boxes[at + 1 :]:
             wide = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
@@ -44,7 +44,7 @@ def test_boxes_do_not_overlap(sizes: list[int]) -> None:
 
 def test_the_example_of_the_paper() -> None:
     # Bruls, Huizing and van Wijk (2000), figures 4 and 5: 6 and 6, then 4 and 3, then 2.
-    boxes = squarify([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
+    boxes = squarify([6, 6, 4, 3, 2, 2, 1], Tile(0, 0, 6, 4))
     sizes = [(round(box.width, 2), round(box.height, 2)) for box in boxes]
     assert sizes[:5] == [(3, 2), (3, 2), (1.71, 2.33), (1.29, 2.33), (1.2, 1.67)]
 

@@ -103,6 +103,8 @@ class DenseArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
+            if self.reader.part.shape is None and 0 in self.shape:
+                self.reader.read(0, 0, 0)  # that it is empty is what its stream says
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             chosen = self.reader.select(key)
@@ -302,15 +304,9 @@ def _float_table(dtype: str) -> Array:
     return table
 
 
-def unpack_codes(
-    data: memoryview | Array, bits: int, *, word_bits: int = 8, msb_first: bool = False
-) -> Array:
-    """Unpack small codes that share little-endian words."""
+def unpack_codes(data: memoryview | Array, bits: int) -> Array:
+    """Unpack small codes that share bytes, the lowest bits first."""
     raw = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data
-    words = raw.view(f"<u{word_bits // 8}")
-    shifts = np.arange(word_bits // bits, dtype=words.dtype) * bits
-    if msb_first:
-        shifts = shifts[::-1]
-    codes = (words[..., None] >> shifts) & words.dtype.type((1 << bits) - 1)
-    unpacked: Array = codes.astype(np.uint8).reshape(*raw.shape[:-1], -1)
+    codes = raw[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
+    unpacked: Array = codes.reshape(*raw.shape[:-1], -1)
     return unpacked

@@ -1,4 +1,4 @@
-"""``xckpt info``, ``convert`` and ``verify``: what files hold, as what, and whether it is sound."""
+"""``xckpt info``, ``convert``, ``manifest``, ``verify``: what files hold, whether it is sound."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from xckpt.cli.common import (
     pairs,
     print_document,
     print_text,
+    read_names,
     reading_options,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index, Part, Tensor
     from xckpt.writing.verifying import Report
 
-__all__ = ["convert", "info", "verify"]
+__all__ = ["convert", "info", "manifest", "verify"]
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -147,6 +148,11 @@ def _unusual(**values: Any) -> dict[str, Any]:
     metavar="SIZE",
     help="Write several safetensors files of at most this size, such as 5GB, and their index.",
 )
+@click.option(
+    "--names",
+    metavar="FILE",
+    help="JSON object of old names with their new ones, as xckpt compare --write-names writes it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
 @json_option
@@ -160,6 +166,7 @@ def convert(
     cast: Any,
     texts: tuple[str, ...],
     max_shard_size: str | None,
+    names: str | None,
     overwrite: bool,
     as_json: bool,
     **requests: str | None,
@@ -181,6 +188,7 @@ def convert(
     index = reading.index(file)
     encoding = _encoding(requests, encodings)
     storage_options = reading.storage_options or None
+    new_names = None if names is None else read_names(names)
     try:
         done = write(
             file,
@@ -188,6 +196,7 @@ def convert(
             to,
             source_engine=index.format,
             tensors=reading.wanted,
+            names=new_names,
             encoding=encoding,
             cast=cast,
             overwrite=overwrite,
@@ -272,29 +281,74 @@ def _whole_number(key: str, text: str) -> int:
         raise click.UsageError(f"{key} must be a whole number, not {text!r}") from None
 
 
+# --- manifest ------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@reading_options
+def manifest(file: str, reading: FileInput) -> int:
+    """Print digests of what every tensor in FILE holds, as JSON.
+
+    They do not depend on format, order, shards, compression or byte order: two files that hold the
+    same print the same. xckpt verify --manifest compares a file with what was printed.
+    """
+    from xckpt.writing import manifest as digests
+
+    try:
+        found = digests(
+            file,
+            reading.engine,
+            tensors=reading.wanted,
+            storage_options=reading.storage_options or None,
+            progress=is_terminal(),
+        )
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise click.UsageError(f"{file}: {error}") from error
+    print_text(found.to_json().rstrip("\n"))
+    return 0
+
+
 # --- verify --------------------------------------------------------------------------------------
 
 
 @click.command
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option(
+    "--manifest",
+    metavar="JSON",
+    help="Also compare what every tensor holds with what xckpt manifest printed.",
+)
 @reading_options
 @json_option
-def verify(files: tuple[str, ...], reading: FileInput, *, as_json: bool) -> int:
+def verify(
+    files: tuple[str, ...], reading: FileInput, *, manifest: str | None, as_json: bool
+) -> int:
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
     status is 1 if one is damaged. Warnings do not count as damage: they are about what is
     questionable but allowed by the specification, or unknown to this version.
     """
+    from xckpt.writing import Manifest
     from xckpt.writing import verify as check
 
     reports, status = [], 0
+    expected = None
+    if manifest is not None:
+        try:
+            expected = Manifest.read(manifest, storage_options=reading.storage_options or None)
+        except (CheckpointError, OSError) as error:  # says nothing of the files
+            raise click.UsageError(f"--manifest: {one_line(error)}") from error
     for file in files:
         try:
             report = check(
                 file,
                 reading.engine,
                 tensors=reading.wanted,
+                manifest=expected,
                 storage_options=reading.storage_options or None,
                 progress=is_terminal(),
             )
@@ -328,6 +382,7 @@ def _print_report(file: str, report: Report) -> None:
     for finding in report.findings:
         severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
         where = [] if finding.tensor is None else [f"tensor {shown(finding.tensor)}"]
+        where += [] if finding.file is None else [f"in {finding.file.rpartition('/')[2]}"]
         where += [] if finding.offset is None else [f"byte {finding.offset}"]
         rule = "" if finding.rule is None else f" [{finding.rule}]"
         text = ": ".join([*where, finding.message]) + rule

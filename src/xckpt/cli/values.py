@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,22 +16,25 @@ from xckpt.cli.common import (
     Column,
     FileInput,
     complain,
-    figure,
     is_terminal,
     json_option,
     json_rows,
     print_document,
     print_table,
+    print_text,
+    read_names,
     reading_options,
     require_columns,
 )
+from xckpt.errors import CheckpointError
+from xckpt.notebook.formatting import figure, printable
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.index import Index
 
-__all__ = ["compare", "spectrum", "stats"]
+__all__ = ["compare", "matching_of", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
@@ -38,6 +43,8 @@ _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _CALLS_FOR_ACTION = ("error", "warning")
 _SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
+_EXPLAINED = ("cause", "rel_l2", "explanation")
+_WORDY = ("status", "cause", "explanation", "other_names")
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -259,6 +266,14 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option("--explain", is_flag=True, help="Also find out why tensors differ.")
+@click.option(
+    "--columns",
+    default=",".join(_MEASURES),
+    show_default=True,
+    metavar="A,B,...",
+    help="Columns to print, or all.",
+)
 @click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
 @click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
 @click.option(
@@ -266,6 +281,28 @@ def spectrum(
     nargs=2,
     metavar="REGEX NEW",
     help="How names in A become names in B, such as '^model\\.' ''.",
+)
+@click.option(
+    "--names",
+    metavar="auto|FILE",
+    help="Match tensors by content and known names, or by a JSON object of names in A with names "
+    "in B.",
+)
+@click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    metavar="DIM[:N]",
+    help="Reduce this dimension only, a name or a position such as -1 for the last one, or N "
+    "neighbours at a time: one row for each channel or block. May be repeated.",
+)
+@click.option(
+    "--codes",
+    is_flag=True,
+    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+)
+@click.option(
+    "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
 @reading_options
@@ -276,38 +313,62 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    explain: bool,
+    columns: str,
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
+    names: str | None,
+    dims: tuple[str, ...],
+    codes: bool,
+    write_names: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
     """Print how much the tensors of A and B differ.
 
     Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
-    listed.
+    a larger type. With --explain, first comes a sentence about all tensors, then why each of them
+    differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
+    --json, all tensors are listed.
     """
-    from xckpt.statistics import MEASURES, table
+    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
+    from xckpt.statistics.explaining import COLUMNS
 
-    if rename is not None:
-        try:
-            re.compile(rename[0])
-        except re.error as error:
-            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
-            raise click.UsageError(message) from error
-    require_columns([sort] if sort else [], MEASURES)
+    matching = matching_of(rename, names)
+    if dims and (write_names is not None or explain or codes):
+        option = "--explain" if explain else "--codes" if codes else "--write-names"
+        raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
+    more = list(OF_CODES) if codes else []
+    known = [*MEASURES, *more, *(COLUMNS if explain else ())]
+    columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
+    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
+    own = [] if explain else ["status"]
+    chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
+    require_columns(chosen, known)
     both = replace(reading, tensors=())
-    result = compute(
-        both.dataset(a),
-        both.dataset(b),
-        names=rename,
-        tensors=reading.wanted,
-        progress=is_terminal(),
-        cache=not no_cache,
-    )
+    ours, theirs = both.dataset(a), both.dataset(b)
+    try:
+        result = compute(
+            ours,
+            theirs,
+            names=matching,
+            tensors=reading.wanted,
+            dim=_lengths(dims) or None,
+            codes=codes,
+            explain=explain,
+            progress=is_terminal(),
+            cache=not no_cache,
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:  # of names or dimensions
+        raise click.UsageError(str(error)) from error
     frame = table(result)
+    if write_names is not None:
+        text = json.dumps(matched_names(result), indent=1)
+        Path(write_names).write_text(f"{text}\n", encoding="utf-8")
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -315,21 +376,49 @@ def compare(
     different = frame[frame["status"] != "same"]
     if as_json:
         same = bool(different.empty)
-        print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
+        said = {"explanation": result.attrs["explanation"]} if explain else {}
+        print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
     else:
-        _print_comparison((frame if everything else different).head(limit), sort)
+        if explain:
+            print_text(printable(result.attrs["explanation"]))
+        _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-        complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
+        what = "channels" if dims else "tensors"
+        complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
 
 
-def _print_comparison(frame: pd.DataFrame, sort: str | None) -> None:
+def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:
+    """Return how names in A become names in B."""
+    if names is not None:
+        if rename is not None:
+            raise click.UsageError("--rename and --names exclude each other")
+        return names if names == "auto" else read_names(names)
+    if rename is not None:
+        try:
+            re.compile(rename[0])
+        except re.error as error:
+            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
+            raise click.UsageError(message) from error
+    return rename
+
+
+def _lengths(dims: tuple[str, ...]) -> Any:
+    """Return what --dim says: dimensions, or neighbours along each."""
+    found: dict[str | int, int | None] = {}
+    for text in dims:
+        name, colon, length = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
+        key = int(name) if re.fullmatch(r"-?\d+", name) else name
+        found[key] = int(length) if colon else None
+    return found
+
+
+def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
     if frame.empty:
         return
-    measures = dict.fromkeys([*_MEASURES, sort or "status"])
-    columns = [frame[name].tolist() for name in measures]
+    columns = [frame[name].tolist() for name in chosen]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in measures if name != "status"]
+    head = [Column("tensor")]
+    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

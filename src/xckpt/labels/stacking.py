@@ -96,7 +96,7 @@ class Stack:
         return (next(each) if at in self.present else None for at in _product(self.indices))
 
 
-class _Pattern(NamedTuple):
+class _Numbering(NamedTuple):
     """Where indices stand in a path, and what the dimensions they make would like to be called."""
 
     template: _Template
@@ -106,7 +106,7 @@ class _Pattern(NamedTuple):
 class _Grid(NamedTuple):
     """Members that fill a grid of indices."""
 
-    pattern: _Pattern
+    pattern: _Numbering
     indices: tuple[tuple[int, ...], ...]
     members: tuple[str, ...]
     present: frozenset[_Position] | None = None
@@ -126,7 +126,7 @@ def stack(
     `wanted` names the dimensions of members; `outer` says of a tensor whether others of its kind
     may be absent: these have all indices that their modules have.
     """
-    families: dict[tuple[_Pattern, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
+    families: dict[tuple[_Numbering, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
         if stated is not None and ".".join(stated) != name:
@@ -241,17 +241,17 @@ def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[
     return below
 
 
-def _split(path: _Path, only: Collection[str] | None) -> tuple[_Pattern, _Path] | None:
+def _split(path: _Path, only: Collection[str] | None) -> tuple[_Numbering, _Path] | None:
     """Take the indices out of a path, as they are written; None if there are none."""
     template, bases, indices = numbered(path, only)
     if not indices or len(indices) == len(path):
         return None
-    return _Pattern(template, bases), indices
+    return _Numbering(template, bases), indices
 
 
 def _spelled_alike(
-    family: _Pattern, members: Sequence[tuple[_Path, str]]
-) -> Iterator[tuple[_Pattern, dict[_Position, str]]]:
+    family: _Numbering, members: Sequence[tuple[_Path, str]]
+) -> Iterator[tuple[_Numbering, dict[_Position, str]]]:
     """Cut a family so that one number of digits spells all indices along each axis."""
     if not any(index[0] == "0" != index for spelled, _ in members for index in spelled):
         yield family, {tuple(map(int, spelled)): name for spelled, name in members}
@@ -268,7 +268,7 @@ def _spelled_alike(
         padded = iter(widths)
         template = [next(padded) or None if part is None else part for part in family.template]
         places = {tuple(map(int, spelled)): name for spelled, name in alike}
-        yield _Pattern(tuple(template), family.bases), places
+        yield _Numbering(tuple(template), family.bases), places
 
 
 def _padding(index: str) -> int:
@@ -299,7 +299,7 @@ def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 # Tensors of one kind whose names differ in indices only, by these.
-_Family = tuple[_Pattern, dict[_Position, str]]
+_Family = tuple[_Numbering, dict[_Position, str]]
 
 
 def _outer_grids(

@@ -20,7 +20,7 @@ from xckpt.notebook.formatting import binary_size, columns, counted, printable, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ModuleSet", "ModuleTree", "Stacked", "module_sets", "selection"]
+__all__ = ["ModuleSet", "ModuleTree", "StackedNames", "module_sets", "selection"]
 
 _MOST_LINES = 300
 _WIDEST_NAME = 60
@@ -32,7 +32,7 @@ _LONGEST_SEQUENCE = 3
 _Words = tuple[str | None, ...]
 
 
-class Stacked(NamedTuple):
+class StackedNames(NamedTuple):
     """Tensors that an open object has as one variable."""
 
     template: tuple[str | int | None, ...]  # of their names: what is no str stands for an index
@@ -56,7 +56,9 @@ class _Numbers(NamedTuple):
     dim: str
 
 
-def module_sets(families: Iterable[Family], stacked: Iterable[Stacked] = ()) -> list[ModuleSet]:
+def module_sets(
+    families: Iterable[Family], stacked: Iterable[StackedNames] = ()
+) -> list[ModuleSet]:
     """List the sets of modules, where modules of one name are not all alike."""
     # By the path of the numbered module: its sets, and what is in the modules of each.
     found: dict[_Words, dict[_Numbers, dict[_Words, None]]] = {}
@@ -87,7 +89,7 @@ def module_sets(families: Iterable[Family], stacked: Iterable[Stacked] = ()) -> 
 
 
 def _of_families(
-    families: Iterable[Family], stacked: Iterable[Stacked]
+    families: Iterable[Family], stacked: Iterable[StackedNames]
 ) -> list[tuple[_Words, list[_Numbers]]]:
     """Return the templates of what is not stacked, whatever its shapes, and the numbers in it."""
     known = {_words(each.template) for each in stacked}
@@ -100,7 +102,7 @@ def _of_families(
     return [(t, [_Numbers(frozenset(n), "") for n in sets]) for t, sets in indices.items()]
 
 
-def _of(stacked: Iterable[Stacked]) -> list[tuple[_Words, list[_Numbers]]]:
+def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
     return [
         (
             _words(each.template),

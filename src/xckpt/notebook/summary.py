@@ -22,7 +22,7 @@ from xckpt.notebook.folding import (
     united,
 )
 from xckpt.notebook.formatting import base_name, binary_size, counted, shape_text
-from xckpt.notebook.modules import ModuleSet, Stacked, module_sets, selection
+from xckpt.notebook.modules import ModuleSet, StackedNames, module_sets, selection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -133,7 +133,7 @@ def new_summary(
     notes: Sequence[str] = (),
     shards: int = 0,
     findings: Iterable[TensorFinding] | None = None,
-    stacked: Iterable[Stacked] = (),
+    stacked: Iterable[StackedNames] = (),
     obj: str = "",
 ) -> Summary:
     """Sum up tensors in one pass; `obj` is what an open object is called in code."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import dask.array as da
 import numpy as np
 
+from xckpt.arrays.sparse import dense_values
 from xckpt.errors import shown
 from xckpt.labels import scales_of_codes
 from xckpt.notebook.formatting import counted
@@ -319,7 +320,7 @@ def _read(parts: list[Any], alone: bool) -> list[Array]:  # noqa: FBT001  the on
 
 def _numbers(part: Any) -> Array:
     """Return elements as numbers that can be drawn."""
-    values = np.asarray(part.todense() if hasattr(part, "todense") else part)
+    values = dense_values(part)
     if values.dtype.kind == "c":
         values = np.abs(values)
     return values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)

@@ -97,7 +97,7 @@ class Role:
     shared: frozenset[str]
 
     @classmethod
-    def of(cls, label: str, groups: Sequence[_Group]) -> Role:
+    def of(cls, label: str, groups: Sequence[_Siblings]) -> Role:
         """Make a role of tensors."""
         names = [name for group in groups for name in group.names]
         every = [frozenset(words(group.template)) for group in groups]
@@ -116,19 +116,19 @@ class Role:
         return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
 
 
-class _Group(NamedTuple):
+class _Siblings(NamedTuple):
     """Tensors whose names differ in numbers only."""
 
     template: tuple[str | None, ...]
     names: list[str]
 
 
-def groups_of(names: Iterable[str]) -> list[_Group]:
+def groups_of(names: Iterable[str]) -> list[_Siblings]:
     """Group tensors by their names without numbers."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault(numbered(name.split(".")).template, []).append(name)
-    return list(starmap(_Group, groups.items()))
+    return list(starmap(_Siblings, groups.items()))
 
 
 def roles_of(
@@ -153,7 +153,7 @@ def roles_of(
     return title, list(map(Role.of, labels, bundles))
 
 
-def _united(groups: Sequence[_Group], ndims: Mapping[str, int]) -> list[list[_Group]]:
+def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[_Siblings]]:
     """Unite groups whose names differ in one word, but not weights with biases or gains."""
     # A row stands for each group.
     rows = {
@@ -172,7 +172,7 @@ def _united(groups: Sequence[_Group], ndims: Mapping[str, int]) -> list[list[_Gr
 # --- names ---------------------------------------------------------------------------------------
 
 
-def title_and_labels(bundles: Sequence[Sequence[_Group]]) -> tuple[str, list[str]]:
+def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[str]]:
     """Return the pattern of what all names share, and that of each bundle without it.
 
     ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern.
@@ -190,7 +190,7 @@ def title_and_labels(bundles: Sequence[Sequence[_Group]]) -> tuple[str, list[str
     return _patterns(".".join([*parts, "*"]) for parts in names)[0], labels
 
 
-def _label(bundle: Sequence[_Group], depth: int) -> str:
+def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
     names = [name.split(".", depth)[depth] for group in bundle for name in group.names]
     if len(names) == 1:

@@ -34,7 +34,7 @@ _SHORTEST_LABEL = 4
 _LEAST_SHARE = 2e-4
 
 
-class Box(NamedTuple):
+class Tile(NamedTuple):
     """A rectangle: its corner at the lower left, and its size."""
 
     x: float
@@ -85,7 +85,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
         whole[row.dtype] += row.nbytes
     colours = colors_of(kind for kind, _ in whole.most_common())
     canvas = _Canvas(ax, {kind: colours[kind] for kind in kinds})
-    canvas.draw(root, Box(0, 0, 1, 1), ())
+    canvas.draw(root, Tile(0, 0, 1, 1), ())
     labels = [
         f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
         for kind in kinds
@@ -133,7 +133,7 @@ class _Canvas:
         place, (width, height) = ax.get_position(), figure.get_size_inches()
         self.inches = place.width * width, place.height * height
 
-    def draw(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
+    def draw(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
         """Draw a module with everything in it, below modules whose names there was no room for."""
         inside = sorted(module.children.values(), key=lambda child: -child.nbytes)
         drawn = [child for child in inside if child.nbytes]
@@ -148,7 +148,7 @@ class _Canvas:
             if part.width * part.height > _LEAST_SHARE:
                 self.draw(child, part, path)
 
-    def _headed(self, module: _Module, box: Box) -> Box:
+    def _headed(self, module: _Module, box: Tile) -> Tile:
         """Write the name of a module at its top, and return what is left of its box."""
         name = printable(module.name)
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
@@ -160,13 +160,13 @@ class _Canvas:
         label = self.ax.text(box.x + 0.003, box.y + box.height - height / 2, "", va="center")
         label.set(fontsize=fits[0], clip_on=True)
         write(label, name + size if columns(name + size) <= room else name, room)
-        return Box(box.x, box.y, box.width, box.height - height)
+        return Tile(box.x, box.y, box.width, box.height - height)
 
-    def _room(self, box: Box, size: float) -> int:
+    def _room(self, box: Tile, size: float) -> int:
         """Return how many characters there is room for in a line."""
         return int((box.width * self.inches[0] - 0.08) * 72 / (size * _CHARACTER_WIDTH))
 
-    def _fill(self, module: _Module, box: Box, path: tuple[str, ...]) -> None:
+    def _fill(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
         """Draw a box with as much of its label as has room."""
         from matplotlib.patches import Rectangle
 
@@ -201,13 +201,13 @@ def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
 # --- rectangles ----------------------------------------------------------------------------------
 
 
-def squarify(sizes: Sequence[float], box: Box, scale: tuple[float, float] = (1, 1)) -> list[Box]:
+def squarify(sizes: Sequence[float], box: Tile, scale: tuple[float, float] = (1, 1)) -> list[Tile]:
     """Cut a box into boxes whose areas are in proportion to sizes, as square as may be.
 
     The largest size is first; `scale` is the size of the units along both axes, for what looks
     square. By Bruls, Huizing and van Wijk, "Squarified treemaps", 2000.
     """
-    boxes: list[Box] = []
+    boxes: list[Tile] = []
     rest = list(sizes)
     while rest:
         wide = box.width * scale[0] >= box.height * scale[1]
@@ -221,16 +221,16 @@ def squarify(sizes: Sequence[float], box: Box, scale: tuple[float, float] = (1, 
         for size in rest[:count]:
             part = size / total
             if wide:
-                boxes.append(Box(box.x, box.y + at * box.height, used, box.height * part))
+                boxes.append(Tile(box.x, box.y + at * box.height, used, box.height * part))
             else:
                 top = box.y + box.height - used
-                boxes.append(Box(box.x + at * box.width, top, box.width * part, used))
+                boxes.append(Tile(box.x + at * box.width, top, box.width * part, used))
             at += part
         rest = rest[count:]
         if wide:
-            box = Box(box.x + used, box.y, box.width - used, box.height)
+            box = Tile(box.x + used, box.y, box.width - used, box.height)
         else:
-            box = Box(box.x, box.y, box.width, box.height - used)
+            box = Tile(box.x, box.y, box.width, box.height - used)
     return boxes
 
 

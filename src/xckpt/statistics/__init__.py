@@ -5,8 +5,10 @@
 
 from xckpt.statistics.api import (
     QUANTILES,
+    channel_values,
     findings,
     known_stats,
+    matched_names,
     result_text,
     stats,
     table,
@@ -14,6 +16,7 @@ from xckpt.statistics.api import (
     tensor_rows,
 )
 from xckpt.statistics.bins import histogram
+from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
@@ -22,13 +25,16 @@ from xckpt.statistics.spectra import spectrum
 
 __all__ = [
     "MEASURES",
+    "OF_CODES",
     "OF_MATRICES",
     "QUANTILES",
     "STATUSES",
+    "channel_values",
     "compare",
     "findings",
     "histogram",
     "known_stats",
+    "matched_names",
     "require_numbers",
     "result_text",
     "spectrum",

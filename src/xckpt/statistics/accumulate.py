@@ -43,6 +43,8 @@ _thread = threading.local()
 class Accumulator:
     """What is known of some elements of a tensor; pickles, and gets small once it is closed."""
 
+    #: Elements of a leaf.
+    leaf = LEAF
     #: Number of elements.
     count: int
     #: Number of elements that the leaves are cut from; -1 as long as nobody knows.
@@ -70,8 +72,8 @@ class Accumulator:
         columns = self._columns(values)
         stop = start + len(columns[0])
         # Whole leaves; the last one of the tensor is whole as well.
-        first = min(-(-start // LEAF) * LEAF, stop)
-        last = stop if stop == self.size else max(first, stop // LEAF * LEAF)
+        first = min(-(-start // self.leaf) * self.leaf, stop)
+        last = stop if stop == self.size else max(first, stop // self.leaf * self.leaf)
         for low, high in ((start, first), (first, last), (last, stop)):
             if low < high:
                 part = tuple(column[low - start : high - start] for column in columns)
@@ -107,13 +109,13 @@ class Accumulator:
         raise NotImplementedError
 
     def _add_piece(self, start: int, columns: tuple[Array, ...]) -> None:
-        leaf = start // LEAF
+        leaf = start // self.leaf
         pieces = self.pieces.setdefault(leaf, [])
         pieces.append((start, columns))
-        if sum(len(c[0]) for _, c in pieces) == min(LEAF, self.size - leaf * LEAF):
+        if sum(len(c[0]) for _, c in pieces) == min(self.leaf, self.size - leaf * self.leaf):
             ordered = sorted(self.pieces.pop(leaf), key=lambda piece: piece[0])
             whole = zip(*(columns for _, columns in ordered), strict=True)
-            self._complete(leaf * LEAF, tuple(np.concatenate(column) for column in whole))
+            self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in whole))
 
 
 # --- one tensor ----------------------------------------------------------------------------------
@@ -620,14 +622,14 @@ class Comparison(Accumulator):
 
     def _compare_whole(self, a: Array, b: Array) -> list[float]:
         """Compare integers of 64 bits with whatever else."""
-        x, x_rest = _in_two_parts(a, self.kinds[0])
-        y, y_rest = _in_two_parts(b, self.kinds[1])
+        x, x_rest = in_two_parts(a, self.kinds[0])
+        y, y_rest = in_two_parts(b, self.kinds[1])
         both = np.isfinite(x) & np.isfinite(y)
         nan = np.count_nonzero(np.isnan(x) | np.isnan(y))
         inf = np.count_nonzero(np.isinf(x) | np.isinf(y))
         if not both.all():
             x, x_rest, y, y_rest = x[both], x_rest[both], y[both], y_rest[both]
-        # Exact where it is not large: see `_in_two_parts`.
+        # Exact where it is not large: see `in_two_parts`.
         difference = (x - y) + (x_rest - y_rest)
         largest = float(np.abs(difference).max(initial=0.0))
         self._count(np.count_nonzero(difference == 0), len(x), nan, inf, largest)
@@ -722,11 +724,22 @@ def _pair_memory(name: str) -> _PairMemory:
 @cache
 def _float32_patterns(name: str) -> Array:
     """Return the float32, as patterns, that the codes of an exact kind stand for."""
-    patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
     return patterns
 
 
-def _in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
+def as_floats(values: Array, name: str) -> Array:
+    """Return numbers as float32 where all of the kind are, else as float64."""
+    kind = kind_named(name)
+    if kind.exact:
+        floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
+        return floats
+    values = prepared(values, kind)
+    return values.astype(np.float64) if kind.integer else values
+
+
+def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
     """Return two float64 for each element, whose sum it is exactly."""
     kind = kind_named(name)
     values = prepared(values, kind)
@@ -741,7 +754,7 @@ def _in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
 def _complex(values: Array, name: str) -> Array:
     if name == "complex128":
         return values.astype(np.complex128)
-    first, second = _in_two_parts(values, name)
+    first, second = in_two_parts(values, name)
     return (first + second).astype(np.complex128)
 
 

@@ -21,6 +21,7 @@ from xckpt.statistics.describe import (
 )
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
+from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
@@ -47,12 +48,15 @@ EXPLODING = 100.0
 
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
-    *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
-    *("min", "max", "mean", "std"),
+    *("status", "cause", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine"),
+    *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Attributes of a comparison that a table has as columns.
+_TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 _SEVERITIES = ("error", "warning", "info")
 
@@ -287,7 +291,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         The index ``tensor`` has the names of the tensors in the file, also of those that are
         stacked; there is one column for each statistic. Of a comparison, what changed most comes
         first: tensors that cannot be compared, those that differ by NaN or infinities, and others
-        by ``rel_l2``.
+        by ``rel_l2``. One that was explained has the columns ``cause``, ``explanation``,
+        ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and ``other_names`` as well.
 
     Raises
     ------
@@ -306,7 +311,42 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
+    for key in _TOLD:
+        told = _told(result, key, "")
+        if any(told):
+            frame[key] = told
+    if any("cause" in variable.attrs for variable in result.variables.values()):
+        frame.insert(1, "cause", _told(result, "cause", ""))
+        for key in COLUMNS[1:]:
+            frame[key] = _told(result, key, "" if key in TEXTS else np.nan)
+        frame["verified"] = frame["verified"] == 1
     return ranked(frame) if "status" in frame else frame
+
+
+def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
+    """Return a statistic of the channels of each tensor of a comparison, by name."""
+    at = result["statistic"].to_numpy().tolist().index(statistic)
+    coords = {name: result.variables[name] for name in result.coords}
+    found: dict[str, Array] = {}
+    for name, variable in _described(result):
+        record = variable.encoding.get("stack")
+        along = tuple([dim for dim in variable.dims if record and dim in record.dims])
+        names = member_names(name, variable, along, coords)
+        rows = variable.transpose("statistic", *along, ...)[at].to_numpy().reshape(len(names), -1)
+        pairs = zip(names, rows, strict=True)
+        found |= {each: row for each, row in pairs if each is not None}
+    return found
+
+
+def matched_names(result: xr.Dataset) -> dict[str, str]:
+    """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
+    if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
+        raise ValueError("names are of a comparison of whole tensors, without dim=")
+    frame = table(result)
+    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
+    others = frame.get("other_name", frame.index)
+    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -358,9 +398,12 @@ def result_text(result: xr.Dataset) -> str | None:
     shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
     top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
     top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+    said = result.attrs.get("explanation")
     text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
     more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
-    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), text, more)))
+    # Names from files are in it.
+    said = said and printable(str(said))
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), said, text, more)))
 
 
 def _kind_of(result: xr.Dataset) -> str | None:
@@ -460,9 +503,15 @@ def findings(result: xr.Dataset) -> pd.DataFrame:
 
 def _dead_rows(result: xr.Dataset) -> Array:
     """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
-    counts: list[float] = []
+    return np.array(_told(result, "dead_rows", np.nan), np.float64)
+
+
+def _told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
+    """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
+    found: list[Any] = []
     for variable, names in _named(result):
-        stated = np.atleast_1d(np.asarray(variable.attrs.get("dead_rows", ()), np.float64))
-        known = stated.tolist() if len(stated) == len(names) else [np.nan] * len(names)
-        counts += [n for n, name in zip(known, names, strict=True) if name is not None]
-    return np.array(counts)
+        stated = variable.attrs.get(key, ())
+        stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
+        known = stated if len(stated) == len(names) else [unknown] * len(names)
+        found += [each for each, name in zip(known, names, strict=True) if name is not None]
+    return found

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
+from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.channels import (
+    CELL_NBYTES,
+    Channels,
+    grid_of,
+    measures_of,
+    pair_in_order,
+    wanted_lengths,
+)
+from xckpt.statistics.codes import OF_CODES, use_of_codes
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import (
     Described,
@@ -26,18 +35,22 @@ from xckpt.statistics.entries import (
     laid,
     laid_out,
 )
+from xckpt.statistics.matching import Partner, partners
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
+from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
 
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.channels import Grid, Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
 
@@ -47,14 +60,11 @@ STATUSES = ("same", "changed", "only_a", "only_b", "shape")
 #: The statistics of a comparison, in the order that `measures` gives them in.
 MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
-    *("max_abs", "rmse", "rel_l2", "cosine"),
+    *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
 # What counts as the larger change, last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-
-#: How names of `a` become those of `b`.
-Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
 
 
 class _Match(NamedTuple):
@@ -67,14 +77,28 @@ class _Match(NamedTuple):
     pair: PairReader | ChunkedPair | None = None
     #: Both, where they differ.
     shapes: str = ""
+    #: The tensors that are there.
+    ours: Reader | None = None
+    theirs: Reader | None = None
+    #: In `b`, if there is one.
+    partner: Partner | None = None
+
+    @property
+    def both(self) -> tuple[Reader, Reader] | None:
+        """The tensors, if they are to be compared."""
+        ours, theirs = self.ours, self.theirs
+        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
 
 
 def compare(
     a: Describable,
     b: Describable,
     *,
-    names: Renaming | None = None,
+    names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
+    dim: Reduced | None = None,
+    codes: bool = False,
+    explain: bool = False,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
@@ -91,19 +115,34 @@ def compare(
     a, b : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to compare; `a` is what differences are relative to. Two DataArrays are compared with
         each other whatever their names are.
-    names : mapping, callable, or pair of a regular expression and its replacement, optional
+    names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
         From the name of a tensor of `a` to the name in `b`; a mapping need not have those that
-        stay the same, a pair is used as by `re.sub`.
+        stay the same, a pair is used as by `re.sub`. With ``"auto"`` tensors that have no
+        namesake are matched by their content, which reads them once more, and then by names that
+        projects are known to give: see Notes.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
+    dim : str, int, iterable of these, or mapping of these to int, optional
+        Dimensions to reduce, by name or position (-1 is the last one), for one value at each
+        place along the others: ``dim=-1`` for one value for each output channel of PyTorch's
+        linear layers. A mapping says how many neighbours are reduced to one value: ``{-1: 128}``
+        for groups of 128. By default all of a tensor; tensors without any of them are left out.
+    codes : bool
+        Whether to count the codes of tensors of `b` that are quantised, by another pass over them,
+        for the statistics ``saturated`` and ``unused``.
+    explain : bool
+        Whether to find out why tensors differ: rounded, transposed, renamed, ... It takes another
+        pass over the tensors that differ. The result has ``attrs["explanation"]``, a sentence about
+        all tensors; each variable has the attributes below, lists where it is stacked, and a table
+        has columns of them.
     progress : bool or callable, optional
         As for `stats`; bytes are those of both.
     compute : bool
         False gives dask arrays: the pass is made once they are computed.
     cache : bool
         Whether to keep what was found of two unchanged files in the user's cache, so that a second
-        call reads nothing.
+        call reads nothing; not with `dim`.
     storage_options : dict, optional
         For fsspec, where `a` or `b` is a URL.
 
@@ -129,18 +168,45 @@ def compare(
         ``rel_l2``          root of the sum of the squared differences, divided by that of the
                             squares of `a`; infinite if all of `a` is zero
         ``cosine``          of the angle between both; NaN if one of them is zero
+        ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
+                            squares of `a` over that of the squared differences
+        ``nmse``            the inverse ratio, which is the square of ``rel_l2``
+        ``saturated``       with `codes`: part of the codes of `b` that are at the ends of their
+                            range; NaN where there are none, or in GGUF's blocks of other than 4
+                            or 8 bits
+        ``unused``          with `codes`: part of the values of a code that never occur
         ==================  ====================================================================
 
-        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1 after the count; where there is
-        nothing finite on both sides, the last four are NaN. Differences of complex numbers are
-        magnitudes.
+        With `names`, the attributes ``other_name`` and ``matched_by`` of a variable have the name
+        in `b`, empty if there is none, and the rule; of stacked tensors a list. A table has them
+        as columns, and ``found.ckpt.names`` is a mapping to use again.
+
+        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count; where
+        there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
+        complex numbers are magnitudes.
+
+        With `explain` there are also:
+
+        ====================  ==================================================================
+        ``cause``             one of ``equal, rounded, offset, scaled, transposed, rows_permuted,
+                              rope_permuted, fused, split, padded, cut, renamed, pruned, low_rank,
+                              quantised, changed, only_a, only_b``, or several joined by ``+``
+        ``explanation``       a sentence with numbers
+        ``verified``          whether the cause holds for every element; if not, the sentence
+                              begins with "looks like"
+        ``offset, scale``     what was added, and multiplied by
+        ``rank, heads``       of a low-rank update, and of a permutation for rotary embeddings
+        ``other_names``       the tensors on the other side, where their names differ
+        ====================  ==================================================================
 
     Raises
     ------
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, or the regular expression is none.
+        If two tensors of `b` have one name, the regular expression is none, a mapping has a name
+        that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` comes
+        with `dim` or ``compute=False``.
     TypeError
         If an argument is none of these.
 
@@ -149,44 +215,106 @@ def compare(
     CheckpointWarning
         If no tensor of `a` has the name of one of `b`.
 
+    Notes
+    -----
+    The rules of ``names="auto"``, in their order. Those of content hold for tensors that are not
+    constant, and only if one tensor of either side is meant:
+
+    ==============  ============================================================================
+    ``name``        equal names
+    ``values``      equal numbers in the same order, whatever their type
+    ``transposed``  one is the transpose of the other
+    ``rows``        equal rows, or columns, in another order, transposed or not
+    ``elements``    equal numbers in any order, in any shape
+    ``burn``        ``gamma`` and ``beta`` for ``weight`` and ``bias``
+    ``prefix``      one has ``module.``, ``_orig_mod.``, ``model.`` or ``transformer.`` in front
+    ``gptrs``       the names of gpt.rs for those of GPT-2 and of Llama
+    ``gguf``        those of the package `gguf`, where it is installed
+    ``values``      constants, and equal tensors of which there are as many on either side
+    ==============  ============================================================================
+
     Examples
     --------
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    rename = _renaming(names)
+    if (codes or explain) and (dim is not None or not compute):
+        which = "codes" if codes else "explain"
+        raise ValueError(f"{which}=True is of whole tensors, now: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
         others = theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            rename = _renaming(
-                {
-                    mine.name: other.name
-                    for entry, counterpart in zip(entries, others, strict=False)
-                    for mine, other in zip(entry.readers, counterpart.readers, strict=False)
-                }
-            )
-        entries, rows = _matched(entries, others, rename, tensors)
+            names = {
+                mine.name: other.name
+                for entry, counterpart in zip(entries, others, strict=False)
+                for mine, other in zip(entry.readers, counterpart.readers, strict=False)
+            }
+    if isinstance(names, str) and names == "auto":
+        known, progress = _found_partners(entries, others, tensors, progress)
+    else:
+        new = renamed([each.name for e in entries for each in e.readers], names)
+        known = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
+    with paused_collector():
+        entries, rows = _matched(entries, others, known, tensors)
     if not entries and tensors is not None:
-        names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
-        hint = similar(names_of_both, tensors)
-        text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
-    if _have_no_names_in_common(rows):
+        _warn_of_no_match([*every, *others], tensors)
+    if not explain and _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
-    shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
-    find = partial(_compare_all, progress=progress, cache=cache)
+    find: Any = partial(_compare_all, progress=progress, cache=cache)
+    if dim is not None:
+        entries, rows, inputs = _along(dim, entries, rows)
+        find = partial(_compare_channels, progress=progress)
+    shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
-    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
-    attrs = [{"shapes": text} if text else {} for text in texts]
-    found = laid_out(MEASURES, entries, values, attrs, ours)
-    found.attrs |= {"status": list(STATUSES)}
+    attrs = _attrs_of(entries, rows, has_names=names is not None)
+    said = _explained(entries, rows, values, attrs, progress) if explain else {}
+    statistics: tuple[str, ...] = MEASURES
+    if codes:
+        statistics += OF_CODES
+        values = _with_codes(inputs, values, progress, cache=cache)
+    found = laid_out(statistics, entries, values, attrs, ours)
+    found.attrs |= {"status": list(STATUSES), **said}
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
+
+
+def _warn_of_no_match(every: Sequence[Described], tensors: TensorFilter) -> None:
+    hint = similar([each.name for entry in every for each in entry.readers], tensors)
+    text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
+    warnings.warn(text, CheckpointWarning, stacklevel=3)
+
+
+def _explained(
+    entries: Sequence[Described],
+    rows: Sequence[Sequence[_Match]],
+    values: Sequence[Any],
+    attrs: Sequence[dict[str, Any]],
+    progress: ProgressOption,
+) -> dict[str, str]:
+    """Put explanations into the attributes of variables; return the sentence about all."""
+    from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
+
+    cases = []
+    for entry, some, measured in zip(entries, rows, values, strict=True):
+        table = measured.reshape(len(MEASURES), -1).T
+        there = table if entry.gone is None else table[~entry.gone.ravel()]
+        for row, numbers in zip(some, there.tolist(), strict=True):
+            status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
+            known = dict(zip(MEASURES, numbers, strict=True))
+            sides = (row.ours, row.theirs) if status else (None, None)
+            other = row.partner.name if row.partner and row.partner.rule != "name" else ""
+            cases.append(Case(row.name, status, known, *sides, row.pair, row.shapes, other))
+    found = explain(cases, progress)
+    left = iter(found)
+    for entry, some, attr in zip(entries, rows, attrs, strict=True):
+        told = [next(left) for _ in some]
+        attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
+    return {"explanation": sentence(cases, found)}
 
 
 def _compare_all(
@@ -204,6 +332,26 @@ def _compare_all(
         measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
         values.append(laid(measured, shape, gone))
     return values
+
+
+def _with_codes(
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any]],
+    values: Sequence[Any],
+    progress: ProgressOption,
+    *,
+    cache: bool,
+) -> list[Any]:
+    """Add what is said of the codes of `b`."""
+    readers = [row.both[1] for rows, _, _ in inputs for row in rows if row.both]
+    # A function is told of one pass: of that over both.
+    with Progress(False if callable(progress) else progress, "codes") as bar:
+        found = iter(use_of_codes(readers, bar, cache=cache))
+    wider = []
+    for (rows, shape, gone), measured in zip(inputs, values, strict=True):
+        table = [next(found) if row.both else [nan] * len(OF_CODES) for row in rows]
+        more = np.array(table, np.float64).reshape(len(rows), len(OF_CODES))
+        wider.append(np.concatenate([measured, laid(more, shape, gone)]))
+    return wider
 
 
 def compare_pairs(
@@ -242,35 +390,125 @@ def _with_same_bytes(
             yield number, found
 
 
+# --- channels and blocks -------------------------------------------------------------------------
+
+
+def _along(
+    dim: Reduced, entries: Sequence[Described], rows: Sequence[list[_Match]]
+) -> tuple[list[Described], list[list[_Match]], list[Any]]:
+    """Choose the variables that have some of the dimensions, and lay their channels out."""
+    lengths = wanted_lengths(dim, entries)
+    found: list[Described] = []
+    kept: list[list[_Match]] = []
+    inputs: list[Any] = []
+    for entry, some in zip(entries, rows, strict=True):
+        grid = grid_of(entry, lengths)
+        is_alone = not any(row.pair for row in some)
+        if grid is None and not is_alone:
+            continue
+        if any(each.array.dtype.kind == "c" for row in some for each in row.both or ()):
+            text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+            continue
+        inputs.append((some, entry.shape, entry.gone, None if is_alone else grid))
+        kept.append(some)
+        if grid is None or is_alone:
+            found.append(entry)
+            continue
+        with locating(tensor=str(entry.name)):
+            cells = prod((*entry.shape, *grid.extents))
+            require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
+        shape = (*entry.shape, *grid.extents)
+        found.append(replace(entry, dims=(*entry.dims, *grid.dims), shape=shape))
+    return found, kept, inputs
+
+
+def _compare_channels(
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any, Grid | None]],
+    *,
+    progress: ProgressOption,
+) -> list[Any]:
+    """Compare all pairs by channels; return the array of each variable."""
+    pairs, grids = [], []
+    for rows, _, _, grid in inputs:
+        for row in rows:
+            if row.both is not None and grid is not None:
+                pairs.append(pair_in_order(*row.both, row.name))
+                grids.append(grid)
+    with Progress(progress, "comparison") as bar:
+        found = iter(
+            gather(
+                pairs,
+                Channels,
+                lambda _, each: measures_of(each.table()).reshape(-1),
+                bar,
+                arguments=grids,
+            )
+        )
+    values = []
+    for rows, shape, gone, grid in inputs:
+        cells = prod(grid.extents) if grid else 1
+        table = [
+            np.tile(row.known, cells) if row.both is None or grid is None else next(found)
+            for row in rows
+        ]
+        measured = np.array(table, np.float64).reshape(len(rows), cells * len(MEASURES))
+        cube = laid(measured, shape, gone).reshape(cells, len(MEASURES), *shape)
+        extents = grid.extents if grid else ()
+        values.append(np.moveaxis(cube, 0, -1).reshape(len(MEASURES), *shape, *extents))
+    return values
+
+
 # --- which tensors belong together ---------------------------------------------------------------
 
 
-def _renaming(names: Any) -> Callable[[str], str]:
-    """Make a function of what says how names of `a` become those of `b`."""
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    if callable(names):
-        renamed: Callable[[str], str] = names
-        return renamed
-    if isinstance(names, tuple | list) and len(names) == 2:
-        pattern, replacement = names
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return lambda name: compiled.sub(replacement, name)
-    raise TypeError(
-        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {names!r}"
-    )
+def _found_partners(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    tensors: TensorFilter | None,
+    progress: ProgressOption,
+) -> tuple[dict[str, Partner], ProgressOption]:
+    """Find partners by names and content; return what is to be told of the rest, too."""
+    sides = [{r.name: r for each in side for r in each.readers} for side in (entries, others)]
+    ours, theirs = sides
+    chosen = set(select(ours, tensors))
+    theirs = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+    with Progress(progress, "matching") as bar:
+        found = partners({name: ours[name] for name in ours if name in chosen}, theirs, bar)
+    if callable(progress):
+        call = progress  # bytes that were read for this count on
+        return found, lambda done, total: call(bar.done + done, bar.done + total)
+    return found, progress
+
+
+def _attrs_of(
+    entries: Sequence[Described], rows: Sequence[Sequence[_Match]], *, has_names: bool
+) -> list[dict[str, Any]]:
+    """Say in attributes what numbers cannot: shapes that differ, and other names."""
+    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
+    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
+    if has_names:
+        for attr, entry, some in zip(attrs, entries, rows, strict=True):
+            attr.update(_partners_told(entry, [row.partner for row in some]))
+    return attrs
+
+
+def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[str, Any]:
+    """Say what tensors are called in `b`, and why: one text, or one for each place of a stack."""
+    each = iter(found)
+    if entry.gone is not None:
+        found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+    told = {
+        "other_name": [partner.name if partner else "" for partner in found],
+        "matched_by": [partner.rule if partner else "" for partner in found],
+    }
+    return told if entry.dims else {key: texts[0] for key, texts in told.items()}
 
 
 def _matched(
     entries: Sequence[Described],
     others: Sequence[Described],
-    rename: Callable[[str], str],
+    partners: Mapping[str, Partner],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[_Match]]]:
     """Find tensors that belong together."""
@@ -284,15 +522,15 @@ def _matched(
     rows: list[list[_Match]] = []
     used: set[str] = set()
     for entry in entries:
-        partners = [rename(member.name) for member in entry.readers]
-        used.update(partners)
+        wanted = [partners.get(member.name) for member in entry.readers]
+        used.update(partner.name for partner in wanted if partner)
         if not any(member.name in chosen for member in entry.readers):
             continue
         found.append(entry)
         rows.append(
             [
-                _row(member, theirs.get(partner), member.name in chosen)
-                for member, partner in zip(entry.readers, partners, strict=True)
+                _row(member, theirs, partner, member.name in chosen)
+                for member, partner in zip(entry.readers, wanted, strict=True)
             ]
         )
     taken = {entry.name for entry in found}
@@ -304,19 +542,27 @@ def _matched(
             taken.add(own)
             variable = xr.Variable((), np.nan, encoding={"tensor": name})
             found.append(Described(own, (), (), (member,), variable))
-            rows.append([_Match(name, _unread("only_b", member.size))])
+            rows.append([_Match(name, _unread("only_b", member.size), theirs=member)])
     return found, rows
 
 
-def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noqa: FBT001  of a loop
+def _row(
+    ours: Reader,
+    others: Mapping[str, Reader],
+    partner: Partner | None,
+    is_chosen: bool,  # noqa: FBT001  of a loop
+) -> _Match:
     if not is_chosen:
         return _Match(ours.name, [nan] * len(MEASURES))
+    theirs = others.get(partner.name) if partner else None
     if theirs is None:
-        return _Match(ours.name, _unread("only_a", ours.size))
+        return _Match(ours.name, _unread("only_a", ours.size), ours=ours)
     shape, other = ours.array.shape, theirs.array.shape
     if shape != other:
-        return _Match(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name))
+        known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
+        return _Match(ours.name, known, None, shapes, ours, theirs, partner)
+    pair = pair_of(ours, theirs, ours.name)
+    return _Match(ours.name, [], pair, "", ours, theirs, partner)
 
 
 def _unread(status: str, count: int) -> list[float]:
@@ -338,17 +584,26 @@ def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
 def measures(found: Comparison) -> list[float]:
     """Compute all statistics of a pair of tensors of one shape."""
     if found.equal == found.count:
-        return [0.0, found.count, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        return [0.0, found.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
     head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
     if not found.finite:
-        return [*head, math.nan, math.nan, math.nan, math.nan]
+        return [*head, *[math.nan] * 6]
     d, a, b, product, exponent = found.tree.total()
     rmse = scaled(math.sqrt(d / found.finite), int(exponent))
-    relative = math.sqrt(d / a) if a else math.inf if d else 0.0
+    nmse = d / a if a else math.inf if d else 0.0
+    sqnr = _decibels(a, d)
     cosine = 1.0 if not d else math.nan
     if d and a and b:
         cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-    return [*head, found.largest, rmse, relative, cosine]
+    return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not (signal and noise):
+        return -math.inf if noise else math.inf
+    ratio = signal / noise
+    is_held = 0.0 < ratio < math.inf
+    return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))
 
 
 def ranked(frame: pd.DataFrame) -> pd.DataFrame:

@@ -521,3 +521,107 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
         in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
+
+
+@compiled
+def compare_cells(  # noqa: PLR0917
+    x: Any, y: Any, along: Any, size: Any, block: Any, bases: Any, table: Any
+) -> None:
+    """Add up pairs by cells: those of lines of a size, the first of which begins in its middle."""
+    start = 0
+    for line in range(bases.size):
+        while start < x.size and along < size:
+            cell = along // block
+            stop = min(x.size, start + min(size, (cell + 1) * block) - along)
+            equal, finite, nan, inf = 0, 0, 0, 0
+            noise, first, second, product, largest = 0.0, 0.0, 0.0, 0.0, 0.0
+            for k in range(start, stop):
+                a, b = np.float64(x[k]), np.float64(y[k])
+                if math.isfinite(a) and math.isfinite(b):
+                    d = a - b
+                    equal += d == 0
+                    finite += 1
+                    noise += d * d
+                    first += a * a
+                    second += b * b
+                    product += a * b
+                    largest = max(largest, abs(d))
+                elif a == b or (math.isnan(a) and math.isnan(b)):
+                    equal += 1
+                elif math.isnan(a) or math.isnan(b):
+                    nan += 1
+                else:
+                    inf += 1
+            row = table[bases[line] + cell]
+            row[0] += stop - start
+            row[1] += equal
+            row[2] += finite
+            row[3] += nan
+            row[4] += inf
+            row[5] += noise
+            row[6] += first
+            row[7] += second
+            row[8] += product
+            row[9] = max(row[9], largest)
+            along += stop - start
+            start = stop
+        along = 0
+
+
+# --- hashes --------------------------------------------------------------------------------------
+
+
+@inlined
+def _weight(number: Any) -> Any:
+    """Return an odd number for a row or column: the next ones of splitmix64."""
+    x = (np.uint64(number) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+@compiled
+def weigh(weights: Any) -> None:
+    """Write the weights of columns."""
+    for column in range(weights.size):
+        weights[column] = _weight(column)
+
+
+@compiled
+def hash_rows(  # noqa: PLR0917
+    words: Any, weights: Any, row: Any, column: Any, sums: Any, columns: Any, tally: Any
+) -> None:
+    """Add up hashes of a run of elements, which begins in a row and a column.
+
+    The tally has those of all at their places, of all in any order, and all bits that are set.
+    """
+    is_narrow = words.itemsize == 4
+    at = 0
+    for line in range(sums.size):
+        stop = min(words.size, at + weights.size - column)
+        shift = column - at
+        factor = _weight(row + np.uint64(line))
+        of_row = np.uint64(0)
+        of_all = np.uint64(0)
+        bits = np.uint64(0)
+        for k in range(at, stop):
+            word = np.uint64(words[k])
+            if is_narrow:
+                magnitude = word & np.uint64(0x7FFFFFFF)
+                word = np.uint64(0) if magnitude == 0 else word
+                word = np.uint64(0x7FC00000) if magnitude > 0x7F800000 else word
+            bits |= word
+            hashed = word * np.uint64(0xD6E8FEB86659FD93)
+            hashed = (hashed ^ (hashed >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
+            hashed ^= hashed >> np.uint64(29)
+            of_row += weights[k + shift] * hashed
+            of_all += hashed
+            if columns.size:
+                columns[k + shift] += factor * hashed
+        sums[line] = of_row
+        # Another weight, or a square matrix would have the hash of its transpose.
+        tally[0] += _weight(row + np.uint64(line) + np.uint64(1 << 48)) * of_row
+        tally[1] += of_all
+        tally[2] |= bits
+        at = stop
+        column = 0

@@ -15,7 +15,7 @@ import numpy as np
 from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import SparseArray, flat_positions
+from xckpt.arrays.sparse import SparseArray, dense_values, flat_positions
 from xckpt.errors import locating
 from xckpt.statistics.accumulate import Accumulator
 from xckpt.statistics.kinds import kind_named, require_numbers
@@ -229,7 +229,7 @@ def _dask_array(reader: Reader, chunks: Any) -> Any:
 
 
 def _paired(a: Any, b: Any) -> Array:
-    dense = [np.asarray(x.todense() if hasattr(x, "todense") else x) for x in (a, b)]
+    dense = [dense_values(a), dense_values(b)]
     block = np.empty(dense[0].shape, [("a", dense[0].dtype), ("b", dense[1].dtype)])
     block["a"], block["b"] = dense
     return block
@@ -268,6 +268,19 @@ def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
     if not _is_sliceable(second) and _is_sliceable(first):
         return _reordered(first, orders[1]), second
     return first, _reordered(second, orders[0])
+
+
+def in_c_order(reader: Reader) -> Reader:
+    """Return a reader of all elements as they are, in C order."""
+    if isinstance(reader, ChunkedTensor):
+        if reader.row or reader.array.ndim < 2:
+            return reader
+        inner = [-1] * (reader.array.ndim - 1)
+        cut = ChunkedTensor(reader.array.rechunk(("auto", *inner)))
+        cut.name = reader.name
+        return cut
+    reader = _plain(reader)
+    return reader if _order(reader) == "C" else _reordered(reader, "C")
 
 
 def _order(reader: Reader) -> str:

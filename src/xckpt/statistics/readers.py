@@ -23,7 +23,7 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.quantized import CodebookArray, QuantizedArray
-from xckpt.arrays.sparse import SparseArray
+from xckpt.arrays.sparse import SparseArray, dense_values
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
 from xckpt.index import Part
@@ -221,9 +221,7 @@ class ArrayReader(Reader):
             at += len(values)
 
     def _values(self, key: tuple[Any, ...]) -> Array:
-        values = self.array[key]
-        values = np.asarray(values.todense() if hasattr(values, "todense") else values)
-        flat: Array = values.reshape(-1)
+        flat: Array = dense_values(self.array[key]).reshape(-1)
         return np.abs(flat) if self.complex else flat
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from xckpt.index import paused_collector
 from xckpt.statistics.store import (
     LARGEST_FOLDER,
-    Origin,
+    CheckpointVersion,
     append_record,
     digest_of,
     origins_of,
@@ -58,12 +58,12 @@ def rows_of(
     """
     rows = np.full((len(readers), width), np.nan)
     kept: set[int] = set()
-    files: list[tuple[_File, dict[int, bytes]]] = []
+    files: list[tuple[_KeptRows, dict[int, bytes]]] = []
     with paused_collector():
         folder = cache.folder(FOLDER) if enabled else None
         if folder is not None:
             keys = _keys(readers).items()
-            files = [(_File(folder, origin, about, width), some) for origin, some in keys]
+            files = [(_KeptRows(folder, origin, about, width), some) for origin, some in keys]
         for file, some in files:
             numbers = [number for number, key in some.items() if key in file.rows]
             data = b"".join([file.rows[some[number]] for number in numbers])
@@ -83,19 +83,21 @@ def rows_of(
     return rows
 
 
-def _keys(readers: Sequence[Reader]) -> dict[Origin, dict[int, bytes]]:
+def _keys(readers: Sequence[Reader]) -> dict[CheckpointVersion, dict[int, bytes]]:
     """Return what the tensors of each checkpoint are known by, by their numbers."""
-    keys: dict[Origin, dict[int, bytes]] = {}
+    keys: dict[CheckpointVersion, dict[int, bytes]] = {}
     for number, (reader, origin) in enumerate(zip(readers, origins_of(readers), strict=True)):
         if origin is not None:
             keys.setdefault(origin, {})[number] = digest_of(reader.kind.name, reader.identity)
     return keys
 
 
-class _File:
+class _KeptRows:
     """The rows of one checkpoint."""
 
-    def __init__(self, folder: Path, origin: Origin, about: tuple[Any, ...], width: int) -> None:
+    def __init__(
+        self, folder: Path, origin: CheckpointVersion, about: tuple[Any, ...], width: int
+    ) -> None:
         self._name = digest_of(*origin, about)
         self._path = folder / self._name.hex()
         self.rows = dict(_session.get(self._name, {}))

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays.sparse import dense_values
 from xckpt.errors import locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
@@ -26,6 +27,7 @@ from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +66,7 @@ def gather(
     tensors in stretches. A `shortcut` may find some of those that are not kept without a pass.
     """
     with open_stores(readers, operation, enabled=cache) as stores:
-        found = _Found(readers, stores, finish)
+        found = _Outcome(readers, stores, finish)
         with paused_collector():
             found.take_what_is_kept(stretched=stretched)
         if shortcut is not None:
@@ -85,12 +87,12 @@ def gather(
 def kept(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
     """Return what is kept of a stretched scan of each tensor, None if that is not all of it."""
     with open_stores(readers, operation, enabled=True) as stores:
-        found = _Found(readers, stores, lambda _, whole: whole)
+        found = _Outcome(readers, stores, lambda _, whole: whole)
         found.take_what_is_kept(stretched=True)
     return found.results
 
 
-class _Found:
+class _Outcome:
     """What is found of tensors by and by, and what still has to be read."""
 
     def __init__(
@@ -290,14 +292,6 @@ def _run_on_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def cpu_count() -> int:
-    """Return how many threads to use: dask's ``num_workers``, else what this process may use."""
-    import dask
-    from dask.system import CPU_COUNT
-
-    return int(dask.config.get("num_workers", None) or CPU_COUNT)
-
-
 # --- a cluster -----------------------------------------------------------------------------------
 
 
@@ -369,7 +363,7 @@ class _ChunkTask:
     start: int
 
     def __call__(self, block: Any) -> Accumulator:
-        values = np.asarray(block.todense() if hasattr(block, "todense") else block).reshape(-1)
+        values = dense_values(block).reshape(-1)
         if values.dtype.kind == "c":
             values = np.abs(values)
         found = self.operation.begin(self.reader, self.argument)

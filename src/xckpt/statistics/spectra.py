@@ -17,12 +17,13 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.sparse import dense_values
 from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
 from xckpt.statistics.entries import contents_of_all, laid, laid_out
-from xckpt.statistics.scan import active_client, cpu_count
+from xckpt.statistics.scan import active_client
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -32,6 +33,7 @@ from xckpt.statistics.singular import (
 )
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -227,8 +229,8 @@ class _Difference:
         self.dtype = np.dtype(np.complex128 if is_complex else np.float64)
 
     def __getitem__(self, key: Any) -> Array:
-        first = _values(self.array[key]).astype(self.dtype)
-        first -= _values(self.other[key]).astype(self.dtype)
+        first = in_memory(self.array[key]).astype(self.dtype)
+        first -= in_memory(self.other[key]).astype(self.dtype)
         return first
 
     def ranges(self, key: Any) -> Iterator[Range]:
@@ -238,11 +240,11 @@ class _Difference:
                 yield from array.ranges(key)
 
 
-def _values(found: Any) -> Array:
+def in_memory(found: Any) -> Array:
+    """Return what was read of an array, dense."""
     if hasattr(found, "dask"):
         found = found.compute()
-    array: Array = np.asarray(found.todense() if hasattr(found, "todense") else found)
-    return array
+    return dense_values(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,15 +289,15 @@ class Matrix:
         array, whole = self.array, (slice(None),) * len(self.array.shape)
         is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
         if is_cheap or (is_wide and len(self.array.shape) > 2):
-            array = _values(self.array[whole]).reshape(self.shape)
+            array = in_memory(self.array[whole]).reshape(self.shape)
 
         def read() -> Iterator[Array]:
             for start in range(0, long, step):
                 part = slice(start, min(start + step, long))
                 if is_wide:
-                    yield _values(array[:, part]).T
+                    yield in_memory(array[:, part]).T
                 else:
-                    yield _values(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
+                    yield in_memory(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
 
         return read
 
@@ -323,29 +325,29 @@ class SingularValues:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Decomposed:
     described: list[float]
     values: Array | None
 
 
-def _find(matrix: Matrix, *, is_quick: bool) -> _Found:
+def _find(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
     """Do one matrix."""
     with locating(tensor=matrix.name):
         blocks = matrix.blocks()
         if is_quick:
-            return _Found(describe_largest(blocks, min(matrix.shape)), None)
+            return _Decomposed(describe_largest(blocks, min(matrix.shape)), None)
         return _described(matrix, singular_values(blocks))
 
 
-def _described(matrix: Matrix, values: Array) -> _Found:
-    return _Found(describe_values(values, matrix.shape, matrix.epsilon), values)
+def _described(matrix: Matrix, values: Array) -> _Decomposed:
+    return _Decomposed(describe_values(values, matrix.shape, matrix.epsilon), values)
 
 
 def _find_all(
     matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
-) -> dict[str, _Found]:
+) -> dict[str, _Decomposed]:
     """Do all matrices that are not kept."""
-    found: dict[str, _Found] = {}
+    found: dict[str, _Decomposed] = {}
     kept_as: Any = SingularValues  # as what scans keep, though nothing is added to it
     known: Any = matrices
     with open_stores(known, kept_as, enabled=cache) as opened:
@@ -362,7 +364,7 @@ def _find_all(
         label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
         with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
 
-            def deliver(matrix: Matrix, one: _Found) -> None:
+            def deliver(matrix: Matrix, one: _Decomposed) -> None:
                 found[matrix.name] = one
                 store = of[matrix.name]
                 if store is not None and one.values is not None and one.values[0] >= 0:
@@ -373,15 +375,15 @@ def _find_all(
             near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
             names = {matrix.name for matrix in near}
             find = partial(_find, is_quick=is_quick)
-            _on_cluster(client, [m for m in left if m.name not in names], find, deliver)
+            on_cluster(client, [m for m in left if m.name not in names], find, deliver)
             _here(near, find, deliver)
     return found
 
 
 def _here(
     matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Found],
-    deliver: Callable[[Matrix, _Found], None],
+    find: Callable[[Matrix], _Decomposed],
+    deliver: Callable[[Matrix, _Decomposed], None],
 ) -> None:
     large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
     small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
@@ -398,11 +400,11 @@ def _here(
         threads.shutdown(cancel_futures=True)
 
 
-def _on_cluster(
+def on_cluster(
     client: Any,
-    matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Found],
-    deliver: Callable[[Matrix, _Found], None],
+    matrices: Sequence[Any],
+    find: Callable[[Any], Any],
+    deliver: Callable[[Any, Any], None],
 ) -> None:
     """Do matrices as tasks; one whose worker died is done again by another."""
     if not matrices:
@@ -455,7 +457,7 @@ def _estimate(matrices: Sequence[Matrix]) -> str:
 
 
 def _laid_out_values(
-    entries: Sequence[Described], found: Mapping[str, _Found], contents: Subject
+    entries: Sequence[Described], found: Mapping[str, _Decomposed], contents: Subject
 ) -> xr.Dataset:
     variables: dict[Hashable, xr.Variable] = {}
     dims: dict[int, str] = {}

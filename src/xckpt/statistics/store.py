@@ -49,7 +49,7 @@ def open_stores(
     readers: Sequence[Reader], operation: type[Accumulator], *, enabled: bool
 ) -> Iterator[list[Store | None]]:
     """Open what is kept of some tensors."""
-    files: dict[Origin, Store] = {}
+    files: dict[CheckpointVersion, Store] = {}
     stores: list[Store | None] = []
     folder = cache.folder(FOLDER) if enabled else None
     for origin in origins_of(readers):
@@ -70,7 +70,9 @@ def open_stores(
 class Store:
     """What is kept of one checkpoint, which is known by its path or URL and its identity."""
 
-    def __init__(self, folder: Path, origin: Origin, operation: type[Accumulator]) -> None:
+    def __init__(
+        self, folder: Path, origin: CheckpointVersion, operation: type[Accumulator]
+    ) -> None:
         self._path = folder / digest_of(*origin).hex()
         self._operation = operation
         self._data, self._records = read_records(self._path)
@@ -116,16 +118,16 @@ class Store:
         return True
 
 
-class Origin(NamedTuple):
+class CheckpointVersion(NamedTuple):
     """Which checkpoint a tensor is of: its path or URL, and what tells that it is the same."""
 
     name: str
     version: Any
 
 
-def origins_of(readers: Sequence[Reader]) -> list[Origin | None]:
+def origins_of(readers: Sequence[Reader]) -> list[CheckpointVersion | None]:
     """Say which checkpoint each tensor is of; None if it may not be the same the next time."""
-    known: dict[Any, Origin | None] = {None: None}
+    known: dict[Any, CheckpointVersion | None] = {None: None}
     origins = []
     for reader in readers:
         files = None
@@ -133,7 +135,7 @@ def origins_of(readers: Sequence[Reader]) -> list[Origin | None]:
             files = tuple([(name, version) for _, name, version, *_ in reader.identity[0]])
         if files is not None and files not in known:
             is_known = all(_is_lasting(*file) for file in files)
-            known[files] = Origin(*files[0]) if is_known else None
+            known[files] = CheckpointVersion(*files[0]) if is_known else None
         origins.append(known[files])
     return origins
 

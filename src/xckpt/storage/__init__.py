@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from xckpt.storage.ahead import reading_ahead
 from xckpt.storage.local import (
@@ -17,10 +20,29 @@ from xckpt.storage.local import (
 from xckpt.storage.remote import FsspecSource, is_url
 from xckpt.storage.source import Source
 
+# What browsers show of repositories of the Hub, of their folders and files.
+_HUB_PAGE = re.compile(
+    r"https://(?:huggingface\.co|hf\.co)/(?P<repo>(?:(?:datasets|spaces)/)?[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob)/(?P<revision>[^/?#]+)(?P<path>/[^?#]*)?)?/?(?:[?#].*)?"
+)
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "reading_ahead"]
+    from xckpt.storage.sink import Sink
+
+__all__ = [
+    "Source",
+    "hub_url",
+    "is_mapped",
+    "is_remote",
+    "list_folder",
+    "local_path",
+    "new_file",
+    "open_source",
+    "pinned_url",
+    "reading_ahead",
+]
 
 
 def open_source(
@@ -43,12 +65,68 @@ def open_source(
         )
     if not is_remote(obj):
         return LocalSource(obj, mmap=mmap)
+    on_hub = hub_url(obj)
+    if on_hub is not None:
+        from xckpt.storage.hub import HubSource
+
+        return HubSource(on_hub, storage_options, first=first)
     is_web = obj.startswith(("http://", "https://"))
     if not is_web and ("::" in obj or not obj.startswith(("s3://", "s3a://"))):
         return FsspecSource(obj, storage_options, first=first)
     from xckpt.storage.web import HttpSource, S3Source
 
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
+
+
+def new_file(
+    path: str, *, overwrite: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Sink:
+    """Begin a file, which is complete under its name or not there."""
+    from xckpt.storage.sink import Sink, UploadSink
+
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
+
+
+def list_folder(
+    path: str, storage_options: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, Path | Source]] | None:
+    """Return the name of a folder and its files by name; None where it is not one, or not listed.
+
+    Folders are those of this machine, and of the Hub, where a repository is one.
+    """
+    on_hub = hub_url(path)
+    if on_hub is not None:
+        from xckpt.storage.hub import list_hub_folder
+
+        return list_hub_folder(on_hub, storage_options)
+    folder = Path(local_path(path))
+    if is_remote(path) or not folder.is_dir():
+        return None
+    return str(folder), {each.name: each for each in folder.iterdir() if each.is_file()}
+
+
+def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return a URL that means the same from now on, where there is such a one: of the Hub."""
+    on_hub = hub_url(url)
+    if on_hub is None:
+        return url
+    from xckpt.storage.hub import pinned
+
+    return pinned(on_hub, storage_options)
+
+
+def hub_url(obj: object) -> str | None:
+    """Return the place on the Hugging Face Hub that is meant, also by a web page; None if none."""
+    if not isinstance(obj, str):
+        return None
+    if obj.startswith("hf://"):
+        return obj
+    page = _HUB_PAGE.fullmatch(obj)
+    if page is None:
+        return None
+    return f"hf://{page['repo']}@{page['revision'] or 'main'}{unquote(page['path'] or '')}"
 
 
 def is_remote(obj: object) -> bool:

@@ -22,7 +22,7 @@ from xckpt.storage.local import empty
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["FIRST_NBYTES", "HeaderSource", "reading_header"]
@@ -34,7 +34,7 @@ FIRST_NBYTES = 1 << 16
 _TAIL_NBYTES = 1 << 16
 # Reads that go on where the last one ended, or not far after, bring more each time: 1 MiB, then
 # 16. A format that does not say how long its header is has 17 MiB of it in three requests.
-_SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 16 << 20
+_SMALLEST_AHEAD, _AHEAD, _LARGEST_AHEAD = 1 << 16, 1 << 20, 16 << 20
 _GROWTH = 16
 _NEAR = 1 << 20
 # Kept in memory, so that what is read twice is requested once.
@@ -51,9 +51,13 @@ _STRONG = {"ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "
 
 @contextmanager
 def reading_header(
-    source: Source, first: memoryview, options: Mapping[str, Any]
+    source: Source, first: memoryview, options: Mapping[str, Any], *, ahead: int = _AHEAD
 ) -> Iterator[Source]:
-    """Return a source for reading the header of a remote file with few requests."""
+    """Return a source for reading the header of a remote file with few requests.
+
+    `first` is what is there of its beginning; where reads go on from there, the next brings `ahead`
+    bytes.
+    """
     identity: Any = source.identity
     is_sure = any(key in _STRONG and not v.startswith("W/") for key, v in identity[1:])
     path = cache.folder("headers") if is_sure else None
@@ -62,12 +66,12 @@ def reading_header(
         told = repr((source.name, identity, sorted(options.items())))
         path /= blake2b(told.encode(), digest_size=20).hexdigest() + ".header"
         known = _load(path, source, first)
-    header = HeaderSource(source)
+    header = HeaderSource(source, ahead)
     for start, data in [(0, first)] if known is None else known:
         header.keep(start, data)
     yield header
     nbytes = sum(len(data) for _, data in header.segments)
-    is_new = known is None and header.requests and header.complete
+    is_new = header.requests and header.complete
     if path is not None and is_new and nbytes <= _LARGEST_ENTRY:
         import msgpack
 
@@ -106,13 +110,13 @@ class HeaderSource(Source):
 
     __slots__ = ("_ahead", "_last", "complete", "requests", "segments", "source")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, ahead: int = _AHEAD) -> None:
         self.source = source
         self.name, self.size, self.identity = source.name, source.size, source.identity
         self.segments: list[tuple[int, memoryview]] = []
         self.requests = 0  # how many were made
         self.complete = True  # whether all that was read is still there
-        self._ahead = _SMALLEST_AHEAD
+        self._ahead = ahead // _GROWTH
         self._last = 0
 
     def keep(self, start: int, data: memoryview) -> None:
@@ -138,6 +142,28 @@ class HeaderSource(Source):
             memory[at - offset : at - offset + len(piece)] = piece
             at += len(piece)
         return memory.toreadonly()
+
+    def read_ranges(
+        self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
+    ) -> list[memoryview]:
+        """Read several ranges of bytes with few requests, and remember these alone."""
+        missing: list[tuple[int, int]] = []
+        end = 0
+        for start, nbytes in sorted(ranges):
+            if nbytes and start >= end and not self._has_some(start, start + nbytes):
+                missing.append((start, nbytes))
+                end = start + nbytes
+        for (start, _), data in zip(
+            missing, self.source.read_ranges(missing, gap=gap), strict=True
+        ):
+            self.keep(start, memoryview(bytes(data)))
+        self.requests += len(missing)
+        return [self.read(*each) for each in ranges]
+
+    def _has_some(self, start: int, stop: int) -> bool:
+        place = bisect_right(self.segments, start, key=lambda segment: segment[0])
+        near = self.segments[max(place - 1, 0) : place + 1]
+        return any(first < stop and start < first + len(data) for first, data in near)
 
     def sibling(self, name: str) -> Source:
         """Open another file next to this one, to read its header; see `Source.sibling`."""

@@ -183,7 +183,7 @@ class WriteJob:
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
             items = [
-                item._replace(data=replace(item.data, path=sinks[-1].path))
+                item._replace(data=replace(item.data, place=sinks[-1].place))
                 if isinstance(item.data, SpooledData)
                 else item
                 for item in file.items
@@ -212,12 +212,13 @@ class WriteJob:
                 raise
             return sink
 
-        publish(main, named, replaced=self._replaced, referring=referring)
-        if self._superseded is not None:
-            old = self._open_sink(self._superseded)
-            if old.is_taken():
-                old.remove()
-            old.abort()
+        publish(
+            main,
+            named,
+            replaced=self._replaced,
+            referring=referring,
+            superseded=self._superseded,
+        )
         return nbytes
 
 
@@ -250,7 +251,7 @@ def _end(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Writte
 # --- dask arrays into their places ---------------------------------------------------------------
 
 
-class _Region(NamedTuple):
+class _ArrayTarget(NamedTuple):
     """Where a dask array goes in a file, and as what: all that its tasks are told."""
 
     offset: int
@@ -263,7 +264,7 @@ class _Region(NamedTuple):
     observer: str  # is told of the progress
 
     @classmethod
-    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _Region:
+    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _ArrayTarget:
         chunks = data.array.chunks
         if any(np.isnan(size) for sizes in chunks for size in sizes):
             raise UnsupportedError(
@@ -282,7 +283,7 @@ def _store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
     return array.map_blocks(
         _store_block,
         place=place,
-        region=_Region.of(data, offset, observer),
+        region=_ArrayTarget.of(data, offset, observer),
         chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
         dtype=np.int64,
         meta=np.empty((0,) * array.ndim, np.int64),
@@ -295,7 +296,7 @@ def _store_delayed(data: ArrayData, place: Any, offset: int) -> list[Any]:
     # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
     import dask
 
-    region = _Region.of(data, offset)
+    region = _ArrayTarget.of(data, offset)
     write = dask.delayed(_store_block, pure=False, traverse=False)
     blocks = data.array.to_delayed(optimize_graph=False)
     return [
@@ -305,7 +306,7 @@ def _store_delayed(data: ArrayData, place: Any, offset: int) -> list[Any]:
 
 
 def _store_block(
-    block: Any, *, place: Place, region: _Region, block_id: tuple[int, ...]
+    block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """Convert a chunk and write it where it goes; return how many bytes that were."""
     block = np.asarray(block)
@@ -327,7 +328,11 @@ def _store_block(
 
 
 def _write_run(
-    path: str, fileno: int, region: _Region, block: np.ndarray[Any, Any], where: tuple[int, ...]
+    path: str,
+    fileno: int,
+    region: _ArrayTarget,
+    block: np.ndarray[Any, Any],
+    where: tuple[int, ...],
 ) -> None:
     """Write a block whose axes have the order of the file."""
     shape = region.shape[::-1] if region.order == "F" else region.shape

@@ -104,7 +104,7 @@ class Gguf(Format):
 
     def read(self, source: Readable) -> Index:
         """Read metadata, but no long lists, and what is said of tensors."""
-        reader = _Reader.of(source)
+        reader = _HeadReader.of(source)
         attrs = reader.attrs()
         tensors = reader.tensors(attrs)
         index = Index(
@@ -201,7 +201,7 @@ class _Info(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reader:
+class _HeadReader:
     """Reads the head of a file."""
 
     cursor: kit.Cursor
@@ -216,7 +216,7 @@ class _Reader:
     nested: int = 0  # entries of lists in lists
 
     @classmethod
-    def of(cls, source: Readable) -> _Reader:
+    def of(cls, source: Readable) -> _HeadReader:
         cursor = kit.Cursor(source)
         magic = cursor.take(4, "the magic")
         if magic != _MAGIC:
@@ -489,7 +489,7 @@ def _compiled(layout: str) -> struct.Struct:
     return struct.Struct(layout)
 
 
-def _file_set(path: str, attrs: Mapping[str, Any], reader: _Reader) -> FileSet | None:
+def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileSet | None:
     """Find the other files of a split model, and check what this one says of itself."""
     number, count, total = [attrs.get(key) for key in _SPLIT]
     if count is None or (type(count) is int and count < 2):

@@ -105,7 +105,7 @@ class Gptrs(Format):
             raise UnsupportedError(reason, offset=8, rule="Version")
         config = _config(cursor) if magic == _CHECKPOINT else None
         if version == 1:
-            found, dialect = _Found(cursor.at, source.size, config), "1"
+            found, dialect = _Collected(cursor.at, source.size, config), "1"
             found.add(_inline(cursor))
         else:
             found, dialect = _indexed(cursor, source.size, config)
@@ -208,13 +208,13 @@ def _config(cursor: kit.Cursor) -> ModelConfig:
     return parse_config(cursor.take(length, "the config"), start)
 
 
-def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Found, str]:
+def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Collected, str]:
     """Read an index in the one encoding or the other, of which nothing tells."""
     length = cursor.number(_U32, "length of the index")
     start = cursor.at
     cursor.enter(length, "the index")
     ids = config is not None
-    found = _Found(start + length, size, config)
+    found = _Collected(start + length, size, config)
     try:
         found.add(_entries(cursor, _U32, ids=ids))
     except CheckpointError as error:
@@ -224,7 +224,7 @@ def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple
         except CheckpointError as other:
             # Neither makes sense: the one that made sense for longer has the telling error.
             raise max(error, other, key=lambda e: e.offset or 0) from None
-        found = _Found(start + length, size, config)
+        found = _Collected(start + length, size, config)
         found.add(entries)
         return found, "2-bincode"
     return found, "2"
@@ -286,7 +286,7 @@ def _fields(
     return cursor.fields(by_rank[rank], "a description")
 
 
-class _Found:
+class _Collected:
     """Checks and collects the tensors of one file, whose data are after `data_start`."""
 
     def __init__(self, data_start: int, size: int, config: ModelConfig | None) -> None:

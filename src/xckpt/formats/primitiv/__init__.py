@@ -47,7 +47,7 @@ from xckpt.formats.primitiv.packed import (
     ARRAY,
     BIN,
     MAP,
-    Objects,
+    ObjectCursor,
     packed_float32,
     packed_string,
     packed_uint32,
@@ -120,7 +120,7 @@ class Primitiv(Format):
         Index
             Every tensor; of a Shape or an Optimizer nothing but attributes.
         """
-        objects, notes = Objects(source), kit.Notes()
+        objects, notes = ObjectCursor(source), kit.Notes()
         try:
             tensors, attrs = _read_content(objects, notes)
         except FormatError as error:
@@ -196,7 +196,9 @@ def _line_ends(source: Readable, offset: int) -> str | None:
 # --- shapes and tensors ---------------------------------------------------------------------------
 
 
-def _read_content(objects: Objects, notes: kit.Notes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_content(
+    objects: ObjectCursor, notes: kit.Notes
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a whole file, but the data."""
     if not objects.left:
         raise FormatError("the file is empty", offset=0, rule="EndOfFile")
@@ -252,7 +254,7 @@ def _content(draft: Draft, kind: str) -> Pieces:
     yield from _pieces(parameter.value) if kind == "Tensor" else _packed_parameter(parameter)
 
 
-def _read_shape(objects: Objects) -> tuple[list[int], int]:
+def _read_shape(objects: ObjectCursor) -> tuple[list[int], int]:
     """Read dims, without the trailing ones that are 1, and batch."""
     start = objects.at
     count = objects.length(ARRAY, "dims")
@@ -281,7 +283,7 @@ def _trimmed(dims: Sequence[int]) -> list[int]:
 
 
 def _read_tensor(
-    objects: Objects, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
+    objects: ObjectCursor, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
 ) -> Tensor:
     try:
         dims, batch = _read_shape(objects)
@@ -341,7 +343,7 @@ def _shape(draft: Draft) -> Pieces:
 
 
 def _read_parameter(
-    objects: Objects, notes: kit.Notes, key: list[str], attrs: Mapping[str, Any]
+    objects: ObjectCursor, notes: kit.Notes, key: list[str], attrs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Read a value and its statistics, the value first."""
     name, path = variable_name(key), value_path(key)
@@ -376,7 +378,7 @@ def _packed_parameter(parameter: _Parameter) -> Pieces:
         yield from _pieces(stat)
 
 
-def _read_model(objects: Objects, notes: kit.Notes) -> list[Tensor]:
+def _read_model(objects: ObjectCursor, notes: kit.Notes) -> list[Tensor]:
     parameters: dict[str, list[Tensor]] = {}
     for _ in range(objects.uint32("number of parameters")):
         start = objects.at
@@ -468,7 +470,7 @@ def _add(tensors: dict[_N, WantedTensor], key: _N, tensor: WantedTensor) -> None
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def _read_optimizer(objects: Objects, notes: kit.Notes) -> dict[str, Any]:
+def _read_optimizer(objects: ObjectCursor, notes: kit.Notes) -> dict[str, Any]:
     integers = _read_settings(objects, notes, "uint_configs", objects.uint32)
     floats = _read_settings(objects, notes, "float_configs", objects.float32)
     optimizer = _optimizer_class([*integers, *floats])
@@ -477,7 +479,7 @@ def _read_optimizer(objects: Objects, notes: kit.Notes) -> dict[str, Any]:
 
 
 def _read_settings(
-    objects: Objects, notes: kit.Notes, what: str, read: Callable[[str], float]
+    objects: ObjectCursor, notes: kit.Notes, what: str, read: Callable[[str], float]
 ) -> dict[str, float]:
     settings: dict[str, float] = {}
     for _ in range(objects.length(MAP, what)):

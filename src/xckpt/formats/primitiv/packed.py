@@ -39,7 +39,7 @@ ARRAY = LengthType("array", range(0x90, 0xA0), {0xDC: 2, 0xDD: 4})
 MAP = LengthType("map", range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 
 
-class Objects(kit.Cursor):
+class ObjectCursor(kit.Cursor):
     """Reads objects one after the other; only the types that are expected.
 
     ``msgpack.Unpacker`` cannot jump over data, and its position is not that in the file.

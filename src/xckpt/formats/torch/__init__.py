@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, distributed
-from xckpt.formats.torch.objects import Objects
+from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Index
 
@@ -61,7 +61,7 @@ class Torch(Format):
         read = _reader(head)
         content = read(source, notes)
         tensors = Tensors(content.place, notes, content.byteorder, content.base)
-        objects = Objects(tensors, content.nbytes, notes, content.base)
+        objects = ObjectWalk(tensors, content.nbytes, notes, content.base)
         objects.walk(content.value)
         return Index(
             self.name,
@@ -83,7 +83,7 @@ def _is_member(name: str) -> bool:
     )
 
 
-def _reader(head: bytes) -> Callable[[Readable, kit.Notes], containers.Content]:
+def _reader(head: bytes) -> Callable[[Readable, kit.Notes], containers.Contents]:
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return containers.read_zip
     if head.startswith(_PREVIEW):

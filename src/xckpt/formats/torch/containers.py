@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Storage
 
-__all__ = ["LEGACY_BEGINS", "Content", "is_legacy", "read_legacy", "read_zip"]
+__all__ = ["LEGACY_BEGINS", "Contents", "is_legacy", "read_legacy", "read_zip"]
 
 _LARGEST_PICKLE = 256 << 20
 # A pickle of a checkpoint becomes a tenth when it is deflated.
@@ -60,7 +60,7 @@ _COUNT = Struct("<q")
 _STEP = 1 << 20
 
 
-class Content(NamedTuple):
+class Contents(NamedTuple):
     """What a container holds: a value, and where its storages are.
 
     `nbytes` is the size of the pickle, which begins at `base`.
@@ -77,7 +77,7 @@ class Content(NamedTuple):
 # --- zip archives ---------------------------------------------------------------------------------
 
 
-def read_zip(source: Readable, notes: kit.Notes) -> Content:
+def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     """Read an archive."""
     members = {member.name: (member, at) for member, at in archive.places(source)}
     root = next(iter(members), "").partition("/")[0]
@@ -103,7 +103,7 @@ def read_zip(source: Readable, notes: kit.Notes) -> Content:
         raise FormatError(f"byteorder is {shown(byteorder)}", offset=at, rule="Byteorder")
     version = _version(word("version"), notes)
     place = partial(_member, members, root)
-    return Content(version, value, place, pickle.nbytes, base, byteorder)
+    return Contents(version, value, place, pickle.nbytes, base, byteorder)
 
 
 def _read_pickle(held: archive.Content, member: archive.Member, notes: kit.Notes) -> Any:
@@ -173,7 +173,7 @@ def is_legacy(head: bytes) -> bool:
     return head.startswith(LEGACY_BEGINS) and _MAGIC_BYTES in head[2 : 11 + len(_MAGIC_BYTES)]
 
 
-def read_legacy(source: Readable, notes: kit.Notes) -> Content:
+def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
     """Read a chain of pickles, and find the storages after it."""
     machines = _Chain(source)
     magic, _ = machines.next()
@@ -197,7 +197,7 @@ def read_legacy(source: Readable, notes: kit.Notes) -> Content:
         if storage is not None:
             kinds.setdefault(storage.key, storage)
     regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
-    return Content(str(version), value, partial(_old_region, regions), nbytes, base)
+    return Contents(str(version), value, partial(_old_region, regions), nbytes, base)
 
 
 def _old_region(regions: Mapping[str, Region], key: str) -> Region:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.torch.containers import read_zip
-from xckpt.formats.torch.objects import Objects
+from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
 from xckpt.formats.torch.tensors import Tensors, dtype_named
@@ -54,7 +54,7 @@ def is_metadata(head: bytes) -> bool:
     return head[:1] == b"\x80" and head[1:2] <= b"\5" and f"{_MODULE}.metadata".encode() in head
 
 
-class _Item(NamedTuple):
+class _StorageInfo(NamedTuple):
     """Where an item is: file, first byte, and size."""
 
     file: str
@@ -66,7 +66,7 @@ class _Item(NamedTuple):
 class _Window:
     """A range of a file as a file."""
 
-    def __init__(self, source: Readable, item: _Item) -> None:
+    def __init__(self, source: Readable, item: _StorageInfo) -> None:
         self.name, self.size = source.name, item.nbytes
         self._source, self._offset = source, item.offset
         self._whole = source.read(item.offset, item.nbytes) if item.nbytes <= _SMALL else None
@@ -91,7 +91,7 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
         raise UnsupportedError(reason, offset=0, rule="Metadata")
     root = Machine(bytes(source.read(0, source.size))).run()
     try:
-        reader = _Reader(source, notes, _fields(root, "metadata.Metadata"))
+        reader = _MetadataReader(source, notes, _fields(root, "metadata.Metadata"))
         reader.read_all()
     except CheckpointError as error:
         raise error.located(offset=0) from error.__cause__
@@ -130,7 +130,7 @@ def _shape(value: Any) -> tuple[int, ...]:
     return sizes
 
 
-class _Reader:
+class _MetadataReader:
     """Reads what the metadata of a checkpoint list."""
 
     def __init__(self, source: Readable, notes: kit.Notes, fields: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class _Reader:
             raise _broken(f"{name} is {spelled(found)}")
         return found
 
-    def _listed_items(self) -> dict[str, _Item]:
+    def _listed_items(self) -> dict[str, _StorageInfo]:
         """Return where items are, by name and offset as text: keys of a file are not hashed."""
         items = {}
         for index, info in self._mapping("storage_data").items():
@@ -167,7 +167,7 @@ class _Reader:
             offset = key.get("offset")
             where = None if offset is None else _shape(offset)
             is_plain = not place.get("transform_descriptors")
-            items[_key(key.get("fqn"), where)] = _Item(file, at, nbytes, is_plain)
+            items[_key(key.get("fqn"), where)] = _StorageInfo(file, at, nbytes, is_plain)
         return items
 
     def read_all(self) -> None:
@@ -203,7 +203,7 @@ class _Reader:
                 self.shards[name] = Shard(found.size, None, (name,))
         return self._files[name]
 
-    def _objects(self, name: str, item: _Item) -> Objects:
+    def _objects(self, name: str, item: _StorageInfo) -> ObjectWalk:
         """Read an item."""
         file = self._file(item.file)
         if file is None:
@@ -227,7 +227,7 @@ class _Reader:
 
             order, base = content.byteorder, content.base
             tensors = Tensors(place, self._notes, order, base, item.file)
-            objects = Objects(tensors, content.nbytes, self._notes, base)
+            objects = ObjectWalk(tensors, content.nbytes, self._notes, base)
             objects.walk(content.value, (name,))
         except CheckpointError as error:
             # Offsets are those in the item, and `.metadata` is the file that the user opened.

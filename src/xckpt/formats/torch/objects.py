@@ -15,9 +15,9 @@ from xckpt.errors import CheckpointError, UnsupportedError, shown
 from xckpt.formats.torch import ndarrays
 from xckpt.formats.torch.records import (
     Call,
-    Members,
     Pairs,
     Persistent,
+    PickledSet,
     dict_of,
     is_plain,
     items_of,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.formats.torch.tensors import Tensors
     from xckpt.index import Tensor
 
-__all__ = ["Objects"]
+__all__ = ["ObjectWalk"]
 
 # Paths are walked as often as they are there, but a few bytes can make 2**200 of them.
 _VISITS, _VISITS_PER_BYTE = 10_000, 2
@@ -46,7 +46,7 @@ _SEQUENCES |= {"builtins.set", "builtins.frozenset"}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
 
 
-class Objects:
+class ObjectWalk:
     """Walks what a pickle of `nbytes` holds, and collects tensors by name and attributes."""
 
     def __init__(self, tensors: Tensors, nbytes: int, notes: kit.Notes, base: int = 0) -> None:
@@ -73,7 +73,8 @@ class Objects:
             try:
                 children = self._children(path, value)
             except CheckpointError as error:
-                raise error.located(tensor=".".join(path)[:200]) from error.__cause__
+                name = ".".join(path)[:200] or "tensor"
+                raise error.located(tensor=name, offset=self._base) from error.__cause__
             if not children:
                 continue
             if id(value) in inside:
@@ -97,7 +98,7 @@ class Objects:
             return self._of_call(path, value)
         if kind is Pairs:
             return list(value.items())
-        if kind in {list, tuple, Members}:
+        if kind in {list, tuple, PickledSet}:
             if all(map(is_plain, value)):
                 self._say(path, [*value])
                 return None
@@ -128,7 +129,7 @@ class Objects:
                 given = [pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2]
             return [*given, *(call.pairs or Pairs()).items()]
         if name in _SEQUENCES:
-            first = args[0] if args and type(args[0]) in {list, tuple, Members} else ()
+            first = args[0] if args and type(args[0]) in {list, tuple, PickledSet} else ()
             values = [*first, *(call.values or ())]
             return self._children(path, values)
         value = _constant(name, args)
@@ -195,7 +196,7 @@ def _width(value: Any) -> int:
 
 
 def _may_have_tensors(value: Any) -> bool:
-    if type(value) in {list, tuple, Members}:
+    if type(value) in {list, tuple, PickledSet}:
         return not all(map(is_plain, value))
     return type(value) in {Call, Pairs, Persistent}
 

@@ -25,9 +25,9 @@ from xckpt.formats.torch.records import (
     Call,
     Extension,
     Global,
-    Members,
     Pairs,
     Persistent,
+    PickledSet,
     kind_of,
 )
 
@@ -184,7 +184,7 @@ class Machine:
         if type(target) is Call:
             target.values = [] if target.values is None else target.values
             target.values += items
-        elif type(target) is list or type(target) is Members:
+        elif type(target) is list or type(target) is PickledSet:
             target += items
         else:
             raise self.broken(f"{kind_of(target)} is not a list", "Append", self.at - 1)
@@ -461,9 +461,9 @@ _HANDLERS: dict[int, Callable[[Machine], None]] = {
     0x96: _bytes(_U64),
     ord("U"): _bytes(None, latin=True),
     ord("T"): _bytes(_I32, latin=True),
-    0x8F: lambda m: m.stack.append(Members()),
+    0x8F: lambda m: m.stack.append(PickledSet()),
     0x90: lambda m: m.append(m.popped()),
-    0x91: lambda m: m.stack.append(Members(m.popped())),
+    0x91: lambda m: m.stack.append(PickledSet(m.popped())),
     ord("I"): _int,
     ord("L"): lambda m: m.stack.append(_digits(m, m.line(_LONGEST_DIGITS).removesuffix(b"L"))),
     ord("F"): _float,

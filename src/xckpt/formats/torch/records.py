@@ -9,9 +9,9 @@ __all__ = [
     "Call",
     "Extension",
     "Global",
-    "Members",
     "Pairs",
     "Persistent",
+    "PickledSet",
     "data_of",
     "dict_of",
     "is_plain",
@@ -49,7 +49,7 @@ class Pairs(list[Any]):
         return list(zip(self[::2], self[1::2], strict=True))
 
 
-class Members(list[Any]):
+class PickledSet(list[Any]):
     """A set."""
 
     __slots__ = ()
@@ -142,7 +142,7 @@ def is_plain(value: Any) -> bool:
 
 def kind_of(value: Any) -> str:
     """Say what a value is, for messages."""
-    names = {Pairs: "a mapping", list: "a list", Members: "a set", Call: "the result of a call"}
+    names = {Pairs: "a mapping", list: "a list", PickledSet: "a set", Call: "the result of a call"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
@@ -162,7 +162,7 @@ def spelled(value: Any, level: int = 0) -> str:
         return "<extension>"
     if kind is bytes:
         return repr(value[: _SHOWN // 4])
-    if kind in {tuple, list, Members, Pairs}:
+    if kind in {tuple, list, PickledSet, Pairs}:
         return _listed(value, level)[:_SHOWN]
     return repr(value[:_SHOWN] if kind is str else value)[:_SHOWN]
 

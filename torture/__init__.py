@@ -1,0 +1,1 @@
+"""What the package promises about files, tried with damaged files, lying servers and kills."""
