@@ -471,10 +471,13 @@ class CheckpointAccessor(Generic[Obj]):
             cache=cache,
         )
         if compute and dim is None:
-            # From now on the summary shows what is wrong, and pictures use it.
-            self._stats, self._findings = result, None
-            self._described = self._arrays()
+            self._keep(result)
         return result
+
+    def _keep(self, result: xr.Dataset) -> None:
+        """Keep statistics: from now on the summary shows what is wrong, and pictures use them."""
+        self._stats, self._findings = result, None
+        self._described = self._arrays()
 
     def histogram(
         self,
@@ -561,25 +564,51 @@ class CheckpointAccessor(Generic[Obj]):
             cache=cache,
         )
 
-    def findings(self, stats: xr.Dataset | None = None) -> pd.DataFrame:
-        """List the tensors that look wrong: NaN, all zeros, exploding values, ...
+    def findings(
+        self,
+        stats: xr.Dataset | None = None,
+        *,
+        ignore: str | Iterable[str] | None = None,
+        progress: ProgressOption = None,
+        cache: bool = True,
+    ) -> pd.DataFrame:
+        """List what looks wrong with tensors: NaN, dead channels, copied layers, ...
+
+        From then on the summary shows it.
 
         Parameters
         ----------
         stats : xarray.Dataset, optional
-            Statistics of this object; by default the object itself if it is statistics, else they
-            are computed, or taken from the cache.
+            Statistics of this object: list what follows from them alone, and read nothing. By
+            default the object itself if it is statistics; else tensors are read in one pass, unless
+            what was found is in the cache.
+        ignore : str or iterable of str, optional
+            Rules not to list, such as ``"constant"``, perhaps for some tensors only:
+            ``"dead_rows:*.delta"``.
+        progress : bool or callable, optional
+            As for `xckpt.stats`.
+        cache : bool, default True
+            As for `stats`.
 
         Returns
         -------
         pandas.DataFrame
-            With the columns ``tensor, rule, value, severity``; see `xckpt.findings`.
+            With the columns ``tensor, rule, value, severity, explanation``; see `xckpt.findings`.
+
+        Examples
+        --------
+        >>> ds.ckpt.findings(ignore="constant")  # doctest: +SKIP
         """
-        from xckpt.statistics import findings
+        from xckpt.statistics import examine, findings
 
         if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
             stats = self._obj
-        return findings(self.stats() if stats is None else stats)
+        if stats is not None:
+            return findings(stats, ignore=ignore)
+        result, found = examine(self._obj, ignore=ignore, progress=progress, cache=cache)
+        self._keep(result)
+        self._findings = _as_findings(found)
+        return found
 
     def compare(
         self,
@@ -979,11 +1008,14 @@ class CheckpointAccessor(Generic[Obj]):
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return what the last statistics found, None where there were none."""
         if self._findings is None and self._stats is not None:
-            from xckpt.notebook.summary import TensorFinding
-
-            rows = self.findings(self._stats).itertuples(index=False)
-            self._findings = tuple([TensorFinding(*row) for row in rows])
+            self._findings = _as_findings(self.findings(self._stats))
         return self._findings
+
+
+def _as_findings(found: pd.DataFrame) -> tuple[TensorFinding, ...]:
+    from xckpt.notebook.summary import TensorFinding
+
+    return tuple([TensorFinding(*row) for row in found.itertuples(index=False)])
 
 
 def _of_one(array: xr.DataArray) -> xr.Dataset:

@@ -32,19 +32,23 @@ __all__ = [
     "FAILED",
     "Column",
     "FileInput",
+    "calls_for_action",
     "complain",
     "engine_type",
     "figure",
+    "ignore_option",
     "is_terminal",
     "json_option",
     "json_rows",
     "one_line",
     "pairs",
     "print_document",
+    "print_findings",
     "print_table",
     "print_text",
     "reading_options",
     "require_columns",
+    "require_rules",
     "storage_options_option",
 ]
 
@@ -58,8 +62,16 @@ _NARROWEST_NAME = 24
 # One long name would make every row as wide.
 _WIDEST_CELL = 120
 _GAP = "  "
+_SEVERITY = {"error": "red", "warning": "yellow", "info": "blue"}
 
 engine_type = click.Choice(names())
+
+ignore_option = click.option(
+    "--ignore",
+    multiple=True,
+    metavar="RULE[:GLOB]",
+    help="With --findings, leave out a rule, perhaps for tensors that match only. May be repeated.",
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -219,6 +231,28 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
             alike = get_close_matches(column, known, n=1)
             hint = f"; did you mean {alike[0]!r}?" if alike else ""
             raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}{hint}")
+
+
+def require_rules(ignore: Sequence[str]) -> None:
+    """Refuse rules of findings that do not exist."""
+    from xckpt.statistics.rules import ignored_rules
+
+    try:
+        ignored_rules(ignore)
+    except ValueError as error:
+        raise click.UsageError(f"--{error}") from error
+
+
+def calls_for_action(found: pd.DataFrame) -> bool:
+    """Return whether anything was found that is more than information."""
+    return bool((found["severity"] != "info").any())
+
+
+def print_findings(found: pd.DataFrame) -> None:
+    """Print a line for each finding."""
+    for tensor, rule, _, severity, explanation in found.itertuples(index=False):
+        kind = click.style(severity, _SEVERITY[severity], bold=True)
+        print_text(f"  {kind}: {printable(f'tensor {shown(tensor)}: {explanation}')} [{rule}]")
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

@@ -13,15 +13,19 @@ from xckpt.cli.common import (
     DAMAGED,
     FAILED,
     FileInput,
+    calls_for_action,
     complain,
     engine_type,
+    ignore_option,
     is_terminal,
     json_option,
     one_line,
     pairs,
     print_document,
+    print_findings,
     print_text,
     reading_options,
+    require_rules,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.notebook.formatting import counted, printable
@@ -277,17 +281,31 @@ def _whole_number(key: str, text: str) -> int:
 
 @click.command
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--findings", "with_findings", is_flag=True, help="Also judge the numbers.")
+@ignore_option
 @reading_options
 @json_option
-def verify(files: tuple[str, ...], reading: FileInput, *, as_json: bool) -> int:
+def verify(
+    files: tuple[str, ...],
+    reading: FileInput,
+    *,
+    with_findings: bool,
+    ignore: tuple[str, ...],
+    as_json: bool,
+) -> int:
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
     status is 1 if one is damaged. Warnings do not count as damage: they are about what is
     questionable but allowed by the specification, or unknown to this version.
+
+    With --findings, the numbers of files that are intact are judged as well, as by "xckpt stats
+    --findings": the exit status is also 1 if anything is found that is more than information.
     """
+    from xckpt.statistics import findings
     from xckpt.writing import verify as check
 
+    require_rules(ignore)
     reports, status = [], 0
     for file in files:
         try:
@@ -307,13 +325,19 @@ def verify(files: tuple[str, ...], reading: FileInput, *, as_json: bool) -> int:
             complain(one_line(error))
             status = FAILED
             continue
-        reports.append(report)
-        if not report.ok:
-            status = max(status, DAMAGED)
+        document = _report_document(report)
+        reports.append(document)
+        status = max(status, DAMAGED * (not report.ok))
         if not as_json:
             _print_report(file, report)
+        if with_findings and report.ok:
+            found = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
+            document["numbers"] = found.to_dict("records")
+            status = max(status, DAMAGED * calls_for_action(found))
+            if not as_json:
+                print_findings(found)
     if as_json:
-        print_document({"files": [_report_document(report) for report in reports]})
+        print_document({"files": reports})
     return status
 
 

@@ -5,7 +5,6 @@
 
 from xckpt.statistics.api import (
     QUANTILES,
-    findings,
     known_stats,
     result_text,
     stats,
@@ -17,6 +16,7 @@ from xckpt.statistics.bins import histogram
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.rules import RULES, examine, findings
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum
 
@@ -24,8 +24,10 @@ __all__ = [
     "MEASURES",
     "OF_MATRICES",
     "QUANTILES",
+    "RULES",
     "STATUSES",
     "compare",
+    "examine",
     "findings",
     "histogram",
     "known_stats",
