@@ -4,21 +4,122 @@ from __future__ import annotations
 
 import doctest
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import click
+import dask
 import numpy as np
 import pytest
 import xarray as xr
 
 import xckpt
 from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
+from tests.conftest import GOLDEN
 from tests.formats import torch_files
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
 from xckpt.sample import write_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+# Pages whose examples are what a session shows: each has a test of its own.
+SESSIONS = {"stacking", "how-to/optimizer", "how-to/netcdf-and-zarr"}
+# Blocks that cannot be run here, by what they begin with.
+ELSEWHERE = ("from dask_jobqueue", "from dask_kubernetes", "# xckpt/formats/__init__.py", ">>>")
+# What stands for something that is not on this machine.
+INSTEAD = {
+    r'"s3://bucket/m-\*\.zt"': '"m-*.zt"',
+    r'"s3://bucket/run/(.*?)"': r'"file://" + os.path.abspath("\1")',
+    r'"https://example\.org/(.*?)"': r'"file://" + os.path.abspath("\1")',
+    r'\{"anon": True\}': "{}",
+    '"s3"': '"file"',
+    r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=None)",
+}
+# Names that a page does not make itself.
+GIVEN = """
+import json, os
+from pathlib import Path
+import dask, numpy as np, xarray as xr, xckpt
+ds = xr.open_dataset("m.zt", engine="ztensor")
+options = {}
+"""
+ALSO_GIVEN = {
+    "how-to/compare": "b = other = xr.open_dataset('tuned.zt')",
+    "how-to/health-check": "st = ds.ckpt.stats()",
+    "how-to/notebook": "ds = xr.open_dataset('experts.zt', stack=True)",
+    "how-to/plots": "ds = xr.open_dataset('experts.zt')",
+    "how-to/quantized-models": "name = 'model.layers.0.self_attn.q_proj.weight'",
+}
+
+
+def pages() -> list[str]:
+    """List the pages that have code."""
+    every = (*DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"))
+    found = {str(path.relative_to(DOCS).with_suffix("")): path.read_text("utf-8") for path in every}
+    return sorted(page for page, text in found.items() if BLOCK.search(text))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the files that pages speak of."""
+    folder = tmp_path_factory.mktemp("docs")
+    write_checkpoint(folder / "m.zt", layers=6, width=48)
+    ds = xr.open_dataset(folder / "m.zt")
+    clean = ds.drop_vars(name for name in ds.variables if "delta" in str(name)).load()
+    for name in ("base.safetensors", "base.zt", "m.safetensors", "model.bpk"):
+        clean.ckpt.save(folder / name, cast="allow")
+    tuned = clean.assign({"lm_head.weight": clean["lm_head.weight"] * 1.01})
+    for name in ("tuned.zt", "tuned.safetensors"):
+        tuned.ckpt.save(folder / name, cast="allow")
+    names = list(clean.variables)
+    for n, half in enumerate((names[::2], names[1::2]), 1):
+        clean[half].ckpt.save(folder / f"m-{n}.zt")
+    clean.ckpt.save(folder / "model.safetensors", max_shard_size="100kB")
+    (folder / "Llama-3.1-8B").mkdir()
+    quantized = {"DeepSeek-V3": "fp8_block_deepseek_shards", "Llama-3.1-8B-AWQ": "awq_gemm_group32"}
+    for name, golden in quantized.items():
+        if GOLDEN.is_dir():
+            shutil.copytree(GOLDEN / "hf-quantized" / golden, folder / name)
+            dense = folder / "Llama-3.1-8B" / "model.safetensors"
+            encoding = {"*": {"layout": "dense"}}
+            xckpt.convert(folder / name, dense, encoding=encoding, cast="allow", overwrite=True)
+    (folder / "run").mkdir()
+    for step in (500, 1000):
+        xckpt.save(xr.Dataset({"lm_head": ("x", np.ones(4))}), folder / f"run/step-{step}.zt")
+    rng = np.random.default_rng(0)
+    experts = {
+        f"model.layers.{layer}.experts.{expert}.weight": (("out", "in"), rng.normal(size=(8, 4)))
+        for layer in range(18)
+        for expert in range(4)
+    }
+    experts["lm_head.weight"] = (("vocab", "in"), rng.normal(size=(16, 4)))
+    xckpt.save(xr.Dataset(experts), folder / "experts.zt")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+@pytest.mark.parametrize("page", [page for page in pages() if page not in SESSIONS])
+def test_every_line_of_a_page_runs(
+    page: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page == "how-to/quantized-models" and not GOLDEN.is_dir():
+        pytest.skip(f"no golden files at {GOLDEN}")
+    monkeypatch.chdir(shutil.copytree(files, tmp_path / "files"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, Any] = {}
+    exec(GIVEN + ALSO_GIVEN.get(page, ""), names)  # noqa: S102  written above
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    with dask.config.set(dask.config.config):  # which keeps what pages set to themselves
+        for indent, block in BLOCK.findall(text):
+            code = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
+            for pattern, instead in INSTEAD.items():
+                code = re.sub(pattern, instead, code)
+            if not code.startswith(ELSEWHERE):
+                exec(code, names)  # noqa: S102  our own documentation
+    if "client" in names:
+        names["client"].close()
 
 
 def test_stacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

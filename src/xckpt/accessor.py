@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.differences import Renaming
     from xckpt.statistics.entries import Describable
     from xckpt.tensors import DtypeFilter, OpenTensors
     from xckpt.writing.casting import Cast

@@ -398,6 +398,12 @@ class Arrangement:
         coords = tuple([name for name in self.coords if name in names])
         return Arrangement(coords, tuple([n for n in self.order if n in names]), self.modules)
 
+    def renamed(self, names: Mapping[str, str]) -> Arrangement:
+        """Return that of tensors with other names."""
+        coords = tuple([names.get(name, name) for name in self.coords])
+        order = tuple([names.get(name, name) for name in self.order])
+        return Arrangement(coords, order, self.modules)
+
     def grown(self, more: Arrangement, names: Collection[str]) -> Arrangement:
         """Return that of a file to which tensors of some names are added, or in which replaced."""
         coords = [name for name in self.coords if name not in names]

@@ -62,6 +62,10 @@ def test_order_number_and_names_of_rows(
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
     assert err == "xckpt: 2 tensors: 2 changed\n"
+    assert main(["compare", *pair, "--tensors", "[vw]", "--columns", "sqnr_db,nmse"]) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["tensor", "status", "sqnr_db", "nmse"]
+    assert rows[2] == ["w", "changed", "6.021", "0.25"]
     assert main(["compare", *pair, "--rename", "^u$", "w", "--tensors", "u"]) == 1
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["u", "changed"]
 
@@ -82,6 +86,7 @@ def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str])
     ("options", "said"),
     [
         (["--sort", "size"], "there is no column 'size', only status, count"),
+        (["--columns", "sqnr"], "did you mean 'sqnr_db'?"),
         (["--tensors", "nothing"], "--tensors matches no tensor in"),
         (["--rename", "(", ""], "is not a regular expression"),
     ],

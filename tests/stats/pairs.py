@@ -27,10 +27,11 @@ def compared(a: Array, b: Array) -> dict[str, float]:
         "inf": int((~finite & ~either_nan & ~equal).sum()),
     }
     if equal.all():
-        return found | {"max_abs": 0.0, "rmse": 0.0, "rel_l2": 0.0, "cosine": 1.0}
+        nothing = dict.fromkeys(["max_abs", "rmse", "rel_l2", "nmse"], 0.0)
+        return found | nothing | {"cosine": 1.0, "sqnr_db": math.inf}
     x, y = x[finite], y[finite]
     if not x.size:
-        return found | dict.fromkeys(MEASURES[-4:], math.nan)
+        return found | dict.fromkeys(MEASURES[5:], math.nan)
     d = np.abs(x - y)
     squares = [math.fsum(each * each) for each in (d, x, y)]
     return found | {
@@ -38,7 +39,15 @@ def compared(a: Array, b: Array) -> dict[str, float]:
         "rmse": math.sqrt(squares[0] / x.size),
         "rel_l2": relative(squares[0], squares[1]),
         "cosine": cosine(squares, math.fsum(x * y)),
+        "sqnr_db": decibels(squares[0], squares[1]),
+        "nmse": relative(squares[0], squares[1]) ** 2,
     }
+
+
+def decibels(noise: float, signal: float) -> float:
+    if not (noise and signal):
+        return -math.inf if noise else math.inf
+    return 10 * math.log10(signal / noise)
 
 
 def relative(difference: float, squares: float) -> float:

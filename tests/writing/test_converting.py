@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.conftest import golden_files
+from tests.conftest import GOLDEN, golden_files
 from tests.sources import CountingSource
 from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, NO_SCALARS, assert_same_bits
@@ -266,3 +267,75 @@ def test_the_format_of_the_old_file_may_be_named(model: Path, tmp_path: Path) ->
         convert(model, tmp_path / "other.zt", source_engine="npz")
     with pytest.raises(ValueError, match="did you mean 'ztensor'"):
         verify(model, "ztensr")
+
+
+class TestNewNames:
+    """``names=`` renames tensors on the way, and touches no values."""
+
+    def test_values_are_copied_as_they_are_stored(self, model: Path, tmp_path: Path) -> None:
+        new = {"big": "a.big", "small": "a.small"}
+        convert(model, tmp_path / "new.zt", names=new, **WHOLE)
+        old, found = read_index(model), read_index(tmp_path / "new.zt")
+        assert set(found) == {"a.big", "a.small", "flags", "half"}
+        for name, tensor in old.items():
+            after = found[new.get(name, name)]
+            assert (after.dtype, after.shape, after.dims) == (
+                tensor.dtype,
+                tensor.shape,
+                tensor.dims,
+            )
+            assert after.parts["data"].digest == tensor.parts["data"].digest
+        back = {value: key for key, value in new.items()}
+        convert(tmp_path / "new.zt", tmp_path / "back.zt", names=back, **WHOLE)
+        with xr.open_dataset(model) as a, xr.open_dataset(tmp_path / "back.zt") as b:
+            xr.testing.assert_identical(a, b)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_in_every_format(self, engine: str, model: Path, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            done = convert(
+                model, tmp_path / "new", engine, tensors="[bs]*", names=lambda name: f"m.{name}"
+            )
+            ds = xr.open_dataset(done.path, engine=engine)
+        assert {str(name) for name in ds} == {"m.big", "m.small"}
+
+    def test_coordinates_and_their_order_follow(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": ("x", np.ones(3, "f4"))}, {"x": [1, 2, 3]})
+        save(ds, tmp_path / "a.zt", **WHOLE)
+        convert(tmp_path / "a.zt", tmp_path / "b.zt", names=("^w$", "v"), **WHOLE)
+        with xr.open_dataset(tmp_path / "b.zt") as found:
+            xr.testing.assert_identical(found, ds.rename(w="v"))
+
+    def test_quantised_weights_and_what_is_stored_for_them(self, tmp_path: Path) -> None:
+        path = GOLDEN / "hf-quantized" / "awq_gemm_group32"
+        if not path.exists():
+            pytest.skip(f"no quantised model at {path}")
+        index = read_index(path)
+        name = next(name for name, tensor in index.items() if tensor.stored is not None)
+        convert(path, tmp_path / "new.zt", names={name: f"new.{name}"}, **WHOLE)
+        with xr.open_dataset(path) as a, xr.open_dataset(tmp_path / "new.zt") as b:
+            np.testing.assert_array_equal(a[name], b[f"new.{name}"])
+        with pytest.raises(ValueError, match="the new name must end as the old one"):
+            convert(path, tmp_path / "other.zt", names={name: "codes"})
+
+    @pytest.mark.parametrize(
+        ("new", "error", "said"),
+        [
+            ({"bigg": "x"}, ValueError, "'bigg', which no tensor is called; similar names: 'big'"),
+            ({"bigg": "x", "a": "y"}, ValueError, "'bigg' and 1 more"),
+            ({"big": "small"}, ValueError, "'small' of both 'big' and 'small'"),
+            ({"big": 3}, TypeError, "gives 'big' the name 3, which is not a text"),
+            ({3: "big"}, TypeError, "3 is not a text"),
+            (lambda _: None, TypeError, "the name None"),
+            (("(", ""), ValueError, "not a regular expression"),
+            (("b", r"\3"), ValueError, "invalid group reference"),
+            ("auto", TypeError, "a mapping, a function of a name, or a pair"),
+        ],
+    )
+    def test_what_cannot_be_followed_is_said(
+        self, new: Any, error: type[Exception], said: str, model: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(error, match=re.escape(said)):
+            convert(model, tmp_path / "new.zt", names=new)
+        assert names(tmp_path) == ["m.zt"]

@@ -46,6 +46,7 @@ __all__ = [
     "print_findings",
     "print_table",
     "print_text",
+    "read_names",
     "reading_options",
     "require_columns",
     "require_rules",
@@ -222,6 +223,19 @@ def figure(value: float) -> str:
     if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
         return str(int(value))
     return f"{value:.4g}"
+
+
+def read_names(file: str) -> dict[str, str]:
+    """Read new names of tensors by their old ones: a JSON object."""
+    try:
+        with open(file, encoding="utf-8") as opened:  # noqa: PTH123  of what a user typed
+            names = json.load(opened)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--names {file}: not a JSON file: {error}") from error
+    if not isinstance(names, dict) or not all(isinstance(new, str) for new in names.values()):
+        message = 'must be an object of old names with their new ones, such as {"old": "new"}'
+        raise click.UsageError(f"--names {file}: {message}")
+    return names
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:

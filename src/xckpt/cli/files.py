@@ -24,6 +24,7 @@ from xckpt.cli.common import (
     print_document,
     print_findings,
     print_text,
+    read_names,
     reading_options,
     require_rules,
 )
@@ -151,6 +152,11 @@ def _unusual(**values: Any) -> dict[str, Any]:
     metavar="SIZE",
     help="Write several safetensors files of at most this size, such as 5GB, and their index.",
 )
+@click.option(
+    "--names",
+    metavar="FILE",
+    help="JSON object of old names with their new ones, as xckpt compare --write-names writes it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace NEW if it exists.")
 @reading_options
 @json_option
@@ -164,6 +170,7 @@ def convert(
     cast: Any,
     texts: tuple[str, ...],
     max_shard_size: str | None,
+    names: str | None,
     overwrite: bool,
     as_json: bool,
     **requests: str | None,
@@ -185,6 +192,7 @@ def convert(
     index = reading.index(file)
     encoding = _encoding(requests, encodings)
     storage_options = reading.storage_options or None
+    new_names = None if names is None else read_names(names)
     try:
         done = write(
             file,
@@ -192,6 +200,7 @@ def convert(
             to,
             source_engine=index.format,
             tensors=reading.wanted,
+            names=new_names,
             encoding=encoding,
             cast=cast,
             overwrite=overwrite,

@@ -255,6 +255,13 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option(
+    "--columns",
+    default=",".join(_MEASURES),
+    show_default=True,
+    metavar="A,B,...",
+    help="Columns to print, or all.",
+)
 @click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
 @click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
 @click.option(
@@ -272,6 +279,7 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    columns: str,
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
@@ -293,7 +301,9 @@ def compare(
         except re.error as error:
             message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
             raise click.UsageError(message) from error
-    require_columns([sort] if sort else [], MEASURES)
+    chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
+    chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
+    require_columns(chosen, MEASURES)
     both = replace(reading, tensors=())
     result = compute(
         both.dataset(a),
@@ -313,19 +323,18 @@ def compare(
         same = bool(different.empty)
         print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
     else:
-        _print_comparison((frame if everything else different).head(limit), sort)
+        _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
         complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
 
 
-def _print_comparison(frame: pd.DataFrame, sort: str | None) -> None:
+def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
     if frame.empty:
         return
-    measures = dict.fromkeys([*_MEASURES, sort or "status"])
-    columns = [frame[name].tolist() for name in measures]
+    columns = [frame[name].tolist() for name in chosen]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
     head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in measures if name != "status"]
+    head += [Column(name, right=True) for name in chosen if name != "status"]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

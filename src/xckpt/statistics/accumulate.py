@@ -606,14 +606,14 @@ class Comparison(Accumulator):
 
     def _compare_whole(self, a: Array, b: Array) -> list[float]:
         """Compare integers of 64 bits with whatever else."""
-        x, x_rest = _in_two_parts(a, self.kinds[0])
-        y, y_rest = _in_two_parts(b, self.kinds[1])
+        x, x_rest = in_two_parts(a, self.kinds[0])
+        y, y_rest = in_two_parts(b, self.kinds[1])
         both = np.isfinite(x) & np.isfinite(y)
         nan = np.count_nonzero(np.isnan(x) | np.isnan(y))
         inf = np.count_nonzero(np.isinf(x) | np.isinf(y))
         if not both.all():
             x, x_rest, y, y_rest = x[both], x_rest[both], y[both], y_rest[both]
-        # Exact where it is not large: see `_in_two_parts`.
+        # Exact where it is not large: see `in_two_parts`.
         difference = (x - y) + (x_rest - y_rest)
         largest = float(np.abs(difference).max(initial=0.0))
         self._count(np.count_nonzero(difference == 0), len(x), nan, inf, largest)
@@ -708,11 +708,22 @@ def _pair_memory(name: str) -> _PairMemory:
 @cache
 def _float32_patterns(name: str) -> Array:
     """Return the float32, as patterns, that the codes of an exact kind stand for."""
-    patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
     return patterns
 
 
-def _in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
+def as_floats(values: Array, name: str) -> Array:
+    """Return numbers as float32 where all of the kind are, else as float64."""
+    kind = kind_named(name)
+    if kind.exact:
+        floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
+        return floats
+    values = prepared(values, kind)
+    return values.astype(np.float64) if kind.integer else values
+
+
+def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
     """Return two float64 for each element, whose sum it is exactly."""
     kind = kind_named(name)
     values = prepared(values, kind)
@@ -727,7 +738,7 @@ def _in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
 def _complex(values: Array, name: str) -> Array:
     if name == "complex128":
         return values.astype(np.complex128)
-    first, second = _in_two_parts(values, name)
+    first, second = in_two_parts(values, name)
     return (first + second).astype(np.complex128)
 
 

@@ -45,7 +45,7 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
     *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
-    *("min", "max", "mean", "std"),
+    *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
 _WIDEST_NAME = 48

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Mapping
 from functools import partial
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +13,7 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
+from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
@@ -32,11 +31,12 @@ from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
 
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
@@ -47,14 +47,11 @@ STATUSES = ("same", "changed", "only_a", "only_b", "shape")
 #: The statistics of a comparison, in the order that `measures` gives them in.
 MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
-    *("max_abs", "rmse", "rel_l2", "cosine"),
+    *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
 
 # What counts as the larger change, last.
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-
-#: How names of `a` become those of `b`.
-Renaming = Mapping[str, str] | Callable[[str], str] | tuple[str | re.Pattern[str], str]
 
 
 class _Match(NamedTuple):
@@ -129,11 +126,14 @@ def compare(
         ``rel_l2``          root of the sum of the squared differences, divided by that of the
                             squares of `a`; infinite if all of `a` is zero
         ``cosine``          of the angle between both; NaN if one of them is zero
+        ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
+                            squares of `a` over that of the squared differences
+        ``nmse``            the inverse ratio, which is the square of ``rel_l2``
         ==================  ====================================================================
 
-        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1 after the count; where there is
-        nothing finite on both sides, the last four are NaN. Differences of complex numbers are
-        magnitudes.
+        Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count; where
+        there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
+        complex numbers are magnitudes.
 
     Raises
     ------
@@ -154,20 +154,18 @@ def compare(
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    rename = _renaming(names)
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
         others = theirs.entries()
         if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            rename = _renaming(
-                {
-                    mine.name: other.name
-                    for entry, counterpart in zip(entries, others, strict=False)
-                    for mine, other in zip(entry.readers, counterpart.readers, strict=False)
-                }
-            )
-        entries, rows = _matched(entries, others, rename, tensors)
+            names = {
+                mine.name: other.name
+                for entry, counterpart in zip(entries, others, strict=False)
+                for mine, other in zip(entry.readers, counterpart.readers, strict=False)
+            }
+        partners = renamed([each.name for e in entries for each in e.readers], names)
+        entries, rows = _matched(entries, others, partners, tensors)
     if not entries and tensors is not None:
         names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
         hint = similar(names_of_both, tensors)
@@ -245,32 +243,10 @@ def _with_same_bytes(
 # --- which tensors belong together ---------------------------------------------------------------
 
 
-def _renaming(names: Any) -> Callable[[str], str]:
-    """Make a function of what says how names of `a` become those of `b`."""
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    if callable(names):
-        renamed: Callable[[str], str] = names
-        return renamed
-    if isinstance(names, tuple | list) and len(names) == 2:
-        pattern, replacement = names
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return lambda name: compiled.sub(replacement, name)
-    raise TypeError(
-        "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {names!r}"
-    )
-
-
 def _matched(
     entries: Sequence[Described],
     others: Sequence[Described],
-    rename: Callable[[str], str],
+    partners: Mapping[str, str],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[_Match]]]:
     """Find tensors that belong together."""
@@ -284,15 +260,15 @@ def _matched(
     rows: list[list[_Match]] = []
     used: set[str] = set()
     for entry in entries:
-        partners = [rename(member.name) for member in entry.readers]
-        used.update(partners)
+        wanted = [partners[member.name] for member in entry.readers]
+        used.update(wanted)
         if not any(member.name in chosen for member in entry.readers):
             continue
         found.append(entry)
         rows.append(
             [
                 _row(member, theirs.get(partner), member.name in chosen)
-                for member, partner in zip(entry.readers, partners, strict=True)
+                for member, partner in zip(entry.readers, wanted, strict=True)
             ]
         )
     taken = {entry.name for entry in found}
@@ -338,17 +314,26 @@ def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
 def measures(found: Comparison) -> list[float]:
     """Compute all statistics of a pair of tensors of one shape."""
     if found.equal == found.count:
-        return [0.0, found.count, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        return [0.0, found.count, 1.0, *[0.0] * 5, 1.0, math.inf, 0.0]
     head = [1.0, found.count, found.equal / found.count, found.nan, found.inf]
     if not found.finite:
-        return [*head, math.nan, math.nan, math.nan, math.nan]
+        return [*head, *[math.nan] * 6]
     d, a, b, product, exponent = found.tree.total()
     rmse = scaled(math.sqrt(d / found.finite), int(exponent))
-    relative = math.sqrt(d / a) if a else math.inf if d else 0.0
+    nmse = d / a if a else math.inf if d else 0.0
+    sqnr = _decibels(a, d)
     cosine = 1.0 if not d else math.nan
     if d and a and b:
         cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
-    return [*head, found.largest, rmse, relative, cosine]
+    return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not (signal and noise):
+        return -math.inf if noise else math.inf
+    ratio = signal / noise
+    is_held = 0.0 < ratio < math.inf
+    return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))
 
 
 def ranked(frame: pd.DataFrame) -> pd.DataFrame:

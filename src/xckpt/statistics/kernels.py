@@ -557,3 +557,62 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         # Squares of float64 may leave the range: whoever calls this scales that leaf, as is rare.
         in_range = x.itemsize == 4 or TINY < sums[LANES] + sums[2 * LANES] < math.inf
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
+
+
+# --- hashes --------------------------------------------------------------------------------------
+
+
+@inlined
+def _weight(number: Any) -> Any:
+    """Return an odd number for a row or column: the next ones of splitmix64."""
+    x = (np.uint64(number) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+@compiled
+def weigh(weights: Any) -> None:
+    """Write the weights of columns."""
+    for column in range(weights.size):
+        weights[column] = _weight(column)
+
+
+@compiled
+def hash_rows(  # noqa: PLR0917
+    words: Any, weights: Any, row: Any, column: Any, sums: Any, columns: Any, tally: Any
+) -> None:
+    """Add up hashes of a run of elements, which begins in a row and a column.
+
+    The tally has those of all at their places, of all in any order, and all bits that are set.
+    """
+    is_narrow = words.itemsize == 4
+    at = 0
+    for line in range(sums.size):
+        stop = min(words.size, at + weights.size - column)
+        shift = column - at
+        factor = _weight(row + np.uint64(line))
+        of_row = np.uint64(0)
+        of_all = np.uint64(0)
+        bits = np.uint64(0)
+        for k in range(at, stop):
+            word = np.uint64(words[k])
+            if is_narrow:
+                magnitude = word & np.uint64(0x7FFFFFFF)
+                word = np.uint64(0) if magnitude == 0 else word
+                word = np.uint64(0x7FC00000) if magnitude > 0x7F800000 else word
+            bits |= word
+            hashed = word * np.uint64(0xD6E8FEB86659FD93)
+            hashed = (hashed ^ (hashed >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
+            hashed ^= hashed >> np.uint64(29)
+            of_row += weights[k + shift] * hashed
+            of_all += hashed
+            if columns.size:
+                columns[k + shift] += factor * hashed
+        sums[line] = of_row
+        # Another weight, or a square matrix would have the hash of its transpose.
+        tally[0] += _weight(row + np.uint64(line) + np.uint64(1 << 48)) * of_row
+        tally[1] += of_all
+        tally[2] |= bits
+        at = stop
+        column = 0

@@ -270,6 +270,19 @@ def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
     return first, _reordered(second, orders[0])
 
 
+def in_c_order(reader: Reader) -> Reader:
+    """Return a reader of all elements as they are, in C order."""
+    if isinstance(reader, ChunkedTensor):
+        if reader.row or reader.array.ndim < 2:
+            return reader
+        inner = [-1] * (reader.array.ndim - 1)
+        cut = ChunkedTensor(reader.array.rechunk(("auto", *inner)))
+        cut.name = reader.name
+        return cut
+    reader = _plain(reader)
+    return reader if _order(reader) == "C" else _reordered(reader, "C")
+
+
 def _order(reader: Reader) -> str:
     """Tell in which order a reader gives the elements."""
     lazy = reader.array

@@ -337,15 +337,21 @@ def _are_counts(*numbers: Array) -> Array:
 
 def are_measures(rows: Array, readers: Sequence[Reader]) -> Array:
     """Return which rows can be the measures of a comparison of these pairs."""
-    status, count, equal, nan, inf, largest, rmse, relative, cosine = rows.T
+    status, count, equal, nan, inf, largest, rmse, relative, cosine, sqnr, nmse = rows.T
     size = np.array([reader.size for reader in readers], np.float64)
     same = (status == 0) & (equal == 1) & (nan + inf + largest + rmse + relative == 0)
     changed = (status == 1) & (equal >= 0) & (equal < 1) & _are_counts(nan, inf)
     changed &= nan + inf <= count * (1 - equal) * (1 + _SLACK) + _SLACK
     ordered = (rmse >= 0) & (rmse <= largest * (1 + _SLACK) + _TINY) & (relative >= 0)
     ordered &= np.isnan(cosine) | (np.abs(cosine) <= 1)
-    nothing = np.isnan(largest) & np.isnan(rmse) & np.isnan(relative) & np.isnan(cosine)
-    good: Array = (count == size) & ((same & (cosine == 1)) | (changed & (ordered | nothing)))
+    with np.errstate(divide="ignore"):
+        decibels = -20 * np.log10(relative)
+    # A ratio of sums that float64 does not hold has decibels all the same.
+    ordered &= np.isclose(sqnr, decibels, rtol=_SLACK, atol=_SLACK) | (relative == 0)
+    ordered &= np.isclose(nmse, relative**2, rtol=_SLACK, atol=_TINY)
+    nothing = np.isnan(rows[:, 5:]).all(axis=1)
+    same &= (cosine == 1) & (sqnr == math.inf) & (nmse == 0)
+    good: Array = (count == size) & (same | (changed & (ordered | nothing)))
     return good
 
 

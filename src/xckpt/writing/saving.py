@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
@@ -22,8 +22,9 @@ from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.lists import read_later
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, UnsupportedError, locating
+from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.index import Part, paused_collector
+from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
-    from xckpt.index import Arrangement, Tensor
+    from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
+    from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
@@ -64,7 +66,7 @@ __all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 # Those that all formats have.
 _OPTIONS = (
     *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "verify", "source_engine"),
+    *("tensors", "names", "verify", "source_engine"),
 )
 
 
@@ -218,6 +220,7 @@ def convert(
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
+    names: Renaming | None = None,
     encoding: Mapping[str, Mapping[str, Any]] | None = None,
     cast: Cast = "exact",
     overwrite: bool = False,
@@ -243,7 +246,12 @@ def convert(
     engine : str, optional
         Name of the new format; by default the one that the ending of `dst` belongs to.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Which tensors, as ``xr.open_dataset(..., tensors=)`` takes it; by default all.
+        Which tensors, by their old names, as ``xr.open_dataset(..., tensors=)`` takes it; by
+        default all.
+    names : mapping, callable, or pair of a regular expression and its replacement, optional
+        From old names to new ones, such as ``found.ckpt.names`` of a comparison; a mapping need not
+        have those that stay the same, a pair is used as by `re.sub`. Values are copied all the
+        same.
     encoding : mapping of str to mapping, optional
         How tensors are stored, as `xckpt.save` takes it.
     cast : {"exact", "allow", "never"}
@@ -279,7 +287,8 @@ def convert(
     OSError
         If a file cannot be read or written.
     ValueError
-        If no tensor matches `tensors`.
+        If no tensor matches `tensors`, or `names` has a name that no tensor has, or gives two
+        tensors one name.
 
     Warns
     -----
@@ -304,11 +313,13 @@ def convert(
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
-            chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
+            new = renamed(index.tensors, names)
+            chosen = _chosen(index, tensors, new)
             payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
             files = files_of(source)
+            arrangement = index.arrangement.renamed(new)
             job = destination.job(
-                *(payloads, read_later(index.attrs, sources), index.arrangement, changes),
+                *(payloads, read_later(index.attrs, sources), arrangement, changes),
                 sources=files,
                 attr_types=index.attr_types,
             )
@@ -321,6 +332,25 @@ def convert(
     before = sum([tensor.nbytes for tensor in chosen])
     count = len(job.tensors)
     return Conversion(destination.path, destination.writer.name, count, nbytes, before, recasts)
+
+
+def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) -> list[Tensor]:
+    """Return the tensors that are written, under their new names."""
+    chosen = {name: new[name] for name in select_some(index.tensors, tensors)}
+    renamed(chosen, chosen, unique=True)
+    found = []
+    for old, name in chosen.items():
+        before = after = index.tensors[old]
+        if name != old:
+            after = replace(before.named(name), path=None)
+        if before.stored is not None and after.stored is None:
+            stored = ", ".join([shown(each.name) for each in before.stored.values()])
+            raise ValueError(
+                f"names gives {shown(old)} the name {shown(name)}, but it is stored as {stored}: "
+                "the new name must end as the old one"
+            )
+        found.append(after)
+    return found
 
 
 def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions) -> Payload:

@@ -1,0 +1,1 @@
+"""Why tensors differ: what `compare(explain=True)` says of them."""

@@ -1,0 +1,256 @@
+"""Hashes of the numbers of a tensor: of all, of each row and of each column, in one pass.
+
+A number is hashed as the bits of its float32; one that no float32 is, as those of a wider type. So
+equal numbers have equal hashes whatever their types are; -0.0 is 0.0, and all NaN are one. The hash
+of a row is a sum of products: of the hash of each number and of a weight of its column. The sums
+are modulo 2**64, and the hash of 0.0 is 0. Therefore
+
+- rows that differ have the same hash once in about 2**64 pairs (in the worst of cases 2**32),
+- the hashes of the columns of a matrix are those of the rows of its transpose,
+- zeros that are added at the end of rows or columns change no hash,
+- the sum of the hashes of all numbers is the same in any order, and adds up where tensors are
+  put together.
+
+They tell damage and difference, but nobody who forges them: for that there are digests of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.statistics import kernels
+from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
+from xckpt.statistics.kinds import Kind, kind_named
+from xckpt.statistics.pairs import in_c_order
+from xckpt.statistics.scan import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.progress import Progress
+    from xckpt.statistics.readers import Reader
+
+__all__ = ["Fingerprint", "Transform", "fingerprints"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# One-dimensional tensors up to this size have a row for each element.
+_MOST_SINGLE = 1 << 16
+# Of all tensors at a time: 8 bytes each.
+_MOST_ROWS = 12 << 20
+_MOST_COLUMNS = 1 << 18
+_OF_FLOAT64, _OF_INTEGERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What becomes of a number: ``scale * x + offset``, rounded to one type after the other."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    types: tuple[str, ...] = ()
+
+    def __call__(self, values: Array) -> Array:
+        """Transform float32 or float64; return numbers of such a type again."""
+        if self.scale != 1.0 or self.offset:
+            wide = values.astype(np.float64)
+            if self.scale != 1.0:
+                wide *= self.scale
+            if self.offset:
+                wide += self.offset
+            values = wide
+        for name in self.types:
+            values = values.astype(kind_named(name).dtype)
+        return values if values.dtype.char in "fd" else values.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is hashed of a tensor."""
+
+    shape: tuple[int, int]
+    transform: Transform | None
+    rows: bool
+    columns: bool
+
+
+class Fingerprint(Accumulator):
+    """The hashes of a tensor, as a matrix of rows along its first axis.
+
+    Attributes
+    ----------
+    shape : (int, int)
+        Of the matrix. A tensor of one dimension has a row for each element if it is not large.
+    digest, elements : int
+        Of all numbers at their places, and in any order.
+    rows, columns : array of uint64, or None
+        One hash for each.
+    low, high : float
+        The extremes, NaN left out.
+    bits : int
+        All bits that any of the numbers has, of 32.
+    """
+
+    def __init__(self, kind: Kind, request: Request) -> None:
+        self.kind = kind
+        self.request = request
+        self.count = 0
+        self.digest = self.elements = self.bits = 0
+        self.low, self.high = np.inf, -np.inf
+        #: First row and sums of a part; all rows once there are several parts.
+        self.first = 0
+        self.rows: Array | None = None
+        self.columns: Array | None = None
+        if request.columns:
+            self.columns = np.zeros(request.shape[1], np.uint64)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.request.shape
+
+    @property
+    def contents(self) -> tuple[int, int, tuple[int, int]]:
+        """What is the same for two tensors of equal numbers in one order, and for no others."""
+        return self.digest, self.elements, self.request.shape
+
+    @classmethod
+    def begin(cls, reader: Any, argument: Any) -> Fingerprint:
+        """Return one for elements of a tensor; the argument is a `Request`."""
+        return cls(reader.kind, argument)
+
+    def update(self, start: int, values: Any) -> None:
+        """Add a run of elements."""
+        self.count += len(values)
+        if not len(values):
+            return
+        floats = as_floats(values, self.kind.name)
+        transform = self.request.transform
+        if transform is not None:
+            floats = transform(floats)
+        self.low = float(np.fmin.reduce(floats, initial=self.low))
+        self.high = float(np.fmax.reduce(floats, initial=self.high))
+        words = _words(floats, None if transform else values, self.kind)
+        columns = self.request.shape[1]
+        first, column = divmod(start, columns)
+        sums = np.zeros((column + len(values) - 1) // columns + 1, np.uint64)
+        tally = np.zeros(3, np.uint64)
+        nothing = np.empty(0, np.uint64)
+        of_columns = nothing if self.columns is None else self.columns
+        kernels.hash_rows(
+            words, _weights(columns), np.uint64(first), column, sums, of_columns, tally
+        )
+        self.digest = (self.digest + int(tally[0])) & _MASK
+        self.elements = (self.elements + int(tally[1])) & _MASK
+        self.bits |= int(tally[2])
+        if self.request.rows:
+            self._add_rows(first, sums)
+
+    def _add_rows(self, first: int, sums: Array) -> None:
+        if self.rows is None:
+            self.first, self.rows = first, sums
+            return
+        low = min(first, self.first)
+        high = max(first + len(sums), self.first + len(self.rows))
+        if low < self.first or high > self.first + len(self.rows):
+            # All rows at once where parts are merged: they are not moved again.
+            low, high = (0, self.request.shape[0]) if self.count > len(sums) else (low, high)
+            rows = np.zeros(high - low, np.uint64)
+            rows[self.first - low : self.first - low + len(self.rows)] = self.rows
+            self.first, self.rows = low, rows
+        self.rows[first - self.first : first - self.first + len(sums)] += sums
+
+    def merge(self, other: Fingerprint) -> None:
+        """Add what another one found in other elements."""
+        self.count += other.count
+        self.digest = (self.digest + other.digest) & _MASK
+        self.elements = (self.elements + other.elements) & _MASK
+        self.bits |= other.bits
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        if other.rows is not None:
+            self._add_rows(other.first, other.rows)
+        if self.columns is not None and other.columns is not None:
+            self.columns += other.columns
+
+
+_MASK = (1 << 64) - 1
+
+
+def fingerprints(
+    readers: Sequence[Reader],
+    *,
+    transforms: Sequence[Transform | None] | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    progress: Progress | None = None,
+) -> list[Fingerprint | None]:
+    """Hash the numbers of tensors, in one pass over them; those of complex ones are not hashed.
+
+    Hashes of rows and columns are kept while there are not too many; `digest` is always there.
+    """
+    ordered = [None if is_complex(reader) else in_c_order(reader) for reader in readers]
+    shapes = [None if r is None else matrix_shape(r.array.shape) for r in ordered]
+    kept = _affordable([shape or (0, 0) for shape in shapes]) if rows else frozenset()
+    requests = []
+    for number, shape in enumerate(shapes):
+        if shape is not None:
+            has_columns = columns and number in kept and 1 < shape[1] <= _MOST_COLUMNS
+            transform = transforms[number] if transforms else None
+            requests.append(Request(shape, transform, number in kept, has_columns))
+    some = [reader for reader in ordered if reader is not None]
+    found = iter(gather(some, Fingerprint, lambda _, one: one, progress, arguments=requests))
+    return [None if reader is None else next(found) for reader in ordered]
+
+
+def _affordable(shapes: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """Choose the tensors whose rows are kept: those of long rows first."""
+    left = _MOST_ROWS
+    kept = set()
+    for number in sorted(range(len(shapes)), key=lambda number: -shapes[number][1]):
+        left -= sum(shapes[number])
+        if left < 0:
+            break
+        kept.add(number)
+    return frozenset(kept)
+
+
+def is_complex(reader: Reader) -> bool:
+    """Return whether elements are complex numbers."""
+    return bool(reader.array.dtype.kind == "c")
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many rows and columns the hashes of a tensor are of."""
+    if len(shape) == 1:
+        return (shape[0], 1) if shape[0] <= _MOST_SINGLE else (1, shape[0])
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def _words(floats: Array, values: Array | None, kind: Kind) -> Array:
+    """Return the bits of numbers: of float32 where all are of that type."""
+    if floats.dtype == np.float32:
+        return np.ascontiguousarray(floats).view(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = floats.astype(np.float32)
+    narrow += np.float32(0)  # -0.0
+    words = narrow.view(np.uint32).astype(np.uint64)
+    is_nan = np.isnan(floats)
+    words[is_nan] = 0x7FC00000
+    wide = (narrow != floats) & ~is_nan
+    words[wide] = np.ascontiguousarray(floats[wide]).view(np.uint64) ^ _OF_FLOAT64
+    if values is not None and kind.name in {"int64", "uint64"}:
+        rest = in_two_parts(values, kind.name)[1] != 0
+        words[rest] = values[rest].view(np.uint64) ^ _OF_INTEGERS
+    return words
+
+
+@lru_cache(maxsize=8)
+def _weights(columns: int) -> Array:
+    weights = np.empty(columns, np.uint64)
+    kernels.weigh(weights)
+    return weights
