@@ -422,6 +422,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         quantiles: Sequence[float] | None = None,
         exact_quantiles: bool = False,
+        channels: bool = False,
         dim: Hashable | Iterable[Hashable] | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
@@ -435,6 +436,8 @@ class CheckpointAccessor(Generic[Obj]):
             Between 0 and 1; by default nine of them.
         exact_quantiles : bool, default False
             Whether those of large types are to be exact; it takes more passes.
+        channels : bool, default False
+            Whether to look at every row and column as well, in the same pass.
         dim : hashable or iterable of hashable, optional
             Dimensions to reduce; by default all but stacked ones.
         progress : bool or callable, optional
@@ -465,6 +468,7 @@ class CheckpointAccessor(Generic[Obj]):
             self._obj,
             quantiles=QUANTILES if quantiles is None else quantiles,
             exact_quantiles=exact_quantiles,
+            channels=channels,
             dim=dim,
             progress=progress,
             compute=compute,

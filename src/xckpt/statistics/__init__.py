@@ -17,6 +17,7 @@ from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.rules import RULES, examine, findings
+from xckpt.statistics.runs import changes_of
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum
 
@@ -26,6 +27,7 @@ __all__ = [
     "QUANTILES",
     "RULES",
     "STATUSES",
+    "changes_of",
     "compare",
     "examine",
     "findings",

@@ -13,7 +13,13 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channels import OF_CHANNELS, ChannelSketch, channel_statistics, is_turned
+from xckpt.statistics.channels import (
+    OF_CHANNELS,
+    ChannelSketch,
+    channel_statistics,
+    is_turned,
+    width_of,
+)
 from xckpt.statistics.describe import (
     OF_REAL_NUMBERS,
     describe,
@@ -274,6 +280,7 @@ def _describe_tensors(
     wanted: list[Any] = [()] * len(readers)
     first, std_at = len(statistic_names(())) - 1, statistic_names(()).index("std")
     operation = ChannelSketch if channels else Sketch
+    widths = [width_of(reader) for reader in readers] if channels else None
 
     def finish(number: int, sketch: Sketch) -> list[float]:
         if exact and not readers[number].complex:
@@ -289,7 +296,9 @@ def _describe_tensors(
             values += channel_statistics(sketch, std, turned=is_turned(readers[number]))
         return [*values, sketch.rows.dead if sketch.rows.length else np.nan]
 
-    described = gather(readers, operation, finish, bar, cache=cache, stretched=True)
+    described = gather(
+        readers, operation, finish, bar, arguments=widths, cache=cache, stretched=True
+    )
     if exact:
         refined = refine(readers, wanted, bar)
         for values, found in zip(described, refined, strict=True):

@@ -58,11 +58,11 @@ class ChannelSketch(Sketch):
         self.bits = 0
 
     @classmethod
-    def begin(cls, reader: Any, argument: Any) -> ChannelSketch:  # noqa: ARG003
-        """Return one for elements of a tensor."""
+    def begin(cls, reader: Any, argument: Any) -> ChannelSketch:
+        """Return one for elements of a tensor, whose `width_of` is given."""
         if reader.sparse:
             return cls(reader.kind, -1)
-        return cls(reader.kind, reader.size, reader.row, width_of(reader))
+        return cls(reader.kind, reader.size, reader.row, argument)
 
     def _add_block(self, tables: Tables, start: int, values: Array, *, is_whole: bool) -> None:
         super()._add_block(tables, start, values, is_whole=is_whole)
@@ -99,7 +99,7 @@ class ChannelSketch(Sketch):
 
     def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
         super()._restore(fields, reader)
-        self.width = 0 if reader.sparse else width_of(reader)
+        self.width = width_of(reader)
         unsigned = self.kind.unsigned
         self.columns = np.frombuffer(fields["columns"], unsigned).copy()
         self.spans = [
@@ -118,7 +118,7 @@ class ChannelSketch(Sketch):
 
 def width_of(reader: Any) -> int:
     """Return how many elements a row of a tensor has; 0 where rows are not looked at."""
-    if reader.complex or not reader.kind.has_zero or not reader.row:
+    if reader.sparse or reader.complex or not reader.kind.has_zero or not reader.row:
         return 0
     last = reader.array.shape[-1]
     width = reader.row if reader.row <= _MOST_COLUMNS or is_turned(reader) else last
@@ -178,13 +178,12 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
 def _describe_channels(
     found: dict[str, float], sketch: ChannelSketch, std: float, *, turned: bool
 ) -> None:
-    rows, columns = (
-        _magnitudes(each, sketch.kind) for each in (sketch.rows_of_channels(), sketch.columns)
-    )
+    patterns = [sketch.rows_of_channels(), sketch.columns]
     if turned:
-        rows, columns = columns, rows
-    found["dead_columns"] = float(np.count_nonzero(columns == 0))
-    found["dead_block"] = float(max(_block(rows), _block(columns)))
+        patterns.reverse()
+    found["dead_columns"] = float(np.count_nonzero(patterns[1] == 0))
+    found["dead_block"] = float(max(map(_block, patterns)))
+    rows, columns = (_magnitudes(each, sketch.kind) for each in patterns)
     alive = rows[rows > 0]
     faint = (rows > 0) & (rows < FAINT * np.median(alive)) if len(alive) else rows > 0
     found["faint_rows"] = float(np.count_nonzero(faint))

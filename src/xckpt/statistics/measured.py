@@ -67,7 +67,8 @@ class Measured:
             dead = np.atleast_1d(np.asarray(attrs.get("dead_rows", ()), np.float64))
             if len(dead) == len(members):
                 columns["dead_rows"][start : len(dtypes)] = dead[there]
-        return cls(names, columns, dtypes, shapes, run)
+        has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
+        return cls(names, columns, dtypes, shapes, run if has_steps else None)
 
     def __getitem__(self, statistic: str) -> Array:
         known = self.columns.get(statistic)

@@ -184,10 +184,9 @@ def examine(
     )
     with paused_collector():
         readers = [reader for entry in subject.entries() for reader in entry.readers]
-    dim = run_dim(subject.coords)
-    measured = Measured.of(result, dim)
+    measured = Measured.of(result, run_dim(subject.coords))
     found = _judged(measured)
-    if dim is None:
+    if measured.run is None:
         found += equal_tensors(measured, readers, progress=progress, cache=cache)
     else:
         found += run_findings(measured, readers, progress=progress, cache=cache)
@@ -268,7 +267,7 @@ def _constants(measured: Measured) -> Iterator[Found]:
                 continue
             what = f"all {count[at]:,.0f} elements are {low[at]:.6g}"
             if others:
-                what += f"; those of {others} of its {counted(len(siblings) - 1, 'sibling')} differ"
+                what += f", unlike those of {counted(others, 'sibling')}"
             if low[at] == 0:
                 yield measured.found(at, "all_zero", count[at], what)
             else:

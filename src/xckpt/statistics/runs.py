@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.index import paused_collector
+from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import counted
 from xckpt.statistics.differences import MEASURES, compare_pairs
+from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_to
-from xckpt.statistics.measured import Found
+from xckpt.statistics.measured import Found, Measured
 from xckpt.statistics.pairs import pair_of
 
 if TYPE_CHECKING:
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.measured import Measured
     from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -47,6 +50,7 @@ class Changes:
         progress: ProgressOption = None,
         cache: bool = True,
     ) -> None:
+        self.dim = measured.run or ""
         by_name: dict[str, dict[int, int]] = {}
         for at in range(len(readers)):
             step = measured.step_of(at)
@@ -72,6 +76,30 @@ class Changes:
         #: Norm of the change, and relative to that of the later step.
         self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
         self.relative = by_measure["rel_l2"]
+
+
+def changes_of(
+    obj: Any,
+    tensors: TensorFilter | None = None,
+    *,
+    progress: ProgressOption = None,
+    cache: bool = True,
+) -> Changes:
+    """Compare the steps of what `open_steps` opened; `tensors` chooses by names without steps."""
+    subject = contents_of(obj)
+    with paused_collector():
+        readers = [reader for entry in subject.entries() for reader in entry.readers]
+    names = [reader.name for reader in readers]
+    dim = run_dim(subject.coords)
+    measured = Measured(names, {}, [""] * len(names), [()] * len(names), dim)
+    plain = [measured.plain_name(at) if measured.step_of(at) else "" for at in range(len(names))]
+    known = list(filter(None, dict.fromkeys(plain)))
+    if dim is None or len({measured.step_of(at) for at in range(len(names))}) < 2:
+        raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
+    chosen = set(select_some(known, tensors))
+    kept = [at for at, name in enumerate(plain) if name in chosen]
+    some = Measured([names[at] for at in kept], {}, [""] * len(kept), [()] * len(kept), dim)
+    return Changes(some, [readers[at] for at in kept], progress=progress, cache=cache)
 
 
 def run_findings(
