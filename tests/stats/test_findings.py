@@ -243,7 +243,9 @@ class TestCodes:
         frame = found(tmp_path / "m.safetensors", tensors)
         narrow = frame[frame["rule"] == "narrow_codes"].set_index("tensor")["explanation"]
         assert narrow["layers.1.up.weight"] == "codes are from -32 to 31: 25% of the range of int8"
-        assert narrow["layers.2.down.weight"].startswith("the largest magnitude is 4.5, ")
+        assert narrow["layers.2.down.weight"].startswith(
+            "the largest magnitude of its codes is 4.5, "
+        )
         assert len(narrow) == 2
 
     def test_that_were_cut_off(self, tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ class TestEqualTensors:
         assert set(frame["rule"]) == {"copied_layer"}
         assert len(frame) == 7  # matrices: norms of ones are equal in all layers
         assert frame["explanation"][0] == (
-            "it is equal to model.layers.1.self_attn.q_proj.weight: "
+            "it is equal to model.layers.1.mlp.down_proj.weight: "
             "all of model.layers.3 is a copy of model.layers.1"
         )
 

@@ -1,9 +1,10 @@
 """What is in each row and each column of a tensor, found in the pass that makes its sketch.
 
 A row is as in `Rows`: a slice along the axis that is stored slowest; its positions are the columns.
-Where such a slice has too many, as that of stacked experts, rows run along the last axis. Of each
-row and column the largest magnitude is kept, as a bit pattern: it says whether there is anything
-but zeros, and how far it stands out. Tensors without such rows, and sparse ones, have none.
+Where such a slice has too many, as that of stacked experts, or is all there is, rows run along the
+last axis. Of each row and column the largest magnitude is kept, as a bit pattern: it says whether
+there is anything but zeros, and how far it stands out. Tensors without such rows, and sparse ones,
+have none.
 """
 
 from __future__ import annotations
@@ -120,8 +121,9 @@ def width_of(reader: Any) -> int:
     """Return how many elements a row of a tensor has; 0 where rows are not looked at."""
     if reader.sparse or reader.complex or not reader.kind.has_zero or not reader.row:
         return 0
-    last = reader.array.shape[-1]
-    width = reader.row if reader.row <= _MOST_COLUMNS or is_turned(reader) else last
+    width = reader.row
+    if not is_turned(reader) and (width > _MOST_COLUMNS or width == reader.size):
+        width = reader.array.shape[-1]
     few = _FEWEST_COLUMNS <= width <= _MOST_COLUMNS and reader.size // width <= _MOST_ROWS
     return width if few else 0
 
@@ -164,15 +166,24 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
             if not sketch.bits:
                 found["spare_bits"] = float(kind.bits)
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
-        low, high = (float(end(kind.values[np.isfinite(kind.values)])) for end in (np.min, np.max))
-        values = elements.values()
-        ends = (values == low) | (values == high)
-        if not is_float and low < 0:
-            ends |= values == -high  # of codes that are the same on both sides of zero
-        found["at_ends"] = float(elements.counts[ends].sum())
+        found["at_ends"] = count_at_ends(sketch)
     if sketch.width:
         _describe_channels(found, sketch, std if is_float else np.nan, turned=turned)
     return list(found.values())
+
+
+def count_at_ends(sketch: Sketch) -> float:
+    """Count the elements of a small type that are the smallest or the largest it has."""
+    kind, elements = sketch.kind, spectrum(sketch)
+    low, high = np.nanmin(_finite(kind)), np.nanmax(_finite(kind))
+    values = elements.values()
+    # Of integers, -127 is an end as 127 is: scales are the same on both sides of zero.
+    ends = (values <= max(low, -high)) if low < 0 else values == low
+    return float(elements.counts[ends | (values == high)].sum())
+
+
+def _finite(kind: Kind) -> Array:
+    return np.where(np.isfinite(kind.values), kind.values, np.nan)
 
 
 def _describe_channels(

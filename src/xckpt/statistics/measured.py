@@ -139,10 +139,13 @@ class Measured:
         The unit is the robust standard deviation of such distances, `least` if that is less. A
         value has to be beyond all of its neighbours as well, by half of the distance.
         """
-        windows = [
-            np.concatenate([values[max(0, at - _NEAR) : at], values[at + 1 : at + 1 + _NEAR]])
-            for at in range(len(values))
-        ]
+        last = len(values) - 1
+        windows = []
+        for at in range(len(values)):
+            # Three at least, so that one of them may be odd.
+            start, stop = min(at - _NEAR, last - _NEAR - 1), max(at + _NEAR, _NEAR + 1)
+            near = np.r_[max(0, start) : at, at + 1 : min(last, stop) + 1]
+            windows.append(values[near])
         distance = values - [np.median(window) for window in windows]
         outside = np.array(
             [

@@ -16,14 +16,13 @@ import numpy as np
 import xarray as xr
 
 from xckpt.index import paused_collector
-from xckpt.labels.codes import scales_of_codes
 from xckpt.labels.selection import select, similar
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.channels import OUTLYING
+from xckpt.statistics.codes import decoded_codes, judge, plain_codes
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_tensors
-from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.measured import Measured
 from xckpt.statistics.runs import run_dim, run_findings
 
@@ -77,18 +76,15 @@ UNLIKE = 6.0
 # Layers below which there is no trend, and what is taken for the least spread of one: 5 %.
 _FEWEST_LAYERS = 5
 _LEAST_SPREAD = 0.05
-#: Share of elements that are subnormal, and of codes at the ends of their range.
-SUBNORMAL, SATURATED = 0.1, 0.05
-#: Part of the range that codes use; tensors with fewer elements for each code are not judged.
-NARROW, _ELEMENTS_OF_A_CODE = 0.5, 64
-#: Of float8 with a sign: the part of the largest number that the largest element is.
-NARROW_FLOAT = 1 / 16
+#: Share of elements that are subnormal.
+SUBNORMAL = 0.1
 # Part of the channels that are few.
 _FEW_CHANNELS = 0.01
 # Distance of weights that are centred on 0 from 0, and of those that are centred on 1 from 1.
 _NEAR_ZERO, _NEAR_ONE = 0.25, (0.5, 2.0)
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # Types that hold all numbers of a larger one if so many of its lowest bits are always zero.
+_FEWEST_ELEMENTS = 64
 _SPARE = {"float32": (16, 23, "bfloat16"), "float64": (29, 52, "float32")}
 
 # What vectors of zeros or ones are called in a new model, and matrices of zeros.
@@ -186,6 +182,8 @@ def examine(
         readers = [reader for entry in subject.entries() for reader in entry.readers]
     measured = Measured.of(result, run_dim(subject.coords))
     found = _judged(measured)
+    for codes in decoded_codes(readers, progress=progress, cache=cache):
+        found += judge(measured, codes)
     if measured.run is None:
         found += equal_tensors(measured, readers, progress=progress, cache=cache)
     else:
@@ -439,7 +437,7 @@ def _wide_types(measured: Measured) -> Iterator[Found]:
     spare = measured["spare_bits"]
     for at in np.flatnonzero(spare > 0):
         least, most, type_name = _SPARE.get(measured.dtypes[at], (1, 0, ""))
-        if least <= spare[at] < most and measured["count"][at] >= _ELEMENTS_OF_A_CODE:
+        if least <= spare[at] < most and measured["count"][at] >= _FEWEST_ELEMENTS:
             half = binary_size(int(measured["count"][at]) * (4 if least == 29 else 2))
             what = f"every value of this {measured.dtypes[at]} is a {type_name}: {half} would do"
             yield measured.found(at, "wide_type", spare[at], what)
@@ -463,35 +461,8 @@ def _mixed_types(measured: Measured) -> Iterator[Found]:
 
 
 def _codes(measured: Measured) -> Iterator[Found]:
-    scales = scales_of_codes(dict(zip(measured.names, measured.dtypes, strict=True)))
-    sizes = dict(zip(measured.names, measured["count"].tolist(), strict=True))
-    for at in np.flatnonzero(~np.isnan(measured["at_ends"])):
-        name, dtype, count = measured.names[at], measured.dtypes[at], measured["count"][at]
-        is_float = dtype.startswith("float8")
-        if (not is_float and name not in scales) or name.endswith(("_zero_point", "zeros")):
-            continue
-        kind = kind_named(dtype)
-        levels = 1 << kind.bits
-        if count < _ELEMENTS_OF_A_CODE * levels:
-            continue
-        finite = kind.values[np.isfinite(kind.values)]  # noqa: PD011  no pandas
-        low, high = measured["min"][at], measured["max"][at]
-        if is_float and "e5" not in dtype:
-            part = measured["absmax"][at] / finite.max()
-            if 0 < part < NARROW_FLOAT:
-                largest = measured["absmax"][at]
-                what = f"the largest magnitude is {largest:.3g}, and its type has {finite.max():g}"
-                yield measured.found(at, "narrow_codes", part, what)
-        elif not is_float and low < high:
-            part = (high - low + 1) / levels
-            if part < NARROW:
-                what = f"codes are from {low:.0f} to {high:.0f}: {part:.0%} of the range of {dtype}"
-                yield measured.found(at, "narrow_codes", part, what)
-        # Each scale puts one code at an end.
-        share = max(0.0, measured["at_ends"][at] - sizes.get(scales.get(name, ""), 0)) / count
-        if share > max(SATURATED, 4 / levels):
-            what = f"{share:.1%} of the codes are at an end of their range: values were cut off"
-            yield measured.found(at, "saturated_codes", share, what)
+    for codes in plain_codes(measured):
+        yield from judge(measured, codes)
 
 
 _EACH: tuple[Callable[[Measured], Iterator[Found]], ...] = (
