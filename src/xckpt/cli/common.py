@@ -266,7 +266,9 @@ def print_findings(found: pd.DataFrame) -> None:
     """Print a line for each finding."""
     for tensor, rule, _, severity, explanation in found.itertuples(index=False):
         kind = click.style(severity, _SEVERITY[severity], bold=True)
-        print_text(f"  {kind}: {printable(f'tensor {shown(tensor)}: {explanation}')} [{rule}]")
+        name = shown(shortened(tensor, _WIDEST_CELL))
+        text = shortened(printable(f"tensor {name}: {explanation}"), 2 * _WIDEST_CELL)
+        print_text(f"  {kind}: {text} [{rule}]")
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

@@ -9,13 +9,13 @@ have none.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xckpt.statistics import kernels
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.describe import spectrum
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor
 
 if TYPE_CHECKING:
@@ -156,15 +156,11 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
     if not sketch.count:
         return list(found.values())
     is_float = not kind.integer and kind.dtype.kind in "fV" and "int" not in kind.name
-    elements = spectrum(sketch)
     if is_float:
-        values = np.abs(elements.values())
-        tiny = _smallest_normal(kind)
-        found["subnormal"] = float(elements.counts[(values > 0) & (values < tiny)].sum())
+        found["subnormal"] = _count_subnormal(sketch)
         if not kind.exact:
-            found["spare_bits"] = float((sketch.bits & -sketch.bits).bit_length() - 1)
-            if not sketch.bits:
-                found["spare_bits"] = float(kind.bits)
+            lowest = (sketch.bits & -sketch.bits).bit_length() - 1
+            found["spare_bits"] = float(lowest if sketch.bits else kind.bits)
     if kind.exact and kind.bits <= 8 and kind.dtype.kind != "b":
         found["at_ends"] = count_at_ends(sketch)
     if sketch.width:
@@ -174,16 +170,37 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
 
 def count_at_ends(sketch: Sketch) -> float:
     """Count the elements of a small type that are the smallest or the largest it has."""
-    kind, elements = sketch.kind, spectrum(sketch)
-    low, high = np.nanmin(_finite(kind)), np.nanmax(_finite(kind))
-    values = elements.values()
+    codes, counts = sketch.counted()
+    return float(counts[_ends(sketch.kind)[codes]].sum())
+
+
+@cache
+def _ends(kind: Kind) -> Array:
+    values = kind.values
+    finite = values[np.isfinite(values)]
+    low, high = float(finite.min()), float(finite.max())
     # Of integers, -127 is an end as 127 is: scales are the same on both sides of zero.
-    ends = (values <= max(low, -high)) if low < 0 else values == low
-    return float(elements.counts[ends | (values == high)].sum())
+    ends: Array = (values <= max(low, -high) if low < 0 else values == low) | (values == high)
+    return ends & np.isfinite(values)
 
 
-def _finite(kind: Kind) -> Array:
-    return np.where(np.isfinite(kind.values), kind.values, np.nan)
+def _count_subnormal(sketch: Sketch) -> float:
+    codes, counts = sketch.counted()
+    if sketch.kind.exact:
+        return float(counts[_subnormal(sketch.kind)[codes]].sum())
+    # Seven bits of the fraction are in a code, and no bit of the exponent is set.
+    tiny = codes & ((1 << (sketch.kind.code_bits - 1)) - 1) < 1 << 7
+    return float(counts[tiny].sum()) - sketch.zero
+
+
+@cache
+def _subnormal(kind: Kind) -> Array:
+    import ml_dtypes
+
+    info: Any = ml_dtypes.finfo  # untyped
+    magnitudes = np.abs(kind.values)
+    tiny: Array = (magnitudes > 0) & (magnitudes < float(info(kind.dtype).smallest_normal))
+    return tiny
 
 
 def _describe_channels(
@@ -226,12 +243,3 @@ def _block(largest: Array) -> int:
             if (blocks.all(axis=1) == blocks.any(axis=1)).all():
                 return size
     return 0
-
-
-def _smallest_normal(kind: Kind) -> float:
-    if kind.dtype.kind != "V" and kind.exact is False:
-        return float(np.finfo(kind.dtype).smallest_normal)
-    import ml_dtypes
-
-    info: Any = ml_dtypes.finfo  # untyped
-    return float(info(kind.dtype).smallest_normal)
