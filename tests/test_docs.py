@@ -33,6 +33,7 @@ INSTEAD = {
     r'"s3://bucket/m-\*\.zt"': '"m-*.zt"',
     r'"s3://bucket/run/(.*?)"': r'"file://" + os.path.abspath("\1")',
     r'"https://example\.org/(.*?)"': r'"file://" + os.path.abspath("\1")',
+    r'"hf://[^/"]+/([^@/"]+)(?:@[^/"]+)?': r'"\1',
     r'\{"anon": True\}': "{}",
     '"s3"': '"file"',
     r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=None)",
@@ -73,6 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tuned = clean.assign({"lm_head.weight": clean["lm_head.weight"] * 1.01})
     for name in ("tuned.zt", "tuned.safetensors"):
         tuned.ckpt.save(folder / name, cast="allow")
+    xckpt.convert(folder / "base.zt", folder / "renamed.zt", names=lambda name: f"module.{name}")
     names = list(clean.variables)
     for n, half in enumerate((names[::2], names[1::2]), 1):
         clean[half].ckpt.save(folder / f"m-{n}.zt")
@@ -104,7 +106,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_line_of_a_page_runs(
     page: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page == "how-to/quantized-models" and not GOLDEN.is_dir():
+    if page in {"how-to/hub", "how-to/quantized-models"} and not GOLDEN.is_dir():
         pytest.skip(f"no golden files at {GOLDEN}")
     monkeypatch.chdir(shutil.copytree(files, tmp_path / "files"))
     monkeypatch.setenv("MPLBACKEND", "agg")

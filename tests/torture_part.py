@@ -24,10 +24,10 @@ def run(trial: Trial) -> Iterator[Tally]:
         bytearray(1 << 32)
     if trial.seed == BROKEN:
         for n in range(20):
-            trial.fail("a promise", bytes([n]), "it was broken", ".bin")
+            trial.fail("a promise", {"m.bin": bytes([n])}, "it was broken")
         yield Tally("a promise", 20, trial.failures, 0.0, "")
 
 
 def again(path: Path) -> None:
-    if path.read_bytes() != b"mended":
+    if (path / "m.bin").read_bytes() != b"mended":
         raise ValueError("it is broken")

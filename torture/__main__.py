@@ -1,6 +1,6 @@
-"""Try what the package promises: ``python -m torture [PART...] [--minutes M] [--seed N]``.
+"""Try what the package promises: ``python -m torture [PART[:ONLY]...] [--minutes M] [--seed N]``.
 
-``python -m torture again FILE`` tries again what a failure left.
+``python -m torture again PART PATH`` tries again what a failure left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOTALS = Path(__file__).parent / "totals.json"
 KEPT = ROOT / "torture-failures"
 
 #: The parts, and what share of the time each has.
-PARTS: dict[str, float] = {}
+PARTS = {"reading": 6.0}
 
 #: Bytes of address space that a part may have: threads reserve much that they do not use.
 MEMORY = 8 << 30
@@ -57,26 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m torture", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; or: again FILE")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; or: again PART PATH")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all parts (10)")
     parser.add_argument("--seed", type=int, help="of everything random (a new one)")
     parser.add_argument("--no-page", action="store_true", help="write no page and no totals")
     given = parser.parse_args(arguments)
     if given.parts[:1] == ["again"]:
-        return max([again(Path(path)) for path in given.parts[1:]], default=2)
+        name, *paths = given.parts[1:]
+        return max([again(name, Path(path)) for path in paths], default=2)
     names = given.parts or [*PARTS]
-    unknown = [name for name in names if name not in PARTS]
+    shares = [PARTS.get(name.partition(":")[0]) for name in names]
+    unknown = [name for name, share in zip(names, shares, strict=True) if share is None]
     if unknown or given.minutes <= 0:
         parser.error(f"no part {unknown[0]!r}: {', '.join(PARTS)}" if unknown else "no time")
     seed = random.randrange(1 << 32) if given.seed is None else given.seed  # noqa: S311
     print(f"seed {seed}", flush=True)
-    whole = sum(PARTS[name] for name in names)
-    failures = 0
-    for name in names:
-        title, tallies = part(f"torture.{name}", seed, 60 * given.minutes * PARTS[name] / whole)
+    failures, seconds = 0, 60 * given.minutes / sum(share or 0 for share in shares)
+    for (name, _, only), share in zip([n.partition(":") for n in names], shares, strict=True):
+        title, tallies = part(f"torture.{name}", seed, seconds * (share or 0), only=only)
         print(f"\n{title}\n\n{table(tallies)}", flush=True)
         failures += sum(tally.failures for tally in tallies)
-        if not given.no_page:
+        if not (given.no_page or only):
             lines = table(tallies, added(name, tallies))
             ran = f"Seed {seed}, {_machine()}."
             section = f"## {name.capitalize()}\n\n{title}\n\n{lines}\n\n{ran}\n"
@@ -88,11 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def part(
     module: str, seed: int, seconds: float, *, memory: int = MEMORY, grace: float = _GRACE,
     kept: Path = KEPT,
+    only: str = "",
 ) -> tuple[str, list[Tally]]:  # fmt: skip
     """Run a part in a process of its own, within limits; return its title and its tallies."""
     title = (import_module(module).__doc__ or module).strip()
     reader, writer = os.pipe()
-    own = [module, str(seed), str(seconds), str(memory), str(kept), str(writer)]
+    own = [module, str(seed), str(seconds), str(memory), str(kept), str(writer), only]
     start = time.monotonic()
     with os.fdopen(reader, encoding="utf-8") as told:
         process = subprocess.Popen(  # noqa: S603  our own
@@ -117,10 +119,10 @@ def part(
     return title, tallies
 
 
-def again(path: Path) -> int:
+def again(name: str, path: Path) -> int:
     """Try again what a failure left: 1, and what is wrong, if it still is."""
     try:
-        import_module(f"torture.{path.parent.name}").again(path)
+        import_module(f"torture.{name}").again(path)
     except Exception:  # noqa: BLE001  any is what is looked for
         traceback.print_exc()
         return 1

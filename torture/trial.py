@@ -5,8 +5,8 @@ A part is a module whose docstring is the text over its table, with::
     def run(trial: Trial) -> Iterator[Tally]: ...
     def again(path: Path) -> None: ...   # raise what was wrong with what a failure left
 
-``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD`` is the process that a part has for
-itself: it writes its tallies as lines of JSON to the descriptor.
+``python -m torture.trial MODULE SEED SECONDS MEMORY KEPT FD ONLY`` is the process that a part has
+for itself: it writes its tallies as lines of JSON to the descriptor.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["Tally", "Trial", "limit"]
+__all__ = ["Tally", "Trial", "left", "limit", "place"]
 
 # Files of the same failure are alike: so many of them say what there is to say.
 _MOST_KEPT = 5
+# The names of the files that a failure left, in their order.
+_ORDER = "files.json"
 
 
 class Tally(NamedTuple):
@@ -73,6 +75,8 @@ class Trial:
         Where failures are left, in a folder of the part's name.
     part : str
         Name of the module.
+    only : str
+        What of the part is to run, such as one format; by default all of it.
     """
 
     seed: int
@@ -80,6 +84,7 @@ class Trial:
     folder: Path
     kept: Path
     part: str = "torture"
+    only: str = ""
     failures: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +92,7 @@ class Trial:
         self._kept: dict[str, int] = {}
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds that are left."""
         return self._start + self.seconds - time.monotonic()
 
@@ -95,29 +100,51 @@ class Trial:
         """Return a generator whose numbers follow from the seed and what they are for."""
         return random.Random(repr((self.seed, *of)))  # noqa: S311  not a secret
 
-    def fail(self, what: str, data: bytes, error: BaseException | str, suffix: str = "") -> Path:
-        """Leave what broke a promise, what was wrong, and the command that tries it again."""
+    def is_known(self, what: str, error: BaseException | str) -> bool:
+        """Whether enough is kept of this failure."""
+        return self._kept.get(_kind(what, error), 0) >= _MOST_KEPT
+
+    def fail(self, what: str, files: Mapping[str, bytes], error: BaseException | str) -> Path:
+        """Leave what broke a promise, what was wrong, and the command that tries it again.
+
+        It is a folder of files, the first of which is the one that matters: `left`.
+        """
+        kind = _kind(what, error)
         self.failures += 1
-        digest = blake2b(data, digest_size=6).hexdigest()
-        folder = self.kept / self.part.rpartition(".")[2]
-        path = folder / f"{what.replace(' ', '-')}-{digest}{suffix}"
-        # One place in the code is one failure, however many files lead there.
-        place = what if isinstance(error, str) else f"{what} {_place(error)}"
-        self._kept[place] = self._kept.get(place, 0) + 1
-        if self._kept[place] <= _MOST_KEPT:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            command = f"{shlex.quote(sys.executable)} -m torture again {shlex.quote(str(path))}"
+        self._kept[kind] = self._kept.get(kind, 0) + 1
+        digest = blake2b(repr(sorted(files.items())).encode(), digest_size=6).hexdigest()
+        part = self.part.rpartition(".")[2]
+        path = self.kept / part / f"{what.replace(' ', '-')}-{digest}"
+        if self._kept[kind] <= _MOST_KEPT and not path.exists():
+            path.mkdir(parents=True, exist_ok=True)
+            for name, data in files.items():
+                (path / name).write_bytes(data)
+            (path / _ORDER).write_text(json.dumps([*files]), "utf-8")
+            words = (sys.executable, "-m", "torture", "again", part, str(path))
+            command = " ".join(map(shlex.quote, words))
             told = error if isinstance(error, str) else "".join(traceback.format_exception(error))
             text = f"{told.rstrip()}\n\nseed {self.seed}; again: {command}\n"
-            path.with_name(f"{path.name}.txt").write_text(text, "utf-8", "backslashreplace")
+            (path / "error.txt").write_text(text, "utf-8", "backslashreplace")
             print(f"{self.part}: {what}: {_last_line(told)}\n  {command}", file=sys.stderr)
         return path
 
 
-def _place(error: BaseException) -> str:
+def left(path: Path) -> dict[str, bytes]:
+    """Return the files that a failure left."""
+    names = json.loads((path / _ORDER).read_text("utf-8"))
+    return {name: (path / name).read_bytes() for name in names}
+
+
+def place(error: BaseException) -> tuple[object, ...]:
+    """Return where in the code something went wrong, and what it was raised from."""
     frames = traceback.extract_tb(error.__traceback__)[-1:]
-    return f"{type(error).__name__} {[(frame.filename, frame.lineno) for frame in frames]}"
+    here = (type(error).__name__, *[(frame.filename, frame.lineno) for frame in frames])
+    return here if error.__context__ is None else (*here, *place(error.__context__))
+
+
+def _kind(what: str, error: BaseException | str) -> str:
+    """Tell failures apart: one place in the code is one, however many files lead there."""
+    return what if isinstance(error, str) else f"{what} {place(error)}"
 
 
 def _last_line(text: str) -> str:
@@ -142,11 +169,11 @@ def limit(memory: int, seconds: float) -> None:
 
 
 def _main(module: str, *numbers: str) -> None:
-    seed, seconds, memory, kept, fileno = numbers
+    seed, seconds, memory, kept, fileno, only = numbers
     limit(int(memory), float(seconds))
     with TemporaryDirectory(prefix="torture") as folder, os.fdopen(int(fileno), "w") as told:
         part = import_module(module)
-        trial = Trial(int(seed), float(seconds), Path(folder), Path(kept), module)
+        trial = Trial(int(seed), float(seconds), Path(folder), Path(kept), module, only)
         tallies: Iterator[Tally] = part.run(trial)
         for tally in tallies:
             print(json.dumps(tally), file=told, flush=True)

@@ -618,7 +618,7 @@ class CheckpointAccessor(Generic[Obj]):
         self,
         other: Describable,
         *,
-        names: Renaming | None = None,
+        names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
@@ -631,8 +631,9 @@ class CheckpointAccessor(Generic[Obj]):
         ----------
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
             Of whatever format and element types.
-        names : mapping, callable, or pair of a regular expression and its replacement, optional
-            From the name of a tensor here to the name in `other`.
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
+            From the name of a tensor here to the name in `other`; ``"auto"`` finds them by content
+            and by names that projects are known to give, see `xckpt.compare`.
         tensors : str, iterable of str, re.Pattern or callable, optional
             Compare only these.
         progress, compute, cache : optional
@@ -680,6 +681,22 @@ class CheckpointAccessor(Generic[Obj]):
         if not isinstance(self._obj, xr.Dataset):
             raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")
         return table(self._obj)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the tensors of a comparison are called on its other side, of those on both.
+
+        Examples
+        --------
+        >>> found = xckpt.compare("hf.safetensors", "model.gguf", names="auto")  # doctest: +SKIP
+        >>> Path("names.json").write_text(json.dumps(found.ckpt.names))  # doctest: +SKIP
+        >>> xckpt.convert("hf.safetensors", "new.gguf", names=found.ckpt.names)  # doctest: +SKIP
+        """
+        from xckpt.statistics import matched_names
+
+        if not isinstance(self._obj, xr.Dataset) or "status" not in self._statistics:
+            raise TypeError("names are of what ds.ckpt.compare() gives")
+        return matched_names(self._obj)
 
     def explore(self) -> Any:
         """Search, sort and look into all tensors, in one widget for the notebook.
@@ -977,6 +994,12 @@ class CheckpointAccessor(Generic[Obj]):
     def _is_result(self) -> bool:
         """Whether these are statistics, or a comparison."""
         return bool(self._encoding.get("statistics"))
+
+    @property
+    def _statistics(self) -> list[str]:
+        """The statistics that the object has, if it is a result."""
+        dims = () if isinstance(self._obj, xr.DataTree) else self._obj.dims
+        return self._obj["statistic"].to_numpy().tolist() if "statistic" in dims else []
 
     @property
     def _called(self) -> str:

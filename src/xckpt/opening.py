@@ -22,8 +22,9 @@ from xckpt.index import paused_collector
 from xckpt.quantized import may_be_quantized, with_weights
 from xckpt.quantized.config import declaration, parse_json
 from xckpt.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
-from xckpt.storage import Source, is_remote, open_source
+from xckpt.storage import HUB_SCHEME, Source, is_remote, open_source, pinned_url
 from xckpt.storage.header import FIRST_NBYTES
+from xckpt.storage.pool import Pool
 from xckpt.storage.source import ShardedSource, sources_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ __all__ = [
 _SHOWN_WARNINGS = 3
 # Files whose headers are read at a time.
 _CONCURRENCY = 16
+# Formats of what is on the Hub: xarray asks each engine by itself.
+_on_hub: Pool[str] = Pool(limit=256)
 
 
 def open_index(
@@ -62,7 +65,7 @@ def open_index(
 
     `whole` is whether quantised weights are listed as such, not as the tensors that store them.
     """
-    listed = list_files(obj, storage_options)
+    listed = list_files(obj, storage_options, format)
     if listed is None:
         source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
         with paused_collector():
@@ -221,12 +224,20 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
         if obj is None:
             raise MissingShardError("none of its files is there", path=listed.name)
     source = obj if isinstance(obj, Source) else open_source(obj, storage_options=storage_options)
-    return formats.detect(source).name
+    with source.reading_header() as header:
+        return formats.detect(header).name
 
 
 def is_format(obj: Any, format: str) -> bool:
     """Return whether something is a checkpoint of a format, without an error if it is nothing."""
     wanted = formats.get(format)
+    if isinstance(obj, str) and obj.startswith(HUB_SCHEME):
+        try:
+            return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
+        except FormatError:
+            return False
+        except (OSError, ImportError, CheckpointError, ValueError):
+            return True  # opening it says what is wrong, and xarray does not
     if is_remote(obj):
         own = tuple(each for each in wanted.suffixes if each not in wanted.shared_suffixes)
         return str(obj).partition("?")[0].lower().endswith(own)

@@ -71,6 +71,11 @@ class Progress:
                 self._bar.refresh()  # what is done in no time is to be seen as well
             self._bar.close()
 
+    @property
+    def done(self) -> int:
+        """Bytes that are done."""
+        return self._done
+
     def expect(self, nbytes: int) -> None:
         """Add bytes that are to be done."""
         with self._lock:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass, replace
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,14 +18,19 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantized.config import parse_json
-from xckpt.storage import is_remote, local_path, open_source
+from xckpt.storage import (
+    Source,
+    is_remote,
+    list_folder,
+    local_path,
+    open_source,
+    pinned_url,
+)
 from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from xckpt.storage import Source
 
 __all__ = [
     "INDEX_SUFFIX",
@@ -90,19 +96,22 @@ class Opened:
     index: Index
 
 
-def list_files(obj: Any, storage_options: Mapping[str, Any] | None = None) -> FileList | None:
-    """Find out whether something is several files."""
+def list_files(
+    obj: Any, storage_options: Mapping[str, Any] | None = None, format: str | None = None
+) -> FileList | None:
+    """Find out whether something is several files; of those in a folder, `format` may choose."""
     if isinstance(obj, list | tuple):
         return _listed(obj, storage_options)
     if isinstance(obj, os.PathLike):
         obj = os.fsdecode(obj)
     if not isinstance(obj, str):
         return None
-    if not is_remote(obj) and os.path.isdir(local_path(obj)):  # noqa: PTH112
-        return _folder(Path(local_path(obj)))
     if _is_glob(obj):
         found = _expanded(obj, storage_options)
         return FileList(_absolute(obj), {path: path for path in found})
+    folder = list_folder(obj, storage_options)
+    if folder is not None:
+        return _in_folder(*folder, format)
     if obj.partition("?")[0].lower().endswith(INDEX_SUFFIX):
         return _indexed(open_source(obj, storage_options=storage_options))
     return None
@@ -122,51 +131,73 @@ def list_set(source: Source, files: FileSet) -> FileList:
     return FileList(source.name, found)
 
 
-def _folder(folder: Path) -> FileList:
+def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | None) -> FileList:
     """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
-    marked = [folder / name for name in formats.folder_marks() if (folder / name).is_file()]
+
+    def listed_as(names: Sequence[str], attrs: Mapping[str, Any]) -> FileList:
+        return FileList(folder, {_label(files[name]): files[name] for name in names}, None, attrs)
+
+    marked = [name for name in formats.folder_marks() if name in files]
     if marked:
-        return FileList(str(folder), {str(marked[0]): marked[0]})
-    paths = sorted(folder.iterdir(), key=lambda path: natural_key(path.name))
-    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
-    indexes = [path for path in files if path.name.endswith(INDEX_SUFFIX)]
-    config = _config(folder / "config.json")
+        return listed_as(marked[:1], {})
+    names = [name for name in sorted(files, key=natural_key) if not name.startswith(".")]
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    config = _config(files["config.json"]) if "config.json" in files else {}
     # An index that is alone says all; nothing else is looked into then.
     one = len(indexes) == 1
-    found = [] if one else [p for p in files if p not in indexes and _is_checkpoint(p)]
+    found = [] if one else [n for n in names if n not in indexes and _is_checkpoint(n, files[n])]
+    if format is not None:
+        suffixes = formats.get(format).suffixes
+        found = [name for name in found if name.lower().endswith(suffixes)] or found
     # Where a model says what it is, its weights are called that; others go with it.
-    models = [path for path in found if path.stem == "model"]
-    if len(models) == 1 and (folder / "config.json").exists():
+    models = [name for name in found if Path(name).stem == "model"]
+    if len(models) == 1 and "config.json" in files:
         found = models
-    for path in indexes:
-        listed = _indexed(open_source(path))
-        if one or any(each.name in listed.files for each in found):
-            return listed._replace(name=str(folder), attrs={**listed.attrs, **config})
-    shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
-    families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
-    if len(found) == len(shards) > 1 and len(families) == 1:
-        count = int(shards[0]["count"])
-        missing = set(range(1, count + 1)) - {int(match["number"]) for match in shards}
-        if missing:
-            numbers = ", ".join(map(str, sorted(missing)[:_MOST_NAMES]))
-            reason = f"of {count} shards these are missing: {numbers}"
-            raise MissingShardError(reason, path=str(folder), hint="Or open a list of some files")
-        found_files: dict[str, Any] = {str(path): path for path in found}
-        return FileList(str(folder), found_files, None, config)
-    if len(found) == 1:
-        return FileList(str(folder), {str(found[0]): found[0]}, None, config)
-    there = [path.name for path in found or files]
-    names = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
+    for name in indexes:
+        listed = _indexed(_opened(files[name]))
+        if one or any(each in listed.files for each in found):
+            return listed._replace(name=folder, attrs={**listed.attrs, **config})
+    if len(found) == 1 or _are_all_shards(folder, found):
+        return listed_as(found, config)
+    there = found or names
+    some = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
     if len(there) > _MOST_NAMES:
-        names += f" and {len(there) - _MOST_NAMES} more"
-    reason = f"no checkpoint is in this folder; it has {names}"
+        some += f" and {len(there) - _MOST_NAMES} more"
+    reason = f"no checkpoint is in this folder; it has {some}"
     if found:
-        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {names}"
-    raise IsADirectoryError(errno.EISDIR, reason, str(folder))
+        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {some}"
+    raise IsADirectoryError(errno.EISDIR, reason, folder)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    source = open_source(path)
+def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
+    """Return whether files are the shards of one checkpoint, of which none may be missing."""
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
+    if not len(names) == len(shards) > 1 or len(families) > 1:
+        return False
+    count = int(shards[0]["count"])
+    numbers = {int(match["number"]) for match in shards}
+    missing = islice((n for n in range(1, count + 1) if n not in numbers), _MOST_NAMES)
+    some = ", ".join(map(str, missing))
+    if some:
+        reason = f"of {count} shards these are missing: {some}"
+        raise MissingShardError(reason, path=folder, hint="Or open a list of some files")
+    return True
+
+
+def _label(file: Path | Source) -> str:
+    return file.name if isinstance(file, Source) else str(file)
+
+
+def _opened(file: Path | Source) -> Source:
+    return file if isinstance(file, Source) else open_source(file)
+
+
+def _is_checkpoint(name: str, file: Path | Source) -> bool:
+    if isinstance(file, Source):  # on another machine: looking into each takes requests
+        every = (suffix for each in formats.names() for suffix in formats.get(each).suffixes)
+        return name.lower().endswith(tuple(every))
+    source = open_source(file)
     try:
         return formats.recognized(source) is not None
     except OSError:
@@ -182,18 +213,22 @@ def read_sibling(source: Source, name: str) -> bytes | None:
     except (OSError, CheckpointError):  # bytes have no folder
         return None
     with closing(sibling):
-        if sibling.size > _LARGEST_CONFIG:
-            raise ValueError(f"it has {sibling.size} bytes, more than {_LARGEST_CONFIG}")
-        return bytes(sibling.read(0, sibling.size))
+        return _read_small(sibling)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_small(source: Source) -> bytes:
+    if source.size > _LARGEST_CONFIG:
+        raise ValueError(f"it has {source.size} bytes, more than {_LARGEST_CONFIG}")
+    with source.reading_header() as header:
+        return bytes(header.read(0, source.size))
+
+
+def _config(file: Path | Source) -> dict[str, Any]:
     """Return what a model says of itself next to its weights, as an attribute."""
     try:
-        if path.stat().st_size > _LARGEST_CONFIG:
-            return {}
-        return {"config": parse_json(path.read_bytes())}
-    except (OSError, ValueError):
+        with closing(_opened(file)) as source:
+            return {"config": parse_json(_read_small(source))}
+    except (FileNotFoundError, PermissionError, ValueError):
         return {}
 
 
@@ -245,6 +280,7 @@ def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
     links = pattern.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
     options, _ = own_options(storage_options)
+    links[at] = pinned_url(links[at], storage_options)
     if at:
         # As fsspec has it, the options of a link in a chain are under its protocol.
         protocol = links[at].partition("://")[0]
@@ -265,7 +301,8 @@ def _indexed(source: Source) -> FileList:
         reason = f"an index of shards has {source.size} bytes, more than {_LARGEST_INDEX}"
         raise FormatError(reason, path=source.name)
     try:
-        root = json.loads(bytes(source.read(0, source.size)))
+        with source.reading_header() as header:
+            root = json.loads(bytes(header.read(0, source.size)))
     except (ValueError, RecursionError) as error:
         reason = f"an index of shards is no JSON: {error}"
         raise FormatError(reason, path=source.name, rule="ShardIndex") from error

@@ -149,6 +149,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a key that is a list": (head("{[]: 1, 'fortran_order': False, 'shape': ()}"), "open"),
     "deep": (head("(" * 60_000), "open"),
     "signs": (head("-" * 60_000), "open"),
+    "digits that are none": (head("{'descr': '<f4', 'shape': (" + "1" * 60 + "!"), "open"),
     "digits": (described(shape=(10**4000,)), "open"),
     "not text": (head(b"\xff" * 20, version=b"\3\0"), "open"),
     "no end of a text": (head("{'descr': '<f4"), "open"),

@@ -147,6 +147,8 @@ def test_rules() -> None:
     refused(data[:-1], "EndRecord")
     refused(data + b"\0", "EndRecord")
     refused(b"", "EndRecord")
+    for nbytes in range(4, 22):
+        refused(b"PK\5\6".ljust(nbytes, b"\0"), "EndRecord")
 
     def changed(at: int, new: bytes) -> bytes:
         return data[:at] + new + data[at + len(new) :]

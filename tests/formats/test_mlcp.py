@@ -175,6 +175,11 @@ def test_a_payload_that_does_not_fit(option: str) -> None:
                 read(checkpoint(shards, reading), payload=option)
 
 
+@pytest.mark.parametrize("option", READINGS)
+def test_where_a_size_does_not_fit_its_shape(option: str) -> None:
+    fails(checkpoint([[Tensor("w", (3,), bytes(8))]], option), "Size", payload=option)
+
+
 def test_bytes_that_nothing_explains() -> None:
     data = checkpoint(TWO, tail=b"junk")
     error = fails(data, "Payload")

@@ -385,6 +385,7 @@ def test_names_and_attributes() -> None:
         ),
         (files.archive(files.whole("0", np.ones(6, "f4")), {"0": bytes(20)}), "Storage"),
         (files.archive(files.whole("7", np.ones(6, "f4")), {"0": bytes(24)}), "Storage"),
+        (files.archive(files.storage("7", 6), {"0": bytes(24)}), "Storage"),
         (files.archive(b"(0"), "Stack"),
         (files.archive(b"h\x05"), "Memo"),
         (files.archive(b"](K\1u"), "SetItems"),

@@ -59,7 +59,7 @@ def gpt2(layers: int = 6, width: int = 96) -> Tensors:
             tensors[f"{base}.{name}.weight"] = normal(rows, columns, std=std)
             tensors[f"{base}.{name}.bias"] = np.zeros(columns, np.float32)
         tensors[f"{base}.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))
-        tensors[f"{base}.attn.masked_bias"] = np.float32(-1e4)
+        tensors[f"{base}.attn.masked_bias"] = np.array(-1e4, np.float32)
         for name in ("ln_1", "ln_2"):
             tensors[f"{base}.{name}.weight"] = np.ones(width, np.float32)
             tensors[f"{base}.{name}.bias"] = np.zeros(width, np.float32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,10 +25,12 @@ from xckpt.cli.common import (
     print_document,
     print_findings,
     print_table,
+    read_names,
     reading_options,
     require_columns,
     require_rules,
 )
+from xckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -270,6 +274,15 @@ def spectrum(
     metavar="REGEX NEW",
     help="How names in A become names in B, such as '^model\\.' ''.",
 )
+@click.option(
+    "--names",
+    metavar="auto|FILE",
+    help="Match tensors by content and known names, or by a JSON object of names in A with names "
+    "in B.",
+)
+@click.option(
+    "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
+)
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
 @reading_options
 @json_option
@@ -283,6 +296,8 @@ def compare(
     sort: str | None,
     limit: int | None,
     rename: tuple[str, str] | None,
+    names: str | None,
+    write_names: str | None,
     no_cache: bool,
     as_json: bool,
 ) -> int:
@@ -292,28 +307,32 @@ def compare(
     a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
     listed.
     """
-    from xckpt.statistics import MEASURES, table
+    from xckpt.statistics import MEASURES, matched_names, table
     from xckpt.statistics import compare as compute
 
-    if rename is not None:
-        try:
-            re.compile(rename[0])
-        except re.error as error:
-            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
-            raise click.UsageError(message) from error
+    matching = _matching(rename, names)
     chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
     chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
     require_columns(chosen, MEASURES)
     both = replace(reading, tensors=())
-    result = compute(
-        both.dataset(a),
-        both.dataset(b),
-        names=rename,
-        tensors=reading.wanted,
-        progress=is_terminal(),
-        cache=not no_cache,
-    )
+    ours, theirs = both.dataset(a), both.dataset(b)
+    try:
+        result = compute(
+            ours,
+            theirs,
+            names=matching,
+            tensors=reading.wanted,
+            progress=is_terminal(),
+            cache=not no_cache,
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:  # of names
+        raise click.UsageError(str(error)) from error
     frame = table(result)
+    if write_names is not None:
+        text = json.dumps(matched_names(result), indent=1)
+        Path(write_names).write_text(f"{text}\n", encoding="utf-8")
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -328,6 +347,21 @@ def compare(
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
         complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
+
+
+def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
+    """Return how names in A become names in B."""
+    if names is not None:
+        if rename is not None:
+            raise click.UsageError("--rename and --names exclude each other")
+        return names if names == "auto" else read_names(names)
+    if rename is not None:
+        try:
+            re.compile(rename[0])
+        except re.error as error:
+            message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
+            raise click.UsageError(message) from error
+    return rename
 
 
 def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:

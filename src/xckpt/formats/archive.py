@@ -110,7 +110,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     """Return how many entries the directory has, its size, and where it begins."""
     origin = max(0, source.size - _END.size - _FULL_16)
     tail = bytes(source.read(origin, source.size - origin))
-    at = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
+    at = tail.rfind(b"PK\5\6", 0, max(0, len(tail) - _END.size + 4))
     while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:

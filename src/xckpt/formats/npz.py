@@ -50,8 +50,9 @@ _KEYS = ["descr", "fortran_order", "shape"]
 _TYPES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64"}
 _TYPES |= {f"{kind[0]}{n}": f"{kind}{8 * n}" for kind in ("int", "uint") for n in (1, 2, 4, 8)}
 _TYPES |= {"c8": "complex64", "c16": "complex128"}
-# Nothing in it can be called. Python 2 wrote integers with an L.
-_LITERAL = re.compile(r"(?:[\s{}()\[\],:]|True|False|\d+L?|'[^'\\\n]*'|\"[^\"\\\n]*\")*")
+# Nothing in it can be called. Python 2 wrote integers with an L. Digits are taken all at once, or
+# there are as many ways to split them as there are numbers of so many bits.
+_LITERAL = re.compile(r"(?:[\s{}()\[\],:]|True|False|\d++L?|'[^'\\\n]*'|\"[^\"\\\n]*\")*")
 
 
 class Npz(Format):

@@ -6,6 +6,7 @@
 from xckpt.statistics.api import (
     QUANTILES,
     known_stats,
+    matched_names,
     result_text,
     stats,
     table,
@@ -33,6 +34,7 @@ __all__ = [
     "findings",
     "histogram",
     "known_stats",
+    "matched_names",
     "require_numbers",
     "result_text",
     "spectrum",

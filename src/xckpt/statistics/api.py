@@ -56,6 +56,8 @@ _SHOWN = (
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Attributes of a comparison that a table has as columns.
+_TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 
 
@@ -340,7 +342,19 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
+    for key in _TOLD:
+        values_told = told(result, key, "")
+        if any(values_told):
+            frame[key] = values_told
     return ranked(frame) if "status" in frame else frame
+
+
+def matched_names(result: xr.Dataset) -> dict[str, str]:
+    """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    frame = table(result)
+    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
+    others = frame.get("other_name", frame.index)
+    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
@@ -420,3 +434,14 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
             raise ValueError(f"{shown(str(name))} has no dimension {axis!r}: not a result of stats")
     # To transpose takes longer than all else that is done with a variable.
     return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
+
+
+def told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
+    """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
+    found: list[Any] = []
+    for variable, names in named_tensors(result):
+        stated = variable.attrs.get(key, ())
+        stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
+        known = stated if len(stated) == len(names) else [unknown] * len(names)
+        found += [each for each, name in zip(known, names, strict=True) if name is not None]
+    return found

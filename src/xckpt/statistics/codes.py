@@ -33,12 +33,12 @@ NARROW, ELEMENTS_OF_A_CODE = 0.5, 64
 NARROW_FLOAT = 1 / 16
 
 
-class Codes(NamedTuple):
+class CodeRange(NamedTuple):
     """The codes of a tensor, by its number."""
 
     at: int
     dtype: str
-    count: float
+    elements: float
     low: float
     high: float
     at_ends: float
@@ -46,21 +46,22 @@ class Codes(NamedTuple):
     scales: float
 
 
-def plain_codes(measured: Measured) -> Iterator[Codes]:
+def plain_codes(measured: Measured) -> Iterator[CodeRange]:
     """Find the codes among tensors that are described as they are stored."""
     scales = scales_of_codes(dict(zip(measured.names, measured.dtypes, strict=True)))
     sizes = dict(zip(measured.names, measured["count"].tolist(), strict=True))
+    facts = ("count", "min", "max", "at_ends")
     for at in np.flatnonzero(~np.isnan(measured["at_ends"])).tolist():
         name, dtype = measured.names[at], measured.dtypes[at]
         is_code = name in scales and not name.endswith(("_zero_point", "zeros"))
         if is_code or dtype.startswith("float8"):
-            facts = [measured[each][at] for each in ("count", "min", "max", "at_ends")]
-            yield Codes(at, dtype, *facts, scales=sizes.get(scales.get(name, ""), 0.0))
+            count, low, high, ends = (measured[each][at] for each in facts)
+            yield CodeRange(at, dtype, count, low, high, ends, sizes.get(scales.get(name, ""), 0.0))
 
 
 def decoded_codes(
     readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
-) -> list[Codes]:
+) -> list[CodeRange]:
     """Read the codes of tensors that are described as the numbers they stand for.
 
     Those that share words are left out.
@@ -72,18 +73,14 @@ def decoded_codes(
         codes.append(reader_of(flat, lazy.name))
     with Progress(progress, "codes") as bar:
 
-        def finish(number: int, sketch: Sketch) -> Codes:
+        def finish(number: int, sketch: Sketch) -> CodeRange:
             at, lazy = numbered[number]
             values = spectrum(sketch).values()
             blocks = zip(lazy.shape, lazy.quantization.block, strict=True)
-            return Codes(
-                at,
-                sketch.kind.name,
-                sketch.count,
-                *((float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)),
-                at_ends=count_at_ends(sketch),
-                scales=prod(-(-size // block) for size, block in blocks),
-            )
+            low, high = (values[0], values[-1]) if len(values) else (0.0, 0.0)
+            scales = prod([-(-size // block) for size, block in blocks])
+            kind, ends = sketch.kind.name, count_at_ends(sketch)
+            return CodeRange(at, kind, sketch.count, float(low), float(high), ends, scales)
 
         return gather(codes, Sketch, finish, bar, cache=cache, stretched=True)
 
@@ -94,7 +91,7 @@ def _has_codes(array: Any) -> bool:
     return array.quantization.bits == array.quantization.word_bits == 8
 
 
-def judge(measured: Measured, codes: Codes) -> Iterator[Found]:
+def judge(measured: Measured, codes: CodeRange) -> Iterator[Found]:
     """Say what is odd about the codes of a tensor."""
     at, dtype, count, low, high, at_ends, scales = codes
     kind = kind_named(dtype)

@@ -6,7 +6,7 @@ import math
 import warnings
 from functools import partial
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -25,6 +25,7 @@ from xckpt.statistics.entries import (
     laid,
     laid_out,
 )
+from xckpt.statistics.matching import Partner, partners
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
@@ -64,13 +65,15 @@ class _Match(NamedTuple):
     pair: PairReader | ChunkedPair | None = None
     #: Both, where they differ.
     shapes: str = ""
+    #: In `b`, if there is one.
+    partner: Partner | None = None
 
 
 def compare(
     a: Describable,
     b: Describable,
     *,
-    names: Renaming | None = None,
+    names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
@@ -88,9 +91,11 @@ def compare(
     a, b : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to compare; `a` is what differences are relative to. Two DataArrays are compared with
         each other whatever their names are.
-    names : mapping, callable, or pair of a regular expression and its replacement, optional
+    names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional
         From the name of a tensor of `a` to the name in `b`; a mapping need not have those that
-        stay the same, a pair is used as by `re.sub`.
+        stay the same, a pair is used as by `re.sub`. With ``"auto"`` tensors that have no
+        namesake are matched by their content, which reads them once more, and then by names that
+        projects are known to give: see Notes.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
@@ -131,6 +136,10 @@ def compare(
         ``nmse``            the inverse ratio, which is the square of ``rel_l2``
         ==================  ====================================================================
 
+        With `names`, the attributes ``other_name`` and ``matched_by`` of a variable have the name
+        in `b`, empty if there is none, and the rule; of stacked tensors a list. A table has them
+        as columns, and ``found.ckpt.names`` is a mapping to use again.
+
         Tensors that are the same have 1, 0, 0, 0, 0, 0, 1, infinity, 0 after the count; where
         there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
         complex numbers are magnitudes.
@@ -140,7 +149,8 @@ def compare(
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, or the regular expression is none.
+        If two tensors of `b` have one name, the regular expression is none, or a mapping has a
+        name that no tensor of `a` has.
     TypeError
         If an argument is none of these.
 
@@ -148,6 +158,24 @@ def compare(
     -----
     CheckpointWarning
         If no tensor of `a` has the name of one of `b`.
+
+    Notes
+    -----
+    The rules of ``names="auto"``, in their order. Those of content hold for tensors that are not
+    constant, and only if one tensor of either side is meant:
+
+    ==============  ============================================================================
+    ``name``        equal names
+    ``values``      equal numbers in the same order, whatever their type
+    ``transposed``  one is the transpose of the other
+    ``rows``        equal rows, or columns, in another order, transposed or not
+    ``elements``    equal numbers in any order, in any shape
+    ``burn``        ``gamma`` and ``beta`` for ``weight`` and ``bias``
+    ``prefix``      one has ``module.``, ``_orig_mod.``, ``model.`` or ``transformer.`` in front
+    ``gptrs``       the names of gpt.rs for those of GPT-2 and of Llama
+    ``gguf``        those of the package `gguf`, where it is installed
+    ``values``      constants, and equal tensors of which there are as many on either side
+    ==============  ============================================================================
 
     Examples
     --------
@@ -164,8 +192,13 @@ def compare(
                 for entry, counterpart in zip(entries, others, strict=False)
                 for mine, other in zip(entry.readers, counterpart.readers, strict=False)
             }
-        partners = renamed([each.name for e in entries for each in e.readers], names)
-        entries, rows = _matched(entries, others, partners, tensors)
+    if isinstance(names, str) and names == "auto":
+        known, progress = _found_partners(entries, others, tensors, progress)
+    else:
+        new = renamed([each.name for e in entries for each in e.readers], names)
+        known = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
+    with paused_collector():
+        entries, rows = _matched(entries, others, known, tensors)
     if not entries and tensors is not None:
         names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
         hint = similar(names_of_both, tensors)
@@ -179,7 +212,10 @@ def compare(
     find = partial(_compare_all, progress=progress, cache=cache)
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
-    attrs = [{"shapes": text} if text else {} for text in texts]
+    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
+    if names is not None:
+        for attr, entry, some in zip(attrs, entries, rows, strict=True):
+            attr.update(_partners_told(entry, [row.partner for row in some]))
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
     if theirs.source:
@@ -243,10 +279,41 @@ def _with_same_bytes(
 # --- which tensors belong together ---------------------------------------------------------------
 
 
+def _found_partners(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    tensors: TensorFilter | None,
+    progress: ProgressOption,
+) -> tuple[dict[str, Partner], ProgressOption]:
+    """Find partners by names and content; return what is to be told of the rest, too."""
+    sides = [{r.name: r for each in side for r in each.readers} for side in (entries, others)]
+    ours, theirs = sides
+    chosen = set(select(ours, tensors))
+    theirs = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+    with Progress(progress, "matching") as bar:
+        found = partners({name: ours[name] for name in ours if name in chosen}, theirs, bar)
+    if callable(progress):
+        call = progress  # bytes that were read for this count on
+        return found, lambda done, total: call(bar.done + done, bar.done + total)
+    return found, progress
+
+
+def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[str, Any]:
+    """Say what tensors are called in `b`, and why: one text, or one for each place of a stack."""
+    each = iter(found)
+    if entry.gone is not None:
+        found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+    told = {
+        "other_name": [partner.name if partner else "" for partner in found],
+        "matched_by": [partner.rule if partner else "" for partner in found],
+    }
+    return told if entry.dims else {key: texts[0] for key, texts in told.items()}
+
+
 def _matched(
     entries: Sequence[Described],
     others: Sequence[Described],
-    partners: Mapping[str, str],
+    partners: Mapping[str, Partner],
     tensors: TensorFilter | None,
 ) -> tuple[list[Described], list[list[_Match]]]:
     """Find tensors that belong together."""
@@ -260,14 +327,14 @@ def _matched(
     rows: list[list[_Match]] = []
     used: set[str] = set()
     for entry in entries:
-        wanted = [partners[member.name] for member in entry.readers]
-        used.update(wanted)
+        wanted = [partners.get(member.name) for member in entry.readers]
+        used.update(partner.name for partner in wanted if partner)
         if not any(member.name in chosen for member in entry.readers):
             continue
         found.append(entry)
         rows.append(
             [
-                _row(member, theirs.get(partner), member.name in chosen)
+                _row(member, theirs, partner, member.name in chosen)
                 for member, partner in zip(entry.readers, wanted, strict=True)
             ]
         )
@@ -284,15 +351,22 @@ def _matched(
     return found, rows
 
 
-def _row(ours: Reader, theirs: Reader | None, is_chosen: bool) -> _Match:  # noqa: FBT001  of a loop
+def _row(
+    ours: Reader,
+    others: Mapping[str, Reader],
+    partner: Partner | None,
+    is_chosen: bool,  # noqa: FBT001  of a loop
+) -> _Match:
     if not is_chosen:
         return _Match(ours.name, [nan] * len(MEASURES))
+    theirs = others.get(partner.name) if partner else None
     if theirs is None:
         return _Match(ours.name, _unread("only_a", ours.size))
     shape, other = ours.array.shape, theirs.array.shape
     if shape != other:
-        return _Match(ours.name, _unread("shape", prod(shape)), shapes=f"{shape} and {other}")
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name))
+        known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
+        return _Match(ours.name, known, shapes=shapes, partner=partner)
+    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), partner=partner)
 
 
 def _unread(status: str, count: int) -> list[float]:

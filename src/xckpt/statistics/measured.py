@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from xckpt.labels.stacking import numbered
-from xckpt.statistics.api import named_tensors, tensor_rows
+from xckpt.statistics.api import named_tensors, tensor_rows, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,18 +55,14 @@ class Measured:
         """Take the result of `stats`."""
         names, rows = tensor_rows(result)
         columns = dict(zip(result["statistic"].to_numpy().tolist(), rows.T, strict=True))
-        columns["dead_rows"] = np.full(len(names), np.nan)
+        columns["dead_rows"] = np.array(told(result, "dead_rows", np.nan), np.float64)
         dtypes: list[str] = []
         shapes: list[tuple[int, ...]] = []
         for variable, members in named_tensors(result):
-            there = [member is not None for member in members]
-            start, attrs = len(dtypes), variable.attrs
-            dtypes += [str(attrs.get("dtype", ""))] * sum(there)
-            shape = np.atleast_1d(attrs.get("shape", ())).astype(int)
-            shapes += [tuple(shape.tolist())] * sum(there)
-            dead = np.atleast_1d(np.asarray(attrs.get("dead_rows", ()), np.float64))
-            if len(dead) == len(members):
-                columns["dead_rows"][start : len(dtypes)] = dead[there]
+            count = len([member for member in members if member is not None])
+            dtypes += [str(variable.attrs.get("dtype", ""))] * count
+            shape = np.atleast_1d(variable.attrs.get("shape", ())).astype(int)
+            shapes += [tuple(shape.tolist())] * count
         has_steps = run is not None and all(name.startswith(f"{run}.") for name in names)
         return cls(names, columns, dtypes, shapes, run if has_steps else None)
 

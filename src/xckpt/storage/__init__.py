@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt.storage.ahead import reading_ahead
@@ -17,10 +18,23 @@ from xckpt.storage.local import (
 from xckpt.storage.remote import FsspecSource, is_url
 from xckpt.storage.source import Source
 
+#: What URLs of the Hugging Face Hub begin with.
+HUB_SCHEME = "hf://"
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Source", "is_mapped", "is_remote", "local_path", "open_source", "reading_ahead"]
+__all__ = [
+    "HUB_SCHEME",
+    "Source",
+    "is_mapped",
+    "is_remote",
+    "list_folder",
+    "local_path",
+    "open_source",
+    "pinned_url",
+    "reading_ahead",
+]
 
 
 def open_source(
@@ -43,12 +57,42 @@ def open_source(
         )
     if not is_remote(obj):
         return LocalSource(obj, mmap=mmap)
+    if obj.startswith(HUB_SCHEME):
+        from xckpt.storage.hub import HubSource
+
+        return HubSource(obj, storage_options, first=first)
     is_web = obj.startswith(("http://", "https://"))
     if not is_web and ("::" in obj or not obj.startswith(("s3://", "s3a://"))):
         return FsspecSource(obj, storage_options, first=first)
     from xckpt.storage.web import HttpSource, S3Source
 
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
+
+
+def list_folder(
+    path: str, storage_options: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, Path | Source]] | None:
+    """Return the name of a folder and its files by name; None where it is not one, or not listed.
+
+    Folders are those of this machine, and of the Hub, where a repository is one.
+    """
+    if path.startswith(HUB_SCHEME):
+        from xckpt.storage.hub import list_hub_folder
+
+        return list_hub_folder(path, storage_options)
+    folder = Path(local_path(path))
+    if is_remote(path) or not folder.is_dir():
+        return None
+    return str(folder), {each.name: each for each in folder.iterdir() if each.is_file()}
+
+
+def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return a URL that means the same from now on, where there is such a one: of the Hub."""
+    if not url.startswith(HUB_SCHEME):
+        return url
+    from xckpt.storage.hub import pinned
+
+    return pinned(url, storage_options)
 
 
 def is_remote(obj: object) -> bool:

@@ -34,7 +34,7 @@ FIRST_NBYTES = 1 << 16
 _TAIL_NBYTES = 1 << 16
 # Reads that go on where the last one ended, or not far after, bring more each time: 1 MiB, then
 # 16. A format that does not say how long its header is has 17 MiB of it in three requests.
-_SMALLEST_AHEAD, _LARGEST_AHEAD = 1 << 16, 16 << 20
+_SMALLEST_AHEAD, _AHEAD, _LARGEST_AHEAD = 1 << 16, 1 << 20, 16 << 20
 _GROWTH = 16
 _NEAR = 1 << 20
 # Kept in memory, so that what is read twice is requested once.
@@ -51,9 +51,13 @@ _STRONG = {"ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "
 
 @contextmanager
 def reading_header(
-    source: Source, first: memoryview, options: Mapping[str, Any]
+    source: Source, first: memoryview, options: Mapping[str, Any], *, ahead: int = _AHEAD
 ) -> Iterator[Source]:
-    """Return a source for reading the header of a remote file with few requests."""
+    """Return a source for reading the header of a remote file with few requests.
+
+    `first` is what is there of its beginning; where reads go on from there, the next brings `ahead`
+    bytes.
+    """
     identity: Any = source.identity
     is_sure = any(key in _STRONG and not v.startswith("W/") for key, v in identity[1:])
     path = cache.folder("headers") if is_sure else None
@@ -62,12 +66,12 @@ def reading_header(
         told = repr((source.name, identity, sorted(options.items())))
         path /= blake2b(told.encode(), digest_size=20).hexdigest() + ".header"
         known = _load(path, source, first)
-    header = HeaderSource(source)
+    header = HeaderSource(source, ahead)
     for start, data in [(0, first)] if known is None else known:
         header.keep(start, data)
     yield header
     nbytes = sum(len(data) for _, data in header.segments)
-    is_new = known is None and header.requests and header.complete
+    is_new = header.requests and header.complete
     if path is not None and is_new and nbytes <= _LARGEST_ENTRY:
         import msgpack
 
@@ -106,13 +110,13 @@ class HeaderSource(Source):
 
     __slots__ = ("_ahead", "_last", "complete", "requests", "segments", "source")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, ahead: int = _AHEAD) -> None:
         self.source = source
         self.name, self.size, self.identity = source.name, source.size, source.identity
         self.segments: list[tuple[int, memoryview]] = []
         self.requests = 0  # how many were made
         self.complete = True  # whether all that was read is still there
-        self._ahead = _SMALLEST_AHEAD
+        self._ahead = ahead // _GROWTH
         self._last = 0
 
     def keep(self, start: int, data: memoryview) -> None:

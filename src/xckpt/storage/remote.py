@@ -67,7 +67,10 @@ _ERRNOS = {
     if hasattr(errno, name)
 }
 # Libraries whose errors are about connections where they are no errors of ours or of the system.
-_NETWORK = {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "http", "urllib3"}
+_NETWORK = {
+    *("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "http", "urllib3"),
+    *("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "requests"),
+}
 
 # Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
@@ -76,7 +79,7 @@ _LONGEST_VERSION = 1024
 # Two letters at least: "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
 
-_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hub"}
 
 # What file systems say of the version of a file, under the names they have for it.
 _VERSION_KEYS = (
@@ -175,11 +178,43 @@ class Patience:
         if isinstance(problem, BusyError):
             at_least = problem.seconds
             cancelling.tell_busy()
+        if at_least > self.left():
+            wait = {OWN_OPTIONS: {"timeout": at_least + self._limits.timeout}}
+            told = (
+                f"{getattr(problem, 'strerror', problem)}; it wants no requests for {at_least:g} "
+                f"seconds: try again after that, or wait with storage_options={wait}"
+            )
+            raise OSError(errno.ETIMEDOUT, told, self._name)
         # Unequal, or a thousand workers that failed together come back together.
         spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
         seconds = max(at_least, spread * _FIRST_DELAY * 2 ** min(failures - 1, 6))
         cancelling.pause(min(self.left(), seconds))
         self.left()
+
+
+def lacking(url: str, error: ImportError) -> ImportError:
+    """Return an error that says what to install for a URL."""
+    protocols = re.split(r"://|::", url)
+    extra = next((_EXTRAS[each] for each in protocols if each in _EXTRAS), None)
+    how = "" if extra is None else f". Install it with: pip install 'xckpt[{extra}]'"
+    return ImportError(f"cannot open {url}: {error}{how}")
+
+
+def called_within(seconds: float, call: Callable[[], T]) -> T:
+    """Call a function; one that never returns is left behind on a thread."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            future.set_exception(error)
+
+    # A thread of an executor would keep the process from ending.
+    threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
+    return cancelling.wait_for(future, seconds)
 
 
 def is_transient_status(status: int) -> bool:
@@ -416,23 +451,10 @@ class FsspecSource(Source):
         return memoryview(self._blocking(cat, patience, most))
 
     def _blocking(self, call: Callable[[], T], patience: Patience, nbytes: int = 0) -> T:
-        """Call a function of fsspec; one that never returns is left behind on a thread."""
+        """Call a function of fsspec, for as long as there is patience."""
         if self._is_free_to_ask():
             return call()
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-                future.set_exception(error)
-
-        # A thread of an executor would keep the process from ending.
-        seconds = patience.blocked(nbytes)
-        threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
-        found = cancelling.wait_for(future, seconds)
+        found = called_within(patience.blocked(nbytes), call)
         patience.arrived(nbytes)
         return found
 
@@ -442,18 +464,18 @@ class FsspecSource(Source):
         return self.storage_options
 
     def _file_system(self) -> tuple[Any, str]:
+        try:
+            return self._url_to_fs()
+        except ImportError as error:
+            raise lacking(self.name, error) from error
+        except ValueError as error:
+            raise ValueError(f"cannot open {self.name}: {error}") from error
+
+    def _url_to_fs(self) -> tuple[Any, str]:
         # fsspec keeps one instance per process and options, and knows about forks.
         from fsspec.core import url_to_fs
 
-        try:
-            return url_to_fs(self.name, **self._options)  # type: ignore[no-any-return]
-        except ImportError as error:
-            protocols = re.split(r"://|::", self.name)
-            extra = next((_EXTRAS[each] for each in protocols if each in _EXTRAS), None)
-            how = "" if extra is None else f". Install it with: pip install 'xckpt[{extra}]'"
-            raise ImportError(f"cannot open {self.name}: {error}{how}") from error
-        except ValueError as error:
-            raise ValueError(f"cannot open {self.name}: {error}") from error
+        return url_to_fs(self.name, **self._options)  # type: ignore[no-any-return]
 
     def _info(self, patience: Patience) -> dict[str, Any]:
         """Ask for what is known of the file."""

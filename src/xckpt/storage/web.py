@@ -23,13 +23,13 @@ from xckpt.storage.remote import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from aiohttp import ClientResponse
 
     from xckpt.storage.remote import Patience
 
-__all__ = ["HttpSource", "S3Source"]
+__all__ = ["HttpSource", "S3Source", "busy_or_broken"]
 
 _WHOLE, _PARTIAL = 200, 206
 
@@ -52,6 +52,9 @@ class HttpSource(FsspecSource):
 
     __slots__ = ()
 
+    # How much of a file is thrown away where its beginning is sent, too.
+    _most_skipped = 0
+
     def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
         def told(response: ClientResponse) -> dict[str, Any] | None:
             if is_transient_status(response.status):
@@ -72,7 +75,7 @@ class HttpSource(FsspecSource):
             self._check_status(response)
             self._check_answer(response.headers)
             self._check_body(response, offset, nbytes)
-            return {"size": offset + nbytes}
+            return {"size": offset + nbytes, "skip": offset * (response.status == _WHOLE)}
 
         found: Any = self._requested(offset, nbytes, patience, checked)
         return cast("memoryview", found[1])
@@ -96,30 +99,28 @@ class HttpSource(FsspecSource):
         async def request() -> tuple[dict[str, Any], memoryview] | None:
             from aiohttp import ClientTimeout
 
-            session = await fs.set_session()
             if "timeout" not in fs.client_kwargs:
                 # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
                 options.setdefault("timeout", ClientTimeout(total=None))
             async with asyncio.timeout(patience.silence()):
-                answer = await session.get(fs.encode_url(url), **options)
+                answer = await self._answered(fs, url, options)
             async with answer as response:
                 found = look(response)
                 if found is None:
                     return None
-                wanted = min(nbytes, found["size"] - offset)
-                return found, await _body(response.content.iter_any(), wanted, patience)
+                skip = found.get("skip", 0)
+                wanted = skip + min(nbytes, found["size"] - offset)
+                data = await _body(response.content.iter_any(), wanted, patience)
+                return found, data[skip:]
 
         return run(fs.loop, request)
 
+    async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
+        session = await fs.set_session()
+        return cast("ClientResponse", await session.get(fs.encode_url(url), **options))
+
     def _refused(self, response: ClientResponse) -> OSError:
-        passes = is_transient_status(response.status)
-        answer = f"the server answered {response.status} {shown(response.reason or '')}"
-        if response.status in _BUSY:
-            busy = BusyError(errno.EIO, answer, self.name)
-            told = response.headers.get("Retry-After", "")
-            busy.seconds = float(told) if _SECONDS.fullmatch(told) else 0
-            return busy
-        return OSError(errno.EIO if passes else errno.EINVAL, answer, self.name)
+        return busy_or_broken(response.status, response.reason or "", response.headers, self.name)
 
     def _check_status(self, response: ClientResponse) -> None:
         status = response.status
@@ -139,7 +140,7 @@ class HttpSource(FsspecSource):
         if response.status == _WHOLE:
             if response.content_length not in {None, self.size}:
                 raise self._changed(f"it had {self.size} bytes, now {response.content_length}")
-            if offset != 0:
+            if offset > self._most_skipped:
                 raise self._unsupported("ignores the range of a request and sends the whole file")
             return
         found = content_range(response.headers.get("Content-Range"))
@@ -153,6 +154,17 @@ class HttpSource(FsspecSource):
         if first != offset:
             told = f"asked for bytes from {offset}, got {first}-{last}"
             raise OSError(errno.EIO, told, self.name)
+
+
+def busy_or_broken(status: int, reason: str, headers: Mapping[str, str], name: str) -> OSError:
+    """Return the error that an answer without bytes is."""
+    answer = f"the server answered {status} {shown(reason)}"
+    if status in _BUSY:
+        busy = BusyError(errno.EIO, answer, name)
+        told = headers.get("Retry-After", "")
+        busy.seconds = float(told) if _SECONDS.fullmatch(told) else 0
+        return busy
+    return OSError(errno.EIO if is_transient_status(status) else errno.EINVAL, answer, name)
 
 
 class S3Source(FsspecSource):

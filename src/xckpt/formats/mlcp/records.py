@@ -135,7 +135,7 @@ def read_block(cursor: NetCursor, *, inline: bool = False) -> tuple[list[Record]
         records[name] = record
         if inline:
             if not record.fits:
-                raise record.size_error()
+                raise record.size_error(at)
             offsets.append(cursor.at)
             cursor.skip(record.nbytes, "data")
     return list(records.values()), offsets

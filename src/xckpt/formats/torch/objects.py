@@ -73,7 +73,8 @@ class ObjectWalk:
             try:
                 children = self._children(path, value)
             except CheckpointError as error:
-                raise error.located(tensor=".".join(path)[:200]) from error.__cause__
+                name = ".".join(path)[:200] or "tensor"
+                raise error.located(tensor=name, offset=self._base) from error.__cause__
             if not children:
                 continue
             if id(value) in inside:

@@ -1,0 +1,139 @@
+"""Which tensors of two checkpoints belong together: by name, by content, by names that are known.
+
+Content comes first where names differ: who renamed, transposed or permuted a tensor did not change
+its numbers, and names can mislead. It says nothing of tensors that are rounded, nor of constants,
+such as the norms of a model that was not trained: there known spellings of names tell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.labels.conventions import same_tensors
+from xckpt.statistics.explaining.fingerprints import fingerprints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from xckpt.progress import Progress
+    from xckpt.statistics.explaining.fingerprints import Fingerprint
+    from xckpt.statistics.readers import Reader
+
+__all__ = ["Partner", "partners"]
+
+Prints = dict[str, "Fingerprint"]
+
+
+class Partner(NamedTuple):
+    """The tensor of the other side, and what says so: a rule of `compare`."""
+
+    name: str
+    rule: str
+
+
+def partners(
+    ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
+) -> dict[str, Partner]:
+    """Find for tensors of one side those of the other; values are read where names differ."""
+    found = {name: Partner(name, "name") for name in ours if name in theirs}
+    left = {name: reader for name, reader in ours.items() if name not in found}
+    right = {name: reader for name, reader in theirs.items() if name not in found}
+
+    def take(pairs: Iterator[tuple[str, str, str]]) -> None:
+        for name, other, rule in pairs:
+            if name in left and other in right:
+                found[name] = Partner(other, rule)
+                del left[name], right[other]
+
+    first, second = _hashed(left, right, progress)
+    for rule, key in _KEYS:
+        take(_equal(rule, key, _varied(first, left), _varied(second, right)))
+    take(same_tensors(left, right))
+    # Constants, and what is there several times: any of them has the same values.
+    take(_in_order(_known(first, left), _known(second, right)))
+    return found
+
+
+def _hashed(
+    left: Mapping[str, Reader], right: Mapping[str, Reader], progress: Progress
+) -> tuple[Prints, Prints]:
+    """Hash tensors that have as many elements as one of the other side has."""
+    sizes = {reader.size for reader in left.values()} & {reader.size for reader in right.values()}
+    sides = [{n: r for n, r in each.items() if r.size in sizes} for each in (left, right)]
+    readers = [reader for side in sides for reader in side.values()]
+    every = iter(fingerprints(readers, columns=True, progress=progress))
+    prints: list[Prints] = [
+        {name: one for name, one in zip(side, every, strict=False) if one is not None}
+        for side in sides
+    ]
+    return prints[0], prints[1]
+
+
+def _known(prints: Prints, left: Mapping[str, Any]) -> Prints:
+    return {name: each for name, each in prints.items() if name in left}
+
+
+def _varied(prints: Prints, left: Mapping[str, Any]) -> Prints:
+    return {name: each for name, each in _known(prints, left).items() if each.low < each.high}
+
+
+def _equal(
+    rule: str, keys: Callable[[Fingerprint], list[Hashable]], first: Prints, second: Prints
+) -> Iterator[tuple[str, str, str]]:
+    """Find tensors that have a key in common, which no others have."""
+    sides: list[dict[Hashable, set[str]]] = [defaultdict(set), defaultdict(set)]
+    for side, prints in zip(sides, (first, second), strict=True):
+        for name, each in prints.items():
+            for key in keys(each):
+                side[key].add(name)
+    for key, names in sides[0].items():
+        others = sides[1].get(key, set())
+        if len(names) == len(others) == 1:
+            yield min(names), min(others), rule
+
+
+def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str, str]]:
+    """Pair tensors of equal values in the order of the files, if there are as many of them."""
+    counts = [Counter(each.contents for each in side.values()) for side in (first, second)]
+    others = defaultdict(list)
+    for name, each in second.items():
+        others[each.contents].append(name)
+    for name, each in first.items():
+        if counts[0][each.contents] == counts[1][each.contents]:
+            yield name, others[each.contents].pop(0), "values"
+
+
+# --- what is equal of two tensors that belong together -------------------------------------------
+
+
+def _values(one: Fingerprint) -> list[Hashable]:
+    return [one.contents]
+
+
+def _transposed(one: Fingerprint) -> list[Hashable]:
+    return [(one.elements, _digest(each)) for each in (one.rows, one.columns) if each is not None]
+
+
+def _rows(one: Fingerprint) -> list[Hashable]:
+    sides = [each for each in (one.rows, one.columns) if each is not None and len(each) > 1]
+    return [(one.elements, _digest(np.sort(each))) for each in sides]
+
+
+def _elements(one: Fingerprint) -> list[Hashable]:
+    return [(one.elements, one.count)]
+
+
+def _digest(hashes: np.ndarray[Any, Any]) -> bytes:
+    return blake2b(hashes.tobytes(), digest_size=16).digest()
+
+
+_KEYS: tuple[tuple[str, Callable[[Fingerprint], list[Hashable]]], ...] = (
+    ("values", _values),
+    ("transposed", _transposed),
+    ("rows", _rows),
+    ("elements", _elements),
+)

@@ -1,0 +1,376 @@
+"""``names="auto"``: one model in the layouts of several projects, every tensor found again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from safetensors.numpy import save_file
+
+import xckpt
+from tests.conftest import GOLDEN
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = dict[str, Array]
+
+HIDDEN, WIDE, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 32, 64, 4, 2, 40, 3
+# Of Hugging Face: what it is called in GGUF, and by Burn's own Llama.
+LINEAR = {
+    "self_attn.q_proj": ("attn_q", "attention.wq"),
+    "self_attn.k_proj": ("attn_k", "attention.wk"),
+    "self_attn.v_proj": ("attn_v", "attention.wv"),
+    "self_attn.o_proj": ("attn_output", "attention.wo"),
+    "mlp.gate_proj": ("ffn_gate", "feed_forward.w1"),
+    "mlp.up_proj": ("ffn_up", "feed_forward.w3"),
+    "mlp.down_proj": ("ffn_down", "feed_forward.w2"),
+}
+NORMS = {
+    "input_layernorm": ("attn_norm", "attention_norm"),
+    "post_attention_layernorm": ("ffn_norm", "ffn_norm"),
+}
+SINGLE = {
+    "model.embed_tokens": ("token_embd", "tok_embeddings"),
+    "model.norm": ("output_norm", "norm"),
+    "lm_head": ("output", "output"),
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    keys = HIDDEN // HEADS * KEY_HEADS
+    linear = [(HIDDEN, HIDDEN), (keys, HIDDEN), (keys, HIDDEN), (HIDDEN, HIDDEN)]
+    linear += [(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+        "lm_head": (VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        head = f"model.layers.{layer}."
+        found |= {head + name: shape for name, shape in zip(LINEAR, linear, strict=True)}
+        found |= {head + name: (HIDDEN,) for name in NORMS}
+    return found
+
+
+def hugging_face(*, trained: bool = True) -> Tensors:
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in shapes().items():
+        values: Array = rng.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            values = 1 + values / 10 if trained else np.ones(shape)
+        tensors[f"{name}.weight"] = values.astype(np.float32)
+    return tensors
+
+
+def spelled(name: str, project: int, layers: str) -> str:
+    """Return the name of a module in another project, without its weight."""
+    module = name.removesuffix(".weight")
+    if module in SINGLE:
+        return SINGLE[module][project]
+    _, _, layer, inner = module.split(".", 3)
+    return f"{layers}.{layer}.{(LINEAR | NORMS)[inner][project]}"
+
+
+def in_gguf(tensors: Mapping[str, Array]) -> Tensors:
+    """Do what llama.cpp's converter does: other names, and rows of q and k in another order."""
+    found = {}
+    for name, values in tensors.items():
+        heads = HEADS if "q_proj" in name else KEY_HEADS
+        new = values
+        if "q_proj" in name or "k_proj" in name:
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
+            new = halves.swapaxes(1, 2).reshape(values.shape)
+        found[spelled(name, 0, "blk") + ".weight"] = new
+    return found
+
+
+def in_burn(tensors: Mapping[str, Array], *, own_modules: bool) -> Tensors:
+    """Do what Burn does: linear layers are transposed, norms have a gamma."""
+    found = {}
+    for name, values in tensors.items():
+        is_linear = values.ndim == 2 and "embed" not in name
+        module = spelled(name, 1, "layers") if own_modules else name.removesuffix(".weight")
+        found[f"{module}.{'weight' if values.ndim == 2 else 'gamma'}"] = (
+            np.ascontiguousarray(values.T) if is_linear else values
+        )
+    return found
+
+
+def write_gguf(path: Path, tensors: Mapping[str, Array], kind: str) -> Path:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, values in tensors.items():
+        stored = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        data = gguf.quants.quantize(values, stored)
+        is_block = kind.startswith("Q") and values.ndim == 2
+        writer.add_tensor(name, data, raw_dtype=stored if is_block else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_burn(path: Path, tensors: Mapping[str, Array]) -> Path:
+    variables = {
+        name: ([f"{name}:{axis}" for axis in range(values.ndim)], values)
+        for name, values in tensors.items()
+    }
+    xckpt.save(xr.Dataset(variables), path)
+    return path
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    save_file(hugging_face(), tmp_path / "hf.safetensors")
+    return tmp_path / "hf.safetensors"
+
+
+def rules(found: xr.Dataset) -> dict[str, int]:
+    counts: dict[str, int] = found.ckpt.table()["matched_by"].value_counts().to_dict()
+    return counts
+
+
+class TestLayoutsOfProjects:
+    """Every tensor of a model is found in the file that another project made of it."""
+
+    @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+    def test_gguf(self, original: Path, tmp_path: Path, kind: str) -> None:
+        tensors = hugging_face()
+        names = dict(zip(tensors, in_gguf(tensors), strict=True))
+        path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), kind)
+        found = xckpt.compare(original, path, names="auto")
+        assert found.ckpt.names == names
+        assert xckpt.compare(path, original, names="auto").ckpt.names == {
+            new: old for old, new in names.items()
+        }
+        norms, others = 2 * LAYERS + 1, 5 * LAYERS + 2
+        content = {"values": norms + others, "rows": 2 * LAYERS}
+        rounded = {"values": norms, "gguf": others + 2 * LAYERS}
+        assert rules(found) == (content if kind == "F32" else rounded)
+        if kind == "F32":
+            assert (found.ckpt.table()["status"] == "same").sum() == norms + others
+
+    @pytest.mark.parametrize("own_modules", [False, True])
+    def test_burn(self, original: Path, tmp_path: Path, own_modules: bool) -> None:
+        tensors = hugging_face()
+        burn = in_burn(tensors, own_modules=own_modules)
+        path = write_burn(tmp_path / "model.bpk", burn)
+        found = xckpt.compare(original, path, names="auto")
+        assert found.ckpt.names == dict(zip(tensors, burn, strict=True))
+        embedding, linear = 1, 7 * LAYERS + 1
+        if own_modules:
+            norms = 2 * LAYERS + 1
+            assert rules(found) == {"values": norms + embedding, "transposed": linear}
+        # What has its own name needs no reading.
+        else:
+            norms = 2 * LAYERS + 1
+            assert rules(found) == {"name": embedding + linear, "values": norms}
+
+    def test_burn_and_gguf(self, tmp_path: Path) -> None:
+        tensors = hugging_face()
+        burn = in_burn(tensors, own_modules=True)
+        first = write_burn(tmp_path / "model.bpk", burn)
+        second = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F32")
+        found = xckpt.compare(first, second, names="auto")
+        assert found.ckpt.names == dict(zip(burn, in_gguf(tensors), strict=True))
+        assert rules(found)["rows"] == 2 * LAYERS
+
+    def test_norms_that_were_never_trained_are_told_apart_by_their_names(
+        self, tmp_path: Path
+    ) -> None:
+        tensors = hugging_face(trained=False)
+        save_file(tensors, tmp_path / "hf.safetensors")
+        path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F32")
+        found = xckpt.compare(tmp_path / "hf.safetensors", path, names="auto")
+        assert found.ckpt.names == dict(zip(tensors, in_gguf(tensors), strict=True))
+        assert rules(found)["gguf"] == 2 * LAYERS + 1
+
+    def test_content_is_enough_without_the_package(
+        self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_gguf(tmp_path / "model.gguf", in_gguf(hugging_face()), "F32")
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        found = xckpt.compare(original, path, names="auto")
+        assert set(rules(found)) == {"values", "rows"}
+
+    @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
+    @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])
+    def test_what_converters_write(self, model: str) -> None:
+        path = GOLDEN / "gguf" / f"convert_{model}.gguf"
+        pairs = json.loads(path.with_suffix(".expected.json").read_text("utf-8"))["pairs"]
+        wanted = {each["hf"]: each["gguf"] for each in pairs if each.get("gguf")}
+        with np.load(path.with_suffix(".hf.npz")) as arrays:
+            ours = {
+                name: ([f"{name}:{axis}" for axis in range(arrays[name].ndim)], arrays[name])
+                for name in arrays
+            }
+        found = xckpt.compare(xr.Dataset(ours), path, names="auto")
+        assert found.ckpt.names == wanted
+
+
+class TestRules:
+    """What makes two tensors one, and what is not enough."""
+
+    def compared(self, ours: Tensors, theirs: Tensors, **options: Any) -> xr.Dataset:
+        first, second = (
+            xr.Dataset({n: ([f"{n}:{k}" for k in range(v.ndim)], v) for n, v in tensors.items()})
+            for tensors in (ours, theirs)
+        )
+        found: xr.Dataset = xckpt.compare(first, second, names="auto", **options)
+        return found
+
+    def test_content(self) -> None:
+        rng = np.random.default_rng(0)
+        a: Tensors = {n: rng.standard_normal((6, 8)).astype(np.float32) for n in "abcde"}
+        b: Tensors = {
+            "A": a["a"].astype(np.float64),
+            "B": a["b"].T,
+            "C": a["c"][rng.permutation(6)],
+            "D": a["d"][:, rng.permutation(8)].T,
+            "E": a["e"].reshape(2, 24)[:, ::-1],
+        }
+        found = self.compared(a, b)
+        assert found.ckpt.names == {name: name.upper() for name in a}
+        told = [found[name].attrs["matched_by"] for name in a]
+        assert told == ["values", "transposed", "rows", "rows", "elements"]
+        assert found["b"].attrs["shapes"] == "b: (6, 8) and (8, 6)"
+
+    def test_what_is_there_several_times_is_paired_in_order_and_never_twice(self) -> None:
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        found = self.compared({"a": x, "b": x}, {"c": x, "d": x})
+        assert found.ckpt.names == {"a": "c", "b": "d"}
+        with pytest.warns(xckpt.CheckpointWarning, match="names= says"):
+            found = self.compared({"a": x, "b": x}, {"c": x})
+        assert found.ckpt.names == {}
+
+    def test_other_numbers_under_other_names_stay_alone(self) -> None:
+        rng = np.random.default_rng(0)
+        x, y = rng.standard_normal((2, 5, 7))
+        found = self.compared({"a": x, "w": x}, {"b": y, "w": y})
+        assert found.ckpt.names == {"w": "w"}
+        assert (found["a"].attrs["other_name"], found["a"].attrs["matched_by"]) == ("", "")
+        frame = found.ckpt.table()
+        assert frame["status"].to_dict() == {"w": "changed", "a": "only_a", "b": "only_b"}
+
+    def test_names_that_wrappers_add(self) -> None:
+        x = np.ones((3, 4), np.float32)
+        found = self.compared({"module.model.fc.weight": x}, {"_orig_mod.fc.weight": 2 * x})
+        assert found["module.model.fc.weight"].attrs["matched_by"] == "prefix"
+
+    def test_names_of_gpt_rs(self) -> None:
+        x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+        ours = {"blocks.1.attention.w_out": x, "blocks.1.ln_1.gamma": x[0], "lm_head": x[1:]}
+        names = ["transformer.h.1.attn.c_proj.weight", "transformer.h.1.ln_1.weight"]
+        theirs = dict(zip([*names, "lm_head.weight"], (y * 2 for y in ours.values()), strict=True))
+        found = self.compared(ours, theirs)
+        assert found.ckpt.names == dict(zip(ours, theirs, strict=True))
+        llama = {"blocks.1.feed_forward.w_up": x, "final_norm.gamma": x[0]}
+        theirs = {"model.layers.1.mlp.up_proj.weight": x.T * 2, "model.norm.weight": x[0] * 2}
+        assert self.compared(llama, theirs).ckpt.names == dict(zip(llama, theirs, strict=True))
+
+    def test_only_some_tensors(self) -> None:
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        found = self.compared(
+            {"a": x, "b": 2 * x, "c": x + 1}, {"A": x, "B": 2 * x, "c": x}, tensors="a"
+        )
+        assert found.ckpt.names == {"a": "A"}
+
+    def test_stacked_tensors_say_it_for_each(self) -> None:
+        rng = np.random.default_rng(0)
+        ours = {f"layers.{n}.w": (("x", "y"), rng.standard_normal((3, 4))) for n in range(3)}
+        theirs = {f"h.{n}.v": array for n, (_, array) in enumerate(ours.values())}
+        del theirs["h.1.v"]
+        stacked = xr.Dataset(ours).ckpt.stack()
+        other = xr.Dataset(
+            {
+                name: (("x", "y"), array[1])
+                for name, array in zip(theirs, [*ours.values()][::2], strict=True)
+            }
+        )
+        found = xckpt.compare(stacked, other, names="auto")
+        assert found["layers.w"].attrs["other_name"] == ["h.0.v", "", "h.2.v"]
+        assert found.ckpt.names == {"layers.0.w": "h.0.v", "layers.2.w": "h.2.v"}
+        # Of a part nobody knows any more which are meant.
+        assert "other_name" not in found.isel(layers=[0]).ckpt.table()
+
+    def test_progress_goes_on_where_matching_ends(self, original: Path, tmp_path: Path) -> None:
+        path = write_burn(tmp_path / "m.bpk", in_burn(hugging_face(), own_modules=True))
+        told: list[tuple[int, int]] = []
+        how: Any = {"progress": lambda *nbytes: told.append(nbytes), "cache": False}
+        xckpt.compare(original, path, names="auto", **how)
+        assert told == sorted(told)
+        assert told[-1][0] == told[-1][1] > sum(each.nbytes for each in hugging_face().values())
+
+    def test_the_names_of_what_is_no_comparison(self) -> None:
+        ds = xr.Dataset({"x": ("n", [1.0])})
+        with pytest.raises(TypeError, match="names are of what"):
+            _ = ds.ckpt.names
+        assert xckpt.compare(ds, ds).ckpt.names == {"x": "x"}
+        with pytest.raises(TypeError, match="a mapping, a function of a name, or a pair"):
+            xckpt.compare(ds, ds, names="atuo")  # type: ignore[arg-type]
+
+
+class TestCommandLine:
+    """A mapping that `compare` found is what `convert` takes."""
+
+    def test_from_one_to_the_other(
+        self, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tensors = hugging_face()
+        path = write_gguf(tmp_path / "model.gguf", in_gguf(tensors), "F16")
+        names = str(tmp_path / "names.json")
+        assert (
+            main(["compare", str(original), str(path), "--names", "auto", "--write-names", names])
+            == 1
+        )
+        assert json.loads((tmp_path / "names.json").read_text("utf-8")) == dict(
+            zip(tensors, in_gguf(tensors), strict=True)
+        )
+        new = str(tmp_path / "new.safetensors")
+        assert main(["convert", str(original), new, "--names", names]) == 0
+        assert set(xckpt.read_index(new)) == set(in_gguf(tensors))
+        capsys.readouterr()
+        assert main(["compare", str(original), new, "--names", names]) == 0
+        assert capsys.readouterr().err.endswith("all are the same\n")
+
+    def test_names_and_a_pattern_are_too_much(
+        self, original: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        both = ["--names", "auto", "--rename", "a", "b"]
+        assert main(["compare", str(original), str(original), *both]) == 2
+        assert "exclude each other" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("[1]", "must be an object of old names"),
+            ('{"a": 1}', "must be an object of old names"),
+            ("{", "not a JSON file"),
+            ('{"lm_head": "x"}', "which no tensor is called; similar names: 'lm_head.weight'"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["compare", "convert"])
+    def test_wrong_names(
+        self,
+        original: Path,
+        tmp_path: Path,
+        text: str,
+        said: str,
+        command: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (tmp_path / "names.json").write_text(text)
+        other = str(original) if command == "compare" else str(tmp_path / "new.zt")
+        names = ["--names", str(tmp_path / "names.json")]
+        assert main([command, str(original), other, *names]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""All ways to read a file, and who else reads it: they agree, or something is wrong."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+import xckpt
+from xckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from torture.seeds import Files
+
+__all__ = [
+    "BROKEN",
+    "Disagreement",
+    "agreement",
+    "check_named",
+    "digested",
+    "flipped",
+    "unlike_others",
+    "values_of",
+]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+#: What breaks a promise: every error but those that are documented, which are caught before.
+BROKEN = (Exception,)
+
+# A size that fits the file may still be huge where it is sparse or repeated.
+_LARGEST = 1 << 20
+
+
+class Disagreement(AssertionError):  # noqa: N818
+    """Two ways to read a file do not say the same."""
+
+
+def values_of(obj: Any) -> None:
+    """Open a file as a Dataset, and compute all values as they are stored."""
+    try:
+        ds = _opened(xr.open_dataset, obj, decode=False, verify=True)
+    except CheckpointError as error:
+        check_named(error)
+    else:
+        _computed(ds.variables)
+
+
+def check_named(error: CheckpointError) -> None:
+    """Check that an error names the file."""
+    if error.path is None or error.path not in str(error):
+        raise Disagreement(f"no file is named in: {error}") from error
+
+
+def agreement(obj: Any) -> dict[str, Array] | None:
+    """Read a file in all ways; return stored values by variable, None where it does not open."""
+    told: dict[str, CheckpointError] = {}
+    ways: dict[str, Callable[[], Any]] = {
+        "index": lambda: xckpt.read_index(obj),
+        "Dataset": lambda: _opened(xr.open_dataset, obj, decode=False, verify=True),
+        "decoded": lambda: _opened(xr.open_dataset, obj, verify=True),
+        "tree": lambda: _opened(xr.open_datatree, obj, decode=False, verify=True),
+    }
+    found = {}
+    for way, read in ways.items():
+        try:
+            found[way] = read()
+        except CheckpointError as error:
+            told[way] = error
+            check_named(error)
+    report = xckpt.verify(obj, progress=False)
+    if told.keys() not in (set(), ways.keys()):
+        raise Disagreement(f"only some open it: {told}")
+    if told:
+        _agree(report, told["index"])
+        return None
+    values, errors = _computed(found["Dataset"].variables)
+    decoded, more = _computed(found["decoded"].variables)
+    problems = [*errors.values(), *more.values()]
+    damage = [e for e in problems if isinstance(e, FormatError | IntegrityError)]
+    if damage and report.ok:
+        raise Disagreement(f"verify finds nothing wrong, but {damage[0]}") from damage[0]
+    is_all = len(values) == len(found["Dataset"].variables)
+    if not report.ok and is_all and len(decoded) == len(found["decoded"].variables):
+        raise Disagreement(f"everything is read, but {report}")
+    _agree_on_values(found["tree"], values, errors)
+    repr(found["decoded"].ckpt)
+    _agree_on_statistics(found["decoded"], decoded)
+    return values
+
+
+def _opened(open_: Callable[..., Any], obj: Any, **options: Any) -> Any:
+    engine = _engine_of(obj)
+    return open_(obj, engine=engine, **options)
+
+
+def _engine_of(obj: Any) -> str:
+    from xckpt.opening import format_of
+
+    return format_of(obj)
+
+
+def _agree(report: xckpt.Report, error: CheckpointError) -> None:
+    if len(report.findings) != 1 or report.findings[0].rule != error.rule:
+        raise Disagreement(f"opening says {error}, verify {report}") from error
+    if report.ok is not isinstance(error, UnsupportedError):
+        raise Disagreement(f"verify says {report}") from error
+
+
+def _computed(
+    variables: Any,
+) -> tuple[dict[str, Array], dict[str, CheckpointError]]:
+    values, errors = {}, {}
+    for name, variable in variables.items():
+        if variable.nbytes < _LARGEST:
+            try:
+                values[str(name)] = np.asarray(variable.values)
+            except CheckpointError as error:
+                check_named(error)
+                errors[str(name)] = error
+    return values, errors
+
+
+def _agree_on_values(
+    tree: xr.DataTree, values: dict[str, Array], errors: dict[str, CheckpointError]
+) -> None:
+    stored = {
+        (v.encoding.get("tensor"), v.encoding.get("part")): v
+        for node in tree.subtree
+        for v in node.variables.values()
+    }
+    count = sum(variable.nbytes < _LARGEST for variable in stored.values())
+    if count != len(values) + len(errors):
+        raise Disagreement(f"{count} variables in the tree, {len(values) + len(errors)} without")
+    found, problems = _computed({str(key): each for key, each in stored.items()})
+    some = sorted([(v.shape, v.tobytes()) for v in values.values()])
+    if sorted([(v.shape, v.tobytes()) for v in found.values()]) != some:
+        raise Disagreement("the tree has other values")
+    if len(problems) != len(errors):
+        raise Disagreement(f"the tree has other problems: {problems}, {errors}")
+
+
+def _agree_on_statistics(ds: xr.Dataset, decoded: dict[str, Array]) -> None:
+    """Compare extremes and counts with numpy's."""
+    some = [n for n, v in decoded.items() if v.dtype.kind in "biuf" and v.dtype.itemsize <= 8]
+    if not some or len(some) > 8:
+        return
+    table = xckpt.stats(ds[some], cache=False, progress=False)
+    for name in some:
+        values = decoded[name]
+        finite = values[np.isfinite(values)]
+        wanted = {"count": values.size, "nan": np.count_nonzero(np.isnan(values))}
+        if finite.size:
+            wanted |= {"min": float(finite.min()), "max": float(finite.max())}
+        for statistic, value in wanted.items():
+            got = float(table[name].sel(statistic=statistic))
+            if got != value:
+                raise Disagreement(f"{statistic} of {name!r} is {got}, of its values {value}")
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+def unlike_others(data: bytes, values: dict[str, Array]) -> None:
+    """Compare stored values with what another implementation reads, where it does."""
+    from xckpt.opening import format_of
+
+    other = _OTHERS.get(format_of(data))
+    if other is None:
+        return
+    for name, theirs in other(data).items():
+        ours = values.get(name)
+        if ours is not None and ours.nbytes == len(theirs) and ours.tobytes() != theirs:
+            raise Disagreement(f"{name!r} has other values than another implementation reads")
+        if ours is not None and ours.nbytes != len(theirs):
+            raise Disagreement(f"{name!r} has {ours.nbytes} bytes, for others {len(theirs)}")
+
+
+def _safetensors(data: bytes) -> dict[str, bytes]:
+    import safetensors
+
+    try:
+        return {n: bytes(each["data"]) for n, each in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError:
+        return {}
+
+
+def _numpy(data: bytes) -> dict[str, bytes]:
+    if data.startswith(b"PK"):
+        found: dict[str, bytes] = {}
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                for name in archive.files:
+                    found |= _array(name, lambda name=name: archive[name])  # type: ignore[misc]
+        except Exception:  # noqa: BLE001  zipfile has many
+            return found
+        return found
+    return _array("arr_0", lambda: np.load(io.BytesIO(data), allow_pickle=False))
+
+
+def _array(name: str, load: Callable[[], Any]) -> dict[str, bytes]:
+    try:
+        array = load()
+    except Exception:  # noqa: BLE001  that it does not read is its own affair
+        return {}
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
+        return {}
+    return {name: array.astype(array.dtype.newbyteorder("=")).tobytes()}
+
+
+_OTHERS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
+    "safetensors": _safetensors,
+    "npz": _numpy,
+}
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Digested:
+    """A file of which some bytes are under a digest."""
+
+    files: Files
+    ranges: list[tuple[int, int]]
+    values: dict[str, Array]
+
+    def check(self, files: Files) -> None:
+        """Raise an error where values differ, and nothing says so."""
+        data = next(iter(files.values()))
+        try:
+            ds = xr.open_dataset(data, engine=_engine_of(data), decode=False, verify=True)
+        except CheckpointError:
+            return
+        found, _ = _computed(ds.variables)
+        for name, values in found.items():
+            if name in self.values and values.tobytes() != self.values[name].tobytes():
+                raise Disagreement(f"{name!r} has other values, and its digest says nothing")
+
+
+def digested(files: Files) -> Digested | None:
+    """Find the bytes of a file that are under a digest; None without any, or if it is damaged."""
+    if len(files) > 1:
+        return None
+    [data] = files.values()
+    try:
+        index = xckpt.read_index(data)
+        ranges = [
+            (part.offset, part.offset + part.nbytes)
+            for tensor in index.tensors.values()
+            if tensor.problem is None
+            for part in tensor.parts.values()
+            if part.digest is not None and part.nbytes and part.shard is None
+        ]
+        if not ranges:
+            return None
+        ds = xr.open_dataset(data, engine=index.format, decode=False, verify=True)
+        values, errors = _computed(ds.variables)
+    except CheckpointError:
+        return None
+    # Of views of some of what is stored, no digest is known.
+    covered = {
+        name
+        for name, variable in ds.variables.items()
+        if all(p.digest for p in index[variable.encoding["tensor"]].parts.values())
+    }
+    kept = {name: array for name, array in values.items() if name in covered}
+    return None if errors else Digested(files, ranges, kept)
+
+
+def flipped(guarded: Digested, random: Random) -> Files:
+    """Change bytes under a digest."""
+    [(name, data)] = guarded.files.items()
+    changed = bytearray(data)
+    for _ in range(random.choice([1, 1, 2, 8])):
+        start, stop = random.choice(guarded.ranges)
+        changed[random.randrange(start, stop)] ^= random.randrange(1, 256)
+    return {name: bytes(changed)}
