@@ -75,6 +75,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tuned.zt", "tuned.safetensors"):
         tuned.ckpt.save(folder / name, cast="allow")
     xckpt.convert(folder / "base.zt", folder / "renamed.zt", names=lambda name: f"module.{name}")
+    float8 = {"*": {"dtype": "float8_e4m3fn"}}
+    xckpt.convert(
+        folder / "base.zt", folder / "quantised.safetensors", encoding=float8, cast="allow"
+    )
     names = list(clean.variables)
     for n, half in enumerate((names[::2], names[1::2]), 1):
         clean[half].ckpt.save(folder / f"m-{n}.zt")
@@ -132,12 +136,13 @@ def test_stacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("stacking.md", examples=15)
 
 
-def check(page: str, *, examples: int) -> None:
-    """Run the examples of a page, of which there are more than so many."""
+def check(page: str, *, examples: int, shortened: bool = False) -> None:
+    """Run the examples of a page, of which there are more than so many; "..." may be anything."""
     text = (DOCS / page).read_text(encoding="utf-8")
     # The end of a code block would be taken for output.
     text = text.replace("```", "")
-    runner = doctest.DocTestRunner()
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE if shortened else 0
+    runner = doctest.DocTestRunner(optionflags=options)
     runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0))
     assert runner.failures == 0
     assert runner.tries > examples
@@ -181,6 +186,22 @@ def test_leave_pickle_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     storages = {"0": stored.tobytes(), "1": weight.tobytes()}
     Path("model.pt").write_bytes(torch_files.archive(torch_files.mapping(value), storages))
     check("how-to/leave-pickle-behind.md", examples=10)
+
+
+def test_the_same_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    names = [*(f"layers.{n}.w" for n in range(3)), "lm_head.w", "norm"]
+    shard, shards = Path("run/model-00002-of-00002.safetensors"), []
+    for step in (0, 1):
+        arrays = {n: np.full(16, k + step, "f4") for k, n in enumerate(names)}
+        ds = xr.Dataset({n: ("x", a) for n, a in arrays.items()})
+        xckpt.save(ds, "model.safetensors", overwrite=True)
+        xckpt.save(ds, "run/model.safetensors", max_shard_size=200, overwrite=True)
+        shards.append(shard.read_bytes())
+    shard.write_bytes(shards[0])
+    xckpt.convert("model.safetensors", "converted.zt")
+    check("how-to/same-content.md", examples=12, shortened=True)
 
 
 def test_the_command_line() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xckpt.references import references
     from xckpt.statistics import compare, findings, histogram, spectrum, stats, table
     from xckpt.steps import open_steps
-    from xckpt.writing import append, convert, save, verify
+    from xckpt.writing import Manifest, append, convert, manifest, save, verify
 
 __version__ = "0.1.0.dev0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "FormatError",
     "Index",
     "IntegrityError",
+    "Manifest",
     "MissingShardError",
     "Part",
     "PayloadMissingError",
@@ -50,6 +51,7 @@ __all__ = [
     "findings",
     "histogram",
     "join_optimizer",
+    "manifest",
     "open_steps",
     "read_index",
     "references",
@@ -84,7 +86,7 @@ __getattr__, _, _ = lazy_loader.attach(
         "references": ["references"],
         "statistics": ["compare", "findings", "histogram", "spectrum", "stats", "table"],
         "steps": ["open_steps"],
-        "writing": ["append", "convert", "save", "verify"],
+        "writing": ["Manifest", "append", "convert", "manifest", "save", "verify"],
     },
 )
 

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.tensors import DtypeFilter, OpenTensors
+    from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
     from xckpt.writing.options import FormatOptions
 
@@ -620,6 +622,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
+        dim: Reduced | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -636,6 +639,8 @@ class CheckpointAccessor(Generic[Obj]):
             and by names that projects are known to give, see `xckpt.compare`.
         tensors : str, iterable of str, re.Pattern or callable, optional
             Compare only these.
+        dim : str, int, iterable of these, or mapping of these to int, optional
+            Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -657,6 +662,7 @@ class CheckpointAccessor(Generic[Obj]):
             other,
             names=names,
             tensors=tensors,
+            dim=dim,
             progress=progress,
             compute=compute,
             cache=cache,
@@ -729,7 +735,7 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``.
+        """Pictures: ``layers``, ``histogram``, ``treemap``, ``heatmap``, ``compare``, ``error``.
 
         Examples
         --------
@@ -838,6 +844,99 @@ class CheckpointAccessor(Generic[Obj]):
             storage_options=storage_options,
             **format_options,
         )
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        other: Describable | None = None,
+        *,
+        names: Renaming | None = None,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+        cache: bool = True,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a report to keep or to send: what is here, or what is between this and another.
+
+        Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
+        layers. Of two it has what changed, how much, and what changed most.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The new file: HTML if it ends in ``.html``, Markdown if it ends in ``.md``. It holds all
+            that it shows, and is small, however many tensors there are.
+        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+            What to compare with.
+        names : mapping, callable, or pair of a regular expression and its replacement, optional
+            From the name of a tensor here to the name in `other`; see `compare`.
+        overwrite : bool, default False
+            Whether an existing file is replaced.
+        progress, cache : optional
+            As for `stats`.
+        storage_options : dict, optional
+            For fsspec, where `other` or `path` is a URL.
+
+        Raises
+        ------
+        FileExistsError
+            If there is such a file and `overwrite` is false.
+        ValueError
+            If `path` ends in something else.
+
+        Notes
+        -----
+        Pictures need matplotlib (``pip install 'xckpt[plot]'``); tables have the same numbers.
+
+        Examples
+        --------
+        >>> ds.ckpt.report("m.html")  # doctest: +SKIP
+        >>> ds.ckpt.report("tuned.md", "tuned.safetensors")  # doctest: +SKIP
+        """
+        from os import fsdecode
+
+        from xckpt.reporting import describe, document_for, finish, relate
+        from xckpt.storage import new_file
+
+        document = document_for(path)
+        options: dict[str, Any] = {"progress": progress, "cache": cache}
+        sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
+        with sink:  # what cannot be written is said before anything is computed
+            if other is None:
+                stats = self.stats(**options)
+                describe(document, self._summary(), stats, self.plot.layers)
+            else:
+                found = self.compare(other, names=names, storage_options=storage_options, **options)
+                both = self._summary(), _summary_of(other, storage_options)
+                relate(document, both, found, self.plot.layers)
+            sink.write(finish(document), 0)
+            sink.commit()
+
+    def manifest(
+        self, *, tensors: TensorFilter | None = None, progress: ProgressOption = None
+    ) -> Manifest:
+        """Digest what every tensor holds: the same for every file and object that holds the same.
+
+        Parameters
+        ----------
+        tensors : str, iterable of str, re.Pattern or callable, optional
+            Digest only these.
+        progress : bool or callable, optional
+            As for `stats`.
+
+        Returns
+        -------
+        Manifest
+            See `xckpt.manifest`.
+
+        Examples
+        --------
+        >>> ds.ckpt.manifest() == xckpt.manifest("m.zt")  # doctest: +SKIP
+        True
+        """
+        from xckpt.writing import manifest
+
+        return manifest(self._given, tensors=tensors, progress=progress)
 
     def plain(self) -> Any:
         """Return the same data with names, attributes and types that netCDF and zarr hold.
@@ -1043,6 +1142,19 @@ def _as_findings(found: pd.DataFrame) -> tuple[TensorFinding, ...]:
     from xckpt.notebook.summary import TensorFinding
 
     return tuple([TensorFinding(*row) for row in found.itertuples(index=False)])
+
+
+def _summary_of(obj: Describable, storage_options: dict[str, Any] | None) -> Summary:
+    """Sum up what is open, or a file."""
+    if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
+        return CheckpointAccessor(obj)._summary()  # noqa: SLF001  our own
+    from xckpt.index import Index
+    from xckpt.notebook.summary import index_summary
+    from xckpt.opening import read_index
+
+    if not isinstance(obj, Index):
+        obj = read_index(obj, storage_options=storage_options)
+    return index_summary(obj)
 
 
 def _of_one(array: xr.DataArray) -> xr.Dataset:

@@ -319,6 +319,8 @@ def _indexed(source: Source) -> FileList:
             files[name] = None
         except CheckpointError as error:
             raise error.located(path=source.name) from None
+    if source.is_free_to_check:  # see `sources_of`
+        source.check()
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
 
 

@@ -70,6 +70,18 @@ def test_order_number_and_names_of_rows(
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["u", "changed"]
 
 
+def test_a_row_for_each_channel_or_block(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *pair, "--tensors", "w", "--dim", "-1", "--columns", "nmse"]) == 1
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert rows == [[f"w[{row}]", "changed", "0.25"] for row in range(4)]
+    assert err == "xckpt: 4 channels: 4 changed\n"
+    assert main(["compare", *pair, "--tensors", "w", "--dim", "a:3", "--dim", "b"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *pair, "--json"]) == 1
     out, err = capsys.readouterr()
@@ -87,6 +99,9 @@ def test_the_document(pair: tuple[str, str], capsys: pytest.CaptureFixture[str])
     [
         (["--sort", "size"], "there is no column 'size', only status, count"),
         (["--columns", "sqnr"], "did you mean 'sqnr_db'?"),
+        (["--dim", "c"], "no variable has the dimension 'c'"),
+        (["--dim", "a:0"], "a whole number of at least 1"),
+        (["--dim", "a", "--write-names", "x"], "--write-names is of whole tensors"),
         (["--tensors", "nothing"], "--tensors matches no tensor in"),
         (["--rename", "(", ""], "is not a regular expression"),
     ],

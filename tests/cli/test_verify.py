@@ -100,3 +100,31 @@ def test_numbers_are_judged_if_asked_for(
     (document,) = json.loads(capsys.readouterr().out)["files"]
     assert "numbers" not in document
     assert main(["verify", "--findings", "--ignore=no_rule", str(checkpoint)]) == 2
+
+
+def test_a_manifest(
+    checkpoint: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["manifest", str(checkpoint)]) == 0
+    printed, _ = capsys.readouterr()
+    manifest = tmp_path / "m.json"
+    manifest.write_text(printed)
+    assert len(json.loads(printed)["tensors"]) > 20
+    assert main(["manifest", str(checkpoint), "--tensors", "*norm*"]) == 0
+    assert 0 < len(json.loads(capsys.readouterr().out)["tensors"]) < 20
+    assert main(["verify", str(checkpoint), "--manifest", str(manifest)]) == 0
+    capsys.readouterr()
+    copy = tmp_path / "m.safetensors"
+    assert main(["convert", str(checkpoint), str(copy)]) == 0
+    data = bytearray(copy.read_bytes())
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    capsys.readouterr()
+    assert main(["verify", str(copy), "--manifest", str(manifest)]) == 1
+    assert (
+        "its elements are not those of the manifest [ManifestElements]" in capsys.readouterr().out
+    )
+    assert main(["verify", str(copy), "--manifest", str(damaged)]) == 2
+    assert "--manifest: " in capsys.readouterr().err
+    assert main(["manifest", str(damaged)]) == 1
+    assert main(["manifest", str(copy), "--tensors", "absent"]) == 2

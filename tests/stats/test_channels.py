@@ -1,172 +1,190 @@
-"""What is found in rows and columns is what numpy finds, and costs a plain pass nothing."""
+"""``compare(dim=)``: what differs in each channel, row or block, against numpy."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
+import dask
 import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
 
-from tests.stats.checkpoints import model, settled, write
-from xckpt.statistics import histogram, stats
-from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channels import OF_CHANNELS, OUTLYING
-from xckpt.statistics.store import FOLDER
+import xckpt
+import xckpt.accessor
+from tests.stats.pairs import compared
+from xckpt.statistics import MEASURES, compare
+from xckpt.statistics.channels import Channels
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-TYPES = [
-    *(np.float32, np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
-    *(np.int8, np.int32, np.uint64, np.bool_),
-]
+AXES = ("x", "y", "z")
 
 
-def weight(dtype: Any, rows: int = 300, columns: int = 70) -> Array:
-    """Return a matrix with dead and outlying channels that no leaf begins with."""
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((rows, columns)).clip(-3, 3)
-    if np.dtype(dtype).kind in "iub":
-        values = np.abs(values) * 5 + 1
-    values[[7, 100, 299]] = 0
-    values[:, [0, 64]] = 0
-    values[17] *= 0.001
-    if np.dtype(dtype).kind not in "iub":
-        values[20, 33] = 60
-    return values.astype(dtype)
+def pair(*shape: int, seed: int = 0) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal(shape).astype(np.float32)
+    return a, (a + rng.standard_normal(shape).astype(np.float32) / 16).astype(np.float16)
 
 
-def expected(values: Array) -> dict[str, float]:
-    """Return what numpy finds."""
-    wide = np.abs(values.astype(np.float64))
-    rows, columns = wide.max(axis=1), wide.max(axis=0)
-    far = OUTLYING * values.astype(np.float64).std()
-    return {
-        "dead_columns": int(np.count_nonzero(columns == 0)),
-        "faint_rows": int(np.sum((rows > 0) & (rows < np.median(rows[rows > 0]) / 100))),
-        "outlier_rows": int(np.count_nonzero(rows > far)),
-        "outlier_columns": int(np.count_nonzero(columns > far)),
-        "top_row": int(rows.argmax()),
-        "top_column": int(columns.argmax()),
-    }
+def as_dataset(values: Any) -> xr.Dataset:
+    return xr.Dataset({"w": (AXES[: values.ndim], values)})
 
 
-def channels_of(obj: Any, name: str = "w") -> dict[str, float]:
-    found = stats(obj, channels=True, progress=False)[name]
-    return dict(zip(found["statistic"].to_numpy().tolist(), found.to_numpy().tolist(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_of_every_element_type(dtype: Any) -> None:
-    values = weight(dtype)
-    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
-    wanted = expected(values)
-    if np.dtype(dtype).kind in "iub":
-        wanted = {"dead_columns": wanted["dead_columns"]}
-    else:
-        info: Any = ml_dtypes.finfo  # untyped
-        is_tiny = np.abs(values.astype(float)) < float(info(dtype).smallest_normal)
-        assert found["subnormal"] == np.count_nonzero((values != 0) & is_tiny)
-    assert {name: found[name] for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("rows", [300, 5000])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_of_whatever_is_stored_and_however_it_is_cut(rows: int, order: str, tmp_path: Path) -> None:
-    values = weight(np.float32, rows)
-    ds = xr.Dataset({"w": (("a", "b"), values)})
-    np.savez(tmp_path / "m.npz", w=np.asarray(values, order=order))  # type: ignore[call-overload]
-    wanted = expected(values)
-    lazy = xr.Dataset({"w": (("a", "b"), da.from_array(values, (max(1, rows // 7), 70)))})
-    for obj in (tmp_path / "m.npz", ds, lazy):
-        found = channels_of(obj)
-        assert {name: found[name] for name in wanted} == wanted
-
-
-def test_stacked_experts_have_rows_along_the_last_axis() -> None:
-    values = np.random.default_rng(0).standard_normal((3, 400, 200)).astype(np.float32)
-    values[..., 5] = 0
-    values[1, 399, 7] = 1000
-    found = channels_of(xr.Dataset({"w": (("e", "a", "b"), values)}))
-    assert (found["dead_columns"], found["top_row"], found["top_column"]) == (1, 799, 7)
-
-
-def test_what_is_not_finite_is_alive_and_no_outlier() -> None:
-    values = weight(np.float32)
-    values[5, 3], values[6, 0] = np.nan, np.inf
-    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
-    assert (found["dead_columns"], found["outlier_columns"], found["top_row"]) == (1, 1, 20)
+def check(found: xr.DataArray, a: Array, b: Array, blocks: dict[int, int]) -> None:
+    """Compare with the slow way, cell by cell; axes have as many elements in a cell as is said."""
+    lengths = [blocks.get(axis, 1) for axis in range(a.ndim)]
+    counts = [-(-size // length) for size, length in zip(a.shape, lengths, strict=True)]
+    kept = [axis for axis in range(a.ndim) if lengths[axis] < a.shape[axis] or axis not in blocks]
+    assert found.shape == (len(MEASURES), *(counts[axis] for axis in kept))
+    for cell in np.ndindex(*counts):
+        where = tuple(
+            [slice(i * length, (i + 1) * length) for i, length in zip(cell, lengths, strict=True)]
+        )
+        wanted = compared(a[where], b[where])
+        at = tuple([cell[axis] for axis in kept])
+        for number, measure in enumerate(MEASURES):
+            np.testing.assert_allclose(
+                found.values[(number, *at)],
+                wanted[measure],
+                rtol=1e-9,
+                atol=1e-9,
+                err_msg=f"{measure} of {cell}",
+            )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "narrow", "bits"),
+    ("dim", "blocks", "dims"),
     [
-        (np.float32, ml_dtypes.bfloat16, 16),
-        (np.float32, np.float16, 13),
-        (np.float64, np.float32, 29),
+        (-1, {2: 9}, ("x", "y")),
+        ("x", {0: 6}, ("y", "z")),
+        (["y", "z"], {1: 7, 2: 9}, ("x",)),
+        ({"z": 4}, {2: 4}, ("x", "y", "z_block")),
+        ({-1: 2, "x": 4}, {2: 2, 0: 4}, ("x_block", "y", "z_block")),
+        ({"y": 100}, {1: 7}, ("x", "y_block", "z")),
+        ((0, 1, 2), {0: 6, 1: 7, 2: 9}, ()),
     ],
 )
-def test_spare_bits(dtype: Any, narrow: Any, bits: int) -> None:
-    values = np.random.default_rng(0).standard_normal((5000, 9)).astype(narrow).astype(dtype)
-    ds = xr.Dataset({"w": (("a", "b"), values)})
-    assert channels_of(ds)["spare_bits"] == bits
-    values[4999, 8] = np.nextafter(values[4999, 8], dtype(9))
-    assert channels_of(ds)["spare_bits"] < bits
+def test_axes_and_blocks(dim: Any, blocks: dict[int, int], dims: tuple[str, ...]) -> None:
+    a, b = pair(6, 7, 9)
+    b[1, 2] = a[1, 2] = 3
+    b[2, 2, 2], a[3, 3, 3], b[4, 4, 4], a[4, 4, 5] = np.nan, np.inf, -np.inf, np.nan
+    found = compare(as_dataset(a), as_dataset(b), dim=dim)["w"]
+    assert found.dims == ("statistic", *dims)
+    if "y_block" in dims:
+        found = found.isel(y_block=0)
+    check(found, a, b, blocks)
 
 
-class TestCost:
-    @pytest.fixture
-    def path(self, tmp_path: Path) -> Path:
-        return settled(write(tmp_path / "m.safetensors", model() | {"w": weight(np.float32)}))
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8", "int64", "bool", "float8_e4m3fn"])
+def test_types(dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (np.random.default_rng(n).integers(0, 2, (4, 5)).astype(kind) for n in (1, 2))
+    check(compare(as_dataset(a), as_dataset(b), dim=1)["w"], a, b, {1: 5})
 
-    def test_plain_statistics_are_what_they_were(self, path: Path) -> None:
-        plain, more = stats(path), stats(path, channels=True, cache=False)
-        assert plain["w"].attrs == {"dead_rows": 3}
-        names = plain["statistic"].to_numpy().tolist()
-        assert more["statistic"].to_numpy().tolist() == [*names, *OF_CHANNELS]
-        for name in plain:
-            xr.testing.assert_equal(more[name].sel(statistic=names), plain[name])
 
-    def test_one_pass_is_enough_for_all(self, path: Path, read: list[int]) -> None:
-        first = stats(path, channels=True)
-        assert sum(read) == sum(each.size for each in model().values()) + 300 * 70
-        read.clear()
-        xr.testing.assert_identical(stats(path, channels=True), first)
-        stats(path)
-        histogram(path)
-        assert read == []
+def test_the_same_bits_whatever_the_chunks_and_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Channels, "leaf", 1 << 10)
+    a, b = pair(60, 50, 4)
+    arrays = {
+        "a": (a, b),
+        "rows": (da.from_array(a, chunks=(7, 50, 4)), b),
+        "boxes": (a, da.from_array(b, chunks=(13, 9, 3))),
+        "both": (da.from_array(a, chunks=20), da.from_array(b, chunks=(60, 11, 4))),
+        "fortran": (np.asfortranarray(a), b),
+    }
+    first, second = (
+        xr.Dataset({name: (AXES, each[side]) for name, each in arrays.items()}) for side in (0, 1)
+    )
+    for dim in (-1, 0, {1: 8}):
+        found = compare(first, second, dim=dim)
+        for name in arrays:
+            np.testing.assert_array_equal(found[name], found["a"], err_msg=f"{name} {dim}")
+    xckpt.save(as_dataset(a), tmp_path / "a.zt")
+    xckpt.save(as_dataset(b), tmp_path / "b.safetensors")
+    monkeypatch.setattr("xckpt.statistics.scan._TASK_NBYTES", 1 << 12)
+    with dask.config.set(num_workers=4):
+        stored = compare(tmp_path / "a.zt", tmp_path / "b.safetensors", dim=0)
+    np.testing.assert_array_equal(stored["w"], compare(first, second, dim=0)["a"])
 
-    @pytest.mark.usefixtures("sketches_only")
-    def test_what_is_kept_comes_back(self, path: Path, read: list[int]) -> None:
-        first = stats(path, channels=True)
-        read.clear()
-        xr.testing.assert_identical(stats(path, channels=True), first)
-        assert read == []
 
-    @pytest.mark.usefixtures("sketches_only")
-    def test_records_of_other_channels_are_not_believed(
-        self, path: Path, cache_folder: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from xckpt.statistics import channels
+def test_stacked_tensors_and_those_that_are_alone(tmp_path: Path) -> None:
+    layers = {f"layers.{n}.w": pair(5, 8, seed=n) for n in range(3)}
+    first, second = (
+        xr.Dataset({name: (("o", "i"), each[side]) for name, each in layers.items()})
+        for side in (0, 1)
+    )
+    first["norm"], first["gone"] = ("o", np.ones(5)), ("i", np.ones(8))
+    second["norm"] = ("o", np.ones(5))
+    xckpt.save(second, tmp_path / "b.zt")
+    found = compare(first.ckpt.stack(), tmp_path / "b.zt", dim="i")
+    assert found["layers.w"].dims == ("statistic", "layers", "o")
+    for n, (a, b) in enumerate(layers.values()):
+        check(found["layers.w"].isel(layers=n), a, b, {1: 8})
+    assert "norm" not in found
+    frame = found.ckpt.table()
+    counts = frame["status"].value_counts()
+    assert (counts["changed"], counts["only_a"], counts.sum()) == (15, 1, 16)
+    assert frame.index[1].startswith("layers.w[")
+    with pytest.raises(ValueError, match="without dim="):
+        _ = found.ckpt.names
+    lazy = compare(first.ckpt.stack(), tmp_path / "b.zt", dim="i", compute=False)
+    xr.testing.assert_equal(lazy.compute(), found)
 
-        def wrong(sketch: Any) -> dict[str, Any]:
-            fields = Sketch._fields(sketch)
-            spans = [[first + 10**6, rows.tobytes()] for first, rows in sketch.spans]
-            return fields | {"width": sketch.width, "columns": b"", "spans": spans, "bits": "0"}
 
-        monkeypatch.setattr(channels.ChannelSketch, "_fields", wrong)
-        first = stats(path, channels=True)
-        assert list((cache_folder / FOLDER).iterdir())
-        monkeypatch.undo()
-        read.clear()
-        monkeypatch.setenv("XCKPT_CACHE_DIR", str(cache_folder))
-        xr.testing.assert_identical(stats(path, channels=True), first)
+def test_blocks_that_were_quantised(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    a, _ = pair(4, 128)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    a[2, 32:64] = 0
+    writer.add_tensor("w", gguf.quants.quantize(a, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = compare(as_dataset(a), tmp_path / "q.gguf", dim={-1: 32})["w"]
+    assert found.shape == (len(MEASURES), 4, 4)
+    sqnr = found.sel(statistic="sqnr_db")
+    assert np.isposinf(sqnr[2, 1])
+    assert 40 < sqnr.where(np.isfinite(sqnr)).min() < sqnr.where(np.isfinite(sqnr)).max() < 60
+    b = gguf.quants.dequantize(gguf.quants.quantize(a, kind), kind)
+    check(found, a, b, {1: 32})
 
-    def test_along_a_dimension_there_are_no_channels(self, path: Path) -> None:
-        with pytest.raises(ValueError, match="leave out dim="):
-            stats(path, channels=True, dim="d32_1")
+
+@pytest.mark.parametrize(
+    ("dim", "error", "said"),
+    [
+        ("z", ValueError, "no variable has the dimension 'z'"),
+        ("outt", ValueError, "similar names: 'out'"),
+        ("layers", ValueError, "tensors are stacked along 'layers', and are compared one by one"),
+        ({"in": 0}, ValueError, "a whole number of at least 1"),
+        ({"in": "4"}, ValueError, "a whole number of at least 1"),
+        (1.5, TypeError, "names and positions of dimensions, not 1.5"),
+        ([None], TypeError, "names and positions of dimensions, not None"),
+        (True, TypeError, "not True"),
+    ],
+)
+def test_dimensions_that_there_are_not(dim: Any, error: type[Exception], said: str) -> None:
+    ds = xr.Dataset({f"layers.{n}.w": (("out", "in"), np.ones((2, 3))) for n in range(2)})
+    with pytest.raises(error, match=re.escape(said)):
+        compare(ds.ckpt.stack(), ds, dim=dim)
+
+
+def test_complex_numbers_are_left_out() -> None:
+    ds = as_dataset(np.ones((2, 3), np.complex64))
+    with pytest.warns(xckpt.CheckpointWarning, match="complex numbers"):
+        assert not compare(ds, ds, dim=-1).data_vars
+
+
+def test_more_channels_than_memory_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xckpt.storage.limits.available_nbytes", lambda: 1 << 20)
+    huge = da.zeros((1 << 22, 4), chunks=(1 << 20, 4))
+    with pytest.raises(xckpt.TooLargeError, match="fewer of its channels"):
+        compare(as_dataset(huge), as_dataset(huge), dim=-1, compute=False)

@@ -12,6 +12,7 @@ import xarray as xr
 from safetensors.numpy import save_file
 
 import xckpt
+import xckpt.accessor
 from tests.conftest import GOLDEN
 from xckpt.cli import main
 

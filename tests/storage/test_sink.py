@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import fsspec
@@ -205,6 +206,108 @@ def test_left_overs_are_removed_and_files_in_use_are_not(tmp_path: Path) -> None
         )
     mine.commit()
     assert names(tmp_path) == sorted(["m.zt", *others])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_a_file_that_another_writer_is_about_to_remove_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for left-overs between the two calls that make and lock ours."""
+    import fcntl
+
+    open_, taken = os.open, dict[str, int]()
+
+    def opened(path: Any, flags: int, mode: int = 0o777) -> int:
+        fileno = open_(path, flags, mode)
+        if str(path).endswith(PARTIAL_SUFFIX) and not taken:
+            taken[str(path)] = open_(path, os.O_RDWR)
+            fcntl.flock(taken[str(path)], fcntl.LOCK_EX)
+        return fileno
+
+    monkeypatch.setattr(os, "open", opened)
+    with Sink(tmp_path / "m.zt") as sink:
+        for path, fileno in taken.items():
+            Path(path).unlink(missing_ok=True)
+            os.close(fileno)
+        sink.write(b"new", 0)
+        sink.commit()
+    assert (tmp_path / "m.zt").read_bytes() == b"new"
+    assert names(tmp_path) == ["m.zt"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that others do not notice")
+def test_a_left_over_that_has_both_names_is_removed_by_who_appends(tmp_path: Path) -> None:
+    """Its writer was killed between `link` and `unlink`; who appends has locked the file."""
+    import fcntl
+
+    target = tmp_path / "m.zt"
+    target.write_bytes(b"old")
+    os.link(target, tmp_path / f".m.zt.0badcafe{PARTIAL_SUFFIX}")
+    with target.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        written(target, b"longer", overwrite=True)
+    assert names(tmp_path) == ["m.zt"]
+
+
+FAILING: dict[str, tuple[str, bool]] = {
+    "the temporary name stays": ("unlink", False),
+    "the file was renamed, and the server says it was not": ("link", True),
+    "the other one too": ("replace", True),
+    "closing it fails": ("close", True),
+}
+
+
+@pytest.mark.parametrize(("call", "is_done"), FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_no_error_is_raised_when_the_new_file_is_there(
+    call: str, is_done: bool, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = tmp_path / "m.zt", getattr(os, call)
+    if overwrite:
+        target.write_bytes(b"old")
+    sink = Sink(target, overwrite=overwrite)
+    sink.write(b"new", 0)
+
+    def failing(*args: Any) -> None:
+        if is_done:
+            real(*args)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, failing)
+    sink.commit()
+    monkeypatch.undo()
+    assert target.read_bytes() == b"new"
+    written(target, b"newer", overwrite=True)
+    assert names(tmp_path) == ["m.zt"]
+
+
+def test_whether_a_name_is_taken_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Sink(tmp_path / "m.zt") as sink:
+        assert not sink.is_taken()
+        monkeypatch.setattr(os, "lstat", failing)
+        monkeypatch.setattr(Path, "lstat", failing)
+        with pytest.raises(OSError, match=r"m\.zt"):
+            sink.is_taken()
+
+
+def test_a_ctrl_c_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    target = str(tmp_path / "m.zt")
+    locked = alone(target)
+    locked.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            locked.__exit__(None, None, None)
+    monkeypatch.setattr(partial, "_LONGEST_WAIT", 0)
+    assert _is_free(Path(target))
 
 
 def test_a_killed_writer_leaves_a_file_that_the_next_one_removes(tmp_path: Path) -> None:

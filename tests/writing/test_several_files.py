@@ -245,12 +245,7 @@ def test_what_is_left_over_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*FILES, *others.values(), *alike])
 
 
-def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "m.metadata.json"
-    save(dataset(1), target, "mlcp")
-
+def interrupt_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     take_name, taken = Sink.take_name, list[str]()
 
     def once(sink: Sink) -> None:
@@ -260,9 +255,18 @@ def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
         take_name(sink)
 
     monkeypatch.setattr(Sink, "take_name", once)
-    with pytest.raises(KeyboardInterrupt):
-        save(dataset(2), target, "mlcp", overwrite=True)
-    monkeypatch.undo()
+
+
+def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+
+    with monkeypatch.context() as patch:
+        interrupt_after_the_switch(patch)
+        with pytest.raises(KeyboardInterrupt):
+            save(dataset(2), target, "mlcp", overwrite=True)
     with pytest.warns(CheckpointWarning, match=r"checkpoint is complete.*Save it again"):
         assert values(target) == {2}
     assert as_upstream(target) is None
@@ -270,6 +274,21 @@ def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
         convert(target, target, overwrite=True)
     assert values(target) == {2}
     assert as_upstream(target) is not None
+    assert names(tmp_path) == FILES
+
+
+def test_one_file_ends_what_several_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
+    with monkeypatch.context() as patch:
+        interrupt_after_the_switch(patch)
+        with pytest.raises(KeyboardInterrupt):
+            save(dataset(2), target, "mlcp", overwrite=True)
+    assert len(names(tmp_path)) == len(FILES) + RANKS
+    with pytest.warns(CheckpointWarning, match="Save it again"):
+        found = xr.load_dataset(target, engine="mlcp")
+    save(found, target, "mlcp", multi_shard=False, overwrite=True)
+    assert values(target) == {2}
     assert names(tmp_path) == FILES
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +15,12 @@ import xarray as xr
 from safetensors.numpy import load_file, save_file
 
 import xckpt
-from xckpt.errors import MissingShardError
+from xckpt.errors import CheckpointWarning, FileChangedError, MissingShardError
 from xckpt.formats.kit import parse_size
+from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 # Bytes of the tensors, in their order: 400, 400, 1000, 40.
 SHAPES = {"a": (10, 10), "b": (100,), "c": (250,), "d": (10,)}
@@ -114,6 +117,79 @@ def test_a_file_becomes_several_in_place(tmp_path: Path) -> None:
     save_file(tensors(), path)
     xckpt.convert(path, path, max_shard_size=900, overwrite=True)
     check(tmp_path)
+
+
+@pytest.mark.parametrize("at", range(len(FILES)))
+def test_who_opens_them_while_they_are_replaced_gets_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    save_it(tmp_path)
+    sibling, found = LocalSource.sibling, list[str]()
+
+    def meanwhile(source: LocalSource, name: str) -> LocalSource:
+        file = sibling(source, name)
+        found.append(name)
+        if len(found) == at + 1:
+            save_it(tmp_path, 2.0, overwrite=True)
+        return file
+
+    monkeypatch.setattr(LocalSource, "sibling", meanwhile)
+    with pytest.raises(FileChangedError, match=r"index\.json"):
+        xckpt.read_index(tmp_path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_folders_come_to_the_disk_between_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
+) -> None:
+    """If the power fails, a file system may have done any of the renames since and not others."""
+    save_it(tmp_path)
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fileno: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(fileno).st_mode)
+        steps.append("folder" if is_folder else "file")
+        fsync(fileno)
+
+    def renamed(old: str, new: str) -> None:
+        steps.append(Path(new).name)
+        replace(old, new)
+
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    save_it(tmp_path, 2.0, overwrite=True)
+    main = "model.safetensors.index.json"
+    # The last one is for the single file that they stand for, if there was one.
+    assert [step for step in steps if step != "file"] == [
+        *("folder", main, "folder", *FILES, "folder", main, "folder", "folder")
+    ]
+    assert "file" not in steps[steps.index(main) :]
+
+
+def test_a_file_that_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, unlink = tmp_path / "model.safetensors", os.unlink
+    save_file(tensors(), path)
+
+    def failing(name: Any) -> None:
+        if Path(name) == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        unlink(name)
+
+    monkeypatch.setattr(os, "unlink", failing)
+    told = r"index\.json: the new checkpoint is complete.* model\.safetensors, .*: remove it"
+    with pytest.warns(CheckpointWarning, match=told):
+        save_it(tmp_path, 2.0, overwrite=True)
+    monkeypatch.undo()
+    path.unlink()
+    check(tmp_path, 2.0)
 
 
 def test_what_fits_is_one_file(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import click
 
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
-from xckpt.cli.files import convert, info, verify
+from xckpt.cli.files import convert, info, manifest, verify
+from xckpt.cli.reports import report
 from xckpt.cli.values import compare, spectrum, stats
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError
 
@@ -82,7 +83,7 @@ def commands() -> None:
     """
 
 
-for _command in (info, stats, spectrum, compare, convert, verify):
+for _command in (info, stats, spectrum, compare, report, convert, manifest, verify):
     commands.add_command(_command)
 
 

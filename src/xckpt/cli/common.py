@@ -35,7 +35,6 @@ __all__ = [
     "calls_for_action",
     "complain",
     "engine_type",
-    "figure",
     "ignore_option",
     "is_terminal",
     "json_option",
@@ -48,9 +47,9 @@ __all__ = [
     "print_text",
     "read_names",
     "reading_options",
+    "reading_options_beside_output",
     "require_columns",
     "require_rules",
-    "storage_options_option",
 ]
 
 #: Exit statuses.
@@ -58,7 +57,6 @@ DAMAGED, FAILED = 1, 2
 
 _DEEPEST_VALUE = 100
 _LONGEST_INTEGER_BITS = 4096
-_LARGEST_EXACT = 10.0**15
 _NARROWEST_NAME = 24
 # One long name would make every row as wide.
 _WIDEST_CELL = 120
@@ -77,16 +75,16 @@ ignore_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-storage_options_option = click.option(
-    "-o",
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-    help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
-    "parsed. May be repeated.",
-)
+def _storage_options_option(*flags: str) -> Callable[..., Any]:
+    return click.option(
+        *flags,
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
+        help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
+        "parsed. May be repeated.",
+    )
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -138,7 +136,17 @@ class FileInput:
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that make a `FileInput`, which the command gets as ``reading``."""
+    with_reading: Callable[..., Any] = _reading_options(command, "-o", "--storage-option")
+    return with_reading
 
+
+def reading_options_beside_output(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the same options to a command whose ``-o`` is the file that it writes."""
+    with_reading: Callable[..., Any] = _reading_options(command, "--storage-option")
+    return with_reading
+
+
+def _reading_options(command: Callable[..., Any], *flags: str) -> Any:
     @click.option(
         "--engine",
         type=engine_type,
@@ -150,7 +158,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="GLOB",
         help="Only tensors whose names match. May be repeated.",
     )
-    @storage_options_option
+    @_storage_options_option(*flags)
     @wraps(command)
     def with_reading(
         engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
@@ -214,15 +222,6 @@ def print_text(text: str) -> None:
     """Print lines on standard output, in the encoding that it has."""
     # click would take ASCII for a mistake, and print UTF-8 all the same.
     click.echo(text, file=sys.stdout)
-
-
-def figure(value: float) -> str:
-    """Write a number with four significant digits."""
-    if math.isnan(value):
-        return "-"
-    if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
-        return str(int(value))
-    return f"{value:.4g}"
 
 
 def read_names(file: str) -> dict[str, str]:

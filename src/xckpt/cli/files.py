@@ -1,4 +1,4 @@
-"""``xckpt info``, ``convert`` and ``verify``: what files hold, as what, and whether it is sound."""
+"""``xckpt info``, ``convert``, ``manifest``, ``verify``: what files hold, whether it is sound."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Format
     from xckpt.index import Index, Part, Tensor
+    from xckpt.writing import Manifest
     from xckpt.writing.verifying import Report
 
-__all__ = ["convert", "info", "verify"]
+__all__ = ["convert", "info", "manifest", "verify"]
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -285,6 +286,36 @@ def _whole_number(key: str, text: str) -> int:
         raise click.UsageError(f"{key} must be a whole number, not {text!r}") from None
 
 
+# --- manifest ------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@reading_options
+def manifest(file: str, reading: FileInput) -> int:
+    """Print digests of what every tensor in FILE holds, as JSON.
+
+    They do not depend on format, order, shards, compression or byte order: two files that hold the
+    same print the same. xckpt verify --manifest compares a file with what was printed.
+    """
+    from xckpt.writing import manifest as digests
+
+    try:
+        found = digests(
+            file,
+            reading.engine,
+            tensors=reading.wanted,
+            storage_options=reading.storage_options or None,
+            progress=is_terminal(),
+        )
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise click.UsageError(f"{file}: {error}") from error
+    print_text(found.to_json().rstrip("\n"))
+    return 0
+
+
 # --- verify --------------------------------------------------------------------------------------
 
 
@@ -292,6 +323,11 @@ def _whole_number(key: str, text: str) -> int:
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--findings", "with_findings", is_flag=True, help="Also judge the numbers.")
 @ignore_option
+@click.option(
+    "--manifest",
+    metavar="JSON",
+    help="Also compare what every tensor holds with what xckpt manifest printed.",
+)
 @reading_options
 @json_option
 def verify(
@@ -300,6 +336,7 @@ def verify(
     *,
     with_findings: bool,
     ignore: tuple[str, ...],
+    manifest: str | None,
     as_json: bool,
 ) -> int:
     """Check whether every FILE is intact.
@@ -316,12 +353,14 @@ def verify(
 
     require_rules(ignore)
     reports, status = [], 0
+    expected = None if manifest is None else _manifest(manifest, reading)
     for file in files:
         try:
             report = check(
                 file,
                 reading.engine,
                 tensors=reading.wanted,
+                manifest=expected,
                 storage_options=reading.storage_options or None,
                 progress=is_terminal(),
             )
@@ -350,6 +389,15 @@ def verify(
     return status
 
 
+def _manifest(path: str, reading: FileInput) -> Manifest:
+    from xckpt.writing import Manifest
+
+    try:
+        return Manifest.read(path, storage_options=reading.storage_options or None)
+    except (CheckpointError, OSError) as error:  # says nothing of the files
+        raise click.UsageError(f"--manifest: {one_line(error)}") from error
+
+
 def _print_report(file: str, report: Report) -> None:
     facts = [
         "ok" if report.ok else "DAMAGED",
@@ -361,6 +409,7 @@ def _print_report(file: str, report: Report) -> None:
     for finding in report.findings:
         severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
         where = [] if finding.tensor is None else [f"tensor {shown(finding.tensor)}"]
+        where += [] if finding.file is None else [f"in {finding.file.rpartition('/')[2]}"]
         where += [] if finding.offset is None else [f"byte {finding.offset}"]
         rule = "" if finding.rule is None else f" [{finding.rule}]"
         text = ": ".join([*where, finding.message]) + rule

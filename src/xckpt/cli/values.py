@@ -17,7 +17,6 @@ from xckpt.cli.common import (
     FileInput,
     calls_for_action,
     complain,
-    figure,
     ignore_option,
     is_terminal,
     json_option,
@@ -31,6 +30,7 @@ from xckpt.cli.common import (
     require_rules,
 )
 from xckpt.errors import CheckpointError
+from xckpt.notebook.formatting import figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -281,6 +281,14 @@ def spectrum(
     "in B.",
 )
 @click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    metavar="DIM[:N]",
+    help="Reduce this dimension only, a name or a position such as -1 for the last one, or N "
+    "neighbours at a time: one row for each channel or block. May be repeated.",
+)
+@click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
@@ -297,6 +305,7 @@ def compare(
     limit: int | None,
     rename: tuple[str, str] | None,
     names: str | None,
+    dims: tuple[str, ...],
     write_names: str | None,
     no_cache: bool,
     as_json: bool,
@@ -311,6 +320,8 @@ def compare(
     from xckpt.statistics import compare as compute
 
     matching = _matching(rename, names)
+    if dims and write_names is not None:
+        raise click.UsageError("--write-names is of whole tensors: leave --dim out")
     chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
     chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
     require_columns(chosen, MEASURES)
@@ -322,12 +333,13 @@ def compare(
             theirs,
             names=matching,
             tensors=reading.wanted,
+            dim=_lengths(dims) or None,
             progress=is_terminal(),
             cache=not no_cache,
         )
     except CheckpointError:
         raise
-    except ValueError as error:  # of names
+    except ValueError as error:  # of names or dimensions
         raise click.UsageError(str(error)) from error
     frame = table(result)
     if write_names is not None:
@@ -345,7 +357,8 @@ def compare(
         _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-        complain(f"{len(frame):,} tensors: {', '.join(facts) or 'all are the same'}")
+        what = "channels" if dims else "tensors"
+        complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
 
 
@@ -362,6 +375,16 @@ def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
             message = f"--rename: {rename[0]!r} is not a regular expression: {error}"
             raise click.UsageError(message) from error
     return rename
+
+
+def _lengths(dims: tuple[str, ...]) -> Any:
+    """Return what --dim says: dimensions, or neighbours along each."""
+    found: dict[str | int, int | None] = {}
+    for text in dims:
+        name, colon, length = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
+        key = int(name) if re.fullmatch(r"-?\d+", name) else name
+        found[key] = int(length) if colon else None
+    return found
 
 
 def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:

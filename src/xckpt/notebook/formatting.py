@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
@@ -16,6 +17,7 @@ __all__ = [
     "binary_size",
     "columns",
     "counted",
+    "figure",
     "printable",
     "shape_text",
     "share",
@@ -35,6 +37,7 @@ _WIDEST_SHAPE = 24
 _LONGEST_STRING = 40
 _LONGEST_LIST = 40
 _LONGEST_INTEGER_BITS = 256
+_LARGEST_EXACT = 10.0**15
 
 
 def printable(text: str) -> str:
@@ -120,6 +123,15 @@ def share(part: int, whole: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Write a number of things with the noun in its right form."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def figure(value: float) -> str:
+    """Write a number with four significant digits."""
+    if math.isnan(value):
+        return "-"
+    if float(value).is_integer() and abs(value) < _LARGEST_EXACT:
+        return str(int(value))
+    return f"{value:.4g}"
 
 
 def word(text: str, width: int = _WIDEST_WORD) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
+    from xckpt.statistics.channels import Reduced
 
 __all__ = ["Plots"]
 
@@ -408,3 +409,56 @@ class Plots:
         from xckpt.plots.differences import draw_differences
 
         return draw_differences(self._obj, other, statistic, names, most=most, ax=ax, **kwargs)
+
+    def error(
+        self,
+        other: Any = None,
+        statistic: str = "sqnr_db",
+        names: TensorFilter | None = None,
+        *,
+        dim: Reduced = -1,
+        ax: Axes | None = None,
+        **kwargs: Any,
+    ) -> Axes:
+        """Draw how large the error of each channel is: a row for each tensor, such as a layer.
+
+        Parameters
+        ----------
+        other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+            What to compare with, such as the quantised model; or the result of `xckpt.compare`
+            with `dim`. By default the object is such a result itself.
+        statistic : str, default "sqnr_db"
+            A statistic of `xckpt.compare`.
+        names : str, iterable of str, re.Pattern or callable, optional
+            Which tensors to draw, as for ``ds.ckpt.find``; by default all with several channels.
+        dim : str, int, iterable of these, or mapping of these to int, default -1
+            What is not a channel and is reduced, as for `xckpt.compare`.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default in a new figure.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.imshow`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes, with channels along the columns. Of more channels or tensors than there is
+            room for, the worst of neighbours is shown. Channels that are equal are grey, those
+            that were zero and are not any more pink.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        TypeError
+            If there is nothing to compare with.
+        ValueError
+            If no tensor matches or is in both, the statistic does not exist, or there is only one
+            value for each tensor.
+
+        Examples
+        --------
+        >>> ds.ckpt.plot.error("model.gguf", names="*.q_proj.weight")  # doctest: +SKIP
+        """
+        from xckpt.plots.errors import draw_error
+
+        return draw_error(self._obj, other, statistic, names, dim=dim, ax=ax, **kwargs)

@@ -5,6 +5,7 @@
 
 from xckpt.statistics.api import (
     QUANTILES,
+    channel_values,
     known_stats,
     matched_names,
     result_text,
@@ -29,6 +30,7 @@ __all__ = [
     "RULES",
     "STATUSES",
     "changes_of",
+    "channel_values",
     "compare",
     "examine",
     "findings",

@@ -45,6 +45,8 @@ _thread = threading.local()
 class Accumulator:
     """What is known of some elements of a tensor; pickles, and gets small once it is closed."""
 
+    #: Elements of a leaf.
+    leaf = LEAF
     #: Number of elements.
     count: int
     #: Number of elements that the leaves are cut from; -1 as long as nobody knows.
@@ -72,8 +74,8 @@ class Accumulator:
         columns = self._columns(values)
         stop = start + len(columns[0])
         # Whole leaves; the last one of the tensor is whole as well.
-        first = min(-(-start // LEAF) * LEAF, stop)
-        last = stop if stop == self.size else max(first, stop // LEAF * LEAF)
+        first = min(-(-start // self.leaf) * self.leaf, stop)
+        last = stop if stop == self.size else max(first, stop // self.leaf * self.leaf)
         for low, high in ((start, first), (first, last), (last, stop)):
             if low < high:
                 part = tuple(column[low - start : high - start] for column in columns)
@@ -109,13 +111,13 @@ class Accumulator:
         raise NotImplementedError
 
     def _add_piece(self, start: int, columns: tuple[Array, ...]) -> None:
-        leaf = start // LEAF
+        leaf = start // self.leaf
         pieces = self.pieces.setdefault(leaf, [])
         pieces.append((start, columns))
-        if sum(len(c[0]) for _, c in pieces) == min(LEAF, self.size - leaf * LEAF):
+        if sum(len(c[0]) for _, c in pieces) == min(self.leaf, self.size - leaf * self.leaf):
             ordered = sorted(self.pieces.pop(leaf), key=lambda piece: piece[0])
             whole = zip(*(columns for _, columns in ordered), strict=True)
-            self._complete(leaf * LEAF, tuple(np.concatenate(column) for column in whole))
+            self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in whole))
 
 
 # --- one tensor ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channels import (
+from xckpt.statistics.channel_sketch import (
     OF_CHANNELS,
     ChannelSketch,
     channel_statistics,
@@ -349,8 +349,26 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     return ranked(frame) if "status" in frame else frame
 
 
+def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
+    """Return a statistic of the channels of each tensor of a comparison, by name."""
+    at = result["statistic"].to_numpy().tolist().index(statistic)
+    coords = {name: result.variables[name] for name in result.coords}
+    found: dict[str, Array] = {}
+    for name, variable in _described(result):
+        record = variable.encoding.get("stack")
+        along = tuple([dim for dim in variable.dims if record and dim in record.dims])
+        names = member_names(name, variable, along, coords)
+        rows = variable.transpose("statistic", *along, ...)[at].to_numpy().reshape(len(names), -1)
+        pairs = zip(names, rows, strict=True)
+        found |= {each: row for each, row in pairs if each is not None}
+    return found
+
+
 def matched_names(result: xr.Dataset) -> dict[str, str]:
     """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
+    stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
+    if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
+        raise ValueError("names are of a comparison of whole tensors, without dim=")
     frame = table(result)
     frame = frame[frame["status"].isin(["same", "changed", "shape"])]
     others = frame.get("other_name", frame.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -11,12 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
 from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.channels import (
+    CELL_NBYTES,
+    Channels,
+    grid_of,
+    measures_of,
+    pair_in_order,
+    wanted_lengths,
+)
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import (
     Described,
@@ -30,6 +39,7 @@ from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, 
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
+from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
+    from xckpt.statistics.channels import Grid, Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
 
@@ -67,6 +78,7 @@ class _Match(NamedTuple):
     shapes: str = ""
     #: In `b`, if there is one.
     partner: Partner | None = None
+    both: tuple[Reader, Reader] | None = None
 
 
 def compare(
@@ -75,6 +87,7 @@ def compare(
     *,
     names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
+    dim: Reduced | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
@@ -99,13 +112,18 @@ def compare(
     tensors : str, iterable of str, re.Pattern or callable, optional
         Compare only these: a glob of whole names, several, a regular expression that is searched
         for, or a function from a name to a bool.
+    dim : str, int, iterable of these, or mapping of these to int, optional
+        Dimensions to reduce, by name or position (-1 is the last one), for one value at each
+        place along the others: ``dim=-1`` for one value for each output channel of PyTorch's
+        linear layers. A mapping says how many neighbours are reduced to one value: ``{-1: 128}``
+        for groups of 128. By default all of a tensor; tensors without any of them are left out.
     progress : bool or callable, optional
         As for `stats`; bytes are those of both.
     compute : bool
         False gives dask arrays: the pass is made once they are computed.
     cache : bool
         Whether to keep what was found of two unchanged files in the user's cache, so that a second
-        call reads nothing.
+        call reads nothing; not with `dim`.
     storage_options : dict, optional
         For fsspec, where `a` or `b` is a URL.
 
@@ -149,8 +167,8 @@ def compare(
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If two tensors of `b` have one name, the regular expression is none, or a mapping has a
-        name that no tensor of `a` has.
+        If two tensors of `b` have one name, the regular expression is none, a mapping has a name
+        that no tensor of `a` has, or no tensor has a dimension `dim`.
     TypeError
         If an argument is none of these.
 
@@ -207,9 +225,12 @@ def compare(
     if _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
-    shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
-    find = partial(_compare_all, progress=progress, cache=cache)
+    find: Any = partial(_compare_all, progress=progress, cache=cache)
+    if dim is not None:
+        entries, rows, inputs = _along(dim, entries, rows)
+        find = partial(_compare_channels, progress=progress)
+    shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
     attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
@@ -274,6 +295,75 @@ def _with_same_bytes(
             found = Comparison.begin(pairs[number], None)
             found.imply(found.size)
             yield number, found
+
+
+# --- channels and blocks -------------------------------------------------------------------------
+
+
+def _along(
+    dim: Reduced, entries: Sequence[Described], rows: Sequence[list[_Match]]
+) -> tuple[list[Described], list[list[_Match]], list[Any]]:
+    """Choose the variables that have some of the dimensions, and lay their channels out."""
+    lengths = wanted_lengths(dim, entries)
+    found: list[Described] = []
+    kept: list[list[_Match]] = []
+    inputs: list[Any] = []
+    for entry, some in zip(entries, rows, strict=True):
+        grid = grid_of(entry, lengths)
+        is_alone = not any(row.pair for row in some)
+        if grid is None and not is_alone:
+            continue
+        if any(each.array.dtype.kind == "c" for row in some for each in row.both or ()):
+            text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+            continue
+        inputs.append((some, entry.shape, entry.gone, None if is_alone else grid))
+        kept.append(some)
+        if grid is None or is_alone:
+            found.append(entry)
+            continue
+        with locating(tensor=str(entry.name)):
+            cells = prod((*entry.shape, *grid.extents))
+            require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
+        shape = (*entry.shape, *grid.extents)
+        found.append(replace(entry, dims=(*entry.dims, *grid.dims), shape=shape))
+    return found, kept, inputs
+
+
+def _compare_channels(
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any, Grid | None]],
+    *,
+    progress: ProgressOption,
+) -> list[Any]:
+    """Compare all pairs by channels; return the array of each variable."""
+    pairs, grids = [], []
+    for rows, _, _, grid in inputs:
+        for row in rows:
+            if row.both is not None and grid is not None:
+                pairs.append(pair_in_order(*row.both, row.name))
+                grids.append(grid)
+    with Progress(progress, "comparison") as bar:
+        found = iter(
+            gather(
+                pairs,
+                Channels,
+                lambda _, each: measures_of(each.table()).reshape(-1),
+                bar,
+                arguments=grids,
+            )
+        )
+    values = []
+    for rows, shape, gone, grid in inputs:
+        cells = prod(grid.extents) if grid else 1
+        table = [
+            np.tile(row.known, cells) if row.both is None or grid is None else next(found)
+            for row in rows
+        ]
+        measured = np.array(table, np.float64).reshape(len(rows), cells * len(MEASURES))
+        cube = laid(measured, shape, gone).reshape(cells, len(MEASURES), *shape)
+        extents = grid.extents if grid else ()
+        values.append(np.moveaxis(cube, 0, -1).reshape(len(MEASURES), *shape, *extents))
+    return values
 
 
 # --- which tensors belong together ---------------------------------------------------------------
@@ -366,7 +456,7 @@ def _row(
     if shape != other:
         known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
         return _Match(ours.name, known, shapes=shapes, partner=partner)
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), partner=partner)
+    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), "", partner, (ours, theirs))
 
 
 def _unread(status: str, count: int) -> list[float]:

@@ -559,6 +559,51 @@ def compare_floats(first: Any, second: Any, out: Any) -> None:
         _write(sums, 0.0 if in_range else math.nan, nodes[leaf])
 
 
+@compiled
+def compare_cells(  # noqa: PLR0917
+    x: Any, y: Any, along: Any, size: Any, block: Any, bases: Any, table: Any
+) -> None:
+    """Add up pairs by cells: those of lines of a size, the first of which begins in its middle."""
+    start = 0
+    for line in range(bases.size):
+        while start < x.size and along < size:
+            cell = along // block
+            stop = min(x.size, start + min(size, (cell + 1) * block) - along)
+            equal, finite, nan, inf = 0, 0, 0, 0
+            noise, first, second, product, largest = 0.0, 0.0, 0.0, 0.0, 0.0
+            for k in range(start, stop):
+                a, b = np.float64(x[k]), np.float64(y[k])
+                if math.isfinite(a) and math.isfinite(b):
+                    d = a - b
+                    equal += d == 0
+                    finite += 1
+                    noise += d * d
+                    first += a * a
+                    second += b * b
+                    product += a * b
+                    largest = max(largest, abs(d))
+                elif a == b or (math.isnan(a) and math.isnan(b)):
+                    equal += 1
+                elif math.isnan(a) or math.isnan(b):
+                    nan += 1
+                else:
+                    inf += 1
+            row = table[bases[line] + cell]
+            row[0] += stop - start
+            row[1] += equal
+            row[2] += finite
+            row[3] += nan
+            row[4] += inf
+            row[5] += noise
+            row[6] += first
+            row[7] += second
+            row[8] += product
+            row[9] = max(row[9], largest)
+            along += stop - start
+            start = stop
+        along = 0
+
+
 # --- hashes --------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -289,14 +290,6 @@ def _run_on_threads(
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-
-
-def cpu_count() -> int:
-    """Return how many threads to use: dask's ``num_workers``, else what this process may use."""
-    import dask
-    from dask.system import CPU_COUNT
-
-    return int(dask.config.get("num_workers", None) or CPU_COUNT)
 
 
 # --- a cluster -----------------------------------------------------------------------------------

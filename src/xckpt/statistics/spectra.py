@@ -23,7 +23,7 @@ from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
 from xckpt.statistics.entries import contents_of_all, laid, laid_out
-from xckpt.statistics.scan import active_client, cpu_count
+from xckpt.statistics.scan import active_client
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -33,6 +33,7 @@ from xckpt.statistics.singular import (
 )
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

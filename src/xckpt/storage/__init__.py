@@ -24,6 +24,8 @@ HUB_SCHEME = "hf://"
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from xckpt.storage.sink import Sink
+
 __all__ = [
     "HUB_SCHEME",
     "Source",
@@ -31,6 +33,7 @@ __all__ = [
     "is_remote",
     "list_folder",
     "local_path",
+    "new_file",
     "open_source",
     "pinned_url",
     "reading_ahead",
@@ -67,6 +70,17 @@ def open_source(
     from xckpt.storage.web import HttpSource, S3Source
 
     return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
+
+
+def new_file(
+    path: str, *, overwrite: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Sink:
+    """Begin a file, which is complete under its name or not there."""
+    from xckpt.storage.sink import Sink, UploadSink
+
+    if is_remote(path):
+        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
+    return Sink(path, overwrite=overwrite)
 
 
 def list_folder(

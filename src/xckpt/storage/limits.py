@@ -1,4 +1,4 @@
-"""How much memory one read may take: what cannot fit is refused before it is begun.
+"""How much memory one read may take, and how many threads: what cannot fit is not begun.
 
 The limit is ``xckpt.memory-limit`` of dask's configuration, by default what is available: to the
 machine, and to the control group of this process, which is what a container is.
@@ -17,7 +17,7 @@ from xckpt.errors import TooLargeError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["UNCHECKED_NBYTES", "available_nbytes", "require_memory"]
+__all__ = ["UNCHECKED_NBYTES", "available_nbytes", "cpu_count", "require_memory"]
 
 #: Less is never refused.
 UNCHECKED_NBYTES = 1 << 20
@@ -29,6 +29,14 @@ _OPTION = "dask.config.set({'xckpt.memory-limit': '64GiB'}) sets another limit"
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MACHINE = Path("/proc/meminfo")
+
+
+def cpu_count() -> int:
+    """Return how many threads to use: dask's ``num_workers``, else what this process may use."""
+    import dask
+    from dask.system import CPU_COUNT
+
+    return int(dask.config.get("num_workers", None) or CPU_COUNT)
 
 
 def require_memory(nbytes: int, hint: str = "Select less of it at once") -> None:

@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -32,6 +33,7 @@ __all__ = [
     "empty",
     "is_file_url",
     "is_mapped",
+    "let_go",
     "local_path",
 ]
 
@@ -71,6 +73,12 @@ def local_path(path: str) -> str:
         raise ValueError(f"the path {shown(path)} has a null character, which no path can have")
     # Path.expanduser fails where there is no such user, and absolute() keeps "..".
     return found if is_url else os.path.abspath(os.path.expanduser(found))  # noqa: PTH100, PTH111
+
+
+def let_go(fileno: int) -> None:
+    """Close a file of which nothing is wanted any more, whatever the disk says to that."""
+    with suppress(OSError):
+        os.close(fileno)
 
 
 class FileVersion:
@@ -144,7 +152,14 @@ class OpenFile:
             )
         self.fileno = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._lock = threading.Lock()
-        weakref.finalize(self, os.close, self.fileno)
+        weakref.finalize(self, let_go, self.fileno)
+
+    def status(self, name: str) -> os.stat_result:
+        """Return what the operating system says of the file; errors have its name."""
+        try:
+            return os.fstat(self.fileno)
+        except OSError as error:
+            raise named(error, name) from error
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return how much of it was filled."""
@@ -197,7 +212,7 @@ class LocalSource(Source):
         self.name = local_path(path)
         self.mmap = mmap
         descriptor = _pool.make_room(lambda: OpenFile(self.name))
-        status = os.fstat(descriptor.fileno)
+        status = descriptor.status(self.name)
         self._version = FileVersion(status)
         self.identity = self._version.identity
         self.size = status.st_size
@@ -308,7 +323,7 @@ class LocalSource(Source):
             descriptor = OpenFile(self.name)
         except FileNotFoundError as error:
             raise self._changed("it is no longer there") from error
-        self._compare(os.fstat(descriptor.fileno))
+        self._compare(descriptor.status(self.name))
         return descriptor
 
     def _open_map(self) -> mmap.mmap:

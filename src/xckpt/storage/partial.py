@@ -26,6 +26,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xckpt.storage.local import let_go
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -76,16 +78,17 @@ def create(
         except FileExistsError:
             continue
         try:
-            _lock(fileno)
+            is_ours = _lock(fileno)
             if replaced is not None:
                 _take_over(fileno, replaced)
-            # Between the two calls another writer may have taken it for a left-over.
-            if _is_same(fileno, path):
+            # Between the two calls another writer may have taken it for a left-over, and have
+            # removed it or be about to: until then it has the lock.
+            if is_ours is not False and _is_same(fileno, path):
                 return str(path), fileno
         except BaseException:
             discard(fileno, str(path), os.getpid())
             raise
-        os.close(fileno)
+        discard(fileno, str(path), os.getpid())
 
 
 def _take_over(fileno: int, replaced: os.stat_result) -> None:
@@ -134,7 +137,9 @@ def remove_left_over(target: str) -> None:
             with contextlib.suppress(OSError):
                 fileno = os.open(entry.path, _FLAGS)
                 try:
-                    if _lock(fileno):
+                    # One that has both names was killed between the two. Who appends to it has
+                    # the lock.
+                    if _is_same(fileno, Path(target)) or _lock(fileno):
                         Path(entry.path).unlink()
                 finally:
                     os.close(fileno)
@@ -142,12 +147,14 @@ def remove_left_over(target: str) -> None:
 
 def discard(fileno: int, path: str, owner: int) -> None:
     """Remove and close a temporary file of a process, unless it was renamed."""
-    # A forked child has copies of all sinks, and the files are still its parent's.
-    if os.getpid() == owner:
-        # Removed first: once it is closed, it has no lock. After a commit it is not there.
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-    os.close(fileno)
+    try:
+        # A forked child has copies of all sinks, and the files are still its parent's.
+        if os.getpid() == owner:
+            # Removed first: once it is closed, it has no lock. After a commit it is not there.
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+    finally:
+        let_go(fileno)
 
 
 @contextlib.contextmanager
@@ -164,13 +171,15 @@ def alone(target: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed first: who waits for the lock finds that the file is gone, and makes another.
-        with contextlib.suppress(OSError):
-            path.unlink()
-        # Not only closed: a child that was forked meanwhile has the same lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fileno, fcntl.LOCK_UN)
-        os.close(fileno)
+        try:
+            # Removed first: who waits for the lock finds that the file is gone, and makes another.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            # Not only closed: a child that was forked meanwhile has the same lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fileno, fcntl.LOCK_UN)
+        finally:
+            let_go(fileno)
 
 
 def _locked(path: Path) -> int:
@@ -186,9 +195,9 @@ def _locked(path: Path) -> int:
             if is_ours is None or (is_ours and _is_same(fileno, path)):
                 return fileno
         except BaseException:
-            os.close(fileno)
+            let_go(fileno)
             raise
-        os.close(fileno)
+        let_go(fileno)
         if time.monotonic() > deadline:
             text = f"another process has been replacing it for {_LONGEST_WAIT:.0f} seconds"
             raise BlockingIOError(errno.EAGAIN, text)

@@ -9,8 +9,10 @@ same names always. So where the names are taken (`publish`)
 3. companions get their names, then the main file does, which refers to these;
 4. the aliases are removed.
 
-Whenever it ends, the main file refers to files that are there, all old or all new. What is left
-over is removed by the next writer, see `xckpt.storage.partial`.
+Between any two of these steps, and before the main file gets its name, the folders are brought to
+the disk: not all file systems keep the order of renames when the power fails. Whenever it ends, the
+main file refers to files that are there, all old or all new. What is left over is removed by the
+next writer, see `xckpt.storage.partial`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
-from xckpt.storage.local import local_path
+from xckpt.storage.local import let_go, local_path
 from xckpt.storage.partial import (
     alone,
     create,
@@ -90,6 +92,16 @@ class Place(NamedTuple):
                 advice = f"in {os.path.dirname(self.path)}; TMPDIR names another folder"  # noqa: PTH120
             text = text if advice is None else f"{text} ({advice})"
             raise OSError(number, text, self.name) from error
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read back what was written: exactly so many bytes."""
+        with self.named():
+            with Path(self.path).open("rb") as file:
+                file.seek(offset)
+                data = file.read(nbytes)
+            if len(data) < nbytes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return data
 
 
 class Sink:
@@ -162,16 +174,6 @@ class Sink:
         with self.place.named():
             write_at(self.fileno, data, offset)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read back what was written: exactly so many bytes."""
-        with self.place.named():
-            with Path(self.path).open("rb") as file:
-                file.seek(offset)
-                data = file.read(nbytes)
-            if len(data) < nbytes:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return data
-
     def sync(self) -> None:
         """Make what was written durable, under the name of the temporary file."""
         with self.place.named():
@@ -202,15 +204,25 @@ class Sink:
 
     def is_taken(self) -> bool:
         """Whether there is a file of that name."""
-        return os.path.lexists(self.target)
+        with self.place.named():
+            try:
+                Path(self.target).lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
 
     def take_name(self) -> None:
         """Give the file its name, in one step."""
         with self.place.named():
-            if self.overwrite:
-                Path(self.path).replace(self.target)
-            else:
-                _rename_to_new(self.path, self.target, self.name)
+            try:
+                if self.overwrite:
+                    Path(self.path).replace(self.target)
+                else:
+                    _rename_to_new(self.path, self.target, self.name)
+            except OSError:
+                # A server may say so of what it has done, when it was asked twice.
+                if not self.has_name():
+                    raise
 
     def has_name(self) -> bool:
         """Whether this file is the one of that name."""
@@ -233,7 +245,7 @@ class Sink:
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
         """Remove the aliases that earlier writers of this file left."""
-        remove_aliases(self.target, set[str]().union(*(each.folders for each in companions)))
+        remove_aliases(self.target, self.folders.union(*(each.folders for each in companions)))
 
     def _next_to(self, name: str) -> str:
         # Where readers look for it, also through a link.
@@ -246,12 +258,14 @@ def publish(
     *,
     replaced: Iterable[Source] = (),
     referring: Callable[[Mapping[str, str]], Sink] | None = None,
+    superseded: str | None = None,
 ) -> None:
     """Give the files of a checkpoint their names: at every moment it is the old or the new one.
 
     `companions` are by the names that the main file has for them; ``referring(names)`` makes a
     main file that has other names for them. `replaced` are files that the new ones were made of:
-    that another writer changed one of them is an error.
+    that another writer changed one of them is an error. `superseded` is the name of a file in the
+    same folder that these stand for: it is removed when they are there.
     """
     others = companions or {}
     sinks = [*others.values(), main]
@@ -270,10 +284,10 @@ def publish(
                 if not sink.overwrite and sink.is_taken():
                     raise _exists(sink.name)
             if interim is None or not any(sink.is_taken() for sink in sinks):
-                _take_names(main, others)
-                problem = _unsynced(main, [])
+                problem = _take_names(main, others)
             else:
                 problem = _replace(main, others, interim, aliases)
+            problem = problem or _remove_superseded(main, superseded)
     finally:
         for sink in sinks if interim is None else [*sinks, interim]:
             sink.abort()
@@ -281,8 +295,8 @@ def publish(
         warnings.warn(f"{main.name}: {problem}", CheckpointWarning, stacklevel=2)
 
 
-def _take_names(main: Sink, companions: Mapping[str, Sink]) -> None:
-    """Give files their names, those of companions being free."""
+def _take_names(main: Sink, companions: Mapping[str, Sink]) -> str | None:
+    """Give files their names, those of companions being free; return what goes wrong then."""
     try:
         for sink in companions.values():
             sink.take_name()
@@ -296,6 +310,10 @@ def _take_names(main: Sink, companions: Mapping[str, Sink]) -> None:
                     with suppress(OSError):
                         sink.remove()
         raise
+    problem = _unsynced(main, [])
+    if main.overwrite:  # an interrupted writer may have left a file that refers to aliases
+        main.remove_aliases(companions.values())
+    return problem
 
 
 def _replace(
@@ -311,7 +329,7 @@ def _replace(
             for sink in sinks if sys.platform != "win32" else ():
                 # To free the space of a file takes longer than all renames.
                 with suppress(OSError):  # too many files, for example
-                    stack.callback(os.close, os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
+                    stack.callback(let_go, os.open(sink.target, os.O_RDONLY | os.O_NONBLOCK))
             interim.take_name()
         except BaseException:
             if not interim.has_name():
@@ -320,10 +338,14 @@ def _replace(
                         sink.remove_alias(aliases[label])
             raise
         # The new checkpoint is there now. Readers that know no aliases refuse it until the last
-        # rename. File systems with a journal keep the order of renames when the power fails.
+        # rename. If the power fails, the old main file must not be back next to new companions,
+        # nor the last one be there next to old ones.
         try:
-            for sink in sinks:
+            _sync_folders(main, companions.values())
+            for sink in companions.values():
                 sink.take_name()
+            _sync_folders(main, companions.values())
+            main.take_name()
         except OSError as error:
             return (
                 f"the new checkpoint is complete and in place, but {error.strerror or error}: "
@@ -346,6 +368,21 @@ def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
             "the new file is complete and in place, but its folder was not brought to the disk "
             f"({error.strerror or error}): after a power failure the old file may be back. "
             "Check the disk, and save again"
+        )
+    return None
+
+
+def _remove_superseded(main: Sink, name: str | None) -> str | None:
+    """Remove a file that the new ones stand for, and return what goes wrong: they are there."""
+    if name is None:
+        return None
+    try:
+        main.remove_alias(name)
+        _sync_folders(main, [])
+    except OSError as error:
+        return (
+            f"the new checkpoint is complete and in place, but {name}, which it replaces, could "
+            f"not be removed ({error.strerror or error}): remove it"
         )
     return None
 
@@ -404,7 +441,8 @@ def _rename_to_new(path: str, target: str, name: str) -> None:
             raise _exists(name) from None
         Path(path).rename(target)
     else:
-        Path(path).unlink()
+        with suppress(OSError):  # the next writer removes it
+            Path(path).unlink()
 
 
 def _link_or_copy(path: str, new: Path) -> None:
@@ -433,7 +471,7 @@ def _sync_folders(main: Sink, companions: Iterable[Sink]) -> None:
                 if error.errno not in _CANNOT:  # some network file systems have no such call
                     raise
             finally:
-                os.close(folder)
+                let_go(folder)
 
 
 def _attached(name: str, target: str, path: str, overwrite: bool) -> Sink:  # noqa: FBT001  pickle
@@ -528,7 +566,8 @@ class UploadSink(Sink):
 
     def remove_alias(self, name: str) -> None:
         """Remove the other file."""
-        self._filesystem.rm_file(self._next_to(name))
+        with suppress(FileNotFoundError):
+            self._filesystem.rm_file(self._next_to(name))
 
     def remove_aliases(self, companions: Iterable[Sink]) -> None:
         """Nothing: whether others use them is not known, without locks."""

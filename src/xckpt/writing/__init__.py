@@ -1,4 +1,4 @@
-"""Writing: `save`, `convert` and `append` make files, `verify` checks them.
+"""Writing: `save`, `convert` and `append` make files, `manifest` and `verify` check them.
 
 ::
 
@@ -8,12 +8,15 @@
 
 ``gathering`` lists what is to be written of an xarray object. ``fitting`` brings it into a form
 that the format has. ``job`` computes dask arrays straight into their places and streams
-everything else (``streaming``). ``plain`` makes an object of what xarray itself can write to
+everything else (``streaming``). ``contents`` hashes what is in tensors, whatever their files, and
+``manifests`` keeps that as JSON. ``plain`` makes an object of what xarray itself can write to
 netCDF and zarr.
 """
 
 from __future__ import annotations
 
+from xckpt.writing.contents import TensorDigest
+from xckpt.writing.manifests import Manifest, manifest
 from xckpt.writing.options import FormatOptions
 from xckpt.writing.saving import Conversion, Recast, append, convert, save
 from xckpt.writing.verifying import Finding, Report, verify
@@ -22,10 +25,13 @@ __all__ = [
     "Conversion",
     "Finding",
     "FormatOptions",
+    "Manifest",
     "Recast",
     "Report",
+    "TensorDigest",
     "append",
     "convert",
+    "manifest",
     "save",
     "verify",
 ]

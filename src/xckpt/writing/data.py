@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from xckpt.plan import WantedPart, WantedTensor
     from xckpt.storage.ahead import Range
     from xckpt.storage.digests import Hasher
+    from xckpt.storage.sink import Place
     from xckpt.writing.casting import Cast
 
     # Where a range of the raw bytes begins, and what reads it, from any thread.
@@ -215,7 +215,7 @@ class SpooledData(PartData):
     offset: int
     count: int
     dtype: str
-    path: str = ""  # of the file, once it is known
+    place: Place | None = None  # of the file, once it is known
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # here it follows from the count
@@ -224,15 +224,14 @@ class SpooledData(PartData):
 
     def blocks(self) -> Iterator[memoryview]:
         """Return all bytes in order; see `PartData.blocks`."""
+        if self.place is None:
+            raise TypeError(self)
         bits = ELEMENT_TYPES[self.dtype].bits
-        left = self.count * max(bits, 8) // 8
-        with Path(self.path).open("rb") as file:
-            file.seek(self.offset)
-            while left:
-                block = file.read(min(left, PIECE_NBYTES))
-                left -= len(block)
-                codes = np.frombuffer(block, np.uint8)
-                yield codes.data if bits >= 8 else _joined(codes)
+        total = self.count * max(bits, 8) // 8
+        for start in range(0, total, PIECE_NBYTES):
+            block = self.place.read(self.offset + start, min(PIECE_NBYTES, total - start))
+            codes = np.frombuffer(block, np.uint8)
+            yield codes.data if bits >= 8 else _joined(codes)
 
 
 # --- parts of files ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -45,38 +45,84 @@ if TYPE_CHECKING:
     from xckpt.tensors import Flat
     from xckpt.writing.fitting import Changes
 
-__all__ = ["array_of", "gather", "source_files", "stored_payload", "untouched"]
+__all__ = [
+    "Computed",
+    "Stored",
+    "array_of",
+    "gather",
+    "listed",
+    "source_files",
+    "stored_payload",
+    "untouched",
+]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo")
+
+
+class Stored(NamedTuple):
+    """A tensor as a file has it; what makes a dense array of it, where it is not dense."""
+
+    tensor: Tensor
+    readers: Mapping[str, PartReader]
+    values: Callable[[], Any] | None = None
+
+
+class Computed(NamedTuple):
+    """A tensor that is in no file, and what it is to be stored as."""
+
+    name: str
+    array: Any
+    dtype: str
+    is_sparse: bool
+    encoding: Mapping[Any, Any]
+    about: dict[str, Any]
 
 
 def gather(
     obj: Any, changes: Changes, format: str | None = None
 ) -> tuple[list[Payload], dict[str, Any], Arrangement]:
     """List the tensors of an xarray object, the attributes of the file, and how both belong."""
-    if isinstance(obj, xr.DataArray):
-        if obj.name is None:
-            raise ValueError("a DataArray is saved under its name: .rename('weight')")
-        obj = obj.to_dataset(promote_attrs=False)
-    if not isinstance(obj, xr.Dataset | xr.DataTree):
-        raise TypeError(
-            f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
-            "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
-        )
-    variables, coords = _named_variables(obj, changes)
+    obj = _as_dataset(obj)
+    tensors, coords = listed(obj, changes, format)
+    payloads = [
+        stored_payload(*each) if isinstance(each, Stored) else _computed_payload(each)
+        for each in tensors
+    ]
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
             node.path: node.attrs for node in obj.descendants if node.attrs or _is_empty(node)
         }
     whole = obj.root if isinstance(obj, xr.DataTree) else obj
-    again = format is not None and whole.encoding.get("format") == format
     attrs = {str(name): value for name, value in obj.attrs.items()}
-    payloads = list(_payloads(variables, changes, again=again))
     # The order of a file is no order of its own.
     ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
     order = [payload.tensor.name for payload in payloads] if ordered else ()
     return payloads, attrs, Arrangement(tuple(coords), tuple(order), modules)
+
+
+def listed(
+    obj: Any, changes: Changes, format: str | None = None
+) -> tuple[Iterator[Stored | Computed], list[str]]:
+    """List the tensors of an xarray object, and name those that are coordinates."""
+    obj = _as_dataset(obj)
+    variables, coords = _named_variables(obj, changes)
+    whole = obj.root if isinstance(obj, xr.DataTree) else obj
+    again = format is not None and whole.encoding.get("format") == format
+    return _listed(variables, changes, again=again), coords
+
+
+def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
+    if isinstance(obj, xr.DataArray):
+        if obj.name is None:
+            raise ValueError("a DataArray is saved under its name: .rename('weight')")
+        return obj.to_dataset(promote_attrs=False)
+    if not isinstance(obj, xr.Dataset | xr.DataTree):
+        raise TypeError(
+            f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
+            "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
+        )
+    return obj
 
 
 def _is_empty(node: xr.DataTree) -> bool:
@@ -219,16 +265,16 @@ def _as_stored(
     return parts, data
 
 
-def _payloads(
+def _listed(
     variables: Mapping[str, xr.Variable], changes: Changes, *, again: bool
-) -> Iterator[Payload]:
+) -> Iterator[Stored | Computed]:
     """List all variables; parts that make a whole tensor become that again."""
     wholes = _wholes(variables)
     whole_of = {part: whole for whole, parts in wholes.items() for part in parts.values()}
     for name, variable in variables.items():
         whole = whole_of.get(name)
         if whole is None:
-            yield _payload(name, variable, changes, again=again)
+            yield _tensor(name, variable, changes, again=again)
         elif whole in wholes:
             parts = wholes.pop(whole)
             lazy: dict[str, Any] = {
@@ -239,7 +285,7 @@ def _payloads(
             path = tensor.path if "path" in shown_as.encoding else None
             readers = {role: _readers(each)["data"] for role, each in lazy.items()}
             named = replace(tensor, name=whole, attrs=shown_as.attrs, path=path)
-            yield stored_payload(named, readers)
+            yield Stored(named, readers)
 
 
 def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
@@ -265,7 +311,9 @@ def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
     return wholes
 
 
-def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool) -> Payload:
+def _tensor(
+    name: str, variable: xr.Variable, changes: Changes, *, again: bool
+) -> Stored | Computed:
     lazy = untouched(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
@@ -282,11 +330,11 @@ def _payload(name: str, variable: xr.Variable, changes: Changes, *, again: bool)
             return _computed(name, variable, common)
         is_dense = tensor.layout in {"dense", "chunked"}
         values = None if is_dense else lambda: densified(variable.data)
-        return stored_payload(tensor, _readers(lazy), values)
+        return Stored(tensor, _readers(lazy), values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
-        return stored_payload(tensor, _readers(lazy))
+        return Stored(tensor, _readers(lazy))
     if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, common)
@@ -317,7 +365,7 @@ def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple
 # --- what was computed ---------------------------------------------------------------------------
 
 
-def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Payload:
+def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Computed:
     array = array_of(variable)
     dtype = element_type(array.dtype)
     if dtype is None:
@@ -332,18 +380,23 @@ def _computed(name: str, variable: xr.Variable, common: dict[str, Any]) -> Paylo
         )
     encoding = variable.encoding if "layout" in variable.encoding else {}
     before = _layout(encoding)
-    stored = _stored_type(encoding, dtype)
-    if array.ndim and (is_sparse(array) or before in _SPARSE):
-        is_coo = before == "sparse_coo" or array.ndim != 2
+    is_stored_sparse = bool(array.ndim) and (is_sparse(array) or before in _SPARSE)
+    return Computed(name, array, _stored_type(encoding, dtype), is_stored_sparse, encoding, about)
+
+
+def _computed_payload(computed: Computed) -> Payload:
+    name, array, stored, is_stored_sparse, encoding, about = computed
+    if is_stored_sparse:
+        is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
         layout: Any = "sparse_coo" if is_coo else "sparse_csr"
         parts, arrays = sparse_parts(array, layout, stored, name)
-        wanted = WantedTensor(name, stored, array.shape, parts, layout, **common)
+        wanted = WantedTensor(name, stored, array.shape, parts, layout, **about)
         return Payload(wanted, arrays, lambda: densified(array))
     compression, digest = encoding.get("stored_compression"), encoding.get("digest")
     offset = encoding.get("offset", 0)
     part = WantedPart.of(stored, array.shape, compression, digest, offset)
     order: Any = encoding.get("stored_order", "C")
-    wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **common)
+    wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **about)
     return Payload(wanted, {"data": array})
 
 

@@ -183,7 +183,7 @@ class WriteJob:
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
             items = [
-                item._replace(data=replace(item.data, path=sinks[-1].path))
+                item._replace(data=replace(item.data, place=sinks[-1].place))
                 if isinstance(item.data, SpooledData)
                 else item
                 for item in file.items
@@ -212,12 +212,13 @@ class WriteJob:
                 raise
             return sink
 
-        publish(main, named, replaced=self._replaced, referring=referring)
-        if self._superseded is not None:
-            old = self._open_sink(self._superseded)
-            if old.is_taken():
-                old.remove()
-            old.abort()
+        publish(
+            main,
+            named,
+            replaced=self._replaced,
+            referring=referring,
+            superseded=self._superseded,
+        )
         return nbytes
 
 

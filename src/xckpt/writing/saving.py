@@ -29,9 +29,8 @@ from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.sharding import INDEX_SUFFIX
-from xckpt.storage import is_remote, local_path
+from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
-from xckpt.storage.sink import Sink, UploadSink
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import check_cast, holds
 from xckpt.writing.data import StoredData, lazy_dask_array
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
+    from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
     from xckpt.writing.options import FormatOptions
@@ -657,9 +657,7 @@ def _open_sink(
 ) -> Sink:
     if companion is not None:
         path = _companion(path, companion)
-    if is_remote(path):
-        return UploadSink(path, overwrite=overwrite, storage_options=storage_options)
-    return Sink(path, overwrite=overwrite)
+    return new_file(path, overwrite=overwrite, storage_options=storage_options)
 
 
 def _companion(path: str, name: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.sparse import SparseArray
     from xckpt.index import Tensor
 
-__all__ = ["canonical_parts", "densified", "is_sparse", "sparse_parts"]
+__all__ = ["canonical_parts", "densified", "is_sparse", "sparse_parts", "stored_elements"]
 
 # What indices are made as; a format says what it wants.
 _INDEX = "int64"
@@ -54,7 +54,7 @@ def sparse_parts(
     """Take a sparse array apart, with the values as the element type `stored`."""
     if hasattr(array, "dask"):
         return _wanted(_of_dask(array, layout, name), stored)
-    coords, values = _stored_elements(array, name)
+    coords, values = stored_elements(array, name)
     if layout == "sparse_coo":
         return _wanted({"values": values, "coords": coords}, stored)
     pointers = _row_pointers(coords[0], array.shape[0])
@@ -70,7 +70,7 @@ def _wanted(arrays: dict[str, Any], stored: str) -> tuple[dict[str, WantedPart],
     return parts, arrays
 
 
-def _stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def stored_elements(block: Any, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return coordinates and values, sorted by position."""
     if not is_sparse(block):
         block = np.asarray(block)
@@ -139,7 +139,7 @@ def _share(
     block: Any, *, role: str, tensor: str, known: dict[str, list[int]], block_id: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """Return what a block of rows has of a part."""
-    coords, values = _stored_elements(block, tensor)
+    coords, values = stored_elements(block, tensor)
     if role == "count":
         return np.array([len(values)], np.int64)
     number = block_id[-1]

@@ -389,7 +389,7 @@ class _Streaming:
 
     def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
         for start in range(offset, offset + nbytes, PIECE_NBYTES):
-            yield self._sink.read(start, min(PIECE_NBYTES, offset + nbytes - start))
+            yield self._sink.place.read(start, min(PIECE_NBYTES, offset + nbytes - start))
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> None:
         while len(self._pending) >= 2 * _THREADS:

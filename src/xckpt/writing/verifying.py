@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
+from posixpath import basename
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import ReadOptions, lazy_arrays
@@ -28,12 +29,14 @@ from xckpt.errors import (
 from xckpt.labels.selection import select_some
 from xckpt.opening import open_index
 from xckpt.progress import Progress
-from xckpt.storage import reading_ahead
 from xckpt.storage.source import sources_of
+from xckpt.writing.contents import contents_of, digest, side_by_side
 from xckpt.writing.data import StoredData
+from xckpt.writing.manifests import Manifest, differences, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    import os
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from pandas import DataFrame
 
@@ -43,10 +46,10 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
+    from xckpt.writing.contents import TensorContent, TensorDigest
 
 __all__ = ["Finding", "Report", "verify"]
 
-_THREADS = 4
 _SHOWN_FINDINGS = 20
 
 
@@ -66,6 +69,8 @@ class Finding(NamedTuple):
         Byte offset in the file.
     message : str
         What is wrong.
+    file : str or None
+        The file of a checkpoint of several that it is in, where that is known.
     """
 
     severity: Literal["error", "warning"]
@@ -73,6 +78,7 @@ class Finding(NamedTuple):
     rule: str | None
     offset: int | None
     message: str
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -88,7 +94,7 @@ class Report:
     tensors : int
         How many were checked.
     digests : int
-        How many digests were compared with the bytes that they cover.
+        How many digests, of the file and of the manifest, were compared with what they cover.
     findings : tuple of Finding
         In file order.
     """
@@ -127,6 +133,7 @@ class Report:
         lines = [head]
         for finding in self.findings[:_SHOWN_FINDINGS]:
             where = "" if finding.tensor is None else f" {shown(finding.tensor)}"
+            where += "" if finding.file is None else f" in {basename(finding.file)}"
             at = "" if finding.offset is None else f" byte {finding.offset}"
             rule = "" if finding.rule is None else f" [{finding.rule}]"
             lines.append(f"  {finding.severity}{where}{at}: {finding.message}{rule}")
@@ -139,13 +146,15 @@ def verify(
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
+    manifest: Manifest | str | os.PathLike[str] | None = None,
     storage_options: dict[str, Any] | None = None,
     progress: ProgressOption = None,
 ) -> Report:
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
     The header is checked as opening does. Then whatever has a rule is read: parts with a digest,
-    compressed parts, indices of sparse tensors, booleans. Values as such are not judged.
+    compressed parts, indices of sparse tensors, booleans. Values as such are not judged, unless a
+    manifest says what they were: then all are read.
 
     Parameters
     ----------
@@ -155,6 +164,11 @@ def verify(
         Name of its format; by default it is detected from the content.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Check only these, as ``xr.open_dataset(..., tensors=)`` takes it.
+    manifest : Manifest, str or os.PathLike, optional
+        What `xckpt.manifest` made of this checkpoint or of another that has to hold the same, in
+        whatever format, or the JSON file of it. What differs is an error: elements, shapes,
+        tensors that are missing, renamed or extra. Elements that are the same as another element
+        type are a warning.
     storage_options : dict, optional
         For fsspec.
     progress : bool or callable, optional
@@ -177,26 +191,34 @@ def verify(
     >>> xckpt.verify("m.zt")  # doctest: +SKIP
     m.zt: ok  ztensor 1.0 · 111 tensors · 111 digests · 0 errors · 0 warnings
     """
+    if manifest is not None and not isinstance(manifest, Manifest):
+        manifest = Manifest.read(manifest, storage_options=storage_options)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
             source, index = open_index(path, engine, storage_options=storage_options, whole=False)
     except CheckpointError as error:
-        return Report(error.path or "", "", "", 0, 0, (_finding(error),))
+        return Report(error.path or "", "", "", 0, 0, (_finding(error)._replace(file=None),))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]
     digests = 0
     with closing(source):
-        chosen = [index.tensors[name] for name in select_some(index.tensors, tensors)]
+        names = index.tensors if manifest is None else {**index.tensors, **manifest}
+        wanted = set(select_some(names, tensors))
+        chosen = [tensor for name, tensor in index.tensors.items() if name in wanted]
         total = sum([tensor.nbytes for tensor in chosen])
+        compared = None if manifest is None else _Compared(manifest, wanted)
         with Progress(progress, "verify", total) as bar:
             sources = sources_of(source, index.shards)
-            wanted = (_ranges(tensor, sources) for tensor in chosen)
-            ahead = reading_ahead(chain.from_iterable(wanted))
-            with ThreadPoolExecutor(_THREADS) as threads, ahead:
-                check = partial(_check, sources=sources, progress=bar)
-                for finding, compared in threads.map(check, chosen):
+            check = partial(_check, sources=sources, progress=bar, compared=compared)
+            ranges = (
+                _ranges(tensor, sources, everything=compared is not None) for tensor in chosen
+            )
+            ahead = chain.from_iterable(ranges)
+            with side_by_side(check, chosen, ahead, lambda tensor: tensor.nbytes) as results:
+                for finding, count in results:
                     findings += [] if finding is None else [finding]
-                    digests += compared
+                    digests += count
+            findings += [] if compared is None else compared.findings()
             for file in set(sources.values()):
                 try:
                     file.check()
@@ -204,43 +226,128 @@ def verify(
                     pass
                 except CheckpointError as error:
                     findings.append(_finding(error))
-    return Report(source.name, index.format, index.version, len(chosen), digests, tuple(findings))
+    named = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
+    return Report(source.name, index.format, index.version, len(chosen), digests, named)
 
 
 def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     name = tensor if error.tensor is None else error.tensor
     severity: Any = "warning" if isinstance(error, UnsupportedError) else "error"
-    return Finding(severity, name, error.rule, error.offset, error.reason)
+    return Finding(severity, name, error.rule, error.offset, error.reason, error.path)
 
 
-def _ranges(tensor: Tensor, sources: Mapping[str | None, Source]) -> Iterator[Range]:
-    """Return what is read of a tensor: parts with a digest, or that have to be decoded."""
+class _Compared:
+    """What is found of tensors, to be compared with a manifest."""
+
+    def __init__(self, manifest: Manifest, wanted: Collection[str]) -> None:
+        self.expected = {n: each for n, each in manifest.items() if _is_of(n, wanted)}
+        self.found: dict[str, TensorDigest] = {}
+        self.files: dict[str, str] = {}
+        #: Those that hold the same as another type, and those that could not be read.
+        self.recast: dict[str, TensorContent] = {}
+        self.failed: set[str] = set()
+
+    def take(
+        self,
+        contents: Iterable[TensorContent],
+        advance: Callable[[int], None],
+        stop: Callable[[], None],
+    ) -> None:
+        """Note what a tensor, or each of its parts, holds; called by several threads."""
+        for content in contents:
+            like = self.expected.get(content.name)
+            found = digest(content, like, advance, stop)
+            self.files[content.name] = content.file
+            if like is not None and found == like and _type(content) != _type(like):
+                self.recast[content.name] = content
+            self.found[content.name] = found
+
+    def findings(self) -> Iterator[Finding]:
+        """Say what differs, files first of which no tensor is what it was."""
+        expected = {n: each for n, each in self.expected.items() if not _is_of(n, self.failed)}
+        differing = {each.tensor: each for each in differences(expected, self.found)}
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name, file in self.files.items():
+            if name in expected:
+                by_file[file].append(name)
+        for file, names in by_file.items():
+            if len(names) > 1 and all(name in differing for name in names):
+                reason = f"none of its {len(names)} tensors holds what the manifest says"
+                hint = "another step, or a file of another checkpoint"
+                yield Finding("error", None, "ManifestFile", None, f"{reason}: {hint}", file)
+        for each in differing.values():
+            place = self.files.get(each.tensor)
+            yield Finding(each.severity, each.tensor, each.rule, None, each.message, place)
+        for name, content in self.recast.items():
+            like = self.expected[name]
+            message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
+            if content.dtype == like.dtype:
+                message = f"the same elements are {content.kind}, not {like.kind}"
+            yield Finding("warning", name, "ManifestType", None, message, content.file)
+
+
+def _type(of: TensorContent | TensorDigest) -> tuple[str, str]:
+    return of.dtype, of.kind
+
+
+def _is_of(name: str, tensors: Collection[str]) -> bool:
+    """Whether it is the name of a tensor, or of a part of one that has no values of its own."""
+    return name in tensors or (":" in name and name.rpartition(":")[0] in tensors)
+
+
+def _ranges(
+    tensor: Tensor, sources: Mapping[str | None, Source], *, everything: bool
+) -> Iterator[Range]:
+    """Return what is read of a tensor: parts with a digest, or that have to be decoded, or all."""
     if tensor.problem is None:
         for part in tensor.parts.values():
             reader = PartReader(sources[part.shard], part)
-            if reader.is_checked or part.encoding is not None or _has_rules(tensor):
+            is_read = reader.is_checked or part.encoding is not None or _has_rules(tensor)
+            if is_read or everything:
                 yield from reader.ranges()
 
 
 def _check(
-    tensor: Tensor, *, sources: Mapping[str | None, Source], progress: Progress
+    tensor: Tensor,
+    stop: Callable[[], None],
+    *,
+    sources: Mapping[str | None, Source],
+    progress: Progress,
+    compared: _Compared | None,
 ) -> tuple[Finding | None, int]:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
+        if compared is not None:
+            compared.failed.add(tensor.name)
         return _finding(tensor.problem, tensor.name), 0
-    compared = 0
+    count = 0
     try:
         with locating(tensor=tensor.name):
+            contents: list[TensorContent] = []
+            if compared is not None:
+                contents += contents_of(stored(tensor, sources), verify=None)
+            # What is hashed as it is stored is checked by that.
+            is_hashed = len(contents) == 1 and contents[0].is_plain
             for role, part in tensor.parts.items():
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
                 nbytes = nbytes_of(part.dtype, prod(shape))
-                compared += _check_part(StoredData(reader, nbytes, shape))
-                progress.advance(part.nbytes)
+                count += (
+                    reader.is_checked
+                    if is_hashed
+                    else _check_part(StoredData(reader, nbytes, shape))
+                )
+                progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
+            if compared is not None:
+                advance = progress.advance if is_hashed else lambda _: None
+                compared.take(contents, advance, stop)
+            count += len(contents)
     except CheckpointError as error:
-        return _finding(error, tensor.name), compared
-    return None, compared
+        if compared is not None:
+            compared.failed.add(tensor.name)
+        return _finding(error, tensor.name), count
+    return None, count
 
 
 def _check_part(data: StoredData) -> bool:

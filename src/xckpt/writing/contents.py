@@ -1,0 +1,294 @@
+"""What tensors hold, as bytes that do not depend on their file, and digests of these.
+
+The digest of a tensor is the SHA-256, in hexadecimal digits, of its elements as a numpy array of
+its element type has them: in C order, little-endian, booleans as 0 and 1, elements of fewer than
+eight bits in a byte each. Which elements these are, its `kind` says:
+
+===========  ===================================================================================
+`elements`   of a dense tensor: all, as the element type that is stored
+`decoded`    of a quantised tensor: the float32 that its codes stand for
+`nonzero`    of a sparse tensor: those whose bits are not all zero, in C order. The digest is that
+             of two others: of their coordinates, a row of int64 for each, and of the values
+===========  ===================================================================================
+
+So it is the same for compressed and plain, sharded and whole, C- and Fortran-ordered, big- and
+little-endian files, and whatever chunks a Dataset has.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import accumulate, chain, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.sparse import SparseArray
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import UnsupportedError, locating
+from xckpt.storage import reading_ahead
+from xckpt.storage.limits import cpu_count
+from xckpt.writing.casting import convert
+from xckpt.writing.data import ArrayData, as_bytes
+from xckpt.writing.gathering import Computed, Stored
+from xckpt.writing.sparse_parts import densified, is_sparse, stored_elements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from xckpt.storage.ahead import Range
+
+__all__ = ["KINDS", "TensorContent", "TensorDigest", "contents_of", "digest", "side_by_side"]
+
+KINDS = ("elements", "decoded", "nonzero")
+
+# Hashed at a time: it stays in the second-level cache.
+_BLOCK_NBYTES = 1 << 20
+# Up to here a tensor in Fortran order is read at once, larger ones some rows at a time.
+_TURNED_NBYTES = 64 << 20
+# Tensors that are hashed by one task, as long as they are small.
+_MANY, _SMALL_NBYTES = 64, 1 << 16
+# At least: some wait for a disk or a server.
+_THREADS = 4
+
+
+class TensorDigest(NamedTuple):
+    """What a tensor holds, in short.
+
+    Parameters
+    ----------
+    dtype : str
+        Element type of what was hashed, a key of `xckpt.elements.ELEMENT_TYPES`.
+    shape : tuple of int
+        Logical shape.
+    kind : {"elements", "decoded", "nonzero"}
+        What was hashed: the elements of a dense tensor, the numbers that a quantised tensor stands
+        for, or the elements of a sparse tensor that are not zero.
+    sha256 : str
+        In hexadecimal digits.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorContent:
+    """An array that is hashed: lazy, numpy's, dask's or sparse."""
+
+    name: str
+    dtype: str
+    kind: str
+    array: Any
+    nbytes: int  # stored, for the progress
+    file: str = ""  # that has it, the first of several
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes that are hashed are those of the part, decompressed."""
+        array = self.array
+        if not isinstance(array, DenseArray) or self.kind != "elements":
+            return False
+        part = array.reader.part
+        return (
+            part.byteorder == "little"
+            and part.dtype == self.dtype != "bool"
+            and ELEMENT_TYPES[part.dtype].bits >= 8
+            and not _is_turned(array)
+        )
+
+    def ranges(self) -> Iterator[Range]:
+        """Return what is read, as far as is known before."""
+        if isinstance(self.array, LazyArray):
+            yield from self.array.ranges(...)
+
+
+def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Iterator[TensorContent]:
+    """List what is hashed of a tensor: most have one array, some are shown as parts only."""
+    if isinstance(item, Computed):
+        yield _computed(item)
+        return
+    tensor, readers, _ = item
+    if tensor.stored is not None:
+        for stored_role, each in tensor.stored.items():
+            data = replace(readers[stored_role], part=each.parts["data"])
+            yield from contents_of(Stored(each, {"data": data}), verify=verify)
+        return
+    if tensor.problem is not None:
+        raise tensor.problem.located(tensor=tensor.name)
+    is_bool = ELEMENT_TYPES[tensor.dtype].decoded == "bool" if tensor.layout == "dense" else False
+    decode = is_bool or tensor.layout not in {"dense", "chunked"}
+    sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}
+    sources |= {reader.part.shard: reader.source for reader in readers.values()}
+    for role, lazy in lazy_arrays(tensor, sources, ReadOptions(decode, verify=verify)).items():
+        part = None if role is None else tensor.parts[role]
+        kind = "elements"
+        if role is None and tensor.layout in {"quantized", "blocks"}:
+            kind = "decoded"
+        elif isinstance(lazy, SparseArray):
+            kind = "nonzero"
+        name = tensor.name if role is None else f"{tensor.name}:{role}"
+        dtype = tensor.dtype if part is None else part.dtype
+        dtype = "bool" if lazy.dtype == bool else "float32" if kind == "decoded" else dtype
+        nbytes = tensor.nbytes if part is None else part.nbytes
+        yield TensorContent(name, dtype, kind, lazy, nbytes, lazy.source.name)
+
+
+def _computed(item: Computed) -> TensorContent:
+    array, dtype = item.array, item.dtype
+    kind = "nonzero" if item.is_sparse and array.ndim else "elements"
+    dtype = "bool" if ELEMENT_TYPES[dtype].decoded == "bool" else dtype
+    return TensorContent(item.name, dtype, kind, array, nbytes_of(dtype, array.size))
+
+
+def digest(
+    content: TensorContent,
+    like: TensorDigest | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+) -> TensorDigest:
+    """Hash a tensor as it is, or as one of that shape was hashed if its elements allow it.
+
+    Where they do not, the digest is empty. `advance` is told of bytes, `check` may raise to stop.
+    """
+    array = content.array
+    shape = tuple(map(int, array.shape))
+    found = TensorDigest(content.dtype, shape, content.kind, "")
+    if like is not None and like.shape == shape and (shape or like.kind != "nonzero"):
+        found = found._replace(dtype=like.dtype, kind=like.kind)
+    wanted = nbytes_of(found.dtype, prod(shape))
+    done = told = 0
+    hashers = [sha256(), sha256()]
+    pieces = _nonzero if found.kind == "nonzero" else _elements
+    try:
+        with locating(path=content.file or None, tensor=content.name):
+            for number, block in pieces(content, found.dtype):
+                check()
+                hashers[number].update(block)
+                done += len(block)
+                now = content.nbytes * min(done, wanted) // wanted if wanted else 0
+                advance(now - told)
+                told = now
+    except UnsupportedError:
+        if found.dtype == content.dtype:
+            raise
+        return TensorDigest(content.dtype, shape, content.kind, "")
+    advance(content.nbytes - told)
+    of_values = hashers[0].hexdigest()
+    if found.kind == "nonzero":
+        of_values = sha256(hashers[1].digest() + hashers[0].digest()).hexdigest()
+    return found._replace(sha256=of_values)
+
+
+def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
+    array = content.array
+    if content.is_plain and dtype == content.dtype:
+        nbytes = nbytes_of(dtype, prod(array.shape))
+        # A digest is compared on the way.
+        reader = replace(array.reader, verify=None)
+        for data in reader.blocks(nbytes, _BLOCK_NBYTES, compare=True):
+            yield 0, data
+        return
+    for origin, block in _blocks(content):
+        values = densified(block)
+        yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
+
+
+def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
+    """Return the values that are not zero, and their coordinates as what is numbered 1."""
+    array = content.array
+    found: Iterator[Any]
+    if 0 in array.shape:
+        return
+    if isinstance(array, SparseArray):
+        found = ((0, each.coords, each.values) for each in array.blocks())
+    else:
+        found = ((at[0], *stored_elements(each, content.name)) for at, each in _blocks(content))
+    for start, coords, stored in found:
+        bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), stored.itemsize)
+        kept = bits.any(axis=-1)
+        where = np.stack([axis[kept] for axis in coords], axis=-1).astype("<i8", copy=False)
+        where[:, 0] += start
+        yield 1, as_bytes(where)
+        yield 0, as_bytes(convert(stored[kept], dtype, "exact", tensor=content.name))
+
+
+def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
+    """Read an array in C order: where each block begins, and the block."""
+    array = content.array
+    if isinstance(array, DenseArray) and _is_turned(array):
+        nbytes = nbytes_of(content.dtype, prod(array.shape))
+        array = array[...] if nbytes <= _TURNED_NBYTES else array
+    if hasattr(array, "dask") and array.ndim:
+        # A chunk is computed once: whole rows of chunks.
+        rows = pairwise(accumulate(array.chunks[0], initial=0))
+        for start, stop in rows:
+            yield (start, *[0] * (array.ndim - 1)), array[start:stop].compute()
+        return
+    if hasattr(array, "dask"):
+        array = array.compute()
+    if is_sparse(array) and not isinstance(array, LazyArray):
+        yield [0] * array.ndim, array  # in memory, and of any shape
+        return
+    for key, _ in ArrayData(array, content.dtype, "exact", content.name).runs():
+        yield [run.start for run in key], array[key]
+
+
+def _is_turned(array: DenseArray) -> bool:
+    return array.order == "F" and sum(n > 1 for n in array.shape) > 1
+
+
+# --- many tensors --------------------------------------------------------------------------------
+
+
+@contextmanager
+def side_by_side(
+    work: Callable[[Any, Callable[[], None]], Any],
+    items: Sequence[Any],
+    ranges: Iterator[Range],
+    size: Callable[[Any], int],
+) -> Iterator[Iterator[Any]]:
+    """Do something with many tensors on threads, reading ahead; results come in their order.
+
+    `work` gets an item and a function that raises when nobody waits for it any more.
+    """
+    stop = threading.Event()
+
+    def check() -> None:
+        if stop.is_set():
+            raise CancelledError
+
+    def do(some: list[Any]) -> list[Any]:
+        return [work(each, check) for each in some]
+
+    with reading_ahead(ranges), ThreadPoolExecutor(max(_THREADS, cpu_count())) as threads:
+        try:
+            yield chain.from_iterable(threads.map(do, _batches(items, size)))
+        finally:
+            stop.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(items: Sequence[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """Put small ones that follow each other together: a task of its own costs more than they do."""
+    batch: list[Any] = []
+    for item in items:
+        is_small = size(item) <= _SMALL_NBYTES
+        if batch and (not is_small or len(batch) == _MANY):
+            yield batch
+            batch = []
+        if is_small:
+            batch.append(item)
+        else:
+            yield [item]
+    if batch:
+        yield batch

@@ -1,0 +1,404 @@
+"""Manifests: digests of what every tensor of a checkpoint holds, as JSON, and what differs.
+
+A manifest has the names of tensors and what `xckpt.writing.contents` finds of each; nothing of the
+format, the order, the shards or the attributes of the file. So two files that hold the same have
+the same manifest, byte for byte::
+
+    {"format": "xckpt-manifest", "version": 1, "digest": "sha256:...",
+     "tensors": {
+      "fc.bias": {"dtype": "bfloat16", "shape": [10], "kind": "elements", "sha256": "..."},
+      ...}}
+
+Tensors are sorted by their names. The digest covers all of them: it is the SHA-256 of a line for
+each, which is the JSON list of name, dtype, shape, kind and sha256 without spaces, in ASCII.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import xarray as xr
+
+from xckpt.arrays.parts import PartReader
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.errors import FormatError, locating, shown
+from xckpt.index import Index, paused_collector
+from xckpt.labels.selection import select_some
+from xckpt.notebook.formatting import counted
+from xckpt.opening import open_index
+from xckpt.progress import Progress
+from xckpt.storage import new_file, open_source
+from xckpt.storage.source import sources_of
+from xckpt.writing.contents import KINDS, TensorDigest, contents_of, digest, side_by_side
+from xckpt.writing.fitting import Changes
+from xckpt.writing.gathering import Stored, listed
+
+if TYPE_CHECKING:
+    from xckpt.index import Tensor
+    from xckpt.labels import TensorFilter
+    from xckpt.opening import OpenPath
+    from xckpt.progress import ProgressOption
+    from xckpt.storage import Source
+    from xckpt.writing.contents import TensorContent
+
+__all__ = ["Manifest", "differences", "manifest", "stored"]
+
+_FORMAT, _VERSION = "xckpt-manifest", 1
+# 100,000 tensors take 20 MB.
+_LARGEST_NBYTES = 1 << 30
+_LARGEST_RANK = 1024
+_DIGITS = re.compile(r"[0-9a-f]{64}")
+_FIELDS = TensorDigest._fields
+_SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Manifest(Mapping[str, TensorDigest]):
+    """What every tensor of a checkpoint holds, in short, by the names of the tensors.
+
+    Two are equal if the same names hold the same elements, as the same types. `digest` is one line
+    for all of it.
+
+    Parameters
+    ----------
+    tensors : mapping of str to TensorDigest
+        By name.
+
+    Examples
+    --------
+    >>> xckpt.manifest("a.safetensors") == xckpt.manifest("a.zt")  # doctest: +SKIP
+    True
+    """
+
+    tensors: Mapping[str, TensorDigest]
+
+    def __getitem__(self, name: str) -> TensorDigest:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all names and digests, as ``sha256:`` and 64 hexadecimal digits."""
+        hasher = sha256()
+        for name in sorted(self.tensors):
+            line = json.dumps([name, *self.tensors[name]], separators=(",", ":"))
+            hasher.update(line.encode("ascii") + b"\n")
+        return f"sha256:{hasher.hexdigest()}"
+
+    def to_json(self) -> str:
+        """Write it as JSON, in ASCII, one tensor in a line.
+
+        Returns
+        -------
+        str
+            The same for two manifests that are equal.
+        """
+        head = json.dumps({"format": _FORMAT, "version": _VERSION, "digest": self.digest})
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(self.tensors[name]._asdict())}"
+            for name in sorted(self.tensors)
+        ]
+        body = ",\n".join(lines)
+        return f'{head[:-1]},\n "tensors": {{\n{body}\n}}}}\n'
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write it to a JSON file, which is complete or not there.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file.
+        overwrite : bool, default False
+            Whether an existing file is replaced.
+        """
+        with new_file(os.fsdecode(path), overwrite=overwrite) as sink:
+            sink.write(self.to_json().encode("ascii"), 0)
+            sink.commit()
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str] | bytes, *, storage_options: dict[str, Any] | None = None
+    ) -> Manifest:
+        """Read one from a JSON file.
+
+        Parameters
+        ----------
+        path : str, os.PathLike or bytes
+            A path, an fsspec URL, or the content.
+        storage_options : dict, optional
+            For fsspec.
+
+        Returns
+        -------
+        Manifest
+            It is what was written: its own digest agrees.
+
+        Raises
+        ------
+        FormatError
+            If it is not a manifest, or was changed.
+        OSError
+            If it cannot be read.
+        """
+        with closing(open_source(path, storage_options=storage_options)) as source:
+            if source.size > _LARGEST_NBYTES:
+                reason = f"{source.size} bytes are too many for a manifest"
+                raise FormatError(reason, path=source.name, rule="Manifest")
+            data = bytes(source.read(0, source.size))
+            try:
+                with paused_collector():
+                    return _parsed(data)
+            except ValueError as error:
+                hint = "xckpt manifest FILE > m.json writes one"
+                raise FormatError(
+                    f"not a manifest: {error}", path=source.name, rule="Manifest", hint=hint
+                ) from error
+
+    def __repr__(self) -> str:
+        return f"<Manifest of {counted(len(self), 'tensor')}, {self.digest}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>&lt;{repr(self)[1:-1]}&gt;</pre>"
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def _parsed(data: bytes) -> Manifest:
+    """Read JSON that may be anybody's; whatever is wrong with it is a ValueError."""
+    try:
+        found = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise ValueError(f'it has no "format": "{_FORMAT}"')
+    if (version := found.get("version")) != _VERSION or isinstance(version, bool):
+        raise ValueError(f"version {_short(version)} is not known, only {_VERSION}")
+    tensors = found.get("tensors")
+    if not isinstance(tensors, dict):
+        raise ValueError(f'"tensors" is {_short(tensors)}, not an object')  # noqa: TRY004
+    manifest = Manifest({name: _entry(name, each) for name, each in tensors.items()})
+    if found.get("digest") != manifest.digest:
+        raise ValueError(
+            f"its digest is {_short(found.get('digest'))}, but its tensors have {manifest.digest}: "
+            "it was changed"
+        )
+    return manifest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(twice)} is there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _entry(name: str, entry: Any) -> TensorDigest:
+    if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
+        raise ValueError(f"tensor {shown(name)} has not the fields {', '.join(_FIELDS)}")
+    dtype, shape, kind, digits = (entry[field] for field in _FIELDS)
+    if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
+        expected = f"one of {', '.join(ELEMENT_TYPES)}"
+        raise ValueError(f"tensor {shown(name)}: dtype is {_short(dtype)}, not {expected}")
+    is_list = isinstance(shape, list) and len(shape) <= _LARGEST_RANK
+    if not is_list or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+        raise ValueError(f"tensor {shown(name)}: shape is {_short(shape)}, not a list of sizes")
+    if not isinstance(kind, str) or kind not in KINDS:
+        expected = f"one of {', '.join(KINDS)}"
+        raise ValueError(f"tensor {shown(name)}: kind is {_short(kind)}, not {expected}")
+    if not isinstance(digits, str) or not _DIGITS.fullmatch(digits):
+        expected = "64 hexadecimal digits in lower case"
+        raise ValueError(f"tensor {shown(name)}: sha256 is {_short(digits)}, not {expected}")
+    return TensorDigest(dtype, tuple(shape), kind, digits)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+# --- making one ----------------------------------------------------------------------------------
+
+
+def manifest(
+    obj: OpenPath | Index | xr.Dataset | xr.DataTree | xr.DataArray,
+    engine: str | None = None,
+    *,
+    tensors: TensorFilter | None = None,
+    progress: ProgressOption = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Manifest:
+    """Digest what every tensor holds, independent of format, order, sharding and byte order.
+
+    All bytes are read once, in bounded memory, and several tensors are hashed at a time. Digests
+    that the file itself states are checked on the way.
+
+    Parameters
+    ----------
+    obj : path, Index, xarray.Dataset, xarray.DataTree or xarray.DataArray
+        A checkpoint, as `xckpt.read_index` takes it, or an object that was opened or made. The
+        manifest of an object is that of the file that `xckpt.save` makes of it, as far as the
+        format has its types.
+    engine : str, optional
+        Name of the format of a file; by default it is detected from the content.
+    tensors : str, iterable of str, re.Pattern or callable, optional
+        Digest only these, as ``xr.open_dataset(..., tensors=)`` takes it.
+    progress : bool or callable, optional
+        As `xckpt.save` takes it.
+    storage_options : dict, optional
+        For fsspec.
+
+    Returns
+    -------
+    Manifest
+        By name, element type, shape and SHA-256: of the elements in C order and little-endian,
+        as ``array.tobytes()`` of numpy has them. A quantised tensor has the digest of the float32
+        that it stands for, a sparse one that of its elements that are not zero. Models that
+        are quantised by tensors of their own (``qweight``, ``scales``) have those.
+        ``manifest.to_json()`` is what ``xckpt manifest`` prints.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor cannot be read.
+    OSError
+        If the file cannot be read.
+    ValueError
+        If no tensor matches `tensors`.
+    TypeError
+        If `obj` is none of these.
+
+    Examples
+    --------
+    >>> xckpt.manifest("m.safetensors").save("m.json")  # doctest: +SKIP
+    >>> xckpt.verify("m.zt", manifest="m.json").ok  # doctest: +SKIP
+    True
+    """
+    if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
+        if engine is not None or storage_options is not None:
+            raise TypeError(
+                "engine and storage_options are for a path or URL, not for what is open"
+            )
+        every = {_name_of(each): each for each in listed(obj, Changes())[0]}
+        chosen = [every[name] for name in select_some(every, tensors)]
+        return _hashed(list(chain.from_iterable(map(contents_of, chosen))), progress)
+    path: Any = obj
+    if isinstance(obj, Index):
+        path, engine = obj.source, engine or obj.format
+    source, index = open_index(path, engine, storage_options=storage_options, whole=False)
+    with closing(source), locating(path=source.name):
+        sources = sources_of(source, index.shards)
+        names = select_some(index.tensors, tensors)
+        with paused_collector():
+            contents = [
+                each for name in names for each in contents_of(stored(index.tensors[name], sources))
+            ]
+        return _hashed(contents, progress)
+
+
+def _name_of(item: Any) -> str:
+    name: str = item.tensor.name if isinstance(item, Stored) else item.name
+    return name
+
+
+def stored(tensor: Tensor, sources: Mapping[str | None, Source]) -> Stored:
+    """Return a tensor with what reads its parts."""
+    readers = {role: PartReader(sources[part.shard], part) for role, part in tensor.parts.items()}
+    return Stored(tensor, readers)
+
+
+def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest:
+    found: dict[str, TensorDigest] = {}
+    total = sum([content.nbytes for content in contents])
+    with Progress(progress, "manifest", total) as bar:
+
+        def work(content: TensorContent, check: Any) -> tuple[str, TensorDigest]:
+            return content.name, digest(content, None, bar.advance, check)
+
+        ranges = chain.from_iterable(content.ranges() for content in contents)
+        with side_by_side(work, contents, ranges, lambda content: content.nbytes) as results:
+            for name, each in results:
+                if name in found:
+                    raise ValueError(f"two tensors are called {shown(name)}")
+                found[name] = each
+    return Manifest(found)
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """How a tensor differs from what a manifest says of it."""
+
+    severity: Literal["error", "warning"]
+    tensor: str
+    rule: str
+    message: str
+
+
+def differences(
+    expected: Mapping[str, TensorDigest], found: Mapping[str, TensorDigest]
+) -> Iterator[Difference]:
+    """Say what differs; where nothing could be read, that is said elsewhere."""
+    homes: dict[TensorDigest, list[str]] = defaultdict(list)
+    for name in sorted(expected):
+        homes[expected[name]].append(name)
+    missing = [name for name in expected if name not in found]
+    absent = set(missing)
+    renamed: dict[str, str] = {}
+    extra: list[str] = []
+    for name in sorted(found.keys() - expected.keys()):
+        old = next((each for each in homes.get(found[name], ()) if each in absent), None)
+        if old is None:
+            extra.append(name)
+        else:
+            renamed[old] = name
+            absent.remove(old)
+    for name, now in found.items():
+        if name in expected and now != expected[name]:
+            yield _difference(name, expected[name], now, homes)
+    for name in missing:
+        if name in renamed:
+            message = f"it is called {shown(renamed[name])} here"
+            yield Difference("error", name, "ManifestRenamed", message)
+        else:
+            yield Difference("error", name, "ManifestMissing", "the manifest has it, and this not")
+    for name in extra:
+        yield Difference("error", name, "ManifestExtra", "the manifest does not have it")
+
+
+def _difference(
+    name: str, then: TensorDigest, now: TensorDigest, homes: Mapping[TensorDigest, list[str]]
+) -> Difference:
+    other = next((each for each in homes.get(now, ()) if each != name), None)
+    held = "" if other is None else f": they are those of {shown(other)}"
+    if now.shape != then.shape:
+        message = f"its shape is {now.shape}, not {then.shape}"
+        return Difference("error", name, "ManifestShape", message)
+    if (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
+        message = f"its {now.dtype} elements are not those of the manifest, which are {then.dtype}"
+        return Difference("error", name, "ManifestElements", message)
+    return Difference(
+        "error", name, "ManifestElements", f"its elements are not those of the manifest{held}"
+    )

@@ -1,0 +1,249 @@
+"""Reports: all in one file, which runs nothing whatever names are in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from safetensors.numpy import save_file
+
+import xckpt
+from tests.hostile_names import HOSTILE
+from xckpt.cli import main
+from xckpt.sample import write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+VOID = {"meta", "br", "img", "wbr", "hr", "input", "link"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, which is well-formed, and its text."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(content)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def require_inert(page: Page) -> None:
+    """Nothing runs, and nothing is requested."""
+    for tag, attrs in page.elements:
+        assert tag not in {"script", "iframe", "object", "embed", "link", "base", "form", "a"}
+        assert not [name for name in attrs if name.startswith("on")]
+        for name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+            assert (attrs.get(name) or "#").startswith(("#", "data:image/png;base64,"))
+    (policy,) = [a["content"] for t, a in page.elements if a.get("http-equiv")]
+    assert policy is not None
+    assert "default-src 'none'" in policy
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> xr.Dataset:
+    path = write_checkpoint(tmp_path / "m.zt", layers=4, width=16)
+    return xr.open_dataset(path, engine="ztensor")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[..., str]:
+    def write(ds: xr.Dataset, *args: Any, suffix: str = ".html", **options: Any) -> str:
+        path = tmp_path / f"report{suffix}"
+        ds.ckpt.report(path, *args, overwrite=True, **options)
+        return path.read_text("utf-8")
+
+    return write
+
+
+def tuned(model: xr.Dataset) -> xr.Dataset:
+    name = "model.layers.2.mlp.gate_proj.weight"
+    return model.drop_vars("lm_head.weight").assign({name: model[name] * 1.5})
+
+
+class TestOfOneCheckpoint:
+    """What it holds, what looks wrong, and how layers differ."""
+
+    @pytest.mark.parametrize("suffix", [".html", ".md"])
+    def test_says_what_is_wrong(
+        self, suffix: str, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
+        text = report(model, suffix=suffix)
+        findings = model.ckpt.findings(model.ckpt.stats())
+        assert not findings.empty
+        for rule in set(findings.rule):
+            assert rule in text.replace("\\", "")
+        assert "m.zt" in text
+        assert "65 tensors" in re.sub(r"<.*?>", "", text) or "45 tensors" in text
+        assert "model.layers.{0..3}.mlp.gate_proj.weight" in text
+
+    def test_has_the_statistics_of_layers(
+        self, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
+        std = model.ckpt.stats().ckpt.table()["std"]
+        name = "model.layers.{}.self_attn.q_proj.weight"
+        values = [std[name.format(layer)] for layer in range(4)]
+        (row,) = [
+            line
+            for line in report(model, suffix=".md").splitlines()
+            if line.startswith(f"| `{name.format('{0..3}')}` | 4 |")
+        ]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        wanted = [values[0], np.median(values), values[-1]]
+        assert cells[2:5] == [f"{value:.4g}" for value in wanted]
+        low, high = int(np.argmin(values)), int(np.argmax(values))
+        assert cells[5:7] == [f"{values[low]:.4g} at {low}", f"{values[high]:.4g} at {high}"]
+
+    def test_has_pictures_and_is_inert(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+        page = Page(report(model))
+        require_inert(page)
+        assert len([tag for tag, _ in page.elements if tag == "svg"]) == 2
+
+    def test_is_written_without_matplotlib(
+        self, model: xr.Dataset, report: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        page = Page(report(model))
+        assert not [tag for tag, _ in page.elements if tag == "svg"]
+        assert "Along the layers" in page.text
+
+    def test_is_the_same_each_time(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+        assert report(model) == report(model)
+
+    def test_of_nothing_wrong(self, report: Callable[..., str]) -> None:
+        text = report(xr.Dataset({"w": ("x", np.arange(9, dtype="f4"))}), suffix=".md")
+        assert "Nothing looks wrong." in text
+        assert "Along the layers" not in text
+
+
+class TestOfTwo:
+    """What changed, how much, and what changed most."""
+
+    @pytest.mark.parametrize("suffix", [".html", ".md"])
+    def test_says_what_changed_most(
+        self, suffix: str, model: xr.Dataset, report: Callable[..., str]
+    ) -> None:
+        text = report(model, tuned(model), suffix=suffix)
+        if suffix == ".html":
+            page = Page(text)
+            require_inert(page)
+            text = page.text
+        count = len(model)
+        assert f"{count} tensors: {count - 2} the same, 1 changed, 1 only in m.zt." in text
+        assert "0.5" in text
+
+    def test_of_equal_ones(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+        assert "Nothing: all elements are equal." in report(model, model, suffix=".md")
+
+    def test_that_share_nothing(self, model: xr.Dataset, report: Callable[..., str]) -> None:
+        other = xr.Dataset({"z": ("x", np.ones(3, "f4"))})
+        with pytest.warns(xckpt.CheckpointWarning, match="no tensor of a has the name"):
+            text = report(model, other, suffix=".md")
+        assert "1 only in the second." in text
+
+    def test_of_a_path(self, model: xr.Dataset, report: Callable[..., str], tmp_path: Path) -> None:
+        assert "all elements are equal" in report(model, tmp_path / "m.zt")
+        assert "all elements are equal" in report(model, xckpt.read_index(tmp_path / "m.zt"))
+
+
+class TestHostileNames:
+    """They are shown, and are no markup."""
+
+    @pytest.fixture
+    def hostile(self) -> xr.Dataset:
+        names = [f"layers.{layer}.{name}" for layer in range(3) for name in (*HOSTILE, "a|`b``")]
+        values = np.array([np.nan, 1.0, 2.0], np.float32)
+        ds = xr.Dataset({name: ("x", values * (n + 1)) for n, name in enumerate(names)})
+        return ds.assign_attrs({name: name for name in HOSTILE})
+
+    def test_in_html(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
+        for page in (Page(report(hostile)), Page(report(hostile, hostile * 2))):
+            require_inert(page)
+            assert "<img src=x onerror=alert(1)>" in page.text
+            assert not [tag for tag, attrs in page.elements if attrs.get("src") == "x"]
+            assert not set(page.text) & {"\x1b", "\u202e", "\x07", "\r"}
+
+    def test_in_markdown(self, hostile: xr.Dataset, report: Callable[..., str]) -> None:
+        text = report(hostile, hostile * 2, suffix=".md")
+        outside = re.sub(r"(?s)```text.*?```", "", text)
+        assert "<img" not in re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", outside)
+        # As many cells as there are columns.
+        (head,) = [line for line in outside.splitlines() if line.startswith("| tensor | status")]
+        cut = re.compile(r"(?<!\\)\|")
+        lines = outside.splitlines()
+        rows = [line for line in lines if line.startswith("| `") and "changed" in line]
+        assert len(rows) == len(hostile)
+        assert {len(cut.split(row)) for row in rows} == {len(cut.split(head))}
+
+
+class TestTheFile:
+    """It is complete or not there, small, and what cannot be written is said at once."""
+
+    def test_is_not_replaced_by_mistake(self, model: xr.Dataset, tmp_path: Path) -> None:
+        path = tmp_path / "r.html"
+        path.write_text("mine")
+
+        def stop(*_: int) -> None:
+            raise AssertionError  # nothing is computed
+
+        with pytest.raises(FileExistsError):
+            model.ckpt.report(path, progress=stop)
+        with pytest.raises(FileNotFoundError):
+            model.ckpt.report(tmp_path / "absent" / "r.html", progress=stop)
+        with pytest.raises(ValueError, match=r"ends in one of \.html, .*unlike '.*r\.pdf'"):
+            model.ckpt.report(tmp_path / "r.pdf", progress=stop)
+        with pytest.raises(AssertionError):
+            model.ckpt.report(path, overwrite=True, progress=stop, cache=False)
+        assert path.read_text() == "mine"
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["m.zt", "r.html"]
+
+    def test_of_very_many_tensors_is_small(
+        self, tmp_path: Path, report: Callable[..., str]
+    ) -> None:
+        names = [f"a.{n}.{'x' * 300}.w{kind}" for n in range(10) for kind in range(100)]
+        for file, value in {"a": np.nan, "b": np.inf}.items():
+            tensors = {name: np.array([1.0, value], np.float32) for name in names}
+            save_file(tensors, tmp_path / f"{file}.safetensors")
+        ds = xr.open_dataset(tmp_path / "a.safetensors", engine="safetensors")
+        for suffix in (".html", ".md"):
+            assert len(report(ds, suffix=suffix).encode()) < 300_000
+            other = tmp_path / "b.safetensors"
+            assert len(report(ds, other, suffix=suffix).encode()) < 300_000
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_checkpoint(tmp_path / "m.zt", layers=3, width=16))
+    weights = xr.open_dataset(path, engine="ztensor").ckpt.find("*.weight").drop_attrs()
+    weights.ckpt.save(tmp_path / "n.npz")
+    new = tmp_path / "r.md"
+    assert main(["report", path, "-o", str(new)]) == 0
+    assert new.read_text("utf-8").startswith("# m.zt\n")
+    assert main(["report", path, str(tmp_path / "n.npz"), "-o", str(new)]) == 2
+    assert "already exists; --overwrite replaces it" in capsys.readouterr().err
+    arguments = [str(tmp_path / "n.npz"), "-o", str(new), "--overwrite", "--tensors", "*norm*"]
+    assert main(["report", path, *arguments]) == 0
+    assert new.read_text("utf-8").startswith("# m.zt compared with n.npz\n")
+    assert main(["report", path, "-o", "r.pdf"]) == 2
+    assert "a report ends in one of" in capsys.readouterr().err

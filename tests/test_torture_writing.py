@@ -1,0 +1,132 @@
+"""The torture of writers finds writers that do not keep the promises, and none wrong with ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import dask
+import pytest
+
+pytest.importorskip("fcntl", reason="kills and locks are those of POSIX")
+
+from torture import power, together, writing
+from torture.checkpoints import Broken, Case, cases
+from torture.trial import Trial
+from torture.writing import Trouble
+from xckpt.storage.sink import Sink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CASE = "save safetensors over"
+
+
+@pytest.fixture(autouse=True)
+def _without_threads() -> Iterator[None]:
+    """Forks have none."""
+    with dask.config.set(scheduler="sync"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torture")
+
+
+@pytest.fixture(scope="module")
+def case(root: Path) -> Case:
+    with dask.config.set(scheduler="sync"):
+        (found,) = cases(root, CASE)
+    return found
+
+
+class InPlace(Sink):
+    """A sink that writes to the file itself."""
+
+    def __init__(self, target: Any, *, overwrite: bool = False) -> None:
+        self.name = self.target = self.path = os.fspath(target)
+        self.overwrite = overwrite
+        self.fileno = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def is_taken(self) -> bool:
+        return False
+
+    def take_name(self) -> None:
+        """It has it."""
+
+    def abort(self) -> None:
+        if self.fileno >= 0:
+            os.close(self.fileno)
+        self.fileno = -1
+
+
+TROUBLES = [
+    *(Trouble("killed", CASE, number) for number in (1, 9, 25)),
+    Trouble("killed", CASE, 1, "pwrite", "torn"),
+    Trouble("fault", CASE, 2, "pwrite", "EIO once"),
+    Trouble("fault", CASE, 0, "fsync", "ENOSPC always"),
+    Trouble("fault", CASE, 0, "replace", "EIO done"),
+    Trouble("full", CASE, 9000),
+    Trouble("vanished", CASE, 12, "", "moved"),
+    Trouble("vanished", CASE, 3, "", "replaced"),
+    Trouble("interrupted", CASE, 11),
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: " ".join(map(str, each)))
+def test_trouble_happens_and_breaks_nothing(root: Path, case: Case, trouble: Trouble) -> None:
+    assert writing._try(case, root, trouble)
+
+
+@pytest.mark.parametrize("trouble", [TROUBLES[0], TROUBLES[4], TROUBLES[7]], ids=lambda e: e.kind)
+def test_a_writer_in_place_is_found(
+    root: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xckpt.writing.saving.Sink", InPlace)
+    with pytest.raises(Broken):
+        writing._try(case, root, trouble)
+
+
+def test_a_run_takes_its_time_and_a_failure_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(1, 0.3, tmp_path, tmp_path / "kept", "torture.writing", CASE)
+    assert all(tally.cases and not tally.failures for tally in writing.run(trial))
+    path = trial.fail("it", {"trouble.json": json.dumps(TROUBLES[4]).encode()}, "a note")
+    writing.again(path)
+    monkeypatch.setattr("xckpt.writing.saving.Sink", InPlace)
+    with pytest.raises(Broken):
+        writing.again(path)
+
+
+def test_a_disk_that_gets_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failures() -> int:
+        trial = Trial(1, 60, tmp_path, tmp_path / "kept", "torture.power", CASE)
+        (tally,) = power.run(trial)
+        assert tally.cases > 100
+        return tally.failures
+
+    assert failures() == 0
+    monkeypatch.setattr(Sink, "sync", lambda _: None)
+    assert failures() > 0
+    (path, *_) = (tmp_path / "kept" / "power").iterdir()
+    with pytest.raises(Broken):
+        power.again(path)
+
+
+def test_a_name_that_does_not_come_to_the_disk_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xckpt.storage.sink._sync_folders", lambda *_: None)
+    trial = Trial(1, 60, tmp_path, tmp_path / "kept", "torture.power", CASE)
+    (tally,) = power.run(trial)
+    assert tally.failures > 0, "it returned, and the old one may be back"
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    scene = next(each for each in together.SCENES if each.name == "append")
+    count, said = together.play(scene, tmp_path, 0.5, 1)
+    assert count > 0, said
