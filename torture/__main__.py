@@ -33,7 +33,15 @@ TOTALS = Path(__file__).parent / "totals.json"
 KEPT = ROOT / "torture-failures"
 
 #: The parts, and what share of the time each has.
-PARTS = {"reading": 6.0, "writing": 3.0, "power": 2.0, "together": 0.5}
+PARTS = {
+    "reading": 6.0,
+    "remote": 1.0,
+    "changing": 1.0,
+    "long": 1.0,
+    "writing": 3.0,
+    "power": 2.0,
+    "together": 0.5,
+}
 
 #: Bytes of address space that a part may have: threads reserve much that they do not use.
 MEMORY = 8 << 30

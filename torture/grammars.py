@@ -131,7 +131,7 @@ class _Cbor(Grammar):
 
     def number(self, value: int, like: bytes) -> bytes:
         if value < 0:
-            return _cbor_head(1, min(-1 - value, (1 << 64) - 1))
+            return _cbor_head(1, -1 - value)
         return _cbor_head(0, value) if value < 1 << 64 else b"\xc2" + self.blob(value)
 
     @staticmethod
@@ -165,6 +165,7 @@ def _is_list(tokens: list[bytes], parent: int) -> bool:
 
 
 def _cbor_head(major: int, count: int) -> bytes:
+    count = min(count, (1 << 64) - 1)
     if count < 24:
         return bytes([major << 5 | count])
     code, width = next((c, w) for c, w in ((24, 1), (25, 2), (26, 4), (27, 8)) if count < 256**w)

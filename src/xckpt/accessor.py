@@ -623,6 +623,7 @@ class CheckpointAccessor(Generic[Obj]):
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
+        explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
@@ -641,6 +642,8 @@ class CheckpointAccessor(Generic[Obj]):
             Compare only these.
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        explain : bool
+            Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
             As for `stats`.
         storage_options : dict, optional
@@ -663,6 +666,7 @@ class CheckpointAccessor(Generic[Obj]):
             names=names,
             tensors=tensors,
             dim=dim,
+            explain=explain,
             progress=progress,
             compute=compute,
             cache=cache,

@@ -24,13 +24,14 @@ from xckpt.cli.common import (
     print_document,
     print_findings,
     print_table,
+    print_text,
     read_names,
     reading_options,
     require_columns,
     require_rules,
 )
 from xckpt.errors import CheckpointError
-from xckpt.notebook.formatting import figure
+from xckpt.notebook.formatting import figure, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +45,8 @@ _FACTS = ("dtype", "shape", "nbytes")
 _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
+_EXPLAINED = ("cause", "rel_l2", "explanation")
+_WORDY = ("status", "cause", "explanation", "other_names")
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -259,6 +262,7 @@ def spectrum(
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "everything", is_flag=True, help="Also list tensors that are equal.")
+@click.option("--explain", is_flag=True, help="Also find out why tensors differ.")
 @click.option(
     "--columns",
     default=",".join(_MEASURES),
@@ -300,6 +304,7 @@ def compare(
     reading: FileInput,
     *,
     everything: bool,
+    explain: bool,
     columns: str,
     sort: str | None,
     limit: int | None,
@@ -313,18 +318,24 @@ def compare(
     """Print how much the tensors of A and B differ.
 
     Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. The exit status is 1 if there is any difference. With --json, all tensors are
-    listed.
+    a larger type. With --explain, first comes a sentence about all tensors, then why each of them
+    differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
+    --json, all tensors are listed.
     """
     from xckpt.statistics import MEASURES, matched_names, table
     from xckpt.statistics import compare as compute
+    from xckpt.statistics.explaining import COLUMNS
 
     matching = _matching(rename, names)
-    if dims and write_names is not None:
-        raise click.UsageError("--write-names is of whole tensors: leave --dim out")
-    chosen = MEASURES if columns == "all" else [column.strip() for column in columns.split(",")]
-    chosen = list(dict.fromkeys(["status", *chosen, *([sort] if sort else [])]))
-    require_columns(chosen, MEASURES)
+    if dims and (write_names is not None or explain):
+        option = "--explain" if explain else "--write-names"
+        raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
+    known = (*MEASURES, *COLUMNS) if explain else MEASURES
+    columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
+    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
+    own = [] if explain else ["status"]
+    chosen = list(dict.fromkeys([*own, *chosen, *([sort] if sort else [])]))
+    require_columns(chosen, known)
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
     try:
@@ -334,6 +345,7 @@ def compare(
             names=matching,
             tensors=reading.wanted,
             dim=_lengths(dims) or None,
+            explain=explain,
             progress=is_terminal(),
             cache=not no_cache,
         )
@@ -352,8 +364,11 @@ def compare(
     different = frame[frame["status"] != "same"]
     if as_json:
         same = bool(different.empty)
-        print_document({"a": a, "b": b, "same": same, "tensors": json_rows(frame)})
+        said = {"explanation": result.attrs["explanation"]} if explain else {}
+        print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
     else:
+        if explain:
+            print_text(printable(result.attrs["explanation"]))
         _print_comparison((frame if everything else different).head(limit), chosen)
         counts = Counter(frame["status"])
         facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
@@ -392,6 +407,6 @@ def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
         return
     columns = [frame[name].tolist() for name in chosen]
     texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor"), Column("status", styles=_STATUS)]
-    head += [Column(name, right=True) for name in chosen if name != "status"]
+    head = [Column("tensor")]
+    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
     print_table(head, list(zip(frame.index, *texts, strict=True)))

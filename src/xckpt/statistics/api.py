@@ -28,6 +28,7 @@ from xckpt.statistics.describe import (
 )
 from xckpt.statistics.differences import ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
+from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
@@ -50,7 +51,8 @@ QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
-    *("status", "count", "equal_fraction", "nan", "inf", "max_abs", "rmse", "rel_l2", "cosine"),
+    *("status", "cause", "count", "equal_fraction", "nan", "inf"),
+    *("max_abs", "rmse", "rel_l2", "cosine"),
     *("sqnr_db", "min", "max", "mean", "std"),
 )
 _MOST_ROWS = 10
@@ -323,7 +325,8 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         The index ``tensor`` has the names of the tensors in the file, also of those that are
         stacked; there is one column for each statistic. Of a comparison, what changed most comes
         first: tensors that cannot be compared, those that differ by NaN or infinities, and others
-        by ``rel_l2``.
+        by ``rel_l2``. One that was explained has the columns ``cause``, ``explanation``,
+        ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and ``other_names`` as well.
 
     Raises
     ------
@@ -346,6 +349,11 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         values_told = told(result, key, "")
         if any(values_told):
             frame[key] = values_told
+    if any("cause" in variable.attrs for variable in result.variables.values()):
+        frame.insert(1, "cause", told(result, "cause", ""))
+        for key in COLUMNS[1:]:
+            frame[key] = told(result, key, "" if key in TEXTS else np.nan)
+        frame["verified"] = frame["verified"] == 1
     return ranked(frame) if "status" in frame else frame
 
 
@@ -424,9 +432,12 @@ def result_text(result: xr.Dataset) -> str | None:
     shown_columns = [name for name in _SHOWN if name in frame] or list(frame)[: len(_SHOWN)]
     top = frame[shown_columns].head(_MOST_ROWS).rename_axis(None)
     top.index = top.index.map(lambda name: shortened(printable(name), _WIDEST_NAME))
+    said = result.attrs.get("explanation")
     text = top.to_string(float_format=lambda x: f"{x:.4g}") if len(top) else ""
     more = f"… {len(frame) - len(top):,} more: .ckpt.table()" if len(frame) > len(top) else ""
-    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), text, more)))
+    # Names from files are in it.
+    said = said and printable(str(said))
+    return "\n".join(filter(None, (head.format(f"{tensors}: {fact}"), said, text, more)))
 
 
 def _kind_of(result: xr.Dataset) -> str | None:

@@ -76,9 +76,17 @@ class _Match(NamedTuple):
     pair: PairReader | ChunkedPair | None = None
     #: Both, where they differ.
     shapes: str = ""
+    #: The tensors that are there.
+    ours: Reader | None = None
+    theirs: Reader | None = None
     #: In `b`, if there is one.
     partner: Partner | None = None
-    both: tuple[Reader, Reader] | None = None
+
+    @property
+    def both(self) -> tuple[Reader, Reader] | None:
+        """The tensors, if they are to be compared."""
+        ours, theirs = self.ours, self.theirs
+        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
 
 
 def compare(
@@ -88,6 +96,7 @@ def compare(
     names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
     dim: Reduced | None = None,
+    explain: bool = False,
     progress: ProgressOption = None,
     compute: bool = True,
     cache: bool = True,
@@ -117,6 +126,11 @@ def compare(
         place along the others: ``dim=-1`` for one value for each output channel of PyTorch's
         linear layers. A mapping says how many neighbours are reduced to one value: ``{-1: 128}``
         for groups of 128. By default all of a tensor; tensors without any of them are left out.
+    explain : bool
+        Whether to find out why tensors differ: rounded, transposed, renamed, ... It takes another
+        pass over the tensors that differ. The result has ``attrs["explanation"]``, a sentence about
+        all tensors; each variable has the attributes below, lists where it is stacked, and a table
+        has columns of them.
     progress : bool or callable, optional
         As for `stats`; bytes are those of both.
     compute : bool
@@ -162,13 +176,28 @@ def compare(
         there is nothing finite on both sides, all from ``max_abs`` on are NaN. Differences of
         complex numbers are magnitudes.
 
+        With `explain` there are also:
+
+        ====================  ==================================================================
+        ``cause``             one of ``equal, rounded, offset, scaled, transposed, rows_permuted,
+                              rope_permuted, fused, split, padded, cut, renamed, pruned, low_rank,
+                              quantised, changed, only_a, only_b``, or several joined by ``+``
+        ``explanation``       a sentence with numbers
+        ``verified``          whether the cause holds for every element; if not, the sentence
+                              begins with "looks like"
+        ``offset, scale``     what was added, and multiplied by
+        ``rank, heads``       of a low-rank update, and of a permutation for rotary embeddings
+        ``other_names``       the tensors on the other side, where their names differ
+        ====================  ==================================================================
+
     Raises
     ------
     CheckpointError
         If a tensor cannot be read.
     ValueError
         If two tensors of `b` have one name, the regular expression is none, a mapping has a name
-        that no tensor of `a` has, or no tensor has a dimension `dim`.
+        that no tensor of `a` has, no tensor has a dimension `dim`, or `explain` comes with `dim`
+        or ``compute=False``.
     TypeError
         If an argument is none of these.
 
@@ -200,6 +229,8 @@ def compare(
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
+    if explain and (dim is not None or not compute):
+        raise ValueError("explain=True is of whole tensors, now: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
@@ -218,11 +249,8 @@ def compare(
     with paused_collector():
         entries, rows = _matched(entries, others, known, tensors)
     if not entries and tensors is not None:
-        names_of_both = [each.name for some in (every, others) for e in some for each in e.readers]
-        hint = similar(names_of_both, tensors)
-        text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
-    if _have_no_names_in_common(rows):
+        _warn_of_no_match([*every, *others], tensors)
+    if not explain and _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
@@ -237,11 +265,48 @@ def compare(
     if names is not None:
         for attr, entry, some in zip(attrs, entries, rows, strict=True):
             attr.update(_partners_told(entry, [row.partner for row in some]))
+    said = _explained(entries, rows, values, attrs, progress) if explain else None
     found = laid_out(MEASURES, entries, values, attrs, ours)
     found.attrs |= {"status": list(STATUSES)}
+    if said is not None:
+        found.attrs["explanation"] = said
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
+
+
+def _warn_of_no_match(every: Sequence[Described], tensors: TensorFilter) -> None:
+    hint = similar([each.name for entry in every for each in entry.readers], tensors)
+    text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
+    warnings.warn(text, CheckpointWarning, stacklevel=3)
+
+
+def _explained(
+    entries: Sequence[Described],
+    rows: Sequence[Sequence[_Match]],
+    values: Sequence[Any],
+    attrs: Sequence[dict[str, Any]],
+    progress: ProgressOption,
+) -> str:
+    """Put explanations into the attributes of variables; return the sentence about all."""
+    from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
+
+    cases = []
+    for entry, some, measured in zip(entries, rows, values, strict=True):
+        table = measured.reshape(len(MEASURES), -1).T
+        there = table if entry.gone is None else table[~entry.gone.ravel()]
+        for row, numbers in zip(some, there.tolist(), strict=True):
+            status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
+            known = dict(zip(MEASURES, numbers, strict=True))
+            sides = (row.ours, row.theirs) if status else (None, None)
+            other = row.partner.name if row.partner and row.partner.rule != "name" else ""
+            cases.append(Case(row.name, status, known, *sides, row.pair, row.shapes, other))
+    found = explain(cases, progress)
+    left = iter(found)
+    for entry, some, attr in zip(entries, rows, attrs, strict=True):
+        told = [next(left) for _ in some]
+        attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
+    return sentence(cases, found)
 
 
 def _compare_all(
@@ -437,7 +502,7 @@ def _matched(
             taken.add(own)
             variable = xr.Variable((), np.nan, encoding={"tensor": name})
             found.append(Described(own, (), (), (member,), variable))
-            rows.append([_Match(name, _unread("only_b", member.size))])
+            rows.append([_Match(name, _unread("only_b", member.size), theirs=member)])
     return found, rows
 
 
@@ -451,12 +516,13 @@ def _row(
         return _Match(ours.name, [nan] * len(MEASURES))
     theirs = others.get(partner.name) if partner else None
     if theirs is None:
-        return _Match(ours.name, _unread("only_a", ours.size))
+        return _Match(ours.name, _unread("only_a", ours.size), ours=ours)
     shape, other = ours.array.shape, theirs.array.shape
     if shape != other:
         known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
-        return _Match(ours.name, known, shapes=shapes, partner=partner)
-    return _Match(ours.name, [], pair_of(ours, theirs, ours.name), "", partner, (ours, theirs))
+        return _Match(ours.name, known, None, shapes, ours, theirs, partner)
+    pair = pair_of(ours, theirs, ours.name)
+    return _Match(ours.name, [], pair, "", ours, theirs, partner)
 
 
 def _unread(status: str, count: int) -> list[float]:

@@ -229,8 +229,8 @@ class _Difference:
         self.dtype = np.dtype(np.complex128 if is_complex else np.float64)
 
     def __getitem__(self, key: Any) -> Array:
-        first = _values(self.array[key]).astype(self.dtype)
-        first -= _values(self.other[key]).astype(self.dtype)
+        first = in_memory(self.array[key]).astype(self.dtype)
+        first -= in_memory(self.other[key]).astype(self.dtype)
         return first
 
     def ranges(self, key: Any) -> Iterator[Range]:
@@ -240,7 +240,8 @@ class _Difference:
                 yield from array.ranges(key)
 
 
-def _values(found: Any) -> Array:
+def in_memory(found: Any) -> Array:
+    """Return what was read of an array, dense."""
     if hasattr(found, "dask"):
         found = found.compute()
     return dense_values(found)
@@ -288,15 +289,15 @@ class Matrix:
         array, whole = self.array, (slice(None),) * len(self.array.shape)
         is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
         if is_cheap or (is_wide and len(self.array.shape) > 2):
-            array = _values(self.array[whole]).reshape(self.shape)
+            array = in_memory(self.array[whole]).reshape(self.shape)
 
         def read() -> Iterator[Array]:
             for start in range(0, long, step):
                 part = slice(start, min(start + step, long))
                 if is_wide:
-                    yield _values(array[:, part]).T
+                    yield in_memory(array[:, part]).T
                 else:
-                    yield _values(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
+                    yield in_memory(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
 
         return read
 
@@ -374,7 +375,7 @@ def _find_all(
             near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
             names = {matrix.name for matrix in near}
             find = partial(_find, is_quick=is_quick)
-            _on_cluster(client, [m for m in left if m.name not in names], find, deliver)
+            on_cluster(client, [m for m in left if m.name not in names], find, deliver)
             _here(near, find, deliver)
     return found
 
@@ -399,11 +400,11 @@ def _here(
         threads.shutdown(cancel_futures=True)
 
 
-def _on_cluster(
+def on_cluster(
     client: Any,
-    matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Decomposed],
-    deliver: Callable[[Matrix, _Decomposed], None],
+    matrices: Sequence[Any],
+    find: Callable[[Any], Any],
+    deliver: Callable[[Any, Any], None],
 ) -> None:
     """Do matrices as tasks; one whose worker died is done again by another."""
     if not matrices:

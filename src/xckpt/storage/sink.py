@@ -499,6 +499,9 @@ class UploadSink(Sink):
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if url.startswith("hf://"):
+            hint = "Save it here, and bring it there with `hf upload organisation/model FILE`"
+            raise UnsupportedError("files on the Hub are only read", path=url, hint=hint)
         from fsspec.core import url_to_fs
 
         self._filesystem, self._remote = url_to_fs(url, **own_options(storage_options)[0])

@@ -42,7 +42,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # One-dimensional tensors up to this size have a row for each element.
 _MOST_SINGLE = 1 << 16
 # Of all tensors at a time: 8 bytes each.
-_MOST_ROWS = 12 << 20
+_MOST_ROWS = 6 << 20
 _MOST_COLUMNS = 1 << 18
 _OF_FLOAT64, _OF_INTEGERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -80,7 +80,7 @@ class Request:
 
 
 class Fingerprint(Accumulator):
-    """The hashes of a tensor, as a matrix of rows along its first axis.
+    """The hashes of a tensor as a matrix: of rows along its first axis, or along the first two.
 
     Attributes
     ----------
@@ -132,7 +132,8 @@ class Fingerprint(Accumulator):
         floats = as_floats(values, self.kind.name)
         transform = self.request.transform
         if transform is not None:
-            floats = transform(floats)
+            with np.errstate(all="ignore"):
+                floats = transform(floats)
         self.low = float(np.fmin.reduce(floats, initial=self.low))
         self.high = float(np.fmax.reduce(floats, initial=self.high))
         words = _words(floats, None if transform else values, self.kind)
@@ -186,7 +187,7 @@ def fingerprints(
     *,
     transforms: Sequence[Transform | None] | None = None,
     rows: bool = True,
-    columns: bool = False,
+    columns: bool | Sequence[bool] = False,
     progress: Progress | None = None,
 ) -> list[Fingerprint | None]:
     """Hash the numbers of tensors, in one pass over them; those of complex ones are not hashed.
@@ -199,7 +200,8 @@ def fingerprints(
     requests = []
     for number, shape in enumerate(shapes):
         if shape is not None:
-            has_columns = columns and number in kept and 1 < shape[1] <= _MOST_COLUMNS
+            wanted = columns if isinstance(columns, bool) else columns[number]
+            has_columns = wanted and number in kept and 1 < shape[1] <= _MOST_COLUMNS
             transform = transforms[number] if transforms else None
             requests.append(Request(shape, transform, number in kept, has_columns))
     some = [reader for reader in ordered if reader is not None]
@@ -228,6 +230,9 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return how many rows and columns the hashes of a tensor are of."""
     if len(shape) == 1:
         return (shape[0], 1) if shape[0] <= _MOST_SINGLE else (1, shape[0])
+    if len(shape) == 3:
+        # So that stacked matrices have the rows of each.
+        return shape[0] * shape[1], shape[2]
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 

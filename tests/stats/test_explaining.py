@@ -1,0 +1,248 @@
+"""`compare(explain=True)` names the cause of each difference, and nothing that is not so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.stats.causes import BF16, Made, made
+from tests.stats.checkpoints import model, write
+from tests.stats.oracle import is_so, random_pair
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def dataset(tensors: dict[str, Array], chunk: int | None = None) -> xr.Dataset:
+    variables = {}
+    for name, values in tensors.items():
+        array: Any = values if chunk is None else da.from_array(values, chunks=chunk)
+        variables[name] = ([f"{name} {axis}" for axis in range(values.ndim)], array)
+    return xr.Dataset(variables)
+
+
+def explained(a: Any, b: Any, **options: Any) -> pd.DataFrame:
+    return xckpt.table(xckpt.compare(a, b, explain=True, cache=False, **options))
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Made]:
+    return [made(64, 96, 0), made(48, 32, 1), made(32, 64, 2)]
+
+
+@pytest.fixture(scope="module")
+def both(models: list[Made], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write one checkpoint of more than 200 tensors, and what was made of it."""
+    folder = tmp_path_factory.mktemp("causes")
+    ours = {f"{n}/{name}": x for n, each in enumerate(models) for name, x in each.a.items()}
+    theirs = {f"{n}/{name}": x for n, each in enumerate(models) for name, x in each.b.items()}
+    assert len(ours) >= 200, len(ours)
+    return write(folder / "a.safetensors", ours), write(folder / "b.safetensors", theirs)
+
+
+@pytest.fixture(scope="module")
+def found(both: tuple[Path, Path]) -> pd.DataFrame:
+    return explained(*both)
+
+
+class TestEachCause:
+    def test_is_named_and_no_other(self, models: list[Made], found: pd.DataFrame) -> None:
+        wanted = {f"{n}/{k}": v for n, each in enumerate(models) for k, v in each.causes.items()}
+        assert found["cause"].to_dict() == wanted
+        assert found["verified"].all()
+
+    def test_has_its_parameters(self, models: list[Made], found: pd.DataFrame) -> None:
+        for number, each in enumerate(models):
+            for name, parameters in each.parameters.items():
+                row = found.loc[f"{number}/{name}"]
+                for column, value in parameters.items():
+                    if column == "other_names":
+                        names = {f"{number}/{n}" for n in value.split(", ")}
+                        assert set(row[column].split(", ")) == names, name
+                    else:
+                        assert row[column] == value, name
+                others = {"offset", "scale", "rank", "heads"} - set(parameters)
+                told = [c for c in others if row[c] == row[c]]
+                assert told == (["scale"] if "scaled" in row["cause"] and told else []), name
+
+    def test_is_a_sentence_with_numbers(self, found: pd.DataFrame) -> None:
+        said = found["explanation"].str.replace(r"\d/", "", regex=True)
+        assert said["0/rounded.bfloat16"] == "b is a rounded to bfloat16"
+        assert said["0/rounded.float16.back"] == "a is b rounded to float16"
+        assert said["0/offset"] == "b is a + 1"
+        assert said["0/padded"] == "equal after adding 5 rows of zeros"
+        assert said["0/pruned"].startswith("b is a where b is not 0, which ")
+        assert said["0/transposed.rounded"] == "equal after rounding a to bfloat16 and transposing"
+        assert said["0/rope.4"] == (
+            "equal after permuting rows as for rotary embeddings (4 heads, halves interleaved)"
+        )
+        assert said["0/fused.whole"] == (
+            "'fused.0', 'fused.1', 'fused.2' of a, one after the other along the rows"
+        )
+        assert said["0/renamed_.a"] == "equal to 'renamed_.b' of b"
+
+
+def test_an_unrelated_copy_is_changed_and_nothing_else(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.safetensors", made(64, 96, 0).a)
+    rng = np.random.default_rng(5)
+    other = {
+        n: np.asarray(rng.standard_normal(x.shape)).astype(x.dtype)
+        for n, x in made(64, 96, 0).a.items()
+    }
+    result = xckpt.compare(a, write(tmp_path / "b.safetensors", other), explain=True)
+    assert set(xckpt.table(result)["cause"]) == {"changed"}
+    assert result.attrs["explanation"] == f"{len(other)} tensors: {len(other)} changed"
+
+
+class TestOneElementThatDiffers:
+    """Makes a cause no fact any more."""
+
+    @pytest.mark.parametrize("at", ["beginning", "middle", "end"])
+    def test_is_noticed(self, models: list[Made], at: str) -> None:
+        ours, theirs = models[1].a, {}
+        # New rows may hold anything, and these pairs are not compared element by element.
+        others = ("changed", "padded", "low_rank", "quantised")
+        for name in models[1].b.keys() & ours.keys():
+            if not name.startswith(others):
+                values = models[1].b[name].copy()
+                place = {"beginning": 0, "middle": values.size // 2 + 1, "end": -1}[at]
+                values.reshape(-1)[place] += values.dtype.type(3)
+                theirs[name] = values
+        table = explained(dataset({name: ours[name] for name in theirs}), dataset(theirs))
+        facts = table[table["verified"] & (table["cause"] != "changed")]
+        assert len(table) > 40
+        assert facts.empty, facts[["cause", "explanation"]].to_string()
+
+    def test_is_said_with_the_share(self) -> None:
+        x = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
+        y = x.astype(BF16)
+        y[7, 7] = 5
+        row = explained(dataset({"w": x}), dataset({"w": y})).loc["w"]
+        assert row["cause"] == "rounded"
+        assert not row["verified"]
+        assert row["explanation"] == (
+            "looks like: b is a rounded to bfloat16 for 99.95 % of the elements"
+        )
+
+
+class TestAllTensors:
+    def test_are_equal(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "m.safetensors", model())
+        result = xckpt.compare(path, path, explain=True)
+        assert result.attrs["explanation"] == "all 10 tensors are equal"
+        assert set(xckpt.table(result)["cause"]) == {"equal"}
+
+    def test_are_equal_after_something_was_done(self) -> None:
+        rng = np.random.default_rng(0)
+        a = {f"w{n}": rng.standard_normal((8, 6)).astype(np.float32) for n in range(3)}
+        b = {"w0": a["w0"], "w1": a["w1"].T.copy(), "v": a["w2"]}
+        result = xckpt.compare(dataset(a), dataset(b), explain=True)
+        assert result.attrs["explanation"] == (
+            "all 3 tensors are equal after: 1 transposed, 1 renamed, 1 equal as they are"
+        )
+
+    def test_have_nothing_in_common(self) -> None:
+        a = {"w": np.arange(6.0)}
+        b = {"v": np.arange(12.0).reshape(3, 4) - 100, "u": np.ones(3)}
+        result = xckpt.compare(dataset(a), dataset(b), explain=True)
+        assert result.attrs["explanation"] == (
+            "a and b share nothing: no name and no numbers of the 1 tensor of a "
+            "and the 2 tensors of b"
+        )
+        assert xckpt.table(result)["cause"].tolist() == ["only_a", "only_b", "only_b"]
+
+    @pytest.mark.parametrize("sides", [({}, {}), ({}, {"w": np.ones(3)}), ({"w": np.ones(3)}, {})])
+    def test_may_be_none(self, sides: tuple[dict[str, Array], dict[str, Array]]) -> None:
+        result = xckpt.compare(dataset(sides[0]), dataset(sides[1]), explain=True)
+        assert result.attrs["explanation"].startswith("a and b share nothing")
+
+
+class TestTheResult:
+    def test_is_shown_with_the_sentence_first(self, both: tuple[Path, Path]) -> None:
+        ds = xr.open_dataset(both[0], engine="safetensors")
+        result = ds.ckpt.compare(both[1], explain=True)
+        lines = repr(result.ckpt).splitlines()
+        assert lines[1] == result.attrs["explanation"]
+        assert "cause" in lines[2]
+
+    def test_has_lists_along_stacked_dimensions(self, tmp_path: Path) -> None:
+        a = write(tmp_path / "a.safetensors", model())
+        other = model() | {"layers.1.w": model()["layers.1.w"] + model()["layers.1.w"]}
+        b = write(tmp_path / "b.safetensors", other)
+        ds = xr.open_dataset(a, engine="safetensors", stack=True)
+        result = ds.ckpt.compare(b, explain=True)
+        assert result["layers.w"].attrs["cause"] == ["equal", "scaled", "equal"]
+        assert result["embed"].attrs["cause"] == "equal"
+        np.testing.assert_array_equal(result["layers.w"].attrs["scale"], [np.nan, 2, np.nan])
+        assert xckpt.table(result).loc["layers.1.w", "scale"] == 2
+        # A part of it no longer says which layer is which.
+        assert xckpt.table(result.isel(layers=[1]))["cause"].tolist().count("") == 2
+
+    def test_costs_nothing_where_it_is_not_asked_for(self, both: tuple[Path, Path]) -> None:
+        result = xckpt.compare(*both)
+        assert "explanation" not in result.attrs
+        assert "cause" not in xckpt.table(result)
+
+    def test_cannot_wait(self, both: tuple[Path, Path]) -> None:
+        with pytest.raises(ValueError, match="leave out dim and compute=False"):
+            xckpt.compare(*both, explain=True, compute=False)
+
+    def test_counts_bytes(self, both: tuple[Path, Path]) -> None:
+        told: list[tuple[int, int]] = []
+        xckpt.compare(*both, explain=True, cache=False, progress=lambda *one: told.append(one))
+        assert told[-1][0] == told[-1][1] > 0
+
+
+@pytest.mark.parametrize("chunk", [15, 64])
+def test_dask_arrays(models: list[Made], chunk: int) -> None:
+    names = ("rounded.f", "offset", "transposed.r", "rope.2", "padded", "renamed_c", "low", "fused")
+    ours = {n: x for n, x in models[1].a.items() if n.startswith(names)}
+    theirs = {n: x for n, x in models[1].b.items() if n.startswith(names)}
+    table = explained(dataset(ours, chunk), dataset(theirs, chunk))
+    wanted = {n: models[1].causes[n] for n in {**ours, **theirs}}
+    assert table["cause"].to_dict() == wanted
+
+
+def test_special_numbers() -> None:
+    x = np.array([[1, np.nan, -0.0, np.inf], [5, 6, 7, 8]], np.float32)
+    y = np.array([[1, np.nan, 0.0, np.inf], [5, 6, 7, 8]], np.float32)
+    a = {"w": x, "only": x + 9}
+    table = explained(dataset(a), dataset({"w": np.ascontiguousarray(y.T), "other": y + 9}))
+    assert table["cause"].to_dict() == {"w": "transposed", "only": "renamed", "other": "renamed"}
+
+
+def test_names_are_escaped() -> None:
+    x = np.arange(12, dtype=np.float32)
+    table = explained(dataset({"w": x}), dataset({"\x1b[31m<b>": x}))
+    assert "\x1b" not in table.loc["w", "explanation"]
+
+
+def test_nothing_is_said_of_random_pairs_that_is_not_so() -> None:
+    assert not untrue(np.random.default_rng(7), 400)
+
+
+def untrue(rng: np.random.Generator, count: int) -> list[Any]:
+    """Return what is wrongly stated as a fact of random pairs."""
+    pairs = [random_pair(rng) for _ in range(count)]
+    a = dataset({f"t{n}": pair[0] for n, pair in enumerate(pairs)})
+    b = dataset({f"t{n}": pair[1] for n, pair in enumerate(pairs)})
+    table = explained(a, b, progress=False)
+    wrong = []
+    for n, (x, y) in enumerate(pairs):
+        row = table.loc[f"t{n}"]
+        other = row["other_names"]
+        if not row["verified"] or ", " in other:
+            continue
+        partner = y if not other else pairs[int(other[1:])][1]
+        if not is_so(row, x, partner):
+            wrong.append((x, partner, row["cause"], row["explanation"]))
+    return wrong

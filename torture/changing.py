@@ -1,0 +1,260 @@
+"""The world changes while files are read: what is cut, replaced, written to, removed or damaged.
+
+A file of three tensors is read, converted, described or compared (raw, with digests, compressed),
+and at a random read of it something happens to it. Either all values are those that the file had
+when it was opened, or an error names the file. What is kept in caches may be damaged, swapped or
+cut at any time, and changes no result.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import dask
+import xarray as xr
+
+import xckpt
+from tests import test_cut_short as uses
+from torture.lying import LyingServer
+from torture.trial import Tally
+from xckpt.errors import CheckpointError, CheckpointWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from random import Random
+
+    from torture.trial import Trial
+
+    Change = Callable[[Path, Random], None]
+
+_MOST_CASES = 100_000
+
+
+def _cut(path: Path, random: Random) -> None:
+    os.truncate(path, random.randrange(path.stat().st_size))
+
+
+def _replaced(path: Path, random: Random) -> None:
+    other = path.with_name("next")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = random.randbytes(len(data) - len(data) // 2)
+    other.write_bytes(data)
+    other.replace(path)
+
+
+def _written(path: Path, random: Random) -> None:
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        file.seek(random.randrange(size))
+        file.write(random.randbytes(random.choice([1, 100, size // 2])))
+
+
+def _grown(path: Path, random: Random) -> None:
+    with path.open("ab") as file:
+        file.write(random.randbytes(1000))
+
+
+def _removed(path: Path, _: Random) -> None:
+    path.unlink()
+
+
+def _a_folder(path: Path, _: Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _touched(path: Path, _: Random) -> None:
+    os.utime(path, (0, 0))
+
+
+_CHANGES: dict[str, Change] = {
+    "cut short": _cut,
+    "replaced by another file": _replaced,
+    "written to in its middle": _written,
+    "grown": _grown,
+    "removed": _removed,
+    "replaced by a folder": _a_folder,
+    "given another time": _touched,
+}
+
+
+class _Hooked:
+    """Counts reads of a file, and at one of them lets something happen."""
+
+    def __init__(self, path: Path, change: Callable[[], None]) -> None:
+        self.path, self.change = path, change
+        self.left = 0
+        self.inode = path.stat().st_ino
+        self._preadv = os.preadv
+
+    def __call__(self, fileno: int, buffers: Any, offset: int, *flags: int) -> int:
+        if self.left and os.fstat(fileno).st_ino == self.inode:
+            self.left -= 1
+            if not self.left:
+                self.change()
+        return self._preadv(fileno, buffers, offset, *flags)
+
+
+def run(trial: Trial) -> Iterator[Tally]:
+    """Try each change by turns, then caches."""
+    warnings.simplefilter("ignore", CheckpointWarning)
+    warnings.simplefilter("ignore", RuntimeWarning)
+    os.environ["XCKPT_CACHE_DIR"] = str(trial.folder / "cache")
+    with dask.config.set(scheduler="sync"):
+        whole = _prepared(trial.folder)
+        for number, (what, change) in enumerate(_CHANGES.items()):
+            if hasattr(os, "preadv"):
+                left = max(1.0, trial.remaining * 0.8) / (len(_CHANGES) - number)
+                yield _changed(trial, whole, what, change, left)
+        yield _damaged_statistics(trial)
+        yield _damaged_headers(trial)
+
+
+def _prepared(folder: Path) -> dict[str, tuple[Path, bytes]]:
+    """Write a file of each kind, and read it in all ways: kernels are compiled by first uses."""
+    whole = {}
+    for kind in dict.fromkeys(kind for _, kind in uses.CASES):
+        (folder / kind).mkdir()
+        path = uses.write(folder / kind, kind)
+        whole[kind] = path, path.read_bytes()
+        shutil.copy(path, path.with_name("other" + path.suffix))
+        for use in (use for use, of in uses.CASES if of == kind):
+            use(path)
+    return whole
+
+
+def _changed(
+    trial: Trial, whole: dict[str, tuple[Path, bytes]], what: str, change: Change, seconds: float
+) -> Tally:
+    random = trial.random("changing", what)
+    start, cases, errors, failures = time.monotonic(), 0, 0, 0
+    while cases < _MOST_CASES and time.monotonic() < start + seconds:
+        use, kind = random.choice(uses.CASES)
+        path, data = whole[kind]
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(data)
+        moment, seed = random.choice([1, 2, 3, 4, 5, 8, 12, 20]), random.random()
+        cases += 1
+        try:
+            errors += not _read_while(path, use, moment, partial(change, path, random))
+        except Exception as error:  # noqa: BLE001  any is what is looked for
+            failures += 1
+            told = f"{use.__name__} {kind} {moment} {seed}".encode()
+            trial.fail(f"changing {what}", {"case.txt": told, path.name: data}, error)
+    said = f"{errors:,} errors that name the file, else right values"
+    return Tally(what, cases, failures, time.monotonic() - start, said)
+
+
+def _read_while(
+    path: Path, use: Callable[[Path], None], moment: int, change: Callable[[], None]
+) -> bool:
+    """Use a file that changes; return whether all values were right."""
+    hooked = _Hooked(path, change)
+    hooked.left = moment
+    preadv = os.preadv
+    os.preadv = hooked
+    try:
+        use(path)
+    except (CheckpointError, OSError) as error:
+        if str(path) not in str(error):
+            raise AssertionError(f"the file is not in: {error}") from error
+        return False
+    finally:
+        os.preadv = preadv
+    return True
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+def _damage(folder: Path, random: Random) -> int:
+    """Damage what is kept in a cache; return how many files there were."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in found:
+        how, data = random.randrange(6), bytearray(path.read_bytes())
+        if how == 0 or not data:
+            path.write_bytes(b"")
+        elif how == 1:
+            path.write_bytes(data[: random.randrange(len(data))])
+        elif how == 2:
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            path.write_bytes(data)
+        elif how == 3:
+            path.write_bytes(random.choice(found).read_bytes())
+        elif how == 4:
+            path.write_bytes(random.randbytes(len(data)))
+        else:
+            path.unlink()
+            path.mkdir()
+    return len(found)
+
+
+def _damaged_statistics(trial: Trial) -> Tally:
+    random, folder = trial.random("statistics"), trial.folder / "kept"
+    folder.mkdir()
+    path = uses.write(folder, "digest")
+    wanted = xckpt.stats(str(path), cache=False, progress=False)
+
+    def check() -> None:
+        xr.testing.assert_identical(wanted, xckpt.stats(str(path), progress=False))
+
+    return _with_damage(trial, "kept statistics damaged", random, check)
+
+
+def _damaged_headers(trial: Trial) -> Tally:
+    random, path = trial.random("headers"), trial.folder / "kept" / "m.zt"
+    data = path.read_bytes()
+    with LyingServer(data, files={"/m.zt": data}) as server:
+        url = f"{server.url}/m.zt"
+        wanted = xckpt.read_index(url).tensors
+
+        def check() -> None:
+            if repr(xckpt.read_index(url).tensors) != repr(wanted):
+                raise AssertionError("another index")
+
+        return _with_damage(trial, "kept headers damaged", random, check)
+
+
+def _with_damage(trial: Trial, what: str, random: Random, check: Callable[[], None]) -> Tally:
+    cache, files = trial.folder / "cache", 0
+    start, cases, failures = time.monotonic(), 0, 0
+    stop = start + max(1.0, trial.remaining / 2)
+    while cases < _MOST_CASES and time.monotonic() < stop:
+        cases += 1
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001
+            failures += 1
+            trial.fail(what, {"case.txt": what.encode()}, error)
+        for each in cache.rglob("*"):  # what was made a folder is one no longer
+            if each.is_dir() and not any(each.iterdir()) and each.parent != cache:
+                each.rmdir()
+        files += _damage(cache, random)
+    said = f"{files:,} files of the cache; results are the same"
+    return Tally(what, cases, failures, time.monotonic() - start, said)
+
+
+def again(path: Path) -> None:
+    """Try again what a failure left."""
+    from random import Random as Generator
+
+    from torture.trial import left
+
+    files = left(path)
+    name, _, moment, seed = files.pop("case.txt").decode().split()
+    what = next(w for w in _CHANGES if path.name.startswith(f"changing-{w.replace(' ', '-')}-"))
+    folder = path / "again"
+    folder.mkdir(exist_ok=True)
+    for label, data in files.items():
+        target = folder / label
+        for each in (target, target.with_name("other" + target.suffix)):
+            each.write_bytes(data)
+        change = partial(_CHANGES[what], target, Generator(seed))  # noqa: S311
+        _read_while(target, getattr(uses, name), int(moment), change)
