@@ -265,11 +265,9 @@ def compare(
     if names is not None:
         for attr, entry, some in zip(attrs, entries, rows, strict=True):
             attr.update(_partners_told(entry, [row.partner for row in some]))
-    said = _explained(entries, rows, values, attrs, progress) if explain else None
+    said = _explained(entries, rows, values, attrs, progress) if explain else {}
     found = laid_out(MEASURES, entries, values, attrs, ours)
-    found.attrs |= {"status": list(STATUSES)}
-    if said is not None:
-        found.attrs["explanation"] = said
+    found.attrs |= {"status": list(STATUSES), **said}
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
@@ -287,7 +285,7 @@ def _explained(
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     progress: ProgressOption,
-) -> str:
+) -> dict[str, str]:
     """Put explanations into the attributes of variables; return the sentence about all."""
     from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
 
@@ -306,7 +304,7 @@ def _explained(
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
         told = [next(left) for _ in some]
         attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
-    return sentence(cases, found)
+    return {"explanation": sentence(cases, found)}
 
 
 def _compare_all(
