@@ -605,16 +605,22 @@ class CheckpointAccessor(Generic[Obj]):
         --------
         >>> ds.ckpt.findings(ignore="constant")  # doctest: +SKIP
         """
-        from xckpt.statistics import examine, findings
+        from xckpt.statistics import findings
 
         if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
             stats = self._obj
         if stats is not None:
             return findings(stats, ignore=ignore)
-        result, found = examine(self._obj, ignore=ignore, progress=progress, cache=cache)
+        return self._examine(ignore=ignore, progress=progress, cache=cache)[1]
+
+    def _examine(self, **options: Any) -> tuple[xr.Dataset, pd.DataFrame]:
+        """Return statistics and findings, and keep both for the summary."""
+        from xckpt.statistics import examine
+
+        result, found = examine(self._obj, **options)
         self._keep(result)
         self._findings = _as_findings(found)
-        return found
+        return result, found
 
     def compare(
         self,
@@ -907,7 +913,7 @@ class CheckpointAccessor(Generic[Obj]):
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # what cannot be written is said before anything is computed
             if other is None:
-                stats = self.stats(**options)
+                stats, _ = self._examine(**options)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
                 found = self.compare(other, names=names, storage_options=storage_options, **options)
