@@ -629,6 +629,7 @@ class CheckpointAccessor(Generic[Obj]):
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
+        codes: bool = False,
         explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
@@ -648,6 +649,8 @@ class CheckpointAccessor(Generic[Obj]):
             Compare only these.
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        codes : bool
+            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
         explain : bool
             Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
@@ -672,6 +675,7 @@ class CheckpointAccessor(Generic[Obj]):
             names=names,
             tensors=tensors,
             dim=dim,
+            codes=codes,
             explain=explain,
             progress=progress,
             compute=compute,

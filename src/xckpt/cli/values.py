@@ -293,6 +293,11 @@ def spectrum(
     "neighbours at a time: one row for each channel or block. May be repeated.",
 )
 @click.option(
+    "--codes",
+    is_flag=True,
+    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+)
+@click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
@@ -311,6 +316,7 @@ def compare(
     rename: tuple[str, str] | None,
     names: str | None,
     dims: tuple[str, ...],
+    codes: bool,
     write_names: str | None,
     no_cache: bool,
     as_json: bool,
@@ -322,19 +328,20 @@ def compare(
     differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
     --json, all tensors are listed.
     """
-    from xckpt.statistics import MEASURES, matched_names, table
+    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
     from xckpt.statistics.explaining import COLUMNS
 
     matching = _matching(rename, names)
-    if dims and (write_names is not None or explain):
-        option = "--explain" if explain else "--write-names"
+    if dims and (write_names is not None or explain or codes):
+        option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
-    known = (*MEASURES, *COLUMNS) if explain else MEASURES
+    more = list(OF_CODES) if codes else []
+    known = [*MEASURES, *more, *(COLUMNS if explain else ())]
     columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
     chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
     own = [] if explain else ["status"]
-    chosen = list(dict.fromkeys([*own, *chosen, *([sort] if sort else [])]))
+    chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
     require_columns(chosen, known)
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
@@ -345,6 +352,7 @@ def compare(
             names=matching,
             tensors=reading.wanted,
             dim=_lengths(dims) or None,
+            codes=codes,
             explain=explain,
             progress=is_terminal(),
             cache=not no_cache,

@@ -15,6 +15,7 @@ from xckpt.statistics.api import (
     tensor_rows,
 )
 from xckpt.statistics.bins import histogram
+from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
@@ -25,6 +26,7 @@ from xckpt.statistics.spectra import spectrum
 
 __all__ = [
     "MEASURES",
+    "OF_CODES",
     "OF_MATRICES",
     "QUANTILES",
     "RULES",

@@ -1,113 +1,144 @@
-"""Codes of quantised tensors: whether they use their range, and whether values were cut off."""
+"""How the codes of quantised tensors use their range: how many are at its ends or never used.
+
+Codes are counted as they are stored, without scales. Elements of at most 8 bits are codes too. Of
+the blocks of GGUF those are known whose codes have 4 or 8 bits, in bytes of their own.
+"""
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
+from math import nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import QuantizedArray
-from xckpt.labels.codes import scales_of_codes
-from xckpt.progress import Progress
+from xckpt.arrays.quantized import CodebookArray, QuantizedArray
+from xckpt.elements import BLOCK_TYPES
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channel_sketch import count_at_ends
-from xckpt.statistics.describe import spectrum
-from xckpt.statistics.kinds import kind_named
-from xckpt.statistics.readers import reader_of
+from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from xckpt.progress import ProgressOption
-    from xckpt.statistics.measured import Found, Measured
+    from xckpt.progress import Progress
     from xckpt.statistics.readers import Reader
 
-#: Share of codes at the ends of their range from which values were cut off.
-SATURATED = 0.05
-#: Part of the range that codes use; tensors with fewer elements for each code are not judged.
-NARROW, ELEMENTS_OF_A_CODE = 0.5, 64
-#: Of float8 that is made for weights: the part of the largest number that the largest element is.
-NARROW_FLOAT = 1 / 16
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: The statistics, of a tensor that has codes.
+OF_CODES = ("saturated", "unused")
+
+_SIGNED_BYTES = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float64)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# By type: first byte of the codes in a block, and end; and the values of all codes.
+_IN_BLOCKS: dict[str, tuple[int, int, Array]] = {
+    "q4_0": (2, 18, np.arange(16) - 8.0),
+    "q4_1": (4, 20, np.arange(16.0)),
+    "q8_0": (2, 34, _SIGNED_BYTES),
+    "q4_k": (16, 144, np.arange(16.0)),
+    "iq4_nl": (2, 18, np.arange(16.0)),
+    "mxfp4": (1, 17, np.concatenate([_E2M1, -_E2M1])),
+}
 
 
-class CodeRange(NamedTuple):
-    """The codes of a tensor, by its number."""
+class _Coded(NamedTuple):
+    """The codes of a tensor, and what each of them stands for but for scales."""
 
-    at: int
-    dtype: str
-    elements: float
-    low: float
-    high: float
-    at_ends: float
-    #: How many scales there are: each puts one code at an end.
-    scales: float
+    reader: Reader
+    values: Array
+    #: Whether a byte has two codes.
+    paired: bool = False
 
 
-def plain_codes(measured: Measured) -> Iterator[CodeRange]:
-    """Find the codes among tensors that are described as they are stored."""
-    scales = scales_of_codes(dict(zip(measured.names, measured.dtypes, strict=True)))
-    sizes = dict(zip(measured.names, measured["count"].tolist(), strict=True))
-    facts = ("count", "min", "max", "at_ends")
-    for at in np.flatnonzero(~np.isnan(measured["at_ends"])).tolist():
-        name, dtype = measured.names[at], measured.dtypes[at]
-        is_code = name in scales and not name.endswith(("_zero_point", "zeros"))
-        if is_code or dtype.startswith("float8"):
-            count, low, high, ends = (measured[each][at] for each in facts)
-            yield CodeRange(at, dtype, count, low, high, ends, sizes.get(scales.get(name, ""), 0.0))
+class _Codes:
+    """Something that is indexed like an array of codes, or of bytes with two codes each."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(
+        self, shape: tuple[int, ...], read: Callable[[tuple[int, ...], tuple[int, ...]], Array]
+    ) -> None:
+        self.shape = shape
+        self.read = read
+
+    def __getitem__(self, key: Any) -> Array:
+        given = key if isinstance(key, tuple) else (key,)
+        whole = [slice(None)] * (len(self.shape) - len(given))
+        starts, stops = [], []
+        for each, size in zip((*given, *whole), self.shape, strict=True):
+            start, stop = each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
+            starts.append(start)
+            stops.append(stop)
+        return self.read(tuple(starts), tuple(stops))
 
 
-def decoded_codes(
-    readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
-) -> list[CodeRange]:
-    """Read the codes of tensors that are described as the numbers they stand for.
+def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
+    """Return a row of `OF_CODES` for each tensor, NaN for those that have no codes."""
+    found = np.full((len(readers), len(OF_CODES)), nan)
+    coded = {n: each for n, reader in enumerate(readers) if (each := _coded(reader)) is not None}
+    several = list(coded.values())
 
-    Those that share words are left out.
-    """
-    quantised = {at: reader.array for at, reader in enumerate(readers) if _has_codes(reader.array)}
-    codes, numbered = [], list(quantised.items())
-    for _, lazy in numbered:
-        flat = DenseArray(lazy.name, lazy.readers["data"], (prod(lazy.shape),), decode=False)
-        codes.append(reader_of(flat, lazy.name))
-    with Progress(progress, "codes") as bar:
+    def finish(number: int, sketch: Sketch) -> tuple[float, float]:
+        codes, counts = sketch.counted()
+        if several[number].paired:
+            codes, counts = np.concatenate([codes & 15, codes >> 4]), np.tile(counts, 2)
+        return _use(codes, counts, several[number].values)
 
-        def finish(number: int, sketch: Sketch) -> CodeRange:
-            at, lazy = numbered[number]
-            values = spectrum(sketch).values()
-            blocks = zip(lazy.shape, lazy.quantization.block, strict=True)
-            low, high = (values[0], values[-1]) if len(values) else (0.0, 0.0)
-            scales = prod([-(-size // block) for size, block in blocks])
-            kind, ends = sketch.kind.name, count_at_ends(sketch)
-            return CodeRange(at, kind, sketch.count, float(low), float(high), ends, scales)
-
-        return gather(codes, Sketch, finish, bar, cache=cache, stretched=True)
+    rows = gather(
+        [each.reader for each in several], Sketch, finish, progress, cache=cache, stretched=True
+    )
+    for number, row in zip(coded, rows, strict=True):
+        found[number] = row
+    return found
 
 
-def _has_codes(array: Any) -> bool:
-    if not isinstance(array, QuantizedArray):
-        return False
-    return array.quantization.bits == array.quantization.word_bits == 8
+def _use(codes: Array, counts: Array, values: Array) -> tuple[float, float]:
+    total = int(counts.sum())
+    finite = np.isfinite(values)
+    # 0 and -0 are one value.
+    known, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
+    is_used = np.bincount(of_code[codes], counts * finite[codes], len(known))
+    has_zero = bool((values[finite] == 0).any())
+    if not has_zero:
+        known, is_used = known[known != 0], is_used[known != 0]
+    # Symmetric codes leave the lowest out: -128 where the largest is 127.
+    lowest = int(len(known) > 2 and not is_used[0] and known[1] == -known[-1])
+    if not total:
+        return nan, nan
+    ends = is_used[lowest] + (is_used[-1] if len(known) > 1 else 0)
+    return float(ends / total), float(np.count_nonzero(is_used == 0) / len(known))
 
 
-def judge(measured: Measured, codes: CodeRange) -> Iterator[Found]:
-    """Say what is odd about the codes of a tensor."""
-    at, dtype, count, low, high, at_ends, scales = codes
-    kind = kind_named(dtype)
-    levels = 1 << kind.bits
-    if count < ELEMENTS_OF_A_CODE * levels:
-        return
-    if dtype.startswith("float8"):
-        most = float(kind.values[np.isfinite(kind.values)].max())
-        largest = max(abs(low), abs(high))
-        if "e5" not in dtype and 0 < largest < NARROW_FLOAT * most:
-            what = f"the largest magnitude of its codes is {largest:.3g}, and {dtype} has {most:g}"
-            yield measured.found(at, "narrow_codes", largest / most, what)
-    elif low < high and (part := (high - low + 1) / levels) < NARROW:
-        what = f"codes are from {low:.0f} to {high:.0f}: {part:.0%} of the range of {dtype}"
-        yield measured.found(at, "narrow_codes", part, what)
-    share = max(0.0, at_ends - scales) / count
-    if share > max(SATURATED, 4 / levels):
-        what = f"{share:.1%} of the codes are at an end of their range: values were cut off"
-        yield measured.found(at, "saturated_codes", share, what)
+def _coded(reader: Reader) -> _Coded | None:
+    lazy = reader.array
+    if isinstance(lazy, CodebookArray) or (
+        isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
+    ):
+        return _Coded(_code_reader(reader, _Codes(lazy.shape, lazy.codes)), lazy.code_values)
+    if isinstance(lazy, BlockArray) and lazy.block_type in _IN_BLOCKS:
+        first, end, values = _IN_BLOCKS[lazy.block_type]
+        _, size, nbytes, _ = BLOCK_TYPES[lazy.block_type]
+        blocks = prod(lazy.shape) // size
+        raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
+        stored = DenseArray(lazy.name, raw, (blocks, nbytes), decode=False)
+        codes = _Codes((blocks, end - first), lambda a, b: stored[a[0] : b[0], first:end])
+        return _Coded(_code_reader(reader, codes), values, paired=len(values) == 16)
+    kind = reader.kind
+    if isinstance(reader, RawReader | DenseReader) and kind.exact and kind.bits <= 8:
+        if kind.dtype.kind == "b":
+            return None
+        return _Coded(reader, kind.values[: 1 << kind.bits])
+    return None
+
+
+def _code_reader(reader: Reader, codes: _Codes) -> Reader:
+    found = ArrayReader(codes, reader.nbytes)
+    found.place, found.name = reader.place, reader.name
+    if isinstance(reader, ArrayReader):
+        found.turned, found.piece_nbytes = reader.turned, reader.piece_nbytes
+    if reader.identity is not None:
+        found.identity = (reader.identity[0], "codes", *reader.identity[1:])
+    return found

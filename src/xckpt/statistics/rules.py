@@ -20,7 +20,7 @@ from xckpt.labels.selection import select, similar
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.channel_sketch import OUTLYING
-from xckpt.statistics.codes import decoded_codes, judge, plain_codes
+from xckpt.statistics.code_ranges import decoded_codes, judge, plain_codes
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_tensors
 from xckpt.statistics.measured import Measured
