@@ -864,7 +864,8 @@ class CheckpointAccessor(Generic[Obj]):
         path: str | os.PathLike[str],
         other: Describable | None = None,
         *,
-        names: Renaming | None = None,
+        names: Renaming | Literal["auto"] | None = None,
+        explain: bool = True,
         overwrite: bool = False,
         progress: ProgressOption = None,
         cache: bool = True,
@@ -873,7 +874,7 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report to keep or to send: what is here, or what is between this and another.
 
         Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
-        layers. Of two it has what changed, how much, and what changed most.
+        layers. Of two it has what changed, why, how much, and what changed most.
 
         Parameters
         ----------
@@ -882,8 +883,10 @@ class CheckpointAccessor(Generic[Obj]):
             that it shows, and is small, however many tensors there are.
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
             What to compare with.
-        names : mapping, callable, or pair of a regular expression and its replacement, optional
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
             From the name of a tensor here to the name in `other`; see `compare`.
+        explain : bool, default True
+            Whether to find out why tensors differ, which takes longer; see `compare`.
         overwrite : bool, default False
             Whether an existing file is replaced.
         progress, cache : optional
@@ -920,7 +923,8 @@ class CheckpointAccessor(Generic[Obj]):
                 stats, _ = self._examine(**options)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
-                found = self.compare(other, names=names, storage_options=storage_options, **options)
+                options |= {"names": names, "explain": explain, "storage_options": storage_options}
+                found = self.compare(other, **options)
                 both = self._summary(), _summary_of(other, storage_options)
                 relate(document, both, found, self.plot.layers)
             sink.write(finish(document), 0)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
 
-__all__ = ["compare", "spectrum", "stats"]
+__all__ = ["compare", "matching_of", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
@@ -332,7 +332,7 @@ def compare(
     from xckpt.statistics import compare as compute
     from xckpt.statistics.explaining import COLUMNS
 
-    matching = _matching(rename, names)
+    matching = matching_of(rename, names)
     if dims and (write_names is not None or explain or codes):
         option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
@@ -385,7 +385,7 @@ def compare(
     return int(not different.empty)
 
 
-def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
+def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:
     """Return how names in A become names in B."""
     if names is not None:
         if rename is not None:
