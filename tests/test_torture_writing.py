@@ -85,7 +85,7 @@ def test_trouble_happens_and_breaks_nothing(root: Path, case: Case, trouble: Tro
 def test_a_writer_in_place_is_found(
     root: Path, case: Case, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xckpt.writing.saving.Sink", InPlace)
+    monkeypatch.setattr("xckpt.storage.sink.Sink", InPlace)
     with pytest.raises(Broken):
         writing._try(case, root, trouble)
 
@@ -97,7 +97,7 @@ def test_a_run_takes_its_time_and_a_failure_is_tried_again(
     assert all(tally.cases and not tally.failures for tally in writing.run(trial))
     path = trial.fail("it", {"trouble.json": json.dumps(TROUBLES[4]).encode()}, "a note")
     writing.again(path)
-    monkeypatch.setattr("xckpt.writing.saving.Sink", InPlace)
+    monkeypatch.setattr("xckpt.storage.sink.Sink", InPlace)
     with pytest.raises(Broken):
         writing.again(path)
 
