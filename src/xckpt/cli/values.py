@@ -15,16 +15,20 @@ import click
 from xckpt.cli.common import (
     Column,
     FileInput,
+    calls_for_action,
     complain,
+    ignore_option,
     is_terminal,
     json_option,
     json_rows,
     print_document,
+    print_findings,
     print_table,
     print_text,
     read_names,
     reading_options,
     require_columns,
+    require_rules,
 )
 from xckpt.errors import CheckpointError
 from xckpt.notebook.formatting import figure, printable
@@ -40,8 +44,6 @@ _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
 _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
-_CALLS_FOR_ACTION = ("error", "warning")
-_SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("cause", "rel_l2", "explanation")
 _WORDY = ("status", "cause", "explanation", "other_names")
@@ -59,6 +61,7 @@ _WORDS = {
 @click.command
 @click.argument("file")
 @click.option("--findings", "only_findings", is_flag=True, help="Print only what looks wrong.")
+@ignore_option
 @click.option(
     "--columns",
     default=_STATISTICS,
@@ -91,6 +94,7 @@ def stats(
     reading: FileInput,
     *,
     only_findings: bool,
+    ignore: tuple[str, ...],
     columns: str,
     sort: str | None,
     ascending: bool,
@@ -102,11 +106,11 @@ def stats(
 ) -> int:
     """Print statistics of every tensor in FILE, computed in one pass.
 
-    With --findings, print the tensors that have NaN or infinities, only zeros, only one value, rows
-    of zeros, or outliers instead; the exit status is 1 if any of that is more than information.
-    With --json, print both, with all columns.
+    With --findings, print what looks wrong with tensors instead: NaN, dead rows and heads, copied
+    layers, saturated codes, ...; the exit status is 1 if any of that is more than information. With
+    --json, print both, with all columns.
     """
-    from xckpt.statistics import QUANTILES, findings, statistic_names, table
+    from xckpt.statistics import QUANTILES, examine, findings, statistic_names, table
     from xckpt.statistics import stats as compute
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
@@ -115,25 +119,29 @@ def stats(
     if sort is not None and sort not in (*_NAMES, *chosen):
         chosen.append(sort)  # what rows are sorted by is seen
     require_columns(chosen, known)
+    require_rules(ignore)
     index = reading.index(file)
-    result = compute(
-        reading.dataset(file),
-        exact_quantiles=exact_quantiles,
-        progress=is_terminal(),
-        cache=not no_cache,
-        quantiles=quantiles or QUANTILES,
-    )
-    found = findings(result)
+    options: dict[str, Any] = {
+        "exact_quantiles": exact_quantiles,
+        "progress": is_terminal(),
+        "cache": not no_cache,
+        "quantiles": quantiles or QUANTILES,
+    }
+    if only_findings:
+        result, found = examine(reading.dataset(file), ignore=ignore, **options)
+    else:
+        result = compute(reading.dataset(file), **options)
+        found = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
         print_document(_stats_document(index, frame, found))
+    elif only_findings and found.empty:
+        complain("no findings")
     elif only_findings:
-        _print_findings(found.head(limit))
+        print_findings(found.head(limit))
     else:
         _print_statistics(frame, chosen)
-    if only_findings:
-        return int(found["severity"].isin(_CALLS_FOR_ACTION).any())
-    return 0
+    return int(only_findings and calls_for_action(found))
 
 
 def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
@@ -178,18 +186,6 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
             texts.append([figure(value) for value in values])
         head.append(Column(column, right=column not in _TEXTS))
     print_table(head, list(zip(*texts, strict=True)))
-
-
-def _print_findings(found: pd.DataFrame) -> None:
-    if found.empty:
-        complain("no findings")
-        return
-    head = [Column("tensor"), Column("severity", styles=_SEVERITY), Column("rule")]
-    rows = [
-        (row.tensor, row.severity, row.rule, figure(row.value))
-        for row in found.itertuples(index=False)
-    ]
-    print_table([*head, Column("value", right=True)], rows)
 
 
 def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> dict[str, Any]:
