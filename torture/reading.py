@@ -54,6 +54,8 @@ _MOST_FILES = 2000
 # What one small file may take: seconds of this process, for its header and for all of it; bytes.
 _MOST_SECONDS, _PATIENCE, _MOST_NBYTES = 1.0, 5.0, 64 << 20
 _SMALL = 2048
+# What a file was before bytes under a digest were changed, in what a failure leaves.
+_BEFORE = "before"
 
 
 class _Memory(CountingSource):
@@ -135,7 +137,7 @@ class _Campaign:
 
     def try_digest(self, guarded: ways.Digested) -> None:
         """Change bytes under a digest."""
-        changed = ways.flipped(guarded, self.random)
+        changed = ways.flipped(guarded, self.random) | {_BEFORE: next(iter(guarded.files.values()))}
         self.attempt("digests", changed, lambda files, _: guarded.check(files), _PATIENCE)
 
     def mutated(self) -> Files:
@@ -343,5 +345,9 @@ def again(path: Path) -> None:
         data = path.read_bytes()
         files = {"m": data[8 : 8 + int.from_bytes(data[:8], "little")]}
     with dask.config.set(scheduler="sync"), TemporaryDirectory() as folder:
+        before = files.pop(_BEFORE, None)
+        guarded = None if before is None else ways.digested({"m": before})
+        if guarded is not None:
+            guarded.check(files)
         check_index(files)
         check_ways(files, Path(folder))

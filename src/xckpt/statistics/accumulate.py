@@ -294,13 +294,19 @@ class Sketch(Accumulator):
         self.tree.add(0, start // LEAF, tuple(tables.nodes[0].tolist()))
 
     def pack(self) -> bytes:
-        """Return bytes to keep; numbers as text, because those of msgpack have 64 bits."""
+        """Return bytes to keep."""
         import msgpack
         import zstandard
 
+        packed = msgpack.packb(self._fields())
+        data: bytes = zstandard.ZstdCompressor(level=1).compress(packed)
+        return data
+
+    def _fields(self) -> dict[str, Any]:
+        """Return what is kept; numbers as text, because those of msgpack have 64 bits."""
         codes, counts = self.counted()
         fields: dict[str, Any] = {name: str(getattr(self, name)) for name in _NUMBERS}
-        fields |= {
+        return fields | {
             "row": str(self.rows.length),
             "dead": str(self.rows.dead),
             "kind": self.kind.name,
@@ -314,11 +320,9 @@ class Sketch(Accumulator):
             "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
             "open": [[row, *seen] for row, seen in self.rows.open.items()],
         }
-        data: bytes = zstandard.ZstdCompressor(level=1).compress(msgpack.packb(fields))
-        return data
 
     @classmethod
-    def unpack(cls, data: bytes, reader: Any) -> Sketch:
+    def unpack(cls, data: bytes, reader: Any) -> Self:
         """Return what `pack` was called on; whatever is wrong with it is an error."""
         import msgpack
         import zstandard
@@ -330,20 +334,23 @@ class Sketch(Accumulator):
             raise ValueError("not a record of a sketch")
         fields = msgpack.unpackb(_thread.decompressor.decompress(data))
         sketch = cls(kind_named(fields["kind"]), reader.size)
+        sketch._restore(fields, reader)
+        return sketch
+
+    def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
         for name in (*_NUMBERS, "count"):
-            setattr(sketch, name, int(fields[name]))
-        sketch.codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
-        sketch.counts = np.frombuffer(fields["counts"], np.int64)
-        sketch.low, sketch.high = (
+            setattr(self, name, int(fields[name]))
+        self.codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
+        self.counts = np.frombuffer(fields["counts"], np.int64)
+        self.low, self.high = (
             None if text == "None" else float.fromhex(text) if "x" in text else int(text)
             for text in fields["extremes"]
         )
-        sketch.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
-        if len(sketch.tree.nodes) != len(fields["nodes"]):
+        self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
+        if len(self.tree.nodes) != len(fields["nodes"]):
             raise ValueError("two nodes have one place")
-        sketch.rows = Rows(int(fields["row"]), int(fields["dead"]))
-        sketch.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
-        return sketch
+        self.rows = Rows(int(fields["row"]), int(fields["dead"]))
+        self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
 
 
 _NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied")

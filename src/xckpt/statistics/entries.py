@@ -220,6 +220,8 @@ def _is_open(obj: Any) -> bool:
 
 
 def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
+    if isinstance(obj, Subject):
+        return obj
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {

@@ -324,6 +324,39 @@ def mark_rows(  # noqa: PLR0917
                 i += 1
 
 
+@inlined
+def _largest(bits: Any, magnitude: Any) -> Any:
+    largest = bits[0] & magnitude
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & magnitude)
+    return largest
+
+
+@inlined
+def _raise(largest: Any, bits: Any, magnitude: Any) -> None:
+    for i in range(bits.size):
+        largest[i] = max(largest[i], bits[i] & magnitude)
+
+
+@compiled
+def largest_of_channels(  # noqa: PLR0917
+    bits: Any, magnitude: Any, start: Any, length: Any, columns: Any, rows: Any
+) -> None:
+    """Find the largest magnitude, as a pattern, in each column and in each row of a block."""
+    first = start // length
+    at = 0
+    while at < bits.size:
+        row, column = (start + at) // length, (start + at) % length
+        stop = min(bits.size, at + length - column)
+        # In pieces that stay in the cache.
+        for piece in range(at, stop, LEAF):
+            part = bits[piece : min(stop, piece + LEAF)]
+            begin = column + piece - at
+            _raise(columns[begin : begin + part.size], part, magnitude)
+            rows[row - first] = max(rows[row - first], _largest(part, magnitude))
+        at = stop
+
+
 @compiled
 def fold(nodes: Any, count: Any) -> None:
     """Merge neighbours until one node is left, in the first row; `count` is a power of two."""
