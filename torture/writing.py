@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import dask
 
 from torture.calls import CHANGING, Call, watched
-from torture.checkpoints import Broken, Case, cases, files, left_over
+from torture.checkpoints import Broken, Case, cases, files, left_over, threads
 from torture.trial import Tally, left
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.storage.partial import PARTIAL_SUFFIX
@@ -231,7 +231,7 @@ def _kill(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     child = os.fork()
     if child == 0:
         signal.alarm(_LONGEST)
-        with _ending(), dask.config.set(scheduler="threads"), watched(root, dying):
+        with _ending(), threads(), watched(root, dying):
             case.run(folder)
     if trouble.how == "timed":
         time.sleep(0.03 * trouble.number / 1000)
