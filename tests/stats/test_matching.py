@@ -250,7 +250,7 @@ class TestRules:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
         found = self.compared({"a": x, "b": x}, {"c": x, "d": x})
         assert found.ckpt.names == {"a": "c", "b": "d"}
-        with pytest.warns(xckpt.CheckpointWarning, match="names= says"):
+        with pytest.warns(xckpt.CheckpointWarning, match="neither by its name nor by its content"):
             found = self.compared({"a": x, "b": x}, {"c": x})
         assert found.ckpt.names == {}
 
@@ -340,6 +340,9 @@ class TestCommandLine:
         new = str(tmp_path / "new.safetensors")
         assert main(["convert", str(original), new, "--names", names]) == 0
         assert set(xckpt.read_index(new)) == set(in_gguf(tensors))
+        # Nothing is written over.
+        options = ["--names", "auto", "--write-names", new]
+        assert main(["compare", str(original), str(path), *options]) == 2
         capsys.readouterr()
         assert main(["compare", str(original), new, "--names", names]) == 0
         assert capsys.readouterr().err.endswith("all are the same\n")

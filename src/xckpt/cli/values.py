@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -343,6 +343,8 @@ def compare(
     own = [] if explain else ["status"]
     chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
     require_columns(chosen, known)
+    if write_names is not None and os.path.lexists(write_names):  # said before the pass
+        raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
     try:
@@ -363,8 +365,7 @@ def compare(
         raise click.UsageError(str(error)) from error
     frame = table(result)
     if write_names is not None:
-        text = json.dumps(matched_names(result), indent=1)
-        Path(write_names).write_text(f"{text}\n", encoding="utf-8")
+        _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -383,6 +384,14 @@ def compare(
         what = "channels" if dims else "tensors"
         complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
     return int(not different.empty)
+
+
+def _write_names(path: str, names: dict[str, str]) -> None:
+    from xckpt.storage import new_file
+
+    with new_file(path) as sink:
+        sink.write(json.dumps(names, indent=1).encode("ascii") + b"\n", 0)
+        sink.commit()
 
 
 def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:

@@ -142,6 +142,7 @@ def _kind(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+@lru_cache(maxsize=1 << 16)
 def _gguf_kind(kind: str, architecture: Any) -> str | None:
     bare = _unwrapped(kind)
     spellings = [_with_usual_leaf(kind), bare, f"model.{bare}", f"transformer.{bare}"]

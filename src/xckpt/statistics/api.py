@@ -26,7 +26,7 @@ from xckpt.statistics.describe import (
     describe_rows,
     statistic_names,
 )
-from xckpt.statistics.differences import ranked
+from xckpt.statistics.differences import STATUSES, ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
 from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
 from xckpt.statistics.plausible import are_statistics
@@ -58,6 +58,8 @@ _SHOWN = (
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Statuses of tensors that are on both sides.
+_ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that a table has as columns.
 _TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
@@ -377,10 +379,14 @@ def matched_names(result: xr.Dataset) -> dict[str, str]:
     stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
     if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
         raise ValueError("names are of a comparison of whole tensors, without dim=")
-    frame = table(result)
-    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
-    others = frame.get("other_name", frame.index)
-    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
+    names, values = tensor_rows(result)
+    at = result["statistic"].to_numpy().tolist().index("status")
+    others = told(result, "other_name", None)
+    return {
+        name: name if other is None else other
+        for name, other, status in zip(names, others, values[:, at], strict=True)
+        if status in _ON_BOTH_SIDES
+    }
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:

@@ -262,6 +262,8 @@ def compare(
         _warn_of_no_match([*every, *others], tensors)
     if not explain and _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
+        if names == "auto":
+            text = "no tensor of a was found in b, neither by its name nor by its content"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
     find: Any = partial(_compare_all, progress=progress, cache=cache)
