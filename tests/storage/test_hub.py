@@ -172,10 +172,9 @@ class TestWhatIsOpened:
             hub.repositories["org/model"].push(files, revision)
         ds = xr.open_dataset(MODEL + path)  # the engine is found
         assert len(ds.variables) == count
-        if "*" not in path:
-            commit = hub.repositories["org/model"].revisions["main"]
-            assert ds.encoding["source"].startswith(f"{MODEL}@")
-            assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
+        commit = hub.repositories["org/model"].revisions["main"]
+        assert ds.encoding["source"].startswith(f"{MODEL}@")
+        assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
 
     @pytest.mark.parametrize(
         ("page", "url"),
