@@ -155,7 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             data = self._file(_named(kind, repo), commit, name)
             self._body(data, {"ETag": f'"{_blob_id(data)}"'})
         elif path.startswith(("/api/models/", "/api/datasets/")):
-            self._api(*path.removeprefix("/api/").split("/", 1), query)
+            kind, _, rest = path.removeprefix("/api/").partition("/")
+            self._api(kind, rest, query)
         elif "/resolve/" in path:
             self._resolve(path)
         else:
