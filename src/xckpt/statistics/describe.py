@@ -128,7 +128,7 @@ def _exact_head(sketch: Sketch, found: Spectrum) -> tuple[list[float], float]:
     codes, counts = sketch.counted()
     values = found.values()
     # -0.0 and 0.0 are one value, and next to each other.
-    unique = np.count_nonzero(values[1:] != values[:-1]) + bool(len(values))
+    unique = int(np.count_nonzero(values[1:] != values[:-1])) + bool(len(values))
     nan = inf = 0
     if len(values) < len(codes):
         every = kind.values[codes]
