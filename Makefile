@@ -10,7 +10,7 @@ UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install)
 PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
-# make torture MINUTES=5 SEED=1 PARTS=reading
+# make torture MINUTES=5 SEED=1 PARTS=reading PAGE=no
 MINUTES ?= 10
 
 .DELETE_ON_ERROR:
@@ -49,7 +49,8 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks $(BENCHMARKS)
 
 torture: $(VENV)/.test
-	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+		$(if $(filter no,$(PAGE)),--no-page)
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html

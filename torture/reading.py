@@ -2,10 +2,10 @@
 
 "index" reads the header from memory; "values" opens what was accepted, and some of what was not, as
 a Dataset, and computes all of it. "ways" opens it as an Index, a Dataset and a tree, decoded and as
-stored, and asks for statistics and verification: they must agree on what can be read. What numpy
-or safetensors read as well must have the same values. Only documented errors may come, each naming
-the file, in bounded time and memory; and bytes that change under a digest ("digests") must never be
-values.
+stored, and asks for statistics and verification: they must agree on what can be read. What
+numpy and the packages safetensors, ztensor and gguf read as well must have the same values. Only
+documented errors may come, each naming the file, in bounded time and memory; and bytes that change
+under a digest ("digests") must never be values.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def run(trial: Trial) -> Iterator[Tally]:
             campaign = _Campaign(trial, name, lines)
             gc.collect()
             gc.freeze()
-            campaign.run(max(0.0, trial.remaining) / (len(names) - number))
+            campaign.run(max(9.0, trial.remaining) / (len(names) - number))
             campaign.now.close()
             yield from campaign.tallies()
 

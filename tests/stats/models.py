@@ -85,6 +85,8 @@ def torch_mixture(layers: int = 5, width: int = 64, experts: int = 8) -> Tensors
     embedding = rng.standard_normal((400, width)).astype(np.float32)
     embedding[0] = 0
     tensors = {"embeddings.word_embeddings.weight": embedding} | linear("stem.conv", 32, 3, 7, 7)
+    gain, bias = np.ones(width, np.float32), np.zeros(width, np.float32)
+    tensors |= {"final_norm_weight": gain, "final_norm_bias": bias}
     for layer in range(layers):
         base = f"layers.{layer}"
         tensors |= linear(f"{base}.attn.in_proj", 3 * width, width)

@@ -200,9 +200,13 @@ class TestLayoutsOfProjects:
         self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = write_gguf(tmp_path / "model.gguf", in_gguf(hugging_face()), "F32")
+        rounded = write_gguf(tmp_path / "rounded.gguf", in_gguf(hugging_face()), "F16")
         monkeypatch.setitem(sys.modules, "gguf", None)
         found = xckpt.compare(original, path, names="auto")
         assert set(rules(found)) == {"values", "rows"}
+        with pytest.warns(xckpt.CheckpointWarning, match="pip install gguf to match them"):
+            found = xckpt.compare(original, rounded, names="auto")
+        assert len(found.ckpt.names) == 2 * LAYERS + 1
 
     @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
     @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])

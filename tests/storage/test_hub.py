@@ -172,10 +172,9 @@ class TestWhatIsOpened:
             hub.repositories["org/model"].push(files, revision)
         ds = xr.open_dataset(MODEL + path)  # the engine is found
         assert len(ds.variables) == count
-        if "*" not in path:
-            commit = hub.repositories["org/model"].revisions["main"]
-            assert ds.encoding["source"].startswith(f"{MODEL}@")
-            assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
+        commit = hub.repositories["org/model"].revisions["main"]
+        assert ds.encoding["source"].startswith(f"{MODEL}@")
+        assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
 
     @pytest.mark.parametrize(
         ("page", "url"),
@@ -199,6 +198,13 @@ class TestWhatIsOpened:
         ds = xr.open_dataset(f"{MODEL}/text_encoder")
         assert len(ds.variables) == 4
         assert ds.attrs["config"] == {"model_type": "llama"}
+
+    def test_other_kinds_of_repositories(self, hub: HubServer) -> None:
+        hub.repositories["datasets/org/data"] = Repository()
+        hub.repositories["datasets/org/data"].push(shards(2))
+        ds = opened("hf://datasets/org/data")
+        assert ds.encoding["source"].startswith("hf://datasets/org/data@")
+        assert len(ds.compute().variables) == 4
 
     def test_small_files_in_git_itself(self, hub: HubServer) -> None:
         data = {"w": np.arange(100, dtype=np.float32)}

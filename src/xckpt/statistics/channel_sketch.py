@@ -213,7 +213,9 @@ def _describe_channels(
     found["dead_block"] = float(max(map(_block, patterns)))
     rows, columns = (_magnitudes(each, sketch.kind) for each in patterns)
     alive = rows[rows > 0]
-    faint = (rows > 0) & (rows < FAINT * np.median(alive)) if len(alive) else rows > 0
+    # `numpy.median` takes a tenth of a millisecond, as long as all else here.
+    middle = np.partition(alive, len(alive) // 2)[len(alive) // 2] if len(alive) else 0.0
+    faint = (rows > 0) & (rows < FAINT * middle)
     found["faint_rows"] = float(np.count_nonzero(faint))
     found["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
     if std > 0:

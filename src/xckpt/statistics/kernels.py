@@ -644,9 +644,9 @@ def hash_rows(  # noqa: PLR0917
                 word = np.uint64(0) if magnitude == 0 else word
                 word = np.uint64(0x7FC00000) if magnitude > 0x7F800000 else word
             bits |= word
+            # No two words have one hash, and it has bits everywhere.
             hashed = word * np.uint64(0xD6E8FEB86659FD93)
-            hashed = (hashed ^ (hashed >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
-            hashed ^= hashed >> np.uint64(29)
+            hashed ^= hashed >> np.uint64(32)
             of_row += weights[k + shift] * hashed
             of_all += hashed
             if columns.size:

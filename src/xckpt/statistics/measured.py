@@ -67,8 +67,9 @@ class Measured:
         return cls(names, columns, dtypes, shapes, run if has_steps else None)
 
     def __getitem__(self, statistic: str) -> Array:
-        known = self.columns.get(statistic)
-        return np.full(len(self.names), np.nan) if known is None else known
+        if statistic not in self.columns:
+            self.columns[statistic] = np.full(len(self.names), np.nan)
+        return self.columns[statistic]
 
     def found(self, at: Any, rule: str, value: Any, explanation: str) -> Found:
         """Say that a rule holds."""

@@ -82,6 +82,8 @@ SUBNORMAL = 0.1
 _FEW_CHANNELS = 0.01
 # Distance of weights that are centred on 0 from 0, and of those that are centred on 1 from 1.
 _NEAR_ZERO, _NEAR_ONE = 0.25, (0.5, 2.0)
+# With fewer of them, a norm is compared with all others.
+_FEWEST_SIBLINGS = 4
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # Types that hold all numbers of a larger one if so many of its lowest bits are always zero.
 _FEWEST_ELEMENTS = 64
@@ -94,6 +96,7 @@ _EMBEDDING = re.compile(r"emb|wte|wpe|(^|\.)shared\.", re.IGNORECASE)
 _NORM = re.compile(
     r"(norm\w*|(^|[._])(ln|bn)(_?\w+)?)([._]\d+)?(\.(weight|gamma|scale|g))?$", re.IGNORECASE
 )
+_NO_GAIN = re.compile(r"(bias|beta|shift|mean|var|_b)$", re.IGNORECASE)
 _ROUTER = re.compile(r"(^|[._])(router|gate|wg|ffn_gate_inp)([._]\w+)?$")
 _HEADS = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv|\bw[qkvo]\b", re.IGNORECASE)
 
@@ -378,28 +381,27 @@ def _norms(measured: Measured) -> Iterator[Found]:
     every = [
         at
         for at, name in enumerate(measured.names)
-        if measured.is_vector(at) and _NORM.search(name) and not np.isnan(measured["mean"][at])
+        if measured.is_vector(at)
+        and _NORM.search(name)
+        and not (_NO_GAIN.search(name) or np.isnan(measured["mean"][at]))
     ]
-    by_family: dict[Any, list[int]] = {}
-    of_run: dict[Any, list[int]] = {}
+    mean, std, low, high = (measured[each] for each in ("mean", "std", "min", "max"))
+    # The mean of a norm in the middle: of those that are siblings, and of all in a step.
+    groups: dict[Any, list[int]] = {}
     for at in every:
-        by_family.setdefault(measured.family_of(at), []).append(at)
-        of_run.setdefault(measured.step_of(at), []).append(at)
-    mean, std, low = measured["mean"], measured["std"], measured["min"]
+        for key in (measured.family_of(at), measured.step_of(at)):
+            groups.setdefault(key, []).append(at)
+    centers = {key: float(np.median(mean[some])) for key, some in groups.items()}
     for at in every:
-        siblings = by_family[measured.family_of(at)]
-        if len(siblings) < 4:
-            siblings = of_run[measured.step_of(at)]
-        others = [each for each in siblings if each != at]
-        if len(others) < 2:
+        key = measured.family_of(at)
+        if len(groups[key]) < _FEWEST_SIBLINGS:
+            key = measured.step_of(at)
+        others = len(groups[key]) - 1
+        if others < 2 or not _NEAR_ONE[0] <= centers[key] <= _NEAR_ONE[1]:
             continue
-        center = float(np.median(mean[others]))
-        if not _NEAR_ONE[0] <= center <= _NEAR_ONE[1]:
-            continue
-        of = f"those of {len(others)} like it on {center:.2g}"
-        if (abs(mean[at]) <= _NEAR_ZERO and abs(mean[at]) <= std[at]) or low[at] == measured["max"][
-            at
-        ] == 0:
+        of = f"those of {others} like it on {centers[key]:.2g}"
+        is_zero = low[at] == high[at] == 0
+        if is_zero or abs(mean[at]) <= min(_NEAR_ZERO, std[at]):
             what = f"its weights are centred on {mean[at]:.2g}, {of}: is 1 missing?"
             yield measured.found(at, "zero_centred_norm", mean[at], what)
         elif low[at] < 0:
@@ -450,10 +452,10 @@ def _mixed_types(measured: Measured) -> Iterator[Found]:
         if len(set(kinds)) < 2 or not set(kinds) <= set(_FLOATS):
             continue
         usual = max(dict.fromkeys(kinds), key=kinds.count)
+        others = kinds.count(usual)
+        alike = {shapes[at] for at in siblings if dtypes[at] == usual}
         for at in siblings:
-            alike = [each for each in siblings if shapes[each] == shapes[at]]
-            if dtypes[at] != usual and any(dtypes[each] == usual for each in alike):
-                others = kinds.count(usual)
+            if dtypes[at] != usual and shapes[at] in alike:
                 what = (
                     f"it is {dtypes[at]}, and {others} of its {len(siblings) - 1} siblings {usual}"
                 )
