@@ -10,11 +10,11 @@ UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install)
 PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
-# make torture MINUTES=5 SEED=1 PARTS=reading
+# make torture MINUTES=5 SEED=1 PARTS=reading PAGE=no
 MINUTES ?= 10
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-min lint bench torture docs clean
+.PHONY: help venv demo test test-min lint bench torture release-check docs clean
 
 help:
 	@echo "make demo      write a sample checkpoint, open it, print its summary and statistics"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench     run the benchmarks"
 	@echo "make torture   try what is promised on damaged files; MINUTES=5 SEED=1 PARTS=reading"
 	@echo "make docs      build the documentation"
+	@echo "make release-check  build the archives, and try the wheel in empty environments"
 	@echo "make clean     remove all that these commands made"
 
 # Every file .venv/.<extras> is touched when the extras are installed; a change of pyproject.toml
@@ -49,7 +50,13 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks $(BENCHMARKS)
 
 torture: $(VENV)/.test
-	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+		$(if $(filter no,$(PAGE)),--no-page)
+
+# Archives are built, and the wheel is tried in empty environments with the lowest and the newest
+# versions of what it needs.
+release-check: $(VENV)/.test
+	@$(BIN)/python -m torture.release
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import xarray as xr
@@ -147,6 +148,20 @@ def test_all_else_names_it_too(
     for command in (["stats", "--no-cache"], ["verify"]):
         assert main([*command, str(path)]) == 1
         assert f"'{tensor}': byte" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("verify", [None, True])
+def test_what_is_empty_has_a_digest_too(tmp_path: Path, verify: bool | None) -> None:
+    """A damaged header of a stream can say that it has no bytes."""
+    path = tmp_path / "m.zt"
+    digest = f"crc32c:0x{google_crc32c.value(VALUES.tobytes()):08x}"
+    part = stored(zstandard.compress(b""), encoding="zstd", digest=digest)
+    tensor = {"dtype": "uint8", "shape": [3], "format": "odd", "components": {"data": part}}
+    path.write_bytes(v1_file({"t": tensor}))
+    ds = xr.open_dataset(path, engine="ztensor", verify=verify)
+    with pytest.raises(xckpt.IntegrityError, match=r"m\.zt: tensor 't': byte 64: the bytes have"):
+        ds["t:data"].values  # noqa: B018
+    assert not xckpt.verify(path).ok
 
 
 def test_a_size_that_is_not_a_whole_number_of_elements(tmp_path: Path) -> None:

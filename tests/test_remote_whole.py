@@ -48,6 +48,12 @@ def test_converting_and_verifying(path: Path, url: str, tmp_path: Path) -> None:
     )
 
 
+def test_what_it_holds(path: Path, url: str) -> None:
+    made = xckpt.manifest(url, progress=False)
+    assert made == xckpt.manifest(path, progress=False)
+    assert xckpt.verify(url, manifest=made, progress=False).ok
+
+
 @pytest.mark.parametrize("command", ["info", "stats", "verify"])
 def test_the_command_line(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, url, "--json"]) == 0

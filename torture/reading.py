@@ -2,10 +2,10 @@
 
 "index" reads the header from memory; "values" opens what was accepted, and some of what was not, as
 a Dataset, and computes all of it. "ways" opens it as an Index, a Dataset and a tree, decoded and as
-stored, and asks for statistics and verification: they must agree on what can be read. What numpy
-or safetensors read as well must have the same values. Only documented errors may come, each naming
-the file, in bounded time and memory; and bytes that change under a digest ("digests") must never be
-values.
+stored, and asks for statistics and verification: they must agree on what can be read. What
+numpy and the packages safetensors, ztensor and gguf read as well must have the same values. Only
+documented errors may come, each naming the file, in bounded time and memory; and bytes that change
+under a digest ("digests") must never be values.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _MOST_FILES = 2000
 # What one small file may take: seconds of this process, for its header and for all of it; bytes.
 _MOST_SECONDS, _PATIENCE, _MOST_NBYTES = 1.0, 5.0, 64 << 20
 _SMALL = 2048
+# What a file was before bytes under a digest were changed, in what a failure leaves.
+_BEFORE = "before"
 
 
 class _Memory(CountingSource):
@@ -135,7 +137,7 @@ class _Campaign:
 
     def try_digest(self, guarded: ways.Digested) -> None:
         """Change bytes under a digest."""
-        changed = ways.flipped(guarded, self.random)
+        changed = ways.flipped(guarded, self.random) | {_BEFORE: next(iter(guarded.files.values()))}
         self.attempt("digests", changed, lambda files, _: guarded.check(files), _PATIENCE)
 
     def mutated(self) -> Files:
@@ -329,7 +331,7 @@ def run(trial: Trial) -> Iterator[Tally]:
             campaign = _Campaign(trial, name, lines)
             gc.collect()
             gc.freeze()
-            campaign.run(max(0.0, trial.remaining) / (len(names) - number))
+            campaign.run(max(9.0, trial.remaining) / (len(names) - number))
             campaign.now.close()
             yield from campaign.tallies()
 
@@ -343,5 +345,9 @@ def again(path: Path) -> None:
         data = path.read_bytes()
         files = {"m": data[8 : 8 + int.from_bytes(data[:8], "little")]}
     with dask.config.set(scheduler="sync"), TemporaryDirectory() as folder:
+        before = files.pop(_BEFORE, None)
+        guarded = None if before is None else ways.digested({"m": before})
+        if guarded is not None:
+            guarded.check(files)
         check_index(files)
         check_ways(files, Path(folder))

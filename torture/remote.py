@@ -14,6 +14,7 @@ import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,7 @@ def _lies(other: str) -> dict[str, Callable[[Request], Iterable[bytes]]]:
     }
 
 
+@cache
 def _bomb() -> bytes:
     packer = zlib.compressobj(9, wbits=31)
     return b"".join(packer.compress(bytes(1 << 20)) for _ in range(256)) + packer.flush()

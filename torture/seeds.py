@@ -23,7 +23,7 @@ __all__ = ["Files", "seeds"]
 #: Files in a folder by name; the first one is opened.
 Files = dict[str, bytes]
 
-_LARGEST = 1 << 16
+_LARGEST = 1 << 18
 _DRAWN = 40
 # What says what golden files hold.
 _NOTES = (".expected.json", ".expected.npz", ".txt", ".md", ".hf.npz", ".ids.json", ".forward.json")
@@ -71,7 +71,7 @@ def _golden(path: Path) -> Iterator[Files]:
         stem = path.name.partition("-0")[0]
         names += sorted(p.name for p in path.parent.glob(f"{stem}-*{path.suffix}") if p != path)
     files = {n: (path.parent / n).read_bytes() for n in names}
-    yield {n: content for n, content in files.items() if len(content) <= 4 * _LARGEST}
+    yield {n: content for n, content in files.items() if len(content) <= _LARGEST}
 
 
 def _suffix(name: str) -> str:

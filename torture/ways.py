@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from xckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
     from torture.seeds import Files
@@ -218,9 +220,57 @@ def _array(name: str, load: Callable[[], Any]) -> dict[str, bytes]:
     return {name: array.astype(array.dtype.newbyteorder("=")).tobytes()}
 
 
+def _ztensor(data: bytes) -> dict[str, bytes]:
+    import ztensor
+
+    found: dict[str, bytes] = {}
+    with NamedTemporaryFile(suffix=".zt") as file:
+        file.write(data)
+        file.flush()
+        with _refusing(), ztensor.open(file.name) as source:
+            for name in source.keys():  # noqa: SIM118  it is no mapping
+                with _refusing():
+                    tensor = source[name]
+                    if tensor.layout == "dense" and tensor.logical is None:
+                        found[name] = bytes(tensor.tobytes())
+    return found
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Let others refuse what they like; a panic in Rust is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit) or type(error).__module__ == __name__:
+            raise
+
+
+def _gguf(data: bytes) -> dict[str, bytes]:
+    from gguf import GGUFReader
+
+    found: dict[str, bytes] = {}
+    with NamedTemporaryFile(suffix=".gguf") as file, suppress(Exception):
+        file.write(data)
+        file.flush()
+        reader = GGUFReader(file.name)
+        for tensor in reader.tensors:
+            array = np.asarray(tensor.data)
+            # It has blocks of 40 bytes for what ggml has 36, and swaps no bytes in blocks.
+            if tensor.tensor_type.name == "Q8_1" or (
+                data[4:8] < data[7:3:-1] and array.dtype == "u1"
+            ):
+                continue
+            name = tensor.name if tensor.tensor_type.name[0] in "FIB" else f"{tensor.name}:data"
+            found[name] = array.astype(array.dtype.newbyteorder("=")).tobytes()
+    return found
+
+
 _OTHERS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
     "safetensors": _safetensors,
     "npz": _numpy,
+    "ztensor": _ztensor,
+    "gguf": _gguf,
 }
 
 

@@ -424,6 +424,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         quantiles: Sequence[float] | None = None,
         exact_quantiles: bool = False,
+        channels: bool = False,
         dim: Hashable | Iterable[Hashable] | None = None,
         progress: ProgressOption = None,
         compute: bool = True,
@@ -437,6 +438,8 @@ class CheckpointAccessor(Generic[Obj]):
             Between 0 and 1; by default nine of them.
         exact_quantiles : bool, default False
             Whether those of large types are to be exact; it takes more passes.
+        channels : bool, default False
+            Whether to look at every row and column as well, in the same pass.
         dim : hashable or iterable of hashable, optional
             Dimensions to reduce; by default all but stacked ones.
         progress : bool or callable, optional
@@ -467,16 +470,20 @@ class CheckpointAccessor(Generic[Obj]):
             self._obj,
             quantiles=QUANTILES if quantiles is None else quantiles,
             exact_quantiles=exact_quantiles,
+            channels=channels,
             dim=dim,
             progress=progress,
             compute=compute,
             cache=cache,
         )
         if compute and dim is None:
-            # From now on the summary shows what is wrong, and pictures use it.
-            self._stats, self._findings = result, None
-            self._described = self._arrays()
+            self._keep(result)
         return result
+
+    def _keep(self, result: xr.Dataset) -> None:
+        """Keep statistics: from now on the summary shows what is wrong, and pictures use them."""
+        self._stats, self._findings = result, None
+        self._described = self._arrays()
 
     def histogram(
         self,
@@ -563,25 +570,57 @@ class CheckpointAccessor(Generic[Obj]):
             cache=cache,
         )
 
-    def findings(self, stats: xr.Dataset | None = None) -> pd.DataFrame:
-        """List the tensors that look wrong: NaN, all zeros, exploding values, ...
+    def findings(
+        self,
+        stats: xr.Dataset | None = None,
+        *,
+        ignore: str | Iterable[str] | None = None,
+        progress: ProgressOption = None,
+        cache: bool = True,
+    ) -> pd.DataFrame:
+        """List what looks wrong with tensors: NaN, dead channels, copied layers, ...
+
+        From then on the summary shows it.
 
         Parameters
         ----------
         stats : xarray.Dataset, optional
-            Statistics of this object; by default the object itself if it is statistics, else they
-            are computed, or taken from the cache.
+            Statistics of this object: list what follows from them alone, and read nothing. By
+            default the object itself if it is statistics; else tensors are read in one pass, unless
+            what was found is in the cache.
+        ignore : str or iterable of str, optional
+            Rules not to list, such as ``"constant"``, perhaps for some tensors only:
+            ``"dead_rows:*.delta"``.
+        progress : bool or callable, optional
+            As for `xckpt.stats`.
+        cache : bool, default True
+            As for `stats`.
 
         Returns
         -------
         pandas.DataFrame
-            With the columns ``tensor, rule, value, severity``; see `xckpt.findings`.
+            With the columns ``tensor, rule, value, severity, explanation``; see `xckpt.findings`.
+
+        Examples
+        --------
+        >>> ds.ckpt.findings(ignore="constant")  # doctest: +SKIP
         """
         from xckpt.statistics import findings
 
         if stats is None and isinstance(self._obj, xr.Dataset) and "statistic" in self._obj.dims:
             stats = self._obj
-        return findings(self.stats() if stats is None else stats)
+        if stats is not None:
+            return findings(stats, ignore=ignore)
+        return self._examine(ignore=ignore, progress=progress, cache=cache)[1]
+
+    def _examine(self, **options: Any) -> tuple[xr.Dataset, pd.DataFrame]:
+        """Return statistics and findings, and keep both for the summary."""
+        from xckpt.statistics import examine
+
+        result, found = examine(self._obj, **options)
+        self._keep(result)
+        self._findings = _as_findings(found)
+        return result, found
 
     def compare(
         self,
@@ -590,6 +629,7 @@ class CheckpointAccessor(Generic[Obj]):
         names: Renaming | Literal["auto"] | None = None,
         tensors: TensorFilter | None = None,
         dim: Reduced | None = None,
+        codes: bool = False,
         explain: bool = False,
         progress: ProgressOption = None,
         compute: bool = True,
@@ -609,6 +649,8 @@ class CheckpointAccessor(Generic[Obj]):
             Compare only these.
         dim : str, int, iterable of these, or mapping of these to int, optional
             Dimensions to reduce, for one value for each channel or block; see `xckpt.compare`.
+        codes : bool
+            Whether to count the codes of quantised tensors of `other`: ``saturated``, ``unused``.
         explain : bool
             Whether to find out why tensors differ; see `xckpt.compare`.
         progress, compute, cache : optional
@@ -633,6 +675,7 @@ class CheckpointAccessor(Generic[Obj]):
             names=names,
             tensors=tensors,
             dim=dim,
+            codes=codes,
             explain=explain,
             progress=progress,
             compute=compute,
@@ -821,7 +864,8 @@ class CheckpointAccessor(Generic[Obj]):
         path: str | os.PathLike[str],
         other: Describable | None = None,
         *,
-        names: Renaming | None = None,
+        names: Renaming | Literal["auto"] | None = None,
+        explain: bool = True,
         overwrite: bool = False,
         progress: ProgressOption = None,
         cache: bool = True,
@@ -830,7 +874,7 @@ class CheckpointAccessor(Generic[Obj]):
         """Write a report to keep or to send: what is here, or what is between this and another.
 
         Of one checkpoint it has the summary, what looks wrong, and how statistics go along the
-        layers. Of two it has what changed, how much, and what changed most.
+        layers. Of two it has what changed, why, how much, and what changed most.
 
         Parameters
         ----------
@@ -839,8 +883,10 @@ class CheckpointAccessor(Generic[Obj]):
             that it shows, and is small, however many tensors there are.
         other : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
             What to compare with.
-        names : mapping, callable, or pair of a regular expression and its replacement, optional
+        names : "auto", mapping, callable, or pair of a regular expression and its replacement
             From the name of a tensor here to the name in `other`; see `compare`.
+        explain : bool, default True
+            Whether to find out why tensors differ, which takes longer; see `compare`.
         overwrite : bool, default False
             Whether an existing file is replaced.
         progress, cache : optional
@@ -874,10 +920,11 @@ class CheckpointAccessor(Generic[Obj]):
         sink = new_file(fsdecode(path), overwrite=overwrite, storage_options=storage_options)
         with sink:  # what cannot be written is said before anything is computed
             if other is None:
-                stats = self.stats(**options)
+                stats, _ = self._examine(**options)
                 describe(document, self._summary(), stats, self.plot.layers)
             else:
-                found = self.compare(other, names=names, storage_options=storage_options, **options)
+                options |= {"names": names, "explain": explain, "storage_options": storage_options}
+                found = self.compare(other, **options)
                 both = self._summary(), _summary_of(other, storage_options)
                 relate(document, both, found, self.plot.layers)
             sink.write(finish(document), 0)
@@ -1105,11 +1152,14 @@ class CheckpointAccessor(Generic[Obj]):
     def _known_findings(self) -> tuple[TensorFinding, ...] | None:
         """Return what the last statistics found, None where there were none."""
         if self._findings is None and self._stats is not None:
-            from xckpt.notebook.summary import TensorFinding
-
-            rows = self.findings(self._stats).itertuples(index=False)
-            self._findings = tuple([TensorFinding(*row) for row in rows])
+            self._findings = _as_findings(self.findings(self._stats))
         return self._findings
+
+
+def _as_findings(found: pd.DataFrame) -> tuple[TensorFinding, ...]:
+    from xckpt.notebook.summary import TensorFinding
+
+    return tuple([TensorFinding(*row) for row in found.itertuples(index=False)])
 
 
 def _summary_of(obj: Describable, storage_options: dict[str, Any] | None) -> Summary:

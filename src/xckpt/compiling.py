@@ -9,15 +9,23 @@ import numba
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["compiled", "inlined"]
+__all__ = ["compiled", "inlined", "within"]
+
+# Each wrapper takes as long to make as a short loop, and nobody calls these from C.
+_OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile when first called, for the types that it is called with, and keep it on disk."""
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(**_OPTIONS, cache=True)(function)
     except RuntimeError:  # there is no folder that a cache can be written to
-        return numba.njit(nogil=True)(function)
+        return numba.njit(**_OPTIONS)(function)
+
+
+def within(function: Callable[..., Any]) -> Any:
+    """Compile for compiled functions that call this one, which are what is kept on disk."""
+    return numba.njit(**_OPTIONS | {"no_cpython_wrapper": True})(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

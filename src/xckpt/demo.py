@@ -95,7 +95,7 @@ def main(folder: Path = Path("demo"), *, layers: int = 12, width: int = 1024) ->
     for line in _lines(xckpt.table(stats)):
         print(f"   {line}".rstrip())
     print()
-    for tensor, rule, value, _ in xckpt.findings(stats).itertuples(index=False):
+    for tensor, rule, value, *_ in xckpt.findings(stats).itertuples(index=False):
         print(f"   {tensor} {_FINDINGS.get(rule, rule).format(value)}")
     print(f"\n{_NEXT.format(path=path)}", end="")
 

@@ -22,7 +22,7 @@ from xckpt.index import paused_collector
 from xckpt.quantized import may_be_quantized, with_weights
 from xckpt.quantized.config import declaration, parse_json
 from xckpt.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
-from xckpt.storage import HUB_SCHEME, Source, is_remote, open_source, pinned_url
+from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
 from xckpt.storage.header import FIRST_NBYTES
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import ShardedSource, sources_of
@@ -137,8 +137,8 @@ def _with_weights(source: Source, index: Index) -> Index:
                 contents[tensor.name] = bytes(data)
         for file, some in by_source.items():
             ranges = [(t.parts["data"].offset, t.parts["data"].nbytes) for t in some]
-            with suppress(CheckpointError):
-                for tensor, data in zip(some, file.read_ranges(ranges), strict=True):
+            with suppress(CheckpointError), file.reading_header() as header:
+                for tensor, data in zip(some, header.read_ranges(ranges), strict=True):
                     contents[tensor.name] = bytes(data)
         return list(contents.values())
 
@@ -231,7 +231,7 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
 def is_format(obj: Any, format: str) -> bool:
     """Return whether something is a checkpoint of a format, without an error if it is nothing."""
     wanted = formats.get(format)
-    if isinstance(obj, str) and obj.startswith(HUB_SCHEME):
+    if hub_url(obj) is not None:
         try:
             return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
         except FormatError:

@@ -43,6 +43,8 @@ _TRENDS = ("std", "absmax")
 # A page of HTML knows them.
 _NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
 _MEASURES = ("rel_l2", "max_abs", "cosine", "equal_fraction")
+# What a comparison may say of a tensor.
+_SAID = (Field("name_b", "name"), Field("status"), Field("cause"), Field("explanation"))
 _WORDS = {
     "same": "the same",
     "changed": "changed",
@@ -145,14 +147,13 @@ def relate(
 
 
 def _add_changes(document: Document, frame: pd.DataFrame) -> None:
-    texts = [column for column in ("cause", "explanation") if column in frame]
-    fields = [Field("tensor", "name"), Field("status")]
-    fields += [Field(column, "number") for column in _MEASURES]
-    fields += [Field(column) for column in texts]
     some = frame.head(_MOST_CHANGES)
-    columns = [some[column].map(figure) for column in _MEASURES]
-    columns += [some[column].astype(str) for column in texts]
-    rows = list(zip(some.index, some["status"].astype(str), *columns, strict=True))
+    fields = [Field("tensor", "name")]
+    fields += [each for each in _SAID if each.title in frame]
+    columns = [some[field.title].astype(str) for field in fields[1:]]
+    fields += [Field(column, "number") for column in _MEASURES]
+    columns += [some[column].map(figure) for column in _MEASURES]
+    rows = list(zip(some.index, *columns, strict=True))
     _add_table(document, fields, rows)
     _add_rest(document, len(frame) - len(some), "tensor")
 
@@ -194,7 +195,9 @@ def _trends(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[list[tuple[str
             number = next(reversed(numbers_of(name).values()), None)
             if number is not None and name in at:
                 layers.setdefault(number, []).append(at[name])
-        if len(layers) < _FEWEST_LAYERS:
+        members = [row for some in layers.values() for row in some]
+        is_known = any(not np.isnan(each[members]).all() for each in values.values())
+        if len(layers) < _FEWEST_LAYERS or not is_known:
             continue
         count += 1
         if len(rows) == _MOST_TRENDS:

@@ -108,7 +108,8 @@ def list_files(
         return None
     if _is_glob(obj):
         found = _expanded(obj, storage_options)
-        return FileList(_absolute(obj), {path: path for path in found})
+        name = pinned_url(_absolute(obj), storage_options)
+        return FileList(name, {path: path for path in found})
     folder = list_folder(obj, storage_options)
     if folder is not None:
         return _in_folder(*folder, format)

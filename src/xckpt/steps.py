@@ -179,6 +179,7 @@ def _combined(
     source, index = merge(listed._replace(attrs=attrs.shared), renamed)
     ds = make_dataset(source, index, _stacking(options, dim, steps))
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
+    ds.variables[dim].encoding["steps"] = True  # so that they are not taken for layers
     for name, values in attrs.along.items():
         free = name
         while free in ds.variables:

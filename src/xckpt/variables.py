@@ -71,10 +71,10 @@ class LazyVariable(xr.Variable):
 
     to_variable = to_base_variable
 
-    # xarray copies each variable twice on the way from the engine to the user. Should it stop
-    # calling this method, nothing breaks: opening takes longer.
+    # xarray copies each variable of a checkpoint, or of results, twice on the way to the user.
+    # Should it stop calling this method, nothing breaks: it takes longer.
     def _copy(self, deep: bool = True, data: Any = None, memo: Any = None) -> Self:  # noqa: FBT001, FBT002
-        if deep or data is not None or not isinstance(self._data, da.Array):
+        if deep or data is not None or not isinstance(self._data, da.Array | np.ndarray):
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
         return self.of(self._dims, self._data, attrs, dict(self._encoding or {}))

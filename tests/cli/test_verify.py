@@ -83,6 +83,25 @@ def test_some_tensors_of_a_format(
     assert "similar names" in capsys.readouterr().err
 
 
+def test_numbers_are_judged_if_asked_for(
+    checkpoint: Path, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(checkpoint)]) == 0
+    assert main(["verify", "--findings", str(checkpoint), "--ignore", "*:*.delta"]) == 1
+    ok, *findings = capsys.readouterr().out.splitlines()[1:]
+    assert ": ok, " in ok
+    assert findings[0].endswith(": 7 of 704 elements are NaN [nan]")
+    assert not any("delta" in line for line in findings)
+    assert main(["verify", "--findings", "--ignore=*", str(checkpoint), "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)["files"]
+    assert (document["ok"], document["numbers"]) == (True, [])
+    # Whose bytes are damaged, its numbers say nothing.
+    assert main(["verify", "--findings", str(damaged), "--json"]) == 1
+    (document,) = json.loads(capsys.readouterr().out)["files"]
+    assert "numbers" not in document
+    assert main(["verify", "--findings", "--ignore=no_rule", str(checkpoint)]) == 2
+
+
 def test_a_manifest(
     checkpoint: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

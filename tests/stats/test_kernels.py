@@ -20,10 +20,10 @@ def test_without_a_folder_for_the_cache_they_are_compiled_each_time(
 ) -> None:
     original = numba.njit
 
-    def refusing(*, cache: bool = False, **options: Any) -> Any:
+    def refusing(*functions: Any, cache: bool = False, **options: Any) -> Any:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return original(**options)
+        return original(*functions, **options)
 
     monkeypatch.setattr(numba, "njit", refusing)
     assert compiled(lambda x: x + 1)(1) == 2

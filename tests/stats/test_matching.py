@@ -200,9 +200,13 @@ class TestLayoutsOfProjects:
         self, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = write_gguf(tmp_path / "model.gguf", in_gguf(hugging_face()), "F32")
+        rounded = write_gguf(tmp_path / "rounded.gguf", in_gguf(hugging_face()), "F16")
         monkeypatch.setitem(sys.modules, "gguf", None)
         found = xckpt.compare(original, path, names="auto")
         assert set(rules(found)) == {"values", "rows"}
+        with pytest.warns(xckpt.CheckpointWarning, match="pip install gguf to match them"):
+            found = xckpt.compare(original, rounded, names="auto")
+        assert len(found.ckpt.names) == 2 * LAYERS + 1
 
     @pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden files at {GOLDEN}")
     @pytest.mark.parametrize("model", ["llama", "gemma2", "gpt2"])
@@ -250,7 +254,7 @@ class TestRules:
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
         found = self.compared({"a": x, "b": x}, {"c": x, "d": x})
         assert found.ckpt.names == {"a": "c", "b": "d"}
-        with pytest.warns(xckpt.CheckpointWarning, match="names= says"):
+        with pytest.warns(xckpt.CheckpointWarning, match="neither by its name nor by its content"):
             found = self.compared({"a": x, "b": x}, {"c": x})
         assert found.ckpt.names == {}
 
@@ -340,6 +344,9 @@ class TestCommandLine:
         new = str(tmp_path / "new.safetensors")
         assert main(["convert", str(original), new, "--names", names]) == 0
         assert set(xckpt.read_index(new)) == set(in_gguf(tensors))
+        # Nothing is written over.
+        options = ["--names", "auto", "--write-names", new]
+        assert main(["compare", str(original), str(path), *options]) == 2
         capsys.readouterr()
         assert main(["compare", str(original), new, "--names", names]) == 0
         assert capsys.readouterr().err.endswith("all are the same\n")

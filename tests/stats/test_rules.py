@@ -20,8 +20,9 @@ def found(**tensors: Any) -> list[tuple[Any, ...]]:
         }
     )
     frame = findings(stats(ds))
-    assert list(frame.columns) == ["tensor", "rule", "value", "severity"]
-    return list(frame.itertuples(index=False, name=None))
+    assert list(frame.columns) == ["tensor", "rule", "value", "severity", "explanation"]
+    assert frame["explanation"].all()
+    return list(frame.drop(columns="explanation").itertuples(index=False, name=None))
 
 
 def normal(*shape: int) -> np.ndarray[Any, Any]:

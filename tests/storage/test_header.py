@@ -131,3 +131,18 @@ def test_the_oldest_entries_make_room(
     assert_opens(web, 3)
     assert len(list((tmp_path / "headers").iterdir())) == 1
     assert not first.exists()
+
+
+def test_ranges_are_remembered_by_themselves() -> None:
+    data = bytes(range(256)) * 1000
+    source = CountingSource(data)
+    header = HeaderSource(source)
+    header.keep(0, memoryview(data)[:100])
+    asked = [(5000, 10), (90, 20), (0, 5), (5005, 10), (200_000, 8), (5000, 10), (7000, 0)]
+    for _ in range(2):
+        pieces = header.read_ranges(asked, gap=10)
+        assert [bytes(piece) for piece in pieces] == [data[at : at + n] for at, n in asked]
+    # What overlaps something is read as a header is: with what may be wanted next.
+    assert source.reads[:2] == [(5000, 10), (200_000, 8)]
+    assert len(source.reads) == 4
+    assert all(data[at : at + len(each)] == each for at, each in header.segments)

@@ -22,7 +22,7 @@ from tests.storage.hub_server import TOKEN, HubServer, Repository
 from xckpt.cli import main
 from xckpt.errors import FileChangedError
 from xckpt.storage import hub as storage_hub
-from xckpt.storage import open_source
+from xckpt.storage import hub_url, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,10 +172,25 @@ class TestWhatIsOpened:
             hub.repositories["org/model"].push(files, revision)
         ds = xr.open_dataset(MODEL + path)  # the engine is found
         assert len(ds.variables) == count
-        if "*" not in path:
-            commit = hub.repositories["org/model"].revisions["main"]
-            assert ds.encoding["source"].startswith(f"{MODEL}@")
-            assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
+        commit = hub.repositories["org/model"].revisions["main"]
+        assert ds.encoding["source"].startswith(f"{MODEL}@")
+        assert (commit in ds.encoding["source"]) == ("refs" not in path and "%" not in path)
+
+    @pytest.mark.parametrize(
+        ("page", "url"),
+        [
+            ("org/model", "org/model@main"),
+            ("org/model/?library=transformers#files", "org/model@main"),
+            ("org/model/tree/v1.0", "org/model@v1.0"),
+            ("org/model/tree/refs%2Fpr%2F1/a/b", "org/model@refs%2Fpr%2F1/a/b"),
+            ("org/model/blob/main/a/b%20c.gguf?x=1", "org/model@main/a/b c.gguf"),
+            ("datasets/org/data/tree/main", "datasets/org/data@main"),
+            ("org/model/resolve/main/model.gguf", None),
+            ("org", None),
+        ],
+    )
+    def test_pages_of_a_browser(self, page: str, url: str | None) -> None:
+        assert hub_url(f"https://huggingface.co/{page}") == (url and f"hf://{url}")
 
     def test_a_folder_of_a_repository(self, hub: HubServer) -> None:
         inside = {f"text_encoder/{name}": data for name, data in shards(2).items()}
@@ -183,6 +198,13 @@ class TestWhatIsOpened:
         ds = xr.open_dataset(f"{MODEL}/text_encoder")
         assert len(ds.variables) == 4
         assert ds.attrs["config"] == {"model_type": "llama"}
+
+    def test_other_kinds_of_repositories(self, hub: HubServer) -> None:
+        hub.repositories["datasets/org/data"] = Repository()
+        hub.repositories["datasets/org/data"].push(shards(2))
+        ds = opened("hf://datasets/org/data")
+        assert ds.encoding["source"].startswith("hf://datasets/org/data@")
+        assert len(ds.compute().variables) == 4
 
     def test_small_files_in_git_itself(self, hub: HubServer) -> None:
         data = {"w": np.arange(100, dtype=np.float32)}
@@ -211,6 +233,10 @@ class TestWhatIsOpened:
             opened().compute().drop_attrs(),
             xr.open_dataset(path, engine="safetensors").compute().drop_attrs(),
         )
+        forget()
+        hub.requests.clear()
+        opened()  # also the parts that say how others are to be read
+        assert (hub.count("hub"), hub.count("copies")) == (2, 0)
 
 
 class TestRevisions:
@@ -330,6 +356,11 @@ class TestRefusals:
         with pytest.raises(PermissionError, match="token is not valid") as caught:
             opened(storage_options={"token": "hf_wrong"})
         assert "hf_wrong" not in str(caught.value)
+
+    def test_writing(self, hub: HubServer) -> None:
+        with pytest.raises(xckpt.UnsupportedError, match=r"only read.*hf upload"):
+            xckpt.save(xr.Dataset({"w": ("x", np.ones(3))}), f"{MODEL}/w.safetensors")
+        assert not hub.requests
 
     def test_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -130,8 +130,25 @@ class TestWhatHoldsTheSame:
         xckpt.save(dataset({"x": array}), tmp_path / "d.safetensors")
         report = verify(tmp_path / "d.safetensors", manifest=made)
         assert report.ok
-        assert [f.rule for f in report.findings] == ["ManifestType"]
+        (finding,) = report.findings
+        assert finding.rule == "ManifestType"
+        assert finding.message == "the same elements are dense, not sparse"
         assert verify(tmp_path / "s.zt", manifest=manifest(tmp_path / "d.safetensors")).ok
+
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    def test_of_what_takes_several_blocks(self, compression: str | None, tmp_path: Path) -> None:
+        wide = np.zeros((1, 3, 1 << 20), "f4")
+        wide[:, 1, ::7] = RNG.random((1, 149797), "f4")
+        arrays = {"wide": wide, "mask": wide != 0, "turned": np.asfortranarray(wide[0])}
+        path = tmp_path / "m.zt"
+        xckpt.save(dataset(arrays), path, encoding={"*": {"compression": compression}})
+        made = manifest(path)
+        for name, array in arrays.items():
+            assert made[name].sha256 == sha256(array)
+        # As if it had been sparse.
+        rows = dataset({"wide": sparse.COO.from_numpy(wide)}).ckpt.manifest()
+        for like in (rows, dataset({"wide": wide}).chunk(wide2=1 << 18).ckpt.manifest()):
+            assert verify(path, manifest=like, tensors="wide").ok
 
     @pytest.mark.parametrize("path", golden_files("gguf/*quantized.gguf"))
     def test_of_quantised_tensors_is_that_of_their_numbers(self, path: Path) -> None:
@@ -245,6 +262,13 @@ class TestWhatDiffers:
     def test_two_that_share_nothing(self, model: Path) -> None:
         rules = [rule for rule, _, _ in found(model, manifest(dataset({"z": np.ones(3)})))]
         assert rules == ["Missing"] + ["Extra"] * 4
+
+    @pytest.mark.parametrize("path", golden_files("ztensor/v2_forward_compat.zt"))
+    def test_what_cannot_be_read_is_not_the_same(self, path: Path) -> None:
+        unread = {f.tensor for f in verify(path).findings}
+        made = manifest(path, tensors=lambda name: name not in unread)
+        assert verify(path).ok
+        assert "ManifestUnread" in {f.rule for f in verify(path, manifest=made).findings}
 
     def test_damage_is_told_once(self, tmp_path: Path) -> None:
         path = tmp_path / "m.zt"

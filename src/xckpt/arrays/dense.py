@@ -103,6 +103,8 @@ class DenseArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
+            if self.reader.part.shape is None and 0 in self.shape:
+                self.reader.read(0, 0, 0)  # that it is empty is what its stream says
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             chosen = self.reader.select(key)

@@ -110,6 +110,18 @@ class QuantizedArray(_OfParts):
         axes = self.quantization.axes
         return axes != tuple(sorted(axes))
 
+    @property
+    def code_values(self) -> Array:
+        """What codes of at most 8 bits stand for, less the zero point if that is one number."""
+        scheme, dtype = self.quantization, self.readers["data"].part.dtype
+        is_apart = scheme.word_bits == scheme.bits
+        bits = ELEMENT_TYPES[dtype].bits if is_apart else scheme.bits
+        return _values(dtype if is_apart else scheme.code, bits) - (scheme.zero or 0)
+
+    def codes(self, start: Shape, stop: Shape) -> Array:
+        """Return the codes of at most 8 bits of a box, as they are stored."""
+        return self._codes(_Box(start, stop))[1]
+
     def chunks(self, target: int) -> Chunks:
         """Return chunks along the slowest axis of what is stored; see `LazyArray.chunks`."""
         axes = self.quantization.axes or tuple(range(self.ndim))
@@ -260,6 +272,22 @@ class CodebookArray(_OfParts):
         super().__init__(tensor, readers)
         self.quantization = tensor.quantization
 
+    @property
+    def code_values(self) -> Array:
+        """What codes stand for."""
+        table: Array = self._flat("table", 16)[:]
+        return table
+
+    def codes(self, start: Shape, stop: Shape) -> Array:
+        """Return the codes of a box that is a run of elements."""
+        first = np.ravel_multi_index(start, self.shape) if start else 0
+        count = prod(b - a for a, b in zip(start, stop, strict=True))
+        return self._codes(int(first), int(first) + count)
+
+    def _codes(self, start: int, stop: int) -> Array:
+        how: Any = {"name": self.name, "shape": (prod(self.shape),), "axes": (0,), "axis": 0}
+        return _unpacked(self.readers["data"], _NIBBLES, _Box((start,), (stop,)), **how)
+
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         shape = result_shape(self.shape, key)
         if 0 in shape:
@@ -271,9 +299,7 @@ class CodebookArray(_OfParts):
     def _numbers(self, start: int, stop: int) -> Array:
         """Return some elements of the flat tensor."""
         book, count = self.quantization, prod(self.shape)
-        box, data = _Box((start,), (stop,)), self.readers["data"]
-        how: Any = {"name": self.name, "shape": (count,), "axes": (0,), "axis": 0}
-        codes = _unpacked(data, _NIBBLES, box, **how)
+        codes = self._codes(start, stop)
         first, last = start // book.block, (stop - 1) // book.block + 1
         blocks = np.arange(last - first)
         starts = np.clip((blocks + first) * book.block - start, 0, None)

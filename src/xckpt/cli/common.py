@@ -32,20 +32,24 @@ __all__ = [
     "FAILED",
     "Column",
     "FileInput",
+    "calls_for_action",
     "complain",
     "engine_type",
+    "ignore_option",
     "is_terminal",
     "json_option",
     "json_rows",
     "one_line",
     "pairs",
     "print_document",
+    "print_findings",
     "print_table",
     "print_text",
     "read_names",
     "reading_options",
     "reading_options_beside_output",
     "require_columns",
+    "require_rules",
 ]
 
 #: Exit statuses.
@@ -57,8 +61,16 @@ _NARROWEST_NAME = 24
 # One long name would make every row as wide.
 _WIDEST_CELL = 120
 _GAP = "  "
+_SEVERITY = {"error": "red", "warning": "yellow", "info": "blue"}
 
 engine_type = click.Choice(names())
+
+ignore_option = click.option(
+    "--ignore",
+    multiple=True,
+    metavar="RULE[:GLOB]",
+    help="With --findings, leave out a rule, perhaps for tensors that match only. May be repeated.",
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -232,6 +244,30 @@ def require_columns(wanted: Iterable[str], known: Sequence[str]) -> None:
             alike = get_close_matches(column, known, n=1)
             hint = f"; did you mean {alike[0]!r}?" if alike else ""
             raise click.UsageError(f"there is no column {column!r}, only {', '.join(known)}{hint}")
+
+
+def require_rules(ignore: Sequence[str]) -> None:
+    """Refuse rules of findings that do not exist."""
+    from xckpt.statistics.rules import ignored_rules
+
+    try:
+        ignored_rules(ignore)
+    except ValueError as error:
+        raise click.UsageError(f"--{error}") from error
+
+
+def calls_for_action(found: pd.DataFrame) -> bool:
+    """Return whether anything was found that is more than information."""
+    return bool((found["severity"] != "info").any())
+
+
+def print_findings(found: pd.DataFrame) -> None:
+    """Print a line for each finding."""
+    for tensor, rule, _, severity, explanation in found.itertuples(index=False):
+        kind = click.style(severity, _SEVERITY[severity], bold=True)
+        name = shown(shortened(tensor, _WIDEST_CELL))
+        text = shortened(printable(f"tensor {name}: {explanation}"), 2 * _WIDEST_CELL)
+        print_text(f"  {kind}: {text} [{rule}]")
 
 
 def print_table(head: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

@@ -13,16 +13,20 @@ from xckpt.cli.common import (
     DAMAGED,
     FAILED,
     FileInput,
+    calls_for_action,
     complain,
     engine_type,
+    ignore_option,
     is_terminal,
     json_option,
     one_line,
     pairs,
     print_document,
+    print_findings,
     print_text,
     read_names,
     reading_options,
+    require_rules,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.notebook.formatting import counted, printable
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Format
     from xckpt.index import Index, Part, Tensor
+    from xckpt.writing import Manifest
     from xckpt.writing.verifying import Report
 
 __all__ = ["convert", "info", "manifest", "verify"]
@@ -316,6 +321,8 @@ def manifest(file: str, reading: FileInput) -> int:
 
 @click.command
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--findings", "with_findings", is_flag=True, help="Also judge the numbers.")
+@ignore_option
 @click.option(
     "--manifest",
     metavar="JSON",
@@ -324,24 +331,29 @@ def manifest(file: str, reading: FileInput) -> int:
 @reading_options
 @json_option
 def verify(
-    files: tuple[str, ...], reading: FileInput, *, manifest: str | None, as_json: bool
+    files: tuple[str, ...],
+    reading: FileInput,
+    *,
+    with_findings: bool,
+    ignore: tuple[str, ...],
+    manifest: str | None,
+    as_json: bool,
 ) -> int:
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
     status is 1 if one is damaged. Warnings do not count as damage: they are about what is
     questionable but allowed by the specification, or unknown to this version.
+
+    With --findings, the numbers of files that are intact are judged as well, as by "xckpt stats
+    --findings": the exit status is also 1 if anything is found that is more than information.
     """
-    from xckpt.writing import Manifest
+    from xckpt.statistics import findings
     from xckpt.writing import verify as check
 
+    require_rules(ignore)
     reports, status = [], 0
-    expected = None
-    if manifest is not None:
-        try:
-            expected = Manifest.read(manifest, storage_options=reading.storage_options or None)
-        except (CheckpointError, OSError) as error:  # says nothing of the files
-            raise click.UsageError(f"--manifest: {one_line(error)}") from error
+    expected = None if manifest is None else _manifest(manifest, reading)
     for file in files:
         try:
             report = check(
@@ -361,14 +373,29 @@ def verify(
             complain(one_line(error))
             status = FAILED
             continue
-        reports.append(report)
-        if not report.ok:
-            status = max(status, DAMAGED)
+        document = _report_document(report)
+        reports.append(document)
+        status = max(status, DAMAGED * (not report.ok))
         if not as_json:
             _print_report(file, report)
+        if with_findings and report.ok:
+            found = findings(reading.dataset(file), ignore=ignore, progress=is_terminal())
+            document["numbers"] = found.to_dict("records")
+            status = max(status, DAMAGED * calls_for_action(found))
+            if not as_json:
+                print_findings(found)
     if as_json:
-        print_document({"files": [_report_document(report) for report in reports]})
+        print_document({"files": reports})
     return status
+
+
+def _manifest(path: str, reading: FileInput) -> Manifest:
+    from xckpt.writing import Manifest
+
+    try:
+        return Manifest.read(path, storage_options=reading.storage_options or None)
+    except (CheckpointError, OSError) as error:  # says nothing of the files
+        raise click.UsageError(f"--manifest: {one_line(error)}") from error
 
 
 def _print_report(file: str, report: Report) -> None:
@@ -381,8 +408,10 @@ def _print_report(file: str, report: Report) -> None:
     print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
     for finding in report.findings:
         severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
-        where = [] if finding.tensor is None else [f"tensor {shown(finding.tensor)}"]
-        where += [] if finding.file is None else [f"in {finding.file.rpartition('/')[2]}"]
+        place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
+        if finding.file is not None:
+            place = f"{place} in {finding.file.rpartition('/')[2]}".strip()
+        where = [place] if place else []
         where += [] if finding.offset is None else [f"byte {finding.offset}"]
         rule = "" if finding.rule is None else f" [{finding.rule}]"
         text = ": ".join([*where, finding.message]) + rule

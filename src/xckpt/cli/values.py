@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,16 +15,20 @@ import click
 from xckpt.cli.common import (
     Column,
     FileInput,
+    calls_for_action,
     complain,
+    ignore_option,
     is_terminal,
     json_option,
     json_rows,
     print_document,
+    print_findings,
     print_table,
     print_text,
     read_names,
     reading_options,
     require_columns,
+    require_rules,
 )
 from xckpt.errors import CheckpointError
 from xckpt.notebook.formatting import figure, printable
@@ -34,14 +38,12 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
 
-__all__ = ["compare", "spectrum", "stats"]
+__all__ = ["compare", "matching_of", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
 _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
-_CALLS_FOR_ACTION = ("error", "warning")
-_SEVERITY = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
 _EXPLAINED = ("cause", "rel_l2", "explanation")
 _WORDY = ("status", "cause", "explanation", "other_names")
@@ -59,6 +61,7 @@ _WORDS = {
 @click.command
 @click.argument("file")
 @click.option("--findings", "only_findings", is_flag=True, help="Print only what looks wrong.")
+@ignore_option
 @click.option(
     "--columns",
     default=_STATISTICS,
@@ -91,6 +94,7 @@ def stats(
     reading: FileInput,
     *,
     only_findings: bool,
+    ignore: tuple[str, ...],
     columns: str,
     sort: str | None,
     ascending: bool,
@@ -102,11 +106,11 @@ def stats(
 ) -> int:
     """Print statistics of every tensor in FILE, computed in one pass.
 
-    With --findings, print the tensors that have NaN or infinities, only zeros, only one value, rows
-    of zeros, or outliers instead; the exit status is 1 if any of that is more than information.
-    With --json, print both, with all columns.
+    With --findings, print what looks wrong with tensors instead: NaN, dead rows and heads, copied
+    layers, saturated codes, ...; the exit status is 1 if any of that is more than information. With
+    --json, print both, with all columns.
     """
-    from xckpt.statistics import QUANTILES, findings, statistic_names, table
+    from xckpt.statistics import QUANTILES, examine, findings, statistic_names, table
     from xckpt.statistics import stats as compute
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
@@ -115,25 +119,29 @@ def stats(
     if sort is not None and sort not in (*_NAMES, *chosen):
         chosen.append(sort)  # what rows are sorted by is seen
     require_columns(chosen, known)
+    require_rules(ignore)
     index = reading.index(file)
-    result = compute(
-        reading.dataset(file),
-        exact_quantiles=exact_quantiles,
-        progress=is_terminal(),
-        cache=not no_cache,
-        quantiles=quantiles or QUANTILES,
-    )
-    found = findings(result)
+    options: dict[str, Any] = {
+        "exact_quantiles": exact_quantiles,
+        "progress": is_terminal(),
+        "cache": not no_cache,
+        "quantiles": quantiles or QUANTILES,
+    }
+    if only_findings:
+        result, found = examine(reading.dataset(file), ignore=ignore, **options)
+    else:
+        result = compute(reading.dataset(file), **options)
+        found = findings(result, ignore=ignore)
     frame = _arranged(_with_facts(table(result), index), sort, ascending=ascending).head(limit)
     if as_json:
         print_document(_stats_document(index, frame, found))
+    elif only_findings and found.empty:
+        complain("no findings")
     elif only_findings:
-        _print_findings(found.head(limit))
+        print_findings(found.head(limit))
     else:
         _print_statistics(frame, chosen)
-    if only_findings:
-        return int(found["severity"].isin(_CALLS_FOR_ACTION).any())
-    return 0
+    return int(only_findings and calls_for_action(found))
 
 
 def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
@@ -178,18 +186,6 @@ def _print_statistics(frame: pd.DataFrame, chosen: list[str]) -> None:
             texts.append([figure(value) for value in values])
         head.append(Column(column, right=column not in _TEXTS))
     print_table(head, list(zip(*texts, strict=True)))
-
-
-def _print_findings(found: pd.DataFrame) -> None:
-    if found.empty:
-        complain("no findings")
-        return
-    head = [Column("tensor"), Column("severity", styles=_SEVERITY), Column("rule")]
-    rows = [
-        (row.tensor, row.severity, row.rule, figure(row.value))
-        for row in found.itertuples(index=False)
-    ]
-    print_table([*head, Column("value", right=True)], rows)
 
 
 def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> dict[str, Any]:
@@ -297,6 +293,11 @@ def spectrum(
     "neighbours at a time: one row for each channel or block. May be repeated.",
 )
 @click.option(
+    "--codes",
+    is_flag=True,
+    help="Count the codes of quantised tensors of B: columns saturated and unused.",
+)
+@click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
@@ -315,6 +316,7 @@ def compare(
     rename: tuple[str, str] | None,
     names: str | None,
     dims: tuple[str, ...],
+    codes: bool,
     write_names: str | None,
     no_cache: bool,
     as_json: bool,
@@ -326,20 +328,23 @@ def compare(
     differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
     --json, all tensors are listed.
     """
-    from xckpt.statistics import MEASURES, matched_names, table
+    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
     from xckpt.statistics.explaining import COLUMNS
 
-    matching = _matching(rename, names)
-    if dims and (write_names is not None or explain):
-        option = "--explain" if explain else "--write-names"
+    matching = matching_of(rename, names)
+    if dims and (write_names is not None or explain or codes):
+        option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
-    known = (*MEASURES, *COLUMNS) if explain else MEASURES
+    more = list(OF_CODES) if codes else []
+    known = [*MEASURES, *more, *(COLUMNS if explain else ())]
     columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
     chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
     own = [] if explain else ["status"]
-    chosen = list(dict.fromkeys([*own, *chosen, *([sort] if sort else [])]))
+    chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
     require_columns(chosen, known)
+    if write_names is not None and os.path.lexists(write_names):  # said before the pass
+        raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
     try:
@@ -349,6 +354,7 @@ def compare(
             names=matching,
             tensors=reading.wanted,
             dim=_lengths(dims) or None,
+            codes=codes,
             explain=explain,
             progress=is_terminal(),
             cache=not no_cache,
@@ -359,8 +365,7 @@ def compare(
         raise click.UsageError(str(error)) from error
     frame = table(result)
     if write_names is not None:
-        text = json.dumps(matched_names(result), indent=1)
-        Path(write_names).write_text(f"{text}\n", encoding="utf-8")
+        _write_names(write_names, matched_names(result))
     if frame.empty and reading.tensors:
         raise click.UsageError(f"--tensors matches no tensor in {a} or {b}")
     if sort is not None:
@@ -381,7 +386,15 @@ def compare(
     return int(not different.empty)
 
 
-def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
+def _write_names(path: str, names: dict[str, str]) -> None:
+    from xckpt.storage import new_file
+
+    with new_file(path) as sink:
+        sink.write(json.dumps(names, indent=1).encode("ascii") + b"\n", 0)
+        sink.commit()
+
+
+def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:
     """Return how names in A become names in B."""
     if names is not None:
         if rename is not None:

@@ -229,6 +229,21 @@ class Format:
         """
         raise NotImplementedError
 
+    def can_in(self, path: str) -> Can:
+        """Return what a file of some name can hold.
+
+        Parameters
+        ----------
+        path : str
+            Where it is to be.
+
+        Returns
+        -------
+        Can
+            By default `can`.
+        """
+        return self.can
+
     def check(self, draft: Draft) -> None:
         """Check that a draft has only what `can` names; for the beginning of `plan`.
 

@@ -8,6 +8,7 @@ same again for all members, and alone has their sizes for certain. Fields, littl
     central entry   "PK\\1\\2"  versions of writer and reader, flags, method, time, date u16; crc32,
                     stored size, size u32; lengths of name, extra, comment, disk, attributes u16;
                     attributes, offset of the local header u32; name, extra, comment
+    extra data      "PK\\6\\x08"  length u32; anything; may be before the central directory
     end             "PK\\5\\6"  disk, disk, entries, entries u16; size, offset of the directory u32;
                     length of comment u16, comment
 
@@ -50,6 +51,7 @@ _END = Struct("<4s4H2IH")
 _LOCATOR_64 = Struct("<4sIQI")
 _END_64 = Struct("<4sQ2H2I4Q")
 _EXTRA = Struct("<2H")
+_EXTRA_DATA, _EXTRA_MAGIC, _MOST_EXTRA_DATA = Struct("<4sI"), b"PK\6\x08", 64 << 20
 _FULL_16, _FULL_32 = (1 << 16) - 1, (1 << 32) - 1
 _DATE = 1 << 5 | 1  # 1980-01-01, as numpy has it: files do not depend on when they are written
 _ZIP_64, _PADDING = 1, 0xD935
@@ -170,6 +172,16 @@ def _wide(extra: bytes) -> bytes:
             return extra[at : at + nbytes]
         at += nbytes
     return b""
+
+
+def extra_data(source: Readable, end: int) -> bytes:
+    """Return the extra data of an archive whose members end at a byte; none if it has none."""
+    *_, start = _read_end(source)
+    if not _EXTRA_DATA.size <= start - end <= _MOST_EXTRA_DATA or start > source.size:
+        return b""
+    data = bytes(source.read(end, start - end))
+    head = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(data) - _EXTRA_DATA.size)
+    return data[len(head) :] if data.startswith(head) else b""
 
 
 def places(source: Readable) -> Iterator[tuple[Member, int]]:
@@ -320,8 +332,16 @@ class NewMember(NamedTuple):
     comment: bytes = b""
 
 
-def plan(new: Sequence[NewMember], *, alignment: int) -> Plan:
-    """Lay out an archive, in which data that are not compressed are aligned where that is known."""
+def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Plan:
+    """Lay out an archive, in which data that are not compressed are aligned where that is known.
+
+    `extra` is its extra data, of which others take no notice.
+    """
+    if extra:
+        if len(extra) > _MOST_EXTRA_DATA - _EXTRA_DATA.size:
+            reason = f"{len(extra)} bytes of attributes, of which {_MOST_EXTRA_DATA} are kept"
+            raise UnsupportedError(reason, rule="ExtraData", hint="Leave some out")
+        extra = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(extra)) + extra
     extents, placed = [], []
     at: int | None = 0
     for each in new:
@@ -344,7 +364,7 @@ def plan(new: Sequence[NewMember], *, alignment: int) -> Plan:
         extents.append(Extent(each.tensor, "data", part, None if at is None else at + gap, gap))
         placed.append(_Placed(each, member, front, aligned, gap))
         at = at + gap + part.nbytes if at is not None and method == STORED else None
-    return Plan((), tuple(extents), finish=partial(_finish, placed))
+    return Plan((), tuple(extents), finish=partial(_finish, placed, extra))
 
 
 class _Placed(NamedTuple):
@@ -356,7 +376,7 @@ class _Placed(NamedTuple):
 
 
 def _finish(
-    placed: Sequence[_Placed], written: Mapping[tuple[str, str], Written]
+    placed: Sequence[_Placed], extra: bytes, written: Mapping[tuple[str, str], Written]
 ) -> tuple[Literal, ...]:
     """Write what has checksums and sizes: local headers, and the directory."""
     literals, members, end = [], [], 0
@@ -369,7 +389,7 @@ def _finish(
         literals.append(Literal(at, _local_header(member, len(front), alignment) + front))
         members.append(member)
         end = place.offset + place.nbytes
-    return (*literals, Literal(end, _directory(members, end)))
+    return (*literals, Literal(end, extra + _directory(members, end + len(extra))))
 
 
 def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:

@@ -20,7 +20,9 @@ One that is encrypted or compressed otherwise is listed and not read. The direct
 of head and elements, and thus of the elements. The array of an ``.npy`` file is called ``arr_0``.
 
 Version 1.0 is written. Elements begin at multiples of 64 bytes; deflated ones follow their head,
-which is a block of its own. The names of axes of an array are in the comment of its member.
+which is a block of its own. The names of axes of an array are in the comment of its member. What
+else an object is, coordinates and attributes, is a JSON object of texts in the extra data of the
+archive; numpy takes no notice of it.
 
 References: numpy/lib/_format_impl.py and _npyio_impl.py of github.com/numpy/numpy, 2.3; for
 archives `xckpt.formats.archive`.
@@ -29,6 +31,7 @@ archives `xckpt.formats.archive`.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -63,13 +66,24 @@ class Npz(Format):
     suffixes = (".npz", _SUFFIX)
     types = _TYPES
     can = Can(
-        types=(*_TYPES.values(),), compressions=("deflate",), digests=("crc32",), orders=("C", "F")
+        types=(*_TYPES.values(),),
+        compressions=("deflate",),
+        digests=("crc32",),
+        orders=("C", "F"),
+        file_attrs=None,
+        arrangement=True,
     )
+
+    def can_in(self, path: str) -> Can:
+        """Return what a file can hold: one of a single array has no room for attributes."""
+        is_single = path.lower().endswith(_SUFFIX)
+        return replace(self.can, file_attrs=(), arrangement=False) if is_single else self.can
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether it is an array, or an archive whose first member is one."""
         if not head.startswith(b"PK\3\4"):
-            return head.startswith((_MAGIC, b"PK\5\6"))  # which is an archive of nothing
+            # The others are archives of nothing, or of attributes alone.
+            return head.startswith((_MAGIC, b"PK\5\6", b"PK\6\x08"))
         return archive.first_name(head).endswith(_SUFFIX) or _MAGIC in head
 
     def read(self, source: Readable) -> Index:
@@ -78,18 +92,23 @@ class Npz(Format):
         is_single, notes = start.startswith(_MAGIC), kit.Notes()
         version = ".".join(map(str, start[6:])) if is_single else ""
         found = archive.whole(source, "arr_0.npy") if is_single else archive.contents(source)
-        tensors, size = _arrays(found, notes), source.size
+        tensors, end = _arrays(found, notes)
+        attrs, size = {}, source.size
+        if not is_single:
+            attrs = _attrs(archive.extra_data(source, end))
         texts = notes.warnings()
         if texts and not tensors:
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
-        return Index(self.name, version, tensors, {}, source.name, size, warnings=texts)
+        index = Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
+        return kit.arranged(index)
 
     def plan(self, draft: Draft) -> Plan:
         """Lay out an archive; where the path ends in ``.npy``, the file of one array."""
         self.check(draft)
         tensors = draft.tensors.values()
         if not draft.path.lower().endswith(_SUFFIX):
-            return archive.plan([self._member(tensor) for tensor in tensors], alignment=_ALIGNMENT)
+            members = [self._member(tensor) for tensor in tensors]
+            return archive.plan(members, alignment=_ALIGNMENT, extra=_extra(draft))
         if len(tensors) != 1:
             reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
             raise UnsupportedError(reason, rule="Count")
@@ -111,6 +130,25 @@ class Npz(Format):
         text = repr(dict(zip(_KEYS, values, strict=True))).encode()
         text += b" " * (-(len(text) + 11) % _ALIGNMENT) + b"\n"
         return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
+
+
+def _extra(draft: Draft) -> bytes:
+    texts = {str(key): kit.as_text(key, value, nan=True) for key, value in draft.attrs.items()}
+    said = kit.arrangement_texts(
+        draft, {t.name: t for t in draft.tensors.values()}, only_texts=True
+    )
+    said.pop(kit.DIMS_KEY, None)  # which are comments
+    return json.dumps(texts | said, ensure_ascii=False).encode() if texts or said else b""
+
+
+def _attrs(extra: bytes) -> dict[str, Any]:
+    """Read what `_extra` wrote; what others put there is left alone."""
+    try:
+        found = json.loads(extra) if extra else {}
+    except (ValueError, RecursionError):
+        return {}
+    is_ours = type(found) is dict and all(type(text) is str for text in found.values())
+    return found if is_ours else {}
 
 
 def _read_head(take: Callable[[int, str], bytes]) -> list[Any]:
@@ -168,10 +206,13 @@ def _unread(name: str, dtype: str, shape: tuple[int, ...], rest: Part, reason: s
 
 def _arrays(
     contents: Iterable[tuple[archive.Member, archive.Content]], notes: kit.Notes
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], int]:
+    """Describe the arrays of an archive, and return where its members end."""
     found: dict[str, tuple[Tensor, bytes]] = {}
+    end = 0
     for member, content in contents:
         name = member.name
+        end = max(end, content.at + member.stored_nbytes)
         try:
             tensor = _tensor(name, _read_head(content.take), content.rest(), notes)
         except UnsupportedError as error:
@@ -193,4 +234,4 @@ def _arrays(
         name = member_name if {key, member_name} & kept else key
         text = comment.decode(errors="replace")
         tensors |= kit.with_dims({name: replace(tensor, name=name)}, text)
-    return tensors
+    return tensors, end

@@ -19,10 +19,12 @@ rule         spelling
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels.stacking import is_index
 
 if TYPE_CHECKING:
@@ -142,6 +144,7 @@ def _kind(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+@lru_cache(maxsize=1 << 16)
 def _gguf_kind(kind: str, architecture: Any) -> str | None:
     bare = _unwrapped(kind)
     spellings = [_with_usual_leaf(kind), bare, f"model.{bare}", f"transformer.{bare}"]
@@ -169,6 +172,10 @@ def _architecture(ours: Iterable[str], theirs: Iterable[str]) -> Any:
     try:
         from gguf import MODEL_ARCH
     except ImportError:
+        some = next((name for name in (*ours, *theirs) if name.startswith("blk.")), None)
+        if some is not None:
+            text = f"names like {shown(some)} are those of GGUF: pip install gguf to match them"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
         return None
     kinds = [Counter(_kind(name)[0] for name in names) for names in (ours, theirs)]
     if max(map(len, kinds)) > _MOST_KINDS:

@@ -76,6 +76,7 @@ class TensorFinding(NamedTuple):
     rule: str  # "nan", "all_zero", ...
     value: float  # how much
     severity: str  # "error", "warning" or "info"
+    explanation: str = ""
 
 
 class Computed(NamedTuple):
@@ -92,6 +93,7 @@ class FoldedFinding(NamedTuple):
     rule: str
     value: float  # the largest, of the first tensor of the pattern
     pattern: Pattern
+    explanation: str = ""  # of that tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,10 @@ def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
     for (_, severity, rule), some in sorted(by_rule.items(), key=lambda item: item[0][0]):
         # The largest first, as it is the one that a pattern names; NaN is not larger than another.
         some.sort(key=lambda finding: -abs(finding.value))
-        values = {finding.tensor: finding.value for finding in some}
+        values = {finding.tensor: (finding.value, finding.explanation) for finding in some}
         for pattern in fold(Row(name, rule, (), 0) for name in values):
-            yield FoldedFinding(severity, rule, values[pattern.first], pattern)
+            value, explanation = values[pattern.first]
+            yield FoldedFinding(severity, rule, value, pattern, explanation)
 
 
 def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:

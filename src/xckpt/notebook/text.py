@@ -52,6 +52,7 @@ BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
 _WIDEST_KIND = 28
 _WIDEST_VERSION = 16
 _MOST_FINDINGS = 8
+_LEAST_EXPLANATION = 24
 _COUNTED = ("error", "warning")
 _MOST_MODULES = 8
 
@@ -222,10 +223,16 @@ def remarks(summary: Summary) -> Iterator[tuple[str, str]]:
     yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
     if (findings := summary.findings) is not None:
         yield "", findings_text(findings)
-        for severity, rule, value, pattern in findings[:_MOST_FINDINGS]:
+        for severity, rule, value, pattern, explanation in findings[:_MOST_FINDINGS]:
             what = f"{word(rule).replace('_', ' ')} in {counted(pattern.count, 'tensor')}"
             of = f" of {pattern.grid:,}" if pattern.grid > pattern.count else ""
             largest = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
+            if explanation and pattern.count == 1:
+                # The end of a sentence says less than that of a name.
+                room = _WIDTH - columns(f"{severity}: {what}: {pattern.text} ()") - len(_INDENT)
+                largest = printable(explanation)
+                if columns(largest) > room:
+                    largest = f"{largest[: max(_LEAST_EXPLANATION, room) - 1]}…"
             yield word(severity), f"{what}{of}: {pattern.text} ({largest})"
         if rest := findings[_MOST_FINDINGS:]:
             yield "", f"… {sum([each.pattern.count for each in rest]):,} more findings"

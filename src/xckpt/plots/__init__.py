@@ -317,6 +317,50 @@ class Plots:
             **{"size": (rows, columns), "robust": robust, "known": self._stats, "ax": ax, **kwargs},
         )
 
+    def steps(
+        self,
+        names: TensorFilter | None = None,
+        *,
+        relative: bool = False,
+        ax: Axes | None = None,
+        **kwargs: Any,
+    ) -> Axes:
+        """Draw how much each layer changes from step to step of a training run.
+
+        Of a Dataset that `xckpt.open_steps` opened, each step is compared with the one before.
+        A row is a numbered module, or what has no number.
+
+        Parameters
+        ----------
+        names : str, iterable of str, re.Pattern or callable, optional
+            Which tensors to compare, by their names without the step; by default all.
+        relative : bool, default False
+            Whether to divide the norm of a change by that of the weights at the later step.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default in a new figure.
+        **kwargs
+            Passed on to `matplotlib.axes.Axes.imshow`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes, with logarithmic colours; what did not change is grey.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        ValueError
+            If the object does not have several steps, or no tensor matches.
+
+        Examples
+        --------
+        >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()  # doctest: +SKIP
+        """
+        from xckpt.plots.steps import draw_steps
+
+        return draw_steps(self._obj, names, relative=relative, ax=ax, **kwargs)
+
     def compare(
         self,
         other: Any,

@@ -6,7 +6,6 @@
 from xckpt.statistics.api import (
     QUANTILES,
     channel_values,
-    findings,
     known_stats,
     matched_names,
     result_text,
@@ -16,19 +15,26 @@ from xckpt.statistics.api import (
     tensor_rows,
 )
 from xckpt.statistics.bins import histogram
+from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
 from xckpt.statistics.kinds import require_numbers
+from xckpt.statistics.rules import RULES, examine, findings
+from xckpt.statistics.runs import changes_of
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum
 
 __all__ = [
     "MEASURES",
+    "OF_CODES",
     "OF_MATRICES",
     "QUANTILES",
+    "RULES",
     "STATUSES",
+    "changes_of",
     "channel_values",
     "compare",
+    "examine",
     "findings",
     "histogram",
     "known_stats",

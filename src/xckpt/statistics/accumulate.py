@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.statistics import kernels
-from xckpt.statistics.kernels import LANES, SUMS, TINY
+from xckpt.statistics.kernels import LANES, PAGE, SUMS, TINY
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import EMPTY, LEAF, Moments, Tree, merge, runs
 
@@ -33,8 +33,6 @@ SHORTEST_ROW = 2
 
 # The counters of a table have 32 bits.
 _MOST_PENDING = 1 << 31
-# Of so few elements the codes are sorted, which takes less time than to look through a table.
-_FEW = 4096
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
@@ -146,7 +144,6 @@ class Sketch(Accumulator):
         self.rows = Rows(row if row >= SHORTEST_ROW else 0)
         self._dense: Array | None = None
         self._tables: Tables | None = None
-        self._few: list[Array] = []
         self._pending = 0
 
     @classmethod
@@ -181,8 +178,6 @@ class Sketch(Accumulator):
         tables.count(values)
         self.count += len(values)
         self._pending += len(values)
-        if self.count <= _FEW:
-            self._few.append(codes_of(self.kind, values))
         if self._pending > _MOST_PENDING:
             self._drain(tables)
         leaves = -(-len(values) // LEAF)
@@ -191,36 +186,32 @@ class Sketch(Accumulator):
                 first = start // LEAF
                 for level, number in runs(first, leaves):
                     nodes = tables.nodes[(number << level) - first :]
-                    kernels.fold(nodes, 1 << level)
+                    if level:
+                        kernels.fold(nodes, 1 << level)
                     self.tree.add(level, number, tuple(nodes[0].tolist()))
             else:
                 self._add_piece(start, (values.copy(),))
-        if self.rows.length:
-            self._add_rows(start, values, tables.zeros[:leaves])
-
-    def _add_rows(self, start: int, values: Array, zeros: Array) -> None:
-        if not zeros.any():
+        if tables.zeros[:leaves].any():
+            self._add_zeros(tables, start, values, tables.zeros[:leaves])
+        elif self.rows.length:
             self.rows.add(start, len(values))
-            return
+
+    def _add_zeros(self, tables: Tables, start: int, values: Array, zeros: Array) -> None:
+        """Count zeros of floats, of which only the codes were counted, and rows of zeros."""
         length, unsigned = self.rows.length, self.kind.unsigned
-        skipped = start % length
-        alive = np.zeros((skipped + len(values) - 1) // length + 1, np.bool_)
+        skipped = start % length if length else 0
+        alive = np.zeros((skipped + len(values) - 1) // length + 1 if length else 0, np.bool_)
         magnitude = unsigned.type(self.kind.magnitude)
-        kernels.mark_rows(values.view(unsigned), magnitude, skipped, length, zeros, alive)
-        self.rows.add(start, len(values), alive)
+        negative = kernels.find_zeros(
+            values.view(unsigned), magnitude, skipped, length, zeros, alive
+        )
+        tables.tally[2:] += int(zeros.sum()), negative
+        if length:
+            self.rows.add(start, len(values), alive)
 
     def _drain(self, tables: Tables) -> None:
-        few = None
-        if self.count <= _FEW:
-            # `numpy.unique` hashes, which takes ten times as long.
-            ordered = np.sort(np.concatenate(self._few))
-            first = np.ones(len(ordered), np.bool_)
-            np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-            few = ordered[first]
-        codes, counts = tables.drain(few)
         self._pending = 0
-        self._few = []
-        self._add_counts(codes, counts)
+        self._add_counts(*tables.drain())
 
     def _add_counts(self, codes: Array, counts: Array) -> None:
         # A table of all codes only for tensors in several parts, of which few are open at a time.
@@ -244,14 +235,16 @@ class Sketch(Accumulator):
         low, high = tables.extremes
         tally = tables.tally.tolist()
         if self.kind.integer:
-            self.zero, self.total = tally[0], tally[1] + (tally[2] << 32)
+            self.total = tally[0] + (tally[1] << 32)
+            if len(self.codes) and self.codes[0] == 0:
+                self.zero = int(self.counts[0])
             if low <= high:
                 self.low, self.high = int(low), int(high)
             return self
         self.nan, self.inf, self.zero, self.negative_zero = tally
         if low <= high:
             keys = tables.extremes
-            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.constants[0])
+            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[1])
             self.low, self.high = keys.view(self.kind.dtype).tolist()
         return self
 
@@ -294,13 +287,19 @@ class Sketch(Accumulator):
         self.tree.add(0, start // LEAF, tuple(tables.nodes[0].tolist()))
 
     def pack(self) -> bytes:
-        """Return bytes to keep; numbers as text, because those of msgpack have 64 bits."""
+        """Return bytes to keep."""
         import msgpack
         import zstandard
 
+        packed = msgpack.packb(self._fields())
+        data: bytes = zstandard.ZstdCompressor(level=1).compress(packed)
+        return data
+
+    def _fields(self) -> dict[str, Any]:
+        """Return what is kept; numbers as text, because those of msgpack have 64 bits."""
         codes, counts = self.counted()
         fields: dict[str, Any] = {name: str(getattr(self, name)) for name in _NUMBERS}
-        fields |= {
+        return fields | {
             "row": str(self.rows.length),
             "dead": str(self.rows.dead),
             "kind": self.kind.name,
@@ -314,11 +313,9 @@ class Sketch(Accumulator):
             "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
             "open": [[row, *seen] for row, seen in self.rows.open.items()],
         }
-        data: bytes = zstandard.ZstdCompressor(level=1).compress(msgpack.packb(fields))
-        return data
 
     @classmethod
-    def unpack(cls, data: bytes, reader: Any) -> Sketch:
+    def unpack(cls, data: bytes, reader: Any) -> Self:
         """Return what `pack` was called on; whatever is wrong with it is an error."""
         import msgpack
         import zstandard
@@ -330,20 +327,23 @@ class Sketch(Accumulator):
             raise ValueError("not a record of a sketch")
         fields = msgpack.unpackb(_thread.decompressor.decompress(data))
         sketch = cls(kind_named(fields["kind"]), reader.size)
+        sketch._restore(fields, reader)
+        return sketch
+
+    def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
         for name in (*_NUMBERS, "count"):
-            setattr(sketch, name, int(fields[name]))
-        sketch.codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
-        sketch.counts = np.frombuffer(fields["counts"], np.int64)
-        sketch.low, sketch.high = (
+            setattr(self, name, int(fields[name]))
+        self.codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
+        self.counts = np.frombuffer(fields["counts"], np.int64)
+        self.low, self.high = (
             None if text == "None" else float.fromhex(text) if "x" in text else int(text)
             for text in fields["extremes"]
         )
-        sketch.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
-        if len(sketch.tree.nodes) != len(fields["nodes"]):
+        self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
+        if len(self.tree.nodes) != len(fields["nodes"]):
             raise ValueError("two nodes have one place")
-        sketch.rows = Rows(int(fields["row"]), int(fields["dead"]))
-        sketch.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
-        return sketch
+        self.rows = Rows(int(fields["row"]), int(fields["dead"]))
+        self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
 
 
 _NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied")
@@ -395,9 +395,15 @@ class Tables:
     def __init__(self, kind: Kind, nbytes: int) -> None:
         self.kind = kind
         leaves = -(-nbytes // kind.itemsize // LEAF)
-        self.counters = np.zeros((2, 1 << kind.code_bits), np.uint32)
+        counters = np.zeros((2, 1 << kind.code_bits), np.uint32)
+        self.counted = *counters, np.zeros(counters.shape[1] // PAGE, np.bool_)
+        self.codes = np.empty(counters.shape[1], np.uint32)
+        self.counts = np.empty(counters.shape[1], np.int64)
         self.used = False
         self.zeros = np.zeros(leaves, np.int64)
+        self.minus = 1 << (kind.bits - 1) if kind.exact and kind.has_negative_zero else 0
+        #: Of floats how many are NaN, infinite, zero, and negative zeros; of integers, the sums of
+        #: their lower and upper halves.
         self.tally = np.zeros(4, np.int64)
         self.extremes = np.zeros(2, np.int64)
         if kind.exact:
@@ -408,18 +414,22 @@ class Tables:
         self.extremes = np.zeros(2, key_type)
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
-        scratch = np.empty(LEAF, np.float64 if kind.integer else kind.dtype)
         sums = np.empty(4 * LANES)
-        self.out = (self.nodes, self.extremes, self.tally, self.zeros, scratch, sums)
-        if not kind.integer:
-            infinity = kind.dtype.type(np.inf).view(self.signed)
-            self.constants = np.array([info.max, infinity, kind.bits - 1], self.signed)
-            self.shift = kind.unsigned.type(kind.bits - kind.code_bits)
+        self.out: tuple[Array, ...] = (self.nodes, self.extremes, self.zeros, sums)
+        if kind.integer:
+            scratch = np.empty(LEAF)
+            halves = scratch, scratch.view(np.uint64), sums
+            self.out = (self.nodes, self.extremes, self.tally, self.zeros, *halves)
+            return
+        shift = kind.unsigned.type(kind.bits - kind.code_bits)
+        infinity = kind.dtype.type(np.inf).view(self.signed)
+        self.how = (shift, self.signed.type(info.max), infinity)
 
     def reset(self) -> None:
         """Forget what was counted; the counters are empty unless an error came before `drain`."""
         if self.used:
-            self.counters[:] = 0
+            for each in self.counted:
+                each[:] = 0
         self.tally[:] = 0
         if not self.kind.exact:
             self.extremes[:] = self.widest
@@ -429,26 +439,44 @@ class Tables:
         self.used = True
         kind = self.kind
         if kind.exact:
-            negative = 1 << (kind.bits - 1) if kind.has_negative_zero else 0
-            kernels.count_patterns(values, self.counters, negative, self.zeros)
+            kernels.count_patterns(values, self.counted, self.minus, self.zeros)
             if not kind.has_zero:
                 self.zeros[:] = 0
         elif kind.integer:
-            kernels.count_integers(values, self.counters, self.out)
-        else:
-            patterns = values.view(self.signed), values.view(kind.unsigned)
-            how = self.shift, self.constants
-            kernels.count_floats(values, *patterns, *how, self.counters, self.out)
+            kernels.count_integers(values, self.counted, self.out)
+        elif self._count_floats(values, self.counted, self.out):
+            for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
+                self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
 
-    def drain(self, codes: Array | None = None) -> tuple[Array, Array]:
+    def _count_floats(self, values: Array, counted: tuple[Array, ...], out: Any) -> int:
+        patterns = values.view(self.signed), values.view(self.kind.unsigned)
+        rare: int = kernels.count_floats(values, *patterns, self.how, counted, out)
+        return rare
+
+    def _look_again(self, values: Array) -> Array:
+        """Return the moments of a leaf of floats that are not all finite, or are very large."""
+        finite = values[np.isfinite(values)]
+        nan = int(np.isnan(values).sum())
+        self.tally[:2] += nan, len(values) - len(finite) - nan
+        node, exponent = np.zeros((1, 7)), 0
+        nothing = tuple(each[:0] for each in self.counted)
+        out = node, self.extremes, self.zeros, self.out[-1]
+        if not len(finite) or not self._count_floats(finite, nothing, out):
+            return node
+        # Few different powers, so that leaves seldom have to be brought to a common one.
+        exponent = 256 * ((int(np.frexp(np.abs(finite).max())[1]) + 128) // 256)
+        # The power of two may itself be out of range.
+        first = -exponent // 2
+        scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
+        self._count_floats(scaled, nothing, (node, self.extremes.copy(), *out[2:]))
+        node[0, 6] = exponent
+        return node
+
+    def drain(self) -> tuple[Array, Array]:
         """Take the codes that were counted, and how often, out of the counters."""
-        one, other = self.counters
-        if codes is None:
-            codes = np.flatnonzero(one | other).astype(np.uint32)
-        counts = one[codes].astype(np.int64) + other[codes]
-        one[codes] = other[codes] = 0
+        found = kernels.drain(*self.counted, self.codes, self.counts)
         self.used = False
-        return codes, counts
+        return self.codes[:found].copy(), self.counts[:found].copy()
 
 
 def _tables(kind: Kind) -> Tables:

@@ -1,4 +1,4 @@
-"""`stats`: the statistics of every tensor; `table`: in a DataFrame; `findings`: what is wrong."""
+"""`stats`: the statistics of every tensor; `table`: in a DataFrame."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.channel_sketch import (
+    OF_CHANNELS,
+    ChannelSketch,
+    channel_statistics,
+    is_turned,
+    width_of,
+)
 from xckpt.statistics.describe import (
     OF_REAL_NUMBERS,
     describe,
     describe_rows,
     statistic_names,
 )
-from xckpt.statistics.differences import ranked
+from xckpt.statistics.differences import STATUSES, ranked
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out, member_names
 from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
 from xckpt.statistics.plausible import are_statistics
@@ -42,10 +49,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: Those that are given unless others are asked for.
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
-#: Largest magnitude in standard deviations from which a tensor is said to explode. Of a billion
-#: normally distributed elements the largest is at about 6; trained weights reach some tens.
-EXPLODING = 100.0
-
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
     *("status", "cause", "count", "equal_fraction", "nan", "inf"),
@@ -55,10 +58,11 @@ _SHOWN = (
 _MOST_ROWS = 10
 _WIDEST_NAME = 48
 
+# Statuses of tensors that are on both sides.
+_ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
 # Attributes of a comparison that a table has as columns.
 _TOLD = ("other_name", "matched_by")
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
-_SEVERITIES = ("error", "warning", "info")
 
 
 def stats(
@@ -66,6 +70,7 @@ def stats(
     *,
     quantiles: Sequence[float] = QUANTILES,
     exact_quantiles: bool = False,
+    channels: bool = False,
     dim: Hashable | Iterable[Hashable] | None = None,
     progress: ProgressOption = None,
     compute: bool = True,
@@ -88,6 +93,9 @@ def stats(
         Whether to find the quantiles of float32, float64 and integers of 32 and 64 bits exactly,
         by one to four more passes. Else they are within 2**-8 of the element, relative to it.
         Those of smaller types are always exact.
+    channels : bool
+        Whether to look at every row and column as well, in the same pass: statistics such as
+        ``dead_columns`` and ``outlier_columns``, which `findings` needs.
     dim : hashable or iterable of hashable, optional
         Dimensions to reduce; by default all but those along which tensors are stacked. Variables
         without any of them are left out.
@@ -128,7 +136,8 @@ def stats(
     CheckpointError
         If a tensor cannot be read.
     ValueError
-        If a quantile is not between 0 and 1, or a dimension is nowhere.
+        If a quantile is not between 0 and 1, a dimension is nowhere, or `channels` are asked for
+        along a dimension.
 
     Examples
     --------
@@ -137,20 +146,23 @@ def stats(
     0.0199
     """
     quantiles = _checked_quantiles(quantiles)
+    if channels and dim is not None:
+        raise ValueError("channels=True describes whole tensors: leave out dim=")
     contents = contents_of(obj, storage_options)
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
     with paused_collector():
         entries = contents.entries(dim)
-    names = statistic_names(quantiles)
+    names = [*statistic_names(quantiles), *(OF_CHANNELS if channels else ())]
     find = partial(
         _describe_all,
         quantiles=quantiles,
         exact=exact_quantiles,
+        channels=channels,
         progress=progress,
         cache=cache,
     )
-    attrs: list[dict[str, Any]] = [{} for _ in entries]
+    attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
         found, every = find(entries)
         for attr, entry, dead in zip(attrs, entries, every, strict=True):
@@ -161,6 +173,13 @@ def stats(
         found = deferred(partial(_statistics, find), entries, shapes)
     with paused_collector():
         return laid_out(names, entries, found, attrs, contents)
+
+
+def _stored_as(entry: Described) -> dict[str, Any]:
+    """Say what the tensors of a variable are, for findings."""
+    dtype = entry.variable.encoding.get("stored_dtype", entry.variable.dtype)
+    shapes = [list(reader.array.shape) for reader in entry.readers[:1]]
+    return {"dtype": str(dtype), "shape": shapes[0] if shapes else []}
 
 
 def known_stats(obj: Any) -> xr.Dataset | None:
@@ -195,20 +214,29 @@ def _describe_all(
     *,
     quantiles: tuple[float, ...],
     exact: bool,
+    channels: bool,
     progress: ProgressOption,
     cache: bool,
 ) -> tuple[list[Array], list[list[int | None]]]:
     """Return the statistics of each variable, and how many rows of its tensors are zeros."""
     readers = [reader for entry in entries for reader in entry.readers]
+    names = statistic_names(quantiles)
+    about: tuple[Any, ...] = ("statistics", names, quantiles, exact)
+    more = OF_CHANNELS if channels else ()
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             readers,
-            ("statistics", statistic_names(quantiles), quantiles, exact),
-            len(statistic_names(quantiles)) + 1,
+            (*about, more) if more else about,
+            len(names) + len(more) + 1,
             lambda some: _describe_tensors(
-                [readers[number] for number in some], quantiles, bar, exact=exact, cache=cache
+                [readers[number] for number in some],
+                quantiles,
+                bar,
+                exact=exact,
+                channels=channels,
+                cache=cache,
             ),
-            are_plausible=partial(are_statistics, quantiles=quantiles),
+            are_plausible=partial(are_statistics, quantiles=quantiles, more=more),
             enabled=cache,
         )
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
@@ -251,11 +279,14 @@ def _describe_tensors(
     bar: Progress,
     *,
     exact: bool,
+    channels: bool,
     cache: bool,
 ) -> list[list[float]]:
     """Return the statistics of each tensor, and how many of its rows are zeros; NaN if unknown."""
     wanted: list[Any] = [()] * len(readers)
-    first = len(statistic_names(())) - 1
+    first, std_at = len(statistic_names(())) - 1, statistic_names(()).index("std")
+    operation = ChannelSketch if channels else Sketch
+    widths = [width_of(reader) for reader in readers] if channels else None
 
     def finish(number: int, sketch: Sketch) -> list[float]:
         if exact and not readers[number].complex:
@@ -266,9 +297,14 @@ def _describe_tensors(
             for name in OF_REAL_NUMBERS:
                 values[names.index(name)] = np.nan
             values[first:] = [np.nan] * (len(values) - first)
+        if isinstance(sketch, ChannelSketch):
+            std = values[std_at]
+            values += channel_statistics(sketch, std, turned=is_turned(readers[number]))
         return [*values, sketch.rows.dead if sketch.rows.length else np.nan]
 
-    described = gather(readers, Sketch, finish, bar, cache=cache, stretched=True)
+    described = gather(
+        readers, operation, finish, bar, arguments=widths, cache=cache, stretched=True
+    )
     if exact:
         refined = refine(readers, wanted, bar)
         for values, found in zip(described, refined, strict=True):
@@ -312,13 +348,13 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
     for key in _TOLD:
-        told = _told(result, key, "")
-        if any(told):
-            frame[key] = told
+        values_told = told(result, key, "")
+        if any(values_told):
+            frame[key] = values_told
     if any("cause" in variable.attrs for variable in result.variables.values()):
-        frame.insert(1, "cause", _told(result, "cause", ""))
+        frame.insert(1, "cause", told(result, "cause", ""))
         for key in COLUMNS[1:]:
-            frame[key] = _told(result, key, "" if key in TEXTS else np.nan)
+            frame[key] = told(result, key, "" if key in TEXTS else np.nan)
         frame["verified"] = frame["verified"] == 1
     return ranked(frame) if "status" in frame else frame
 
@@ -343,22 +379,26 @@ def matched_names(result: xr.Dataset) -> dict[str, str]:
     stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
     if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
         raise ValueError("names are of a comparison of whole tensors, without dim=")
-    frame = table(result)
-    frame = frame[frame["status"].isin(["same", "changed", "shape"])]
-    others = frame.get("other_name", frame.index)
-    return {name: str(other) for name, other in zip(frame.index, others, strict=True)}
+    names, values = tensor_rows(result)
+    at = result["statistic"].to_numpy().tolist().index("status")
+    others = told(result, "other_name", None)
+    return {
+        name: name if other is None else other
+        for name, other, status in zip(names, others, values[:, at], strict=True)
+        if status in _ON_BOTH_SIDES
+    }
 
 
 def tensor_names(result: xr.Dataset) -> list[str]:
     """Name the tensors of a result, in the order of `table`."""
-    return [name for _, names in _named(result) for name in names if name is not None]
+    return [name for _, names in named_tensors(result) for name in names if name is not None]
 
 
 def tensor_rows(result: xr.Dataset) -> tuple[list[str], Array]:
     """Return the names of the tensors of a result, and a row for each: its statistics or bins."""
     found: list[str] = []
     blocks = [np.empty((0, result.sizes.get("bin", result.sizes.get("statistic", 0))))]
-    for variable, names in _named(result):
+    for variable, names in named_tensors(result):
         rows = np.asarray(variable.values).reshape(variable.shape[0], -1).T
         there = [name for name in names if name is not None]
         kept = rows if len(there) == len(names) else rows[[name is not None for name in names]]
@@ -367,7 +407,7 @@ def tensor_rows(result: xr.Dataset) -> tuple[list[str], Array]:
     return found, np.concatenate(blocks if len(blocks) == 1 else blocks[1:])
 
 
-def _named(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]:
+def named_tensors(result: xr.Dataset) -> Iterator[tuple[xr.Variable, list[str | None]]]:
     """Name the tensors of each variable of a result, None where they are absent."""
     coords = {name: result.variables[name] for name in result.coords}
     for name, variable in _described(result):
@@ -388,7 +428,7 @@ def result_text(result: xr.Dataset) -> str | None:
     tensors = counted(len(names), "tensor")
     if kind == "Histogram":
         return head.format(f"{tensors} · {result.sizes['bin']} bins")
-    if any(hasattr(variable._data, "dask") for variable, _ in _named(result)):  # noqa: SLF001
+    if any(hasattr(variable._data, "dask") for variable, _ in named_tensors(result)):  # noqa: SLF001
         return head.format(f"{tensors} · not computed yet")
     frame = table(result)
     fact = f"{len(result['statistic'])} statistics"
@@ -431,85 +471,10 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
 
 
-def findings(result: xr.Dataset) -> pd.DataFrame:
-    """List the tensors that look wrong.
-
-    ==============  ============================================  ========  ===================
-    rule            holds for tensors                             severity  value
-    ==============  ============================================  ========  ===================
-    ``nan``         with NaN                                      error     how many
-    ``inf``         with infinities                               error     how many
-    ``all_zero``    of nothing but zeros, two elements or more    warning   number of elements
-    ``constant``    of one other value, two elements or more      info      the value
-    ``exploding``   whose ``absmax`` is more than 100 ``std``     warning   ``absmax / std``
-    ``dead_rows``   of other values, with rows of zeros           warning   number of such rows
-    ==============  ============================================  ========  ===================
-
-    Parameters
-    ----------
-    result : xarray.Dataset
-        As `stats` gives it.
-
-    Returns
-    -------
-    pandas.DataFrame
-        With the columns ``tensor, rule, value, severity``; errors first, then warnings, each in
-        the order of the tensors.
-
-    Raises
-    ------
-    ValueError
-        If statistics that the rules need are not in it.
-
-    Examples
-    --------
-    >>> findings(xckpt.stats("m.zt"))  # doctest: +SKIP
-       tensor       rule   value severity
-    0  blocks.3.w    nan     1.0    error
-    """
-    import pandas as pd
-
-    frame = table(result)
-    missing = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"} - set(frame)
-    if missing:
-        raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
-    columns = {name: frame[name].to_numpy(np.float64) for name in frame}
-    count, low, high, std = (columns[name] for name in ("count", "min", "max", "std"))
-    zeros = (columns["zero"] == count) & (count > 1)
-    one_value = (low == high) & (count > 1) & ~zeros
-    dead = _dead_rows(result)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = columns["absmax"] / std
-    # Not of few elements with a mean, rather than about zero: 100 and 101 do not explode.
-    centred = np.abs(columns.get("mean", np.zeros(len(std)))) < columns["absmax"] / 2
-    exploding = (std > 0) & (ratio > EXPLODING) & (centred | ("mean" not in columns))
-    rules = [
-        ("nan", "error", columns["nan"] > 0, columns["nan"]),
-        ("inf", "error", columns["inf"] > 0, columns["inf"]),
-        ("all_zero", "warning", zeros, count),
-        ("constant", "info", one_value, low),
-        ("exploding", "warning", exploding, ratio),
-        ("dead_rows", "warning", (dead > 0) & ~zeros, dead),
-    ]
-    rows = [
-        (frame.index[at], rule, float(measured[at]), severity)
-        for rule, severity, where, measured in rules
-        for at in np.flatnonzero(where)
-    ]
-    position = {name: number for number, name in reversed(list(enumerate(frame.index)))}
-    rows.sort(key=lambda row: (_SEVERITIES.index(row[3]), position[row[0]]))
-    return pd.DataFrame(rows, columns=["tensor", "rule", "value", "severity"])
-
-
-def _dead_rows(result: xr.Dataset) -> Array:
-    """Return the number of dead rows of each tensor, in the order of `table`; NaN if unknown."""
-    return np.array(_told(result, "dead_rows", np.nan), np.float64)
-
-
-def _told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
+def told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
     """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
     found: list[Any] = []
-    for variable, names in _named(result):
+    for variable, names in named_tensors(result):
         stated = variable.attrs.get(key, ())
         stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
         known = stated if len(stated) == len(names) else [unknown] * len(names)

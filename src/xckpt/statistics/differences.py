@@ -26,6 +26,7 @@ from xckpt.statistics.channels import (
     pair_in_order,
     wanted_lengths,
 )
+from xckpt.statistics.codes import OF_CODES, use_of_codes
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import (
     Described,
@@ -96,6 +97,7 @@ def compare(
     names: Renaming | Literal["auto"] | None = None,
     tensors: TensorFilter | None = None,
     dim: Reduced | None = None,
+    codes: bool = False,
     explain: bool = False,
     progress: ProgressOption = None,
     compute: bool = True,
@@ -126,6 +128,9 @@ def compare(
         place along the others: ``dim=-1`` for one value for each output channel of PyTorch's
         linear layers. A mapping says how many neighbours are reduced to one value: ``{-1: 128}``
         for groups of 128. By default all of a tensor; tensors without any of them are left out.
+    codes : bool
+        Whether to count the codes of tensors of `b` that are quantised, by another pass over them,
+        for the statistics ``saturated`` and ``unused``.
     explain : bool
         Whether to find out why tensors differ: rounded, transposed, renamed, ... It takes another
         pass over the tensors that differ. The result has ``attrs["explanation"]``, a sentence about
@@ -166,6 +171,10 @@ def compare(
         ``sqnr_db``         signal to quantisation noise in decibels: 10 log10 of the sum of the
                             squares of `a` over that of the squared differences
         ``nmse``            the inverse ratio, which is the square of ``rel_l2``
+        ``saturated``       with `codes`: part of the codes of `b` that are at the ends of their
+                            range; NaN where there are none, or in GGUF's blocks of other than 4
+                            or 8 bits
+        ``unused``          with `codes`: part of the values of a code that never occur
         ==================  ====================================================================
 
         With `names`, the attributes ``other_name`` and ``matched_by`` of a variable have the name
@@ -196,8 +205,8 @@ def compare(
         If a tensor cannot be read.
     ValueError
         If two tensors of `b` have one name, the regular expression is none, a mapping has a name
-        that no tensor of `a` has, no tensor has a dimension `dim`, or `explain` comes with `dim`
-        or ``compute=False``.
+        that no tensor of `a` has, no tensor has a dimension `dim`, or `codes` or `explain` comes
+        with `dim` or ``compute=False``.
     TypeError
         If an argument is none of these.
 
@@ -229,8 +238,9 @@ def compare(
     >>> found = xckpt.compare("base.safetensors", "tuned.zt")  # doctest: +SKIP
     >>> found.ckpt.table().query("status == 'changed'").head(3)  # doctest: +SKIP
     """
-    if explain and (dim is not None or not compute):
-        raise ValueError("explain=True is of whole tensors, now: leave out dim and compute=False")
+    if (codes or explain) and (dim is not None or not compute):
+        which = "codes" if codes else "explain"
+        raise ValueError(f"{which}=True is of whole tensors, now: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
         entries = every = ours.entries()
@@ -252,6 +262,8 @@ def compare(
         _warn_of_no_match([*every, *others], tensors)
     if not explain and _have_no_names_in_common(rows):
         text = "no tensor of a has the name of one of b: names= says which belong together"
+        if names == "auto":
+            text = "no tensor of a was found in b, neither by its name nor by its content"
         warnings.warn(text, CheckpointWarning, stacklevel=2)
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
     find: Any = partial(_compare_all, progress=progress, cache=cache)
@@ -260,16 +272,14 @@ def compare(
         find = partial(_compare_channels, progress=progress)
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
-    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
-    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
-    if names is not None:
-        for attr, entry, some in zip(attrs, entries, rows, strict=True):
-            attr.update(_partners_told(entry, [row.partner for row in some]))
-    said = _explained(entries, rows, values, attrs, progress) if explain else None
-    found = laid_out(MEASURES, entries, values, attrs, ours)
-    found.attrs |= {"status": list(STATUSES)}
-    if said is not None:
-        found.attrs["explanation"] = said
+    attrs = _attrs_of(entries, rows, has_names=names is not None)
+    said = _explained(entries, rows, values, attrs, progress) if explain else {}
+    statistics: tuple[str, ...] = MEASURES
+    if codes:
+        statistics += OF_CODES
+        values = _with_codes(inputs, values, progress, cache=cache)
+    found = laid_out(statistics, entries, values, attrs, ours)
+    found.attrs |= {"status": list(STATUSES), **said}
     if theirs.source:
         found.attrs["compared_with"] = theirs.source
     return found
@@ -287,7 +297,7 @@ def _explained(
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     progress: ProgressOption,
-) -> str:
+) -> dict[str, str]:
     """Put explanations into the attributes of variables; return the sentence about all."""
     from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
 
@@ -306,7 +316,7 @@ def _explained(
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
         told = [next(left) for _ in some]
         attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
-    return sentence(cases, found)
+    return {"explanation": sentence(cases, found)}
 
 
 def _compare_all(
@@ -324,6 +334,26 @@ def _compare_all(
         measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
         values.append(laid(measured, shape, gone))
     return values
+
+
+def _with_codes(
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any]],
+    values: Sequence[Any],
+    progress: ProgressOption,
+    *,
+    cache: bool,
+) -> list[Any]:
+    """Add what is said of the codes of `b`."""
+    readers = [row.both[1] for rows, _, _ in inputs for row in rows if row.both]
+    # A function is told of one pass: of that over both.
+    with Progress(False if callable(progress) else progress, "codes") as bar:
+        found = iter(use_of_codes(readers, bar, cache=cache))
+    wider = []
+    for (rows, shape, gone), measured in zip(inputs, values, strict=True):
+        table = [next(found) if row.both else [nan] * len(OF_CODES) for row in rows]
+        more = np.array(table, np.float64).reshape(len(rows), len(OF_CODES))
+        wider.append(np.concatenate([measured, laid(more, shape, gone)]))
+    return wider
 
 
 def compare_pairs(
@@ -451,6 +481,18 @@ def _found_partners(
         call = progress  # bytes that were read for this count on
         return found, lambda done, total: call(bar.done + done, bar.done + total)
     return found, progress
+
+
+def _attrs_of(
+    entries: Sequence[Described], rows: Sequence[Sequence[_Match]], *, has_names: bool
+) -> list[dict[str, Any]]:
+    """Say in attributes what numbers cannot: shapes that differ, and other names."""
+    texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
+    attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
+    if has_names:
+        for attr, entry, some in zip(attrs, entries, rows, strict=True):
+            attr.update(_partners_told(entry, [row.partner for row in some]))
+    return attrs
 
 
 def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[str, Any]:

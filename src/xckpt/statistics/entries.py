@@ -29,6 +29,7 @@ from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage.limits import require_memory
 from xckpt.tensors import remembered
+from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -102,8 +103,13 @@ class Subject:
     def _entry(
         self, name: Hashable, variable: xr.Variable, reduced: Collection[Hashable] | None
     ) -> Described:
+        record = variable.encoding.get("stack")
+        lazy = _lazy_array(variable)
+        readers: tuple[Reader, ...]
+        if reduced is None and record is None and lazy is not None:
+            readers = (reader_of(lazy, _flat_name(name, variable)),)
+            return Described(name, (), (), readers, variable)
         if reduced is None:
-            record = variable.encoding.get("stack")
             stacked = () if record is None else record.dims
             dims = tuple(dim for dim in variable.dims if dim in stacked)
         else:
@@ -117,8 +123,6 @@ class Subject:
         if reduced is not None and prod(inner) <= LONGEST_ROW:
             require_numbers(variable.dtype)
             return Described(name, dims, shape, (), variable, gone, absent)
-        lazy = _lazy_array(variable)
-        readers: tuple[Reader, ...]
         if lazy is not None and not dims:
             readers = (reader_of(lazy, _flat_name(name, variable)),)
         elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
@@ -220,6 +224,8 @@ def _is_open(obj: Any) -> bool:
 
 
 def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
+    if isinstance(obj, Subject):
+        return obj
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {
@@ -362,7 +368,7 @@ def laid_out(
     statistics: Sequence[str],
     entries: Sequence[Described],
     values: Sequence[Any],
-    attrs: Sequence[Mapping[str, Any]],
+    attrs: Sequence[dict[str, Any]],
     contents: Subject,
 ) -> xr.Dataset:
     """Make the Dataset of results."""
@@ -377,7 +383,7 @@ def laid_out(
                 number += 1
                 name = f"{dim}_{number}"
             dims.append(name)
-        variables[entry.name] = xr.Variable(dims, data, told or None, entry.encoding)
+        variables[entry.name] = LazyVariable.of(tuple(dims), data, told or None, entry.encoding)
     coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
     coords |= {
         name: coord

@@ -12,6 +12,9 @@ Each function is optimised again within whatever calls it, so calls are nested b
 use of a type shall not take long.
 """
 
+# min and max are compiled anew for each type, and take longer than what they are called in.
+# ruff: noqa: FURB136
+
 from __future__ import annotations
 
 import math
@@ -19,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.compiling import compiled, inlined
+from xckpt.compiling import compiled, inlined, within
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 
@@ -28,6 +31,9 @@ LANES = 256
 ROWS = 4
 #: One row of lanes in so many is enough to find where the elements of a leaf are about.
 SAMPLED = 8
+#: Counters that are looked through together, or not at all: two to this power.
+PAGE_BITS = 6
+PAGE = 1 << PAGE_BITS
 #: Magnitudes beyond two to this power have fourth powers that leave the range of float64.
 WIDE = 200
 #: Sums of a leaf of pairs: of the squares of the differences, of those of both sides, and of the
@@ -44,87 +50,61 @@ _STRIDE = 1024
 merge = compiled(moments.merge)
 
 
-@compiled
-def _extremes(bits: Any, magnitude: Any, shift: Any) -> Any:
+@within
+def _extremes(signed: Any, unsigned: Any, magnitude: Any) -> Any:
     """Find the smallest and the largest key; keys are integers in the order of the floats."""
-    low = magnitude
-    high = ~magnitude
-    for i in range(bits.size):
-        key = bits[i] ^ ((bits[i] >> shift) & magnitude)
-        low = min(low, key)
-        high = max(high, key)
-    return low, high
+    # Without a sign, the largest pattern is that of the float farthest below zero, if there is one.
+    most, farthest, nearest = signed[0], unsigned[0], unsigned[0]
+    for i in range(signed.size):
+        most = signed[i] if signed[i] > most else most
+        farthest = unsigned[i] if unsigned[i] > farthest else farthest
+        nearest = unsigned[i] if unsigned[i] < nearest else nearest
+    low, end = signed.dtype.type(farthest), signed.dtype.type(nearest)
+    return (low ^ magnitude if low < 0 else end), (most if most >= 0 else end ^ magnitude)
 
 
-@compiled
-def _zeros(bits: Any, magnitude: Any) -> Any:
-    count = np.int32(0)
-    for i in range(bits.size):
-        count = np.int32(count + np.int32((bits[i] & magnitude) == 0))
-    return count
+@within
+def _halve(lanes: Any) -> Any:
+    """Add the upper half of the lanes to the lower half, again and again; two halves at a time."""
+    # With widths that are known, vectors take a fifth of the time to compile.
+    for j in range(64):
+        lanes[j] = (lanes[j] + lanes[128 + j]) + (lanes[64 + j] + lanes[192 + j])
+    for j in range(16):
+        lanes[j] = (lanes[j] + lanes[32 + j]) + (lanes[16 + j] + lanes[48 + j])
+    for j in range(4):
+        lanes[j] = (lanes[j] + lanes[8 + j]) + (lanes[4 + j] + lanes[12 + j])
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@inlined
-def _equal(bits: Any, pattern: Any) -> Any:
-    count = np.int32(0)
-    for i in range(bits.size):
-        count = np.int32(count + np.int32(bits[i] == pattern))
-    return count
-
-
-@inlined
-def _take_finite(x: Any, scratch: Any) -> Any:
-    """Move finite elements to the front of `scratch`; count them and the NaN."""
-    kept = 0
-    nans = 0
-    for i in range(x.size):
-        scratch[kept] = x[i]
-        kept += np.isfinite(x[i])
-        nans += np.isnan(x[i])
-    return kept, nans
-
-
-@inlined
-def _scale(x: Any, exponent: Any, scratch: Any) -> None:
-    """Multiply by a power of two that may itself be out of range."""
-    first = -exponent // 2
-    one = math.ldexp(1.0, first)
-    other = math.ldexp(1.0, -exponent - first)
-    for i in range(x.size):
-        scratch[i] = x[i] * one * other
-
-
-@compiled
-def _center(x: Any, sums: Any) -> Any:
-    """Find a number within three standard deviations of the mean, from every eighth row."""
-    if x.size < LANES:
-        total = 0.0
-        for i in range(x.size):
-            total += x[i]
-        return total / x.size
-    for j in range(LANES):
-        sums[j] = 0.0
-    rows = 0
-    for row in range(0, x.size - LANES + 1, SAMPLED * LANES):
-        rows += 1
-        for j in range(LANES):
-            sums[j] += np.float64(x[row + j])
-    width = LANES
-    while width > 1:
-        width //= 2
-        for j in range(width):
-            sums[j] += sums[width + j]
-    return sums[0] / (rows * LANES)
-
-
-@compiled
-def _powers(x: Any, center: Any, sums: Any) -> None:
-    """Add up the first four powers of the distances from `center`."""
+@within
+def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901
+    """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
+    size = x.size
+    center = np.float64(x[0])
+    if not is_constant and size < LANES:
+        center = np.float64(0.0)
+        for i in range(size):
+            center += x[i]
+        center /= size
+    elif not is_constant:
+        # A number within three standard deviations of the mean, from every eighth row.
+        for j in range(4 * LANES):
+            sums[j] = 0.0
+        rows = (size - LANES) // (SAMPLED * LANES) + 1
+        for at in range(0, rows // 2 * 2 * SAMPLED * LANES, 2 * SAMPLED * LANES):
+            for j in range(LANES):
+                a, b = np.float64(x[at + j]), np.float64(x[at + SAMPLED * LANES + j])
+                sums[j] = (sums[j] + a) + b
+        if rows & 1:
+            at = (rows - 1) * SAMPLED * LANES
+            for j in range(LANES):
+                sums[j] += np.float64(x[at + j])
+        center = _halve(sums) / (rows * LANES)
+    # The first four powers of the distances from it.
     for j in range(4 * LANES):
         sums[j] = 0.0
-    step = ROWS * LANES
-    whole = x.size // step * step
-    for row in range(0, whole, step):
+    last = size // (ROWS * LANES) * ROWS * LANES
+    for row in range(0, last, ROWS * LANES):
         for j in range(LANES):
             a = np.float64(x[row + j]) - center
             b = np.float64(x[row + LANES + j]) - center
@@ -135,137 +115,147 @@ def _powers(x: Any, center: Any, sums: Any) -> None:
             sums[LANES + j] += (aa + bb) + (cc + dd)
             sums[2 * LANES + j] += (a * aa + b * bb) + (c * cc + d * dd)
             sums[3 * LANES + j] += (aa * aa + bb * bb) + (cc * cc + dd * dd)
-    for i in range(whole, x.size):
-        j = (i - whole) % LANES
+    for i in range(last, size):
+        j = (i - last) & (LANES - 1)
         a = np.float64(x[i]) - center
         aa = a * a
         sums[j] += a
         sums[LANES + j] += aa
         sums[2 * LANES + j] += a * aa
         sums[3 * LANES + j] += aa * aa
-    width = LANES
-    while width > 1:
-        width //= 2
-        for power in range(4):
-            for j in range(width):
-                sums[power * LANES + j] += sums[power * LANES + width + j]
-
-
-@inlined
-def _describe(size: Any, center: Any, exponent: Any, sums: Any, node: Any) -> None:
-    """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
     n = np.float64(size)
-    s1, s2, s3, s4 = sums[0], sums[LANES], sums[2 * LANES], sums[3 * LANES]
+    s1, s2 = _halve(sums), _halve(sums[LANES:])
+    s3, s4 = _halve(sums[2 * LANES :]), _halve(sums[3 * LANES :])
     m = s1 / n
+    m2 = s2 - m * s1
+    m4 = s4 - 4.0 * m * s3 + 6.0 * m * m * s2 - 3.0 * m * m * m * s1
     node[0] = n
     node[1] = center
     node[2] = m
-    node[3] = max(0.0, s2 - m * s1)
+    node[3] = m2 if m2 > 0.0 else 0.0
     node[4] = s3 - 3.0 * m * s2 + 2.0 * m * m * s1
-    node[5] = max(0.0, s4 - 4.0 * m * s3 + 6.0 * m * m * s2 - 3.0 * m * m * m * s1)
-    node[6] = exponent
-
-
-@compiled
-def _count_codes(bits: Any, shift: Any, one: Any, other: Any) -> None:
-    """Count the upper bits of each element, in two tables by turns."""
-    whole = bits.size // 2 * 2
-    for i in range(0, whole, 2):
-        one[bits[i] >> shift] += np.uint32(1)
-        other[bits[i + 1] >> shift] += np.uint32(1)
-    for i in range(whole, bits.size):
-        one[bits[i] >> shift] += np.uint32(1)
+    node[5] = m4 if m4 > 0.0 else 0.0
+    node[6] = 0.0
 
 
 @inlined
-def _exponent(low: Any, high: Any) -> Any:
-    """Return the power of two to divide float64 by, whose smallest and largest keys are given."""
-    # The largest magnitude, as a pattern, has the exponent above 52 bits of a fraction.
-    largest = max(low, ~low, high, ~high)
-    exponent = (largest >> 52) - 1022
-    if largest == 0 or abs(exponent) <= WIDE:
-        return 0
-    # Few different ones, so that leaves seldom have to be brought to a common one.
-    return 256 * ((exponent + 128) // 256)
+def _zeros_so_far(one: Any, other: Any, minus: Any) -> Any:
+    """Return how many elements with the code of a zero were counted."""
+    count = np.int64(one[0]) + np.int64(other[0])
+    if minus:
+        count += np.int64(one[minus]) + np.int64(other[minus])
+    return count
+
+
+@within
+def _count_codes(bits: Any, shift: Any, one: Any, other: Any, pages: Any) -> None:
+    """Count the upper bits of each element, in two tables by turns; mark the pages they are on."""
+    for i in range(0, bits.size - 1, 2):
+        one[bits[i] >> shift] += np.uint32(1)
+        other[bits[i + 1] >> shift] += np.uint32(1)
+    if bits.size & 1:
+        one[bits[bits.size - 1] >> shift] += np.uint32(1)
+    if bits.size < LEAF:
+        for i in range(bits.size):
+            pages[np.int64(bits[i] >> shift) >> PAGE_BITS] = True
+    else:
+        for i in range(pages.size):
+            pages[i] = True
 
 
 @compiled
-def count_floats(  # noqa: PLR0917  compiled functions have no keywords
-    x: Any, bits: Any, codes: Any, shift: Any, constants: Any, tables: Any, out: Any
-) -> None:
-    """Describe a block of float32 or float64."""
-    nodes, extremes, tally, zeros, scratch, sums = out
-    magnitude, infinity, sign = constants[0], constants[1], constants[2]
+def drain(one: Any, other: Any, pages: Any, codes: Any, counts: Any) -> Any:
+    """Move what was counted out of the tables: codes, ascending, and how often each occurs."""
+    found = 0
+    for page in range(pages.size):
+        if pages[page]:
+            pages[page] = False
+            for code in range(page * PAGE, (page + 1) * PAGE):
+                count = np.int64(one[code]) + np.int64(other[code])
+                if count:
+                    codes[found] = code
+                    counts[found] = count
+                    one[code] = 0
+                    other[code] = 0
+                    found += 1
+    return found
+
+
+@compiled
+def count_floats(  # noqa: PLR0917
+    x: Any, signed: Any, unsigned: Any, how: Any, tables: Any, out: Any
+) -> Any:
+    """Describe a block of float32 or float64.
+
+    A count of -1 is of a leaf that needs another look: some element is not finite, or fourth powers
+    leave the range of float64. Returns how many these are. `zeros` gets how many elements have the
+    code of a zero.
+    """
+    shift, magnitude, infinity = how
+    one, other, pages = tables
+    nodes, extremes, zeros, sums = out
+    minus = one.size // 2
+    rare = 0
+    before = _zeros_so_far(one, other, minus) if minus else 0
     for leaf in range((x.size + LEAF - 1) // LEAF):
-        start, stop = leaf * LEAF, min(x.size, (leaf + 1) * LEAF)
-        values = x[start:stop]
-        pattern = bits[start:stop]
-        _count_codes(codes[start:stop], shift, tables[0], tables[1])
-        zeros[leaf] = _zeros(pattern, magnitude)
-        tally[2] += zeros[leaf]
-        if zeros[leaf]:
-            tally[3] += _equal(pattern, ~magnitude)
-        low, high = _extremes(pattern, magnitude, sign)
-        if high >= infinity or low <= ~infinity:
-            count, nans = _take_finite(values, scratch)
-            tally[0] += nans
-            tally[1] += values.size - count - nans
-            values = scratch[:count]
-            low, high = _extremes(values.view(bits.dtype), magnitude, sign)
-            if count == 0:
-                nodes[leaf] = 0.0
-                continue
-        extremes[0] = min(extremes[0], low)
-        extremes[1] = max(extremes[1], high)
-        exponent = _exponent(low, high) if x.itemsize == 8 else 0
-        if exponent:
-            _scale(values, exponent, scratch)
-            values = scratch[: values.size]
-        center = np.float64(values[0]) if low == high else _center(values, sums)
-        _powers(values, center, sums)
-        _describe(values.size, center, exponent, sums, nodes[leaf])
-
-
-@compiled
-def _integer_extremes(x: Any) -> Any:
-    low = x[0]
-    high = x[0]
-    for i in range(x.size):
-        low = min(low, x[i])
-        high = max(high, x[i])
-    return low, high
+        start = leaf * LEAF
+        stop = start + LEAF if start + LEAF < x.size else x.size
+        values, patterns = x[start:stop], unsigned[start:stop]
+        if minus:
+            _count_codes(patterns, shift, one, other, pages)
+            after = _zeros_so_far(one, other, minus)
+            zeros[leaf] = after - before
+            before = after
+        low, high = _extremes(signed[start:stop], patterns, magnitude)
+        is_rare = high >= infinity or low <= ~infinity
+        if not is_rare:
+            extremes[0] = low if low < extremes[0] else extremes[0]
+            extremes[1] = high if high > extremes[1] else extremes[1]
+            if x.itemsize == 8:
+                # As a pattern, a magnitude has the exponent above 52 bits of a fraction.
+                largest = max(low, ~low, high, ~high)
+                is_rare = largest != 0 and abs((largest >> 52) - 1022) > WIDE
+        if is_rare:
+            nodes[leaf, 0] = -1.0
+            rare += 1
+        else:
+            _describe(values, low == high, sums, nodes[leaf])
+    return rare
 
 
 @compiled
 def count_integers(x: Any, tables: Any, out: Any) -> None:
     """Describe a block of integers of 32 or 64 bits."""
-    nodes, extremes, tally, zeros, scratch, sums = out
+    one, other, pages = tables
+    nodes, extremes, tally, zeros, scratch, bits, sums = out
+    before = _zeros_so_far(one, other, 0)
     for leaf in range((x.size + LEAF - 1) // LEAF):
         values = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
-        low, high = _integer_extremes(values)
+        low = high = values[0]
+        for i in range(values.size):
+            low = min(low, values[i])
+            high = max(high, values[i])
         extremes[0] = min(extremes[0], low)
         extremes[1] = max(extremes[1], high)
         part = scratch[: values.size]
         for i in range(values.size):
             part[i] = values[i]
-        bits = part.view(np.uint64)
-        _count_codes(bits, np.uint64(45), tables[0], tables[1])
-        zeros[leaf] = _zeros(bits.view(np.int64), np.int64(0x7FFFFFFFFFFFFFFF))
-        tally[0] += zeros[leaf]
+        _count_codes(bits[: values.size], np.uint64(45), one, other, pages)
+        after = _zeros_so_far(one, other, 0)
+        zeros[leaf] = after - before
+        before = after
         lower = np.int64(0)
         upper = np.int64(0)
         for i in range(values.size):
             wide = np.uint64(values[i])
             lower += np.int64(wide & np.uint64(0xFFFFFFFF))
             upper += np.int64(values[i] >> np.uint64(32))
-        tally[1] += lower
-        tally[2] += upper
+        tally[0] += lower
+        tally[1] += upper
         # Distances from the smallest are exact where the elements as float64 are not.
         for i in range(values.size):
             part[i] = np.float64(np.uint64(values[i]) - np.uint64(low))
-        center = 0.0 if low == high else _center(part, sums)
-        _powers(part, center, sums)
-        _describe(part.size, center, 0, sums, nodes[leaf])
+        _describe(part, low == high, sums, nodes[leaf])
         _move(nodes[leaf], low)
 
 
@@ -283,23 +273,15 @@ def _move(node: Any, low: Any) -> None:
     node[2] += rest
 
 
-@inlined
-def _counted_zeros(one: Any, other: Any, negative_zero: Any) -> Any:
-    count = np.int64(one[0]) + np.int64(other[0])
-    if negative_zero:
-        count += np.int64(one[negative_zero]) + np.int64(other[negative_zero])
-    return count
-
-
 @compiled
-def count_patterns(x: Any, tables: Any, negative_zero: Any, zeros: Any) -> None:
+def count_patterns(x: Any, tables: Any, minus: Any, zeros: Any) -> None:
     """Count the bit patterns of a block of elements of 8 or 16 bits."""
-    one, other = tables[0], tables[1]
-    before = _counted_zeros(one, other, negative_zero)
+    one, other, pages = tables
+    before = _zeros_so_far(one, other, minus)
     for leaf in range((x.size + LEAF - 1) // LEAF):
-        start, stop = leaf * LEAF, min(x.size, (leaf + 1) * LEAF)
-        _count_codes(x[start:stop], x.dtype.type(0), one, other)
-        after = _counted_zeros(one, other, negative_zero)
+        part = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
+        _count_codes(part, x.dtype.type(0), one, other, pages)
+        after = _zeros_so_far(one, other, minus)
         zeros[leaf] = after - before
         before = after
 
@@ -308,12 +290,26 @@ def count_patterns(x: Any, tables: Any, negative_zero: Any, zeros: Any) -> None:
 
 
 @compiled
-def mark_rows(  # noqa: PLR0917
+def find_zeros(  # noqa: PLR0917
     bits: Any, magnitude: Any, start: Any, length: Any, zeros: Any, alive: Any
-) -> None:
-    """Mark the rows in which a block has an element other than zero."""
+) -> Any:
+    """Count the zeros of each leaf that may have some; return how many of all are negative.
+
+    Marked are rows of a length, if that is not 0, in which there is an element other than zero.
+    """
+    negative = np.int64(0)
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         first, last = leaf * LEAF, min(bits.size, (leaf + 1) * LEAF)
+        if zeros[leaf]:
+            count, positive = np.int32(0), np.int32(0)
+            part = bits[first:last]
+            for i in range(part.size):
+                count = np.int32(count + np.int32((part[i] & magnitude) == 0))
+                positive = np.int32(positive + np.int32(part[i] == 0))
+            zeros[leaf] = count
+            negative += np.int64(count - positive)
+        if not length:
+            continue
         for row in range((start + first) // length, (start + last - 1) // length + 1):
             if zeros[leaf] == 0:
                 alive[row] = True
@@ -322,6 +318,40 @@ def mark_rows(  # noqa: PLR0917
             while not alive[row] and i < stop:
                 alive[row] = (bits[i] & magnitude) != 0
                 i += 1
+    return negative
+
+
+@inlined
+def _largest(bits: Any, magnitude: Any) -> Any:
+    largest = bits[0] & magnitude
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & magnitude)
+    return largest
+
+
+@inlined
+def _raise(largest: Any, bits: Any, magnitude: Any) -> None:
+    for i in range(bits.size):
+        largest[i] = max(largest[i], bits[i] & magnitude)
+
+
+@compiled
+def largest_of_channels(  # noqa: PLR0917
+    bits: Any, magnitude: Any, start: Any, length: Any, columns: Any, rows: Any
+) -> None:
+    """Find the largest magnitude, as a pattern, in each column and in each row of a block."""
+    first = start // length
+    at = 0
+    while at < bits.size:
+        row, column = (start + at) // length, (start + at) % length
+        stop = min(bits.size, at + length - column)
+        # In pieces that stay in the cache.
+        for piece in range(at, stop, LEAF):
+            part = bits[piece : min(stop, piece + LEAF)]
+            begin = column + piece - at
+            _raise(columns[begin : begin + part.size], part, magnitude)
+            rows[row - first] = max(rows[row - first], _largest(part, magnitude))
+        at = stop
 
 
 @compiled
@@ -614,9 +644,9 @@ def hash_rows(  # noqa: PLR0917
                 word = np.uint64(0) if magnitude == 0 else word
                 word = np.uint64(0x7FC00000) if magnitude > 0x7F800000 else word
             bits |= word
+            # No two words have one hash, and it has bits everywhere.
             hashed = word * np.uint64(0xD6E8FEB86659FD93)
-            hashed = (hashed ^ (hashed >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
-            hashed ^= hashed >> np.uint64(29)
+            hashed ^= hashed >> np.uint64(32)
             of_row += weights[k + shift] * hashed
             of_all += hashed
             if columns.size:

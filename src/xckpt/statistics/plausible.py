@@ -294,9 +294,11 @@ def _require_comparison(found: Comparison, reader: Any, stretch: tuple[int, int]
 # --- finished numbers ----------------------------------------------------------------------------
 
 
-def are_statistics(rows: Array, readers: Sequence[Reader], quantiles: Sequence[float]) -> Array:
+def are_statistics(
+    rows: Array, readers: Sequence[Reader], quantiles: Sequence[float], more: Sequence[str] = ()
+) -> Array:
     """Return which rows can be the statistics of these tensors, and the number of dead rows."""
-    names = statistic_names(quantiles)
+    names = [*statistic_names(quantiles), *more]
     by_name = dict(zip([*names, "dead"], rows.T, strict=True))
     count, nan, inf, zero = (by_name[name] for name in ("count", "nan", "inf", "zero"))
     size = np.array([reader.size for reader in readers], np.float64)
@@ -305,6 +307,8 @@ def are_statistics(rows: Array, readers: Sequence[Reader], quantiles: Sequence[f
     dead, unique = by_name["dead"], by_name["unique"]
     good &= np.isnan(dead) | (_are_counts(dead) & (dead * row <= zero))
     good &= np.isnan(unique) | (_are_counts(unique) & (unique <= count))
+    for name in more:  # numbers of elements, channels and bits
+        good &= np.isnan(by_name[name]) | (_are_counts(by_name[name]) & (by_name[name] <= 1 << 62))
     n = count - nan - inf
     most, rms, l2 = (by_name[name] for name in ("absmax", "rms", "l2"))
     empty = np.isnan(most) & np.isnan(rms) & (l2 == 0)

@@ -387,12 +387,12 @@ def _here(
 ) -> None:
     large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
     small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
-    with reading_ahead(_ranges(large)), _blas_threads(cpu_count()):
+    with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
         for matrix in large:
             deliver(matrix, find(matrix))
     threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
     try:
-        with reading_ahead(_ranges(small)), _blas_threads(1):
+        with reading_ahead(_ranges(small)), blas_threads(1):
             futures = {threads.submit(find, matrix): matrix for matrix in small}
             for future in as_completed(futures):
                 deliver(futures[future], future.result())
@@ -431,7 +431,7 @@ def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
             yield from matrix.array.ranges(...)
 
 
-def _blas_threads(count: int) -> Any:
+def blas_threads(count: int) -> Any:
     """Return a context in which BLAS has so many threads."""
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from xckpt.storage.ahead import reading_ahead
 from xckpt.storage.local import (
@@ -18,8 +20,11 @@ from xckpt.storage.local import (
 from xckpt.storage.remote import FsspecSource, is_url
 from xckpt.storage.source import Source
 
-#: What URLs of the Hugging Face Hub begin with.
-HUB_SCHEME = "hf://"
+# What browsers show of repositories of the Hub, of their folders and files.
+_HUB_PAGE = re.compile(
+    r"https://(?:huggingface\.co|hf\.co)/(?P<repo>(?:(?:datasets|spaces)/)?[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob)/(?P<revision>[^/?#]+)(?P<path>/[^?#]*)?)?/?(?:[?#].*)?"
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +32,8 @@ if TYPE_CHECKING:
     from xckpt.storage.sink import Sink
 
 __all__ = [
-    "HUB_SCHEME",
     "Source",
+    "hub_url",
     "is_mapped",
     "is_remote",
     "list_folder",
@@ -60,10 +65,11 @@ def open_source(
         )
     if not is_remote(obj):
         return LocalSource(obj, mmap=mmap)
-    if obj.startswith(HUB_SCHEME):
+    on_hub = hub_url(obj)
+    if on_hub is not None:
         from xckpt.storage.hub import HubSource
 
-        return HubSource(obj, storage_options, first=first)
+        return HubSource(on_hub, storage_options, first=first)
     is_web = obj.startswith(("http://", "https://"))
     if not is_web and ("::" in obj or not obj.startswith(("s3://", "s3a://"))):
         return FsspecSource(obj, storage_options, first=first)
@@ -90,10 +96,11 @@ def list_folder(
 
     Folders are those of this machine, and of the Hub, where a repository is one.
     """
-    if path.startswith(HUB_SCHEME):
+    on_hub = hub_url(path)
+    if on_hub is not None:
         from xckpt.storage.hub import list_hub_folder
 
-        return list_hub_folder(path, storage_options)
+        return list_hub_folder(on_hub, storage_options)
     folder = Path(local_path(path))
     if is_remote(path) or not folder.is_dir():
         return None
@@ -102,11 +109,24 @@ def list_folder(
 
 def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return a URL that means the same from now on, where there is such a one: of the Hub."""
-    if not url.startswith(HUB_SCHEME):
+    on_hub = hub_url(url)
+    if on_hub is None:
         return url
     from xckpt.storage.hub import pinned
 
-    return pinned(url, storage_options)
+    return pinned(on_hub, storage_options)
+
+
+def hub_url(obj: object) -> str | None:
+    """Return the place on the Hugging Face Hub that is meant, also by a web page; None if none."""
+    if not isinstance(obj, str):
+        return None
+    if obj.startswith("hf://"):
+        return obj
+    page = _HUB_PAGE.fullmatch(obj)
+    if page is None:
+        return None
+    return f"hf://{page['repo']}@{page['revision'] or 'main'}{unquote(page['path'] or '')}"
 
 
 def is_remote(obj: object) -> bool:

@@ -22,7 +22,7 @@ from xckpt.storage.local import empty
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["FIRST_NBYTES", "HeaderSource", "reading_header"]
@@ -142,6 +142,28 @@ class HeaderSource(Source):
             memory[at - offset : at - offset + len(piece)] = piece
             at += len(piece)
         return memory.toreadonly()
+
+    def read_ranges(
+        self, ranges: Sequence[tuple[int, int]], *, gap: int | None = None
+    ) -> list[memoryview]:
+        """Read several ranges of bytes with few requests, and remember these alone."""
+        missing: list[tuple[int, int]] = []
+        end = 0
+        for start, nbytes in sorted(ranges):
+            if nbytes and start >= end and not self._has_some(start, start + nbytes):
+                missing.append((start, nbytes))
+                end = start + nbytes
+        for (start, _), data in zip(
+            missing, self.source.read_ranges(missing, gap=gap), strict=True
+        ):
+            self.keep(start, memoryview(bytes(data)))
+        self.requests += len(missing)
+        return [self.read(*each) for each in ranges]
+
+    def _has_some(self, start: int, stop: int) -> bool:
+        place = bisect_right(self.segments, start, key=lambda segment: segment[0])
+        near = self.segments[max(place - 1, 0) : place + 1]
+        return any(first < stop and start < first + len(data) for first, data in near)
 
     def sibling(self, name: str) -> Source:
         """Open another file next to this one, to read its header; see `Source.sibling`."""

@@ -34,7 +34,8 @@ from xckpt.arrays.sparse import SparseArray
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import UnsupportedError, locating
 from xckpt.storage import reading_ahead
-from xckpt.storage.limits import cpu_count
+from xckpt.storage.encodings import STREAMS
+from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert
 from xckpt.writing.data import ArrayData, as_bytes
 from xckpt.writing.gathering import Computed, Stored
@@ -53,6 +54,8 @@ KINDS = ("elements", "decoded", "nonzero")
 _BLOCK_NBYTES = 1 << 20
 # Up to here a tensor in Fortran order is read at once, larger ones some rows at a time.
 _TURNED_NBYTES = 64 << 20
+# More a file can only claim to hold in one tensor.
+_LARGEST_NBYTES = 1 << 42
 # Tensors that are hashed by one task, as long as they are small.
 _MANY, _SMALL_NBYTES = 64, 1 << 16
 # At least: some wait for a disk or a server.
@@ -190,12 +193,8 @@ def digest(
 
 
 def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
-    array = content.array
     if content.is_plain and dtype == content.dtype:
-        nbytes = nbytes_of(dtype, prod(array.shape))
-        # A digest is compared on the way.
-        reader = replace(array.reader, verify=None)
-        for data in reader.blocks(nbytes, _BLOCK_NBYTES, compare=True):
+        for data in _stored_blocks(content.array):
             yield 0, data
         return
     for origin, block in _blocks(content):
@@ -203,44 +202,78 @@ def _elements(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryv
         yield 0, as_bytes(convert(values, dtype, "exact", tensor=content.name, origin=origin))
 
 
+def _stored_blocks(array: DenseArray) -> Iterator[memoryview]:
+    """Read the decoded bytes of a part; a digest is compared on the way."""
+    nbytes = nbytes_of(array.reader.part.dtype, prod(array.shape))
+    reader = replace(array.reader, verify=None)
+    return reader.blocks(nbytes, _BLOCK_NBYTES, compare=True)
+
+
 def _nonzero(content: TensorContent, dtype: str) -> Iterator[tuple[int, memoryview]]:
     """Return the values that are not zero, and their coordinates as what is numbered 1."""
-    array = content.array
-    found: Iterator[Any]
-    if 0 in array.shape:
-        return
-    if isinstance(array, SparseArray):
-        found = ((0, each.coords, each.values) for each in array.blocks())
-    else:
-        found = ((at[0], *stored_elements(each, content.name)) for at, each in _blocks(content))
-    for start, coords, stored in found:
+    shape = content.array.shape
+    for coords, stored in _stored_elements(content) if 0 not in shape else ():
         bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), stored.itemsize)
         kept = bits.any(axis=-1)
         where = np.stack([axis[kept] for axis in coords], axis=-1).astype("<i8", copy=False)
-        where[:, 0] += start
         yield 1, as_bytes(where)
         yield 0, as_bytes(convert(stored[kept], dtype, "exact", tensor=content.name))
+
+
+def _stored_elements(content: TensorContent) -> Iterator[tuple[Sequence[Any], Any]]:
+    """Return elements in C order, and where they are; some may be zero."""
+    array = content.array
+    if isinstance(array, SparseArray):
+        for each in array.blocks():
+            yield each.coords, each.values
+        return
+    for origin, block in _blocks(content):
+        coords, values = stored_elements(block, content.name)
+        if block.ndim < len(array.shape):  # it is flat
+            yield np.unravel_index(origin[0] + coords[0], array.shape), values
+        else:
+            yield [along + first for along, first in zip(coords, origin, strict=True)], values
 
 
 def _blocks(content: TensorContent) -> Iterator[tuple[Sequence[int], Any]]:
     """Read an array in C order: where each block begins, and the block."""
     array = content.array
-    if isinstance(array, DenseArray) and _is_turned(array):
-        nbytes = nbytes_of(content.dtype, prod(array.shape))
-        array = array[...] if nbytes <= _TURNED_NBYTES else array
-    if hasattr(array, "dask") and array.ndim:
+    size = prod(array.shape)
+    nbytes = nbytes_of(content.dtype, size)
+    if isinstance(array, DenseArray):
+        if not _is_turned(array):
+            yield from _flat_blocks(array)
+            return
+        if nbytes <= _TURNED_NBYTES or array.reader.part.encoding in STREAMS:
+            require_memory(nbytes, "It has to be turned as a whole")
+            array = array[...]
+    if hasattr(array, "dask"):
         # A chunk is computed once: whole rows of chunks.
-        rows = pairwise(accumulate(array.chunks[0], initial=0))
+        rows = pairwise(accumulate(array.chunks[0], initial=0)) if array.ndim else ()
         for start, stop in rows:
             yield (start, *[0] * (array.ndim - 1)), array[start:stop].compute()
-        return
-    if hasattr(array, "dask"):
+        if array.ndim:
+            return
         array = array.compute()
     if is_sparse(array) and not isinstance(array, LazyArray):
         yield [0] * array.ndim, array  # in memory, and of any shape
         return
+    if nbytes > _LARGEST_NBYTES:
+        raise UnsupportedError(f"{size} elements are more than can be read one by one")
     for key, _ in ArrayData(array, content.dtype, "exact", content.name).runs():
         yield [run.start for run in key], array[key]
+
+
+def _flat_blocks(array: DenseArray) -> Iterator[tuple[Sequence[int], Any]]:
+    """Read elements as they follow each other, whatever is to be done with their bytes."""
+    size = prod(array.shape)
+    how: dict[str, Any] = {"decode": array.decode, "strict": array.strict}
+    flat = DenseArray(array.name, array.reader, (size,), **how)
+    at = 0
+    for data in _stored_blocks(array):
+        values = flat.decoded(data, at)
+        yield (at,), values
+        at += len(values)
 
 
 def _is_turned(array: DenseArray) -> bool:

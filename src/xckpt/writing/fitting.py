@@ -139,6 +139,7 @@ def fit(
     attr_types: Mapping[str, str],
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
+    can = writer.can_in(path)
     fitted: dict[str, Payload] = {}
     more: dict[str, dict[str, Any]] = {}
     names = {payload.tensor.name for payload in payloads}
@@ -158,16 +159,16 @@ def fit(
             stored = _fitted(shaped.tensor, writer, wanted, cast)
             if stored.dtype != before:
                 changes.recast[before, stored.dtype] += 1
-            shaped.tensor, rest = _attributed(stored, writer.can, changes)
+            shaped.tensor, rest = _attributed(stored, can, changes)
             if rest:
                 more[name] = rest
             fitted[name] = shaped
     requests.check_used([*names, *fitted])
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept, rest = _kept_attrs(attrs, writer.can.file_attrs)
+    kept, rest = _kept_attrs(attrs, can.file_attrs)
     for name in rest:
         changes.add(_OF_FILE, name)
-    arrangement = _kept_arrangement(arrangement.of(fitted), writer.can, changes)
+    arrangement = _kept_arrangement(arrangement.of(fitted), can, changes)
     tensors = {name: p.tensor for name, p in fitted.items()}
     return Draft(tensors, kept, path, arrangement, more, attr_types), fitted
 

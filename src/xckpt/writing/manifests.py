@@ -172,9 +172,6 @@ class Manifest(Mapping[str, TensorDigest]):
     def __repr__(self) -> str:
         return f"<Manifest of {counted(len(self), 'tensor')}, {self.digest}>"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>&lt;{repr(self)[1:-1]}&gt;</pre>"
-
 
 # --- JSON ----------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
+# What was hashed, as a word for how a tensor is stored.
+_STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
 class Finding(NamedTuple):
@@ -243,9 +245,9 @@ class _Compared:
         self.expected = {n: each for n, each in manifest.items() if _is_of(n, wanted)}
         self.found: dict[str, TensorDigest] = {}
         self.files: dict[str, str] = {}
-        #: Those that hold the same as another type, and those that could not be read.
+        #: Those that hold the same as another type, and what kept others from being read.
         self.recast: dict[str, TensorContent] = {}
-        self.failed: set[str] = set()
+        self.failed: dict[str, Finding] = {}
 
     def take(
         self,
@@ -278,11 +280,15 @@ class _Compared:
         for each in differing.values():
             place = self.files.get(each.tensor)
             yield Finding(each.severity, each.tensor, each.rule, None, each.message, place)
+        for name, why in self.failed.items():
+            if why.severity != "error":
+                message = "it could not be read, so that what it holds is not known"
+                yield Finding("error", name, "ManifestUnread", None, message, why.file)
         for name, content in self.recast.items():
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
             if content.dtype == like.dtype:
-                message = f"the same elements are {content.kind}, not {like.kind}"
+                message = f"the same elements are {_STORED[content.kind]}, not {_STORED[like.kind]}"
             yield Finding("warning", name, "ManifestType", None, message, content.file)
 
 
@@ -317,9 +323,10 @@ def _check(
 ) -> tuple[Finding | None, int]:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
+        finding = _finding(tensor.problem, tensor.name)
         if compared is not None:
-            compared.failed.add(tensor.name)
-        return _finding(tensor.problem, tensor.name), 0
+            compared.failed[tensor.name] = finding
+        return finding, 0
     count = 0
     try:
         with locating(tensor=tensor.name):
@@ -344,9 +351,10 @@ def _check(
                 compared.take(contents, advance, stop)
             count += len(contents)
     except CheckpointError as error:
+        finding = _finding(error, tensor.name)
         if compared is not None:
-            compared.failed.add(tensor.name)
-        return _finding(error, tensor.name), count
+            compared.failed[tensor.name] = finding
+        return finding, count
     return None, count
 
 

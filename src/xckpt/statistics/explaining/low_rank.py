@@ -7,6 +7,7 @@ elements in a second pass.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from xckpt.errors import locating
 from xckpt.statistics.explaining.relations import FRACTION_BITS, spacing_of
 from xckpt.statistics.explaining.wording import Explanation
 from xckpt.statistics.scan import active_client
-from xckpt.statistics.spectra import in_memory, on_cluster
+from xckpt.statistics.spectra import blas_threads, in_memory, on_cluster
+from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,14 +32,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: What is left of a difference beside its rank, relative to its norm.
 LEFT = 1e-3
 
-_HIGHEST = 128
+_HIGHEST = 64
 _SMALLEST_SIDE = 8
 _OVERSAMPLED = 16
 # Rows, and columns, that differ for each one of the rank.
 _WIDE = 2
-# Of the rows that say whether it is worth a pass: so many elements, and so many rows.
-_TRIED = 1 << 20
-_MOST_TRIED = 512
+# Rows and columns that say whether it is worth a pass.
+_TRIED_ROWS = 160
+_TRIED_COLUMNS = 2048
 _BLOCK_NBYTES = 8 << 20
 # Projections of a side, in memory; tensors that can only be read whole.
 _LARGEST = 96 << 20
@@ -56,12 +58,15 @@ class _Update:
     nbytes: int
 
     def blocks(self, step: int) -> Iterator[tuple[int, Array, Array]]:
-        """Return rows of both as float64, and where they begin."""
+        """Return rows of both as floats, and where they begin."""
         shape = self.b.shape
         inner = (slice(None),) * (len(shape) - 1)
         for start in range(0, shape[0], step):
             key = (slice(start, min(start + step, shape[0])), *inner)
-            x, y = (in_memory(side[key]).astype(np.float64) for side in (self.a, self.b))
+            x, y = (in_memory(side[key]) for side in (self.a, self.b))
+            # What is lost in float32 is far below `LEFT`.
+            wide = np.float64 in {x.dtype.type, y.dtype.type}
+            x, y = (each.astype(np.float64 if wide else np.float32, copy=False) for each in (x, y))
             yield start, x.reshape(len(x), -1), y.reshape(len(y), -1)
 
 
@@ -90,8 +95,9 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
     client = active_client()
     here = [u for u in updates if client is None or isinstance(u.b, np.ndarray)]
     on_cluster(client, [u for u in updates if u not in here], _low_rank, deliver)
-    for update in here:
-        deliver(update, _low_rank(update))
+    with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
+        for update, one in zip(here, threads.map(_low_rank, here), strict=True):
+            deliver(update, one)
     return found
 
 
@@ -99,9 +105,9 @@ def _low_rank(update: _Update) -> Explanation | None:
     with locating(tensor=update.name), np.errstate(all="ignore"):
         rows, columns = update.b.shape[0], prod(update.b.shape[1:])
         highest = min(_HIGHEST, min(rows, columns) // 4)
-        tried = max(4 * highest, min(_MOST_TRIED, _TRIED // columns))
-        _, x, y = next(update.blocks(min(rows, tried)))
-        rank, is_noisy = _rank_of(y - x, y, update.kind, highest)
+        _, x, y = next(update.blocks(min(rows, _TRIED_ROWS)))
+        x, y = (each[:, :_TRIED_COLUMNS].astype(np.float64) for each in (x, y))
+        rank, is_noisy = _rank_of(y - x, y, update.kind, min(highest, min(y.shape) // 2))
         size = (rows + columns) * (rank + _OVERSAMPLED) * 8
         if not rank or size > _LARGEST:
             return None
@@ -134,14 +140,14 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
     step = max(1, _BLOCK_NBYTES // (8 * columns))
     width = min(rank + _OVERSAMPLED, rows, columns)
     projected = np.empty((rows, width))
-    directions = np.random.default_rng(0).standard_normal((columns, width))
+    directions = np.random.default_rng(0).standard_normal((columns, width), np.float32)
     total, lines, touched = 0.0, 0, np.zeros(columns, np.bool_)
     for start, x, y in update.blocks(step):
         difference = y - x
         is_other = difference != 0
         lines += int(np.count_nonzero(is_other.any(axis=1)))
         touched |= is_other.any(axis=0)
-        total += float(np.vdot(difference, difference))
+        total += float(np.einsum("ij,ij->", difference, difference, dtype=np.float64))
         projected[start : start + len(y)] = difference @ directions
     # A few rows that changed have a low rank as well, but nobody made them so.
     if not np.isfinite(total) or min(lines, int(touched.sum())) <= _WIDE * rank:
@@ -149,7 +155,7 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
     span = np.linalg.qr(projected)[0]
     inside = np.zeros((width, columns))
     for start, x, y in update.blocks(step):
-        inside += span[start : start + len(y)].T @ (y - x)
+        inside += span[start : start + len(y)].T.astype(y.dtype) @ (y - x)
     u, values, v = np.linalg.svd(inside, full_matrices=False)
     left = np.maximum(total - np.cumsum(np.square(values)), 0.0) / total
     if not is_noisy:

@@ -115,7 +115,12 @@ class Evidence(Accumulator):
             self.zeros += len(x) - np.count_nonzero(x), len(y) - np.count_nonzero(y)
             with np.errstate(all="ignore"):
                 for number, relation in enumerate(self.relations):
-                    self.held[number] += np.count_nonzero(relation.holds(x, y))
+                    count = np.count_nonzero(relation.holds(x, y))
+                    if count == len(x):
+                        # What follows is more lenient.
+                        self.held[number:] += count
+                        break
+                    self.held[number] += count
 
     def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
         """Add pairs of zeros that neither side stores."""
@@ -171,7 +176,9 @@ def likely(x: Array, y: Array, kinds: tuple[str, str]) -> tuple[Relation, ...]:
         certain = [relation for share, relation in both if share == 1.0]
         certain = [each for each in certain[:_TRIED] if each.holds(x, y).all()]
     if certain:
-        return tuple(certain[:3])
+        first = certain[0]
+        # There may be zeros elsewhere.
+        return (first,) if first.masked or first.block else (first, replace(first, masked=True))
     plain = float(np.mean(u == v))
     best = max(both, key=lambda one: one[0], default=(0.0, None))
     if best[1] is None or best[0] < LIKELY or best[0] < (1 + plain) / 2:

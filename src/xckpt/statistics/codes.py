@@ -1,0 +1,144 @@
+"""How the codes of quantised tensors use their range: how many are at its ends or never used.
+
+Codes are counted as they are stored, without scales. Elements of at most 8 bits are codes too. Of
+the blocks of GGUF those are known whose codes have 4 or 8 bits, in bytes of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.arrays.blocks import BlockArray
+from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.quantized import CodebookArray, QuantizedArray
+from xckpt.elements import BLOCK_TYPES
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader
+from xckpt.statistics.scan import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.progress import Progress
+    from xckpt.statistics.readers import Reader
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: The statistics, of a tensor that has codes.
+OF_CODES = ("saturated", "unused")
+
+_SIGNED_BYTES = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float64)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# By type: first byte of the codes in a block, and end; and the values of all codes.
+_IN_BLOCKS: dict[str, tuple[int, int, Array]] = {
+    "q4_0": (2, 18, np.arange(16) - 8.0),
+    "q4_1": (4, 20, np.arange(16.0)),
+    "q8_0": (2, 34, _SIGNED_BYTES),
+    "q4_k": (16, 144, np.arange(16.0)),
+    "iq4_nl": (2, 18, np.arange(16.0)),
+    "mxfp4": (1, 17, np.concatenate([_E2M1, -_E2M1])),
+}
+
+
+class _Coded(NamedTuple):
+    """The codes of a tensor, and what each of them stands for but for scales."""
+
+    reader: Reader
+    values: Array
+    #: Whether a byte has two codes.
+    paired: bool = False
+
+
+class _Codes:
+    """Something that is indexed like an array of codes, or of bytes with two codes each."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(
+        self, shape: tuple[int, ...], read: Callable[[tuple[int, ...], tuple[int, ...]], Array]
+    ) -> None:
+        self.shape = shape
+        self.read = read
+
+    def __getitem__(self, key: Any) -> Array:
+        given = key if isinstance(key, tuple) else (key,)
+        whole = [slice(None)] * (len(self.shape) - len(given))
+        starts, stops = [], []
+        for each, size in zip((*given, *whole), self.shape, strict=True):
+            start, stop = each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
+            starts.append(start)
+            stops.append(stop)
+        return self.read(tuple(starts), tuple(stops))
+
+
+def use_of_codes(readers: Sequence[Reader], progress: Progress, *, cache: bool) -> Array:
+    """Return a row of `OF_CODES` for each tensor, NaN for those that have no codes."""
+    found = np.full((len(readers), len(OF_CODES)), nan)
+    coded = {n: each for n, reader in enumerate(readers) if (each := _coded(reader)) is not None}
+    several = list(coded.values())
+
+    def finish(number: int, sketch: Sketch) -> tuple[float, float]:
+        codes, counts = sketch.counted()
+        if several[number].paired:
+            codes, counts = np.concatenate([codes & 15, codes >> 4]), np.tile(counts, 2)
+        return _use(codes, counts, several[number].values)
+
+    rows = gather(
+        [each.reader for each in several], Sketch, finish, progress, cache=cache, stretched=True
+    )
+    for number, row in zip(coded, rows, strict=True):
+        found[number] = row
+    return found
+
+
+def _use(codes: Array, counts: Array, values: Array) -> tuple[float, float]:
+    total = int(counts.sum())
+    finite = np.isfinite(values)
+    # 0 and -0 are one value.
+    known, of_code = np.unique(np.where(finite, values, 0.0), return_inverse=True)
+    is_used = np.bincount(of_code[codes], counts * finite[codes], len(known))
+    has_zero = bool((values[finite] == 0).any())
+    if not has_zero:
+        known, is_used = known[known != 0], is_used[known != 0]
+    # Symmetric codes leave the lowest out: -128 where the largest is 127.
+    lowest = int(len(known) > 2 and not is_used[0] and known[1] == -known[-1])
+    if not total:
+        return nan, nan
+    ends = is_used[lowest] + (is_used[-1] if len(known) > 1 else 0)
+    return float(ends / total), float(np.count_nonzero(is_used == 0) / len(known))
+
+
+def _coded(reader: Reader) -> _Coded | None:
+    lazy = reader.array
+    if isinstance(lazy, CodebookArray) or (
+        isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
+    ):
+        return _Coded(_code_reader(reader, _Codes(lazy.shape, lazy.codes)), lazy.code_values)
+    if isinstance(lazy, BlockArray) and lazy.block_type in _IN_BLOCKS:
+        first, end, values = _IN_BLOCKS[lazy.block_type]
+        _, size, nbytes, _ = BLOCK_TYPES[lazy.block_type]
+        blocks = prod(lazy.shape) // size
+        raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
+        stored = DenseArray(lazy.name, raw, (blocks, nbytes), decode=False)
+        codes = _Codes((blocks, end - first), lambda a, b: stored[a[0] : b[0], first:end])
+        return _Coded(_code_reader(reader, codes), values, paired=len(values) == 16)
+    kind = reader.kind
+    if isinstance(reader, RawReader | DenseReader) and kind.exact and kind.bits <= 8:
+        if kind.dtype.kind == "b":
+            return None
+        return _Coded(reader, kind.values[: 1 << kind.bits])
+    return None
+
+
+def _code_reader(reader: Reader, codes: _Codes) -> Reader:
+    found = ArrayReader(codes, reader.nbytes)
+    found.place, found.name = reader.place, reader.name
+    if isinstance(reader, ArrayReader):
+        found.turned, found.piece_nbytes = reader.turned, reader.piece_nbytes
+    if reader.identity is not None:
+        found.identity = (reader.identity[0], "codes", *reader.identity[1:])
+    return found

@@ -1,0 +1,89 @@
+"""What xckpt keeps in archives of NumPy is out of the way of others, and is no trouble itself."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from xckpt.formats import archive
+from xckpt.storage import open_source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXTRA = b"PK\6\x08"
+
+
+@pytest.fixture
+def ds() -> xr.Dataset:
+    return xr.Dataset(
+        {"w": (("x", "y"), np.arange(6.0).reshape(2, 3), {"unit": "m"})},
+        {"x": ("x", np.array([3, 5]))},
+        {"step": 7, "tokens": ["a"] * 30_000},
+    )
+
+
+@pytest.fixture
+def path(ds: xr.Dataset, tmp_path: Path) -> Path:
+    xckpt.save(ds, tmp_path / "m.npz")
+    return tmp_path / "m.npz"
+
+
+def test_others_take_no_notice(ds: xr.Dataset, path: Path) -> None:
+    assert EXTRA in path.read_bytes()
+    with np.load(path, allow_pickle=False) as found:
+        assert found.files == ["w", "x"]
+        np.testing.assert_array_equal(found["w"], ds["w"])
+    with zipfile.ZipFile(path) as found_zip:
+        assert found_zip.testzip() is None
+        assert found_zip.comment == b""
+
+
+def test_files_with_nothing_to_say_are_as_before(tmp_path: Path) -> None:
+    xckpt.save(xr.Dataset({"w": ("x", np.ones(3))}), tmp_path / "m.npz")
+    assert EXTRA not in (tmp_path / "m.npz").read_bytes()
+
+
+def test_attributes_alone(tmp_path: Path) -> None:
+    xckpt.save(xr.Dataset(attrs={"step": 7}), tmp_path / "m.npz")
+    xr.testing.assert_identical(xr.open_dataset(tmp_path / "m.npz"), xr.Dataset(attrs={"step": 7}))
+
+
+def test_a_single_array_has_no_room(ds: xr.Dataset, tmp_path: Path) -> None:
+    with pytest.warns(xckpt.CheckpointWarning, match="attributes"):
+        xckpt.save(ds[["w"]].drop_vars("x"), tmp_path / "w.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "w.npy"), ds["w"])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [b"", b"{", b"[" * 100_000, b'{"a": 1}', b"[]", b"\xff", b'{"xckpt.arrangement": "["}'],
+)
+@pytest.mark.filterwarnings("ignore:.*is not as xckpt writes it:xckpt.CheckpointWarning")
+def test_what_others_put_there_is_left_alone(path: Path, extra: bytes) -> None:
+    ds = xr.open_dataset(replaced(path.read_bytes(), EXTRA + struct.pack("<I", len(extra)) + extra))
+    assert set(ds.variables) == {"w", "x"}
+    assert ds.attrs == {}
+
+
+@pytest.mark.parametrize("record", [EXTRA, EXTRA + b"\xff\xff\xff\xff{}", b"PK\7\x08" + bytes(12)])
+def test_what_is_no_record_is_left_alone(path: Path, record: bytes) -> None:
+    ds = xr.open_dataset(replaced(path.read_bytes(), record))
+    assert set(ds.variables) == {"w", "x"}
+    assert ds.attrs == {}
+
+
+def replaced(data: bytes, record: bytes) -> Any:
+    """Put something else in the place of the extra data of an archive."""
+    start = data.index(EXTRA)
+    _, directory = archive.read_directory(open_source(data))
+    end = bytearray(data[directory:])
+    end[-6:-2] = struct.pack("<I", start + len(record))
+    return io.BytesIO(data[:start] + record + bytes(end))

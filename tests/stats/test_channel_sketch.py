@@ -1,0 +1,172 @@
+"""What is found in rows and columns is what numpy finds, and costs a plain pass nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.stats.checkpoints import model, settled, write
+from xckpt.statistics import histogram, stats
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.channel_sketch import OF_CHANNELS, OUTLYING
+from xckpt.statistics.store import FOLDER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+TYPES = [
+    *(np.float32, np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
+    *(np.int8, np.int32, np.uint64, np.bool_),
+]
+
+
+def weight(dtype: Any, rows: int = 300, columns: int = 70) -> Array:
+    """Return a matrix with dead and outlying channels that no leaf begins with."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((rows, columns)).clip(-3, 3)
+    if np.dtype(dtype).kind in "iub":
+        values = np.abs(values) * 5 + 1
+    values[[7, 100, 299]] = 0
+    values[:, [0, 64]] = 0
+    values[17] *= 0.001
+    if np.dtype(dtype).kind not in "iub":
+        values[20, 33] = 60
+    return values.astype(dtype)
+
+
+def expected(values: Array) -> dict[str, float]:
+    """Return what numpy finds."""
+    wide = np.abs(values.astype(np.float64))
+    rows, columns = wide.max(axis=1), wide.max(axis=0)
+    far = OUTLYING * values.astype(np.float64).std()
+    return {
+        "dead_columns": int(np.count_nonzero(columns == 0)),
+        "faint_rows": int(np.sum((rows > 0) & (rows < np.median(rows[rows > 0]) / 100))),
+        "outlier_rows": int(np.count_nonzero(rows > far)),
+        "outlier_columns": int(np.count_nonzero(columns > far)),
+        "top_row": int(rows.argmax()),
+        "top_column": int(columns.argmax()),
+    }
+
+
+def channels_of(obj: Any, name: str = "w") -> dict[str, float]:
+    found = stats(obj, channels=True, progress=False)[name]
+    return dict(zip(found["statistic"].to_numpy().tolist(), found.to_numpy().tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_of_every_element_type(dtype: Any) -> None:
+    values = weight(dtype)
+    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
+    wanted = expected(values)
+    if np.dtype(dtype).kind in "iub":
+        wanted = {"dead_columns": wanted["dead_columns"]}
+    else:
+        info: Any = ml_dtypes.finfo  # untyped
+        is_tiny = np.abs(values.astype(float)) < float(info(dtype).smallest_normal)
+        assert found["subnormal"] == np.count_nonzero((values != 0) & is_tiny)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("rows", [300, 5000])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_of_whatever_is_stored_and_however_it_is_cut(rows: int, order: str, tmp_path: Path) -> None:
+    values = weight(np.float32, rows)
+    ds = xr.Dataset({"w": (("a", "b"), values)})
+    np.savez(tmp_path / "m.npz", w=np.asarray(values, order=order))  # type: ignore[call-overload]
+    wanted = expected(values)
+    lazy = xr.Dataset({"w": (("a", "b"), da.from_array(values, (max(1, rows // 7), 70)))})
+    for obj in (tmp_path / "m.npz", ds, lazy):
+        found = channels_of(obj)
+        assert {name: found[name] for name in wanted} == wanted
+
+
+def test_stacked_experts_have_rows_along_the_last_axis() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 400, 200)).astype(np.float32)
+    values[..., 5] = 0
+    values[1, 399, 7] = 1000
+    found = channels_of(xr.Dataset({"w": (("e", "a", "b"), values)}))
+    assert (found["dead_columns"], found["top_row"], found["top_column"]) == (1, 799, 7)
+
+
+def test_what_is_not_finite_is_alive_and_no_outlier() -> None:
+    values = weight(np.float32)
+    values[5, 3], values[6, 0] = np.nan, np.inf
+    found = channels_of(xr.Dataset({"w": (("a", "b"), values)}))
+    assert (found["dead_columns"], found["outlier_columns"], found["top_row"]) == (1, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "bits"),
+    [
+        (np.float32, ml_dtypes.bfloat16, 16),
+        (np.float32, np.float16, 13),
+        (np.float64, np.float32, 29),
+    ],
+)
+def test_spare_bits(dtype: Any, narrow: Any, bits: int) -> None:
+    values = np.random.default_rng(0).standard_normal((5000, 9)).astype(narrow).astype(dtype)
+    ds = xr.Dataset({"w": (("a", "b"), values)})
+    assert channels_of(ds)["spare_bits"] == bits
+    values[4999, 8] = np.nextafter(values[4999, 8], dtype(9))
+    assert channels_of(ds)["spare_bits"] < bits
+
+
+class TestCost:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return settled(write(tmp_path / "m.safetensors", model() | {"w": weight(np.float32)}))
+
+    def test_plain_statistics_are_what_they_were(self, path: Path) -> None:
+        plain, more = stats(path), stats(path, channels=True, cache=False)
+        assert plain["w"].attrs == {"dead_rows": 3}
+        names = plain["statistic"].to_numpy().tolist()
+        assert more["statistic"].to_numpy().tolist() == [*names, *OF_CHANNELS]
+        for name in plain:
+            xr.testing.assert_equal(more[name].sel(statistic=names), plain[name])
+
+    def test_one_pass_is_enough_for_all(self, path: Path, read: list[int]) -> None:
+        first = stats(path, channels=True)
+        assert sum(read) == sum(each.size for each in model().values()) + 300 * 70
+        read.clear()
+        xr.testing.assert_identical(stats(path, channels=True), first)
+        stats(path)
+        histogram(path)
+        assert read == []
+
+    @pytest.mark.usefixtures("sketches_only")
+    def test_what_is_kept_comes_back(self, path: Path, read: list[int]) -> None:
+        first = stats(path, channels=True)
+        read.clear()
+        xr.testing.assert_identical(stats(path, channels=True), first)
+        assert read == []
+
+    @pytest.mark.usefixtures("sketches_only")
+    def test_records_of_other_channels_are_not_believed(
+        self, path: Path, cache_folder: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from xckpt.statistics import channel_sketch
+
+        def wrong(sketch: Any) -> dict[str, Any]:
+            fields = Sketch._fields(sketch)
+            spans = [[first + 10**6, rows.tobytes()] for first, rows in sketch.spans]
+            return fields | {"width": sketch.width, "columns": b"", "spans": spans, "bits": "0"}
+
+        monkeypatch.setattr(channel_sketch.ChannelSketch, "_fields", wrong)
+        first = stats(path, channels=True)
+        assert list((cache_folder / FOLDER).iterdir())
+        monkeypatch.undo()
+        read.clear()
+        monkeypatch.setenv("XCKPT_CACHE_DIR", str(cache_folder))
+        xr.testing.assert_identical(stats(path, channels=True), first)
+
+    def test_along_a_dimension_there_are_no_channels(self, path: Path) -> None:
+        with pytest.raises(ValueError, match="leave out dim="):
+            stats(path, channels=True, dim="d32_1")

@@ -1,0 +1,359 @@
+"""What is found in tensors, among siblings and between equal ones; and nothing in new models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.formats import torch_files
+from tests.stats.checkpoints import write
+from tests.stats.models import FRESH, gpt2, llama, quantised, torch_mixture
+from xckpt.sample import write_checkpoint
+from xckpt.statistics import RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pandas as pd
+
+    from tests.stats.models import Tensors
+
+
+def found(path: Path, tensors: Tensors, **options: Any) -> pd.DataFrame:
+    return xckpt.findings(write(path, tensors), progress=False, **options)
+
+
+def in_memory(tensors: Tensors) -> xr.Dataset:
+    variables = {}
+    for name, values in tensors.items():
+        dims = [f"{name}:{axis}" for axis in range(values.ndim)]
+        variables[name] = (dims, values)
+    return xr.Dataset(variables)
+
+
+def rules(frame: pd.DataFrame) -> set[tuple[str, str]]:
+    return set(zip(frame["tensor"], frame["rule"], strict=True))
+
+
+class TestNothing:
+    @pytest.mark.parametrize("model", [*FRESH, quantised])
+    def test_is_found_in_a_new_model(self, model: Callable[[], Tensors], tmp_path: Path) -> None:
+        frame = found(tmp_path / "m.safetensors", model())
+        assert frame.empty, frame.to_string()
+
+    def test_is_found_in_one_of_float16(self, tmp_path: Path) -> None:
+        assert found(tmp_path / "m.safetensors", llama(4, 64, np.float16)).empty
+
+    def test_but_what_was_planted_is_found_in_the_demo(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path / "m.zt", layers=4, width=128)
+        expected = {
+            (f"model.layers.{layer}.mlp.gate_proj.weight", "outlier_channels") for layer in range(4)
+        }
+        expected |= {
+            ("model.layers.2.mlp.up_proj.weight", "nan"),
+            ("model.layers.1.self_attn.q_proj.bias", "all_zero"),
+            ("model.embed_tokens.delta", "dead_rows"),
+            ("lm_head.delta", "dead_rows"),
+        }
+        assert rules(xckpt.findings(path, progress=False)) == expected
+
+
+def plant_nan(t: Tensors) -> str:
+    t["layers.1.attn.out_proj.weight"][0, :3] = np.nan
+    return "layers.1.attn.out_proj.weight"
+
+
+def plant_inf(t: Tensors) -> str:
+    t["layers.1.attn.out_proj.bias"][5] = np.inf
+    return "layers.1.attn.out_proj.bias"
+
+
+def plant_zero_bias(t: Tensors) -> str:
+    t["layers.3.attn.out_proj.bias"][:] = 0
+    return "layers.3.attn.out_proj.bias"
+
+
+def plant_constant(t: Tensors) -> str:
+    t["layers.3.attn.out_proj.weight"][:] = 0.5
+    return "layers.3.attn.out_proj.weight"
+
+
+def plant_exploding(t: Tensors) -> str:
+    t["embeddings.word_embeddings.weight"][7, 7] = 1e6
+    return "embeddings.word_embeddings.weight"
+
+
+def plant_dead_rows(t: Tensors) -> str:
+    t["layers.0.moe.experts.3.up.weight"][[3, 9]] = 0
+    return "layers.0.moe.experts.3.up.weight"
+
+
+def plant_dead_column(t: Tensors) -> str:
+    t["layers.0.moe.experts.3.up.weight"][:, 5] = 0
+    return "layers.0.moe.experts.3.up.weight"
+
+
+def plant_dead_heads(t: Tensors) -> str:
+    t["layers.2.attn.in_proj.weight"][32:64] = 0
+    return "layers.2.attn.in_proj.weight"
+
+
+def plant_dead_heads_of_columns(t: Tensors) -> str:
+    t["layers.2.attn.out_proj.weight"][:, 16:32] = 0
+    return "layers.2.attn.out_proj.weight"
+
+
+def plant_dead_expert(t: Tensors) -> str:
+    t["layers.2.moe.experts.2.up.weight"][:] = 0
+    return "layers.2.moe.experts.2.up.weight"
+
+
+def plant_idle_expert(t: Tensors) -> str:
+    t["layers.2.moe.gate.weight"][3] *= 1e-4
+    return "layers.2.moe.gate.weight"
+
+
+def plant_unrouted_expert(t: Tensors) -> str:
+    t["layers.2.moe.gate.weight"][3] = 0
+    return "layers.2.moe.gate.weight"
+
+
+def plant_stacked_expert(t: Tensors) -> str:
+    t["layers.0.moe.experts.gate_up"] = np.random.default_rng(0).random((6, 32, 32), np.float32)
+    t["layers.0.moe.experts.gate_up"][4] = 0
+    return "layers.0.moe.experts.gate_up"
+
+
+def plant_norm_without_one(t: Tensors) -> str:
+    t["layers.2.bn.weight"] = np.random.default_rng(0).normal(0, 0.1, 64).astype(np.float32)
+    return "layers.2.bn.weight"
+
+
+def plant_negative_norm(t: Tensors) -> str:
+    for layer in range(5):
+        rng = np.random.default_rng(layer)
+        t[f"layers.{layer}.bn.weight"] = rng.normal(1, 0.1, 64).astype(np.float32)
+    t["layers.2.bn.weight"][9] = -0.2
+    return "layers.2.bn.weight"
+
+
+def plant_unlike_layer(t: Tensors) -> str:
+    t["layers.2.attn.out_proj.weight"] *= 3
+    return "layers.2.attn.out_proj.weight"
+
+
+def plant_outlier_column(t: Tensors) -> str:
+    t["embeddings.word_embeddings.weight"][3::50, 17] = 40
+    return "embeddings.word_embeddings.weight"
+
+
+def plant_outlier_row(t: Tensors) -> str:
+    t["embeddings.word_embeddings.weight"][17, 3::10] = 40
+    return "embeddings.word_embeddings.weight"
+
+
+def plant_subnormal(t: Tensors) -> str:
+    t["layers.1.attn.out_proj.weight"] *= 1e-38
+    t |= {
+        f"layers.{n}.attn.out_proj.weight": t["layers.1.attn.out_proj.weight"][n:]
+        for n in (0, 2, 3, 4)
+    }
+    return "layers.1.attn.out_proj.weight"
+
+
+def plant_wide_type(t: Tensors) -> str:
+    name = "embeddings.word_embeddings.weight"
+    t[name] = t[name].astype(ml_dtypes.bfloat16).astype(np.float32)
+    return name
+
+
+def plant_wider_type(t: Tensors) -> str:
+    name = "embeddings.word_embeddings.weight"
+    t[name] = t[name].astype(np.float64)
+    return name
+
+
+def plant_mixed_types(t: Tensors) -> str:
+    name = "layers.4.attn.in_proj.weight"
+    t[name] = t[name].astype(np.float16)
+    return name
+
+
+def plant_duplicate(t: Tensors) -> str:
+    t["layers.3.moe.experts.2.up.weight"] = t["layers.1.moe.experts.1.up.weight"].copy()
+    return "layers.3.moe.experts.2.up.weight"
+
+
+PLANTED: list[tuple[str, str, Callable[[Tensors], str]]] = [
+    ("nan", "3 of 4,096 elements are NaN", plant_nan),
+    ("inf", "1 of 64 elements is infinite", plant_inf),
+    ("all_zero", "all 64 elements are 0, unlike those of 4 siblings", plant_zero_bias),
+    ("all_zero", "all 4,096 elements are 0, unlike those of 19 siblings", plant_dead_expert),
+    ("constant", "all 4,096 elements are 0.5, unlike those of 4 siblings", plant_constant),
+    ("exploding", "the largest magnitude, 1e+06, is 160 standard deviations", plant_exploding),
+    ("dead_rows", "2 of 64 rows of zeros", plant_dead_rows),
+    ("dead_columns", "1 of 64 column of zeros", plant_dead_column),
+    ("dead_heads", "32 of 192 rows of zeros: as many as 1 head of 32", plant_dead_heads),
+    (
+        "dead_heads",
+        "16 of 64 columns of zeros: as many as 1 head of 16",
+        plant_dead_heads_of_columns,
+    ),
+    ("dead_experts", "a row of the router near zero, first expert 3", plant_idle_expert),
+    ("dead_experts", "1 of 4 experts", plant_unrouted_expert),
+    ("dead_experts", "1 of 6 experts", plant_stacked_expert),
+    ("zero_centred_norm", "those of 4 like it on 1: is 1 missing?", plant_norm_without_one),
+    ("negative_norm", "its smallest weight is -0.2", plant_negative_norm),
+    ("unlike_layer", "is 3 times that of the layers next to it", plant_unlike_layer),
+    ("outlier_channels", "1 column of 64", plant_outlier_column),
+    ("outlier_channels", "1 row of 400", plant_outlier_row),
+    ("subnormal", "of the elements are subnormal", plant_subnormal),
+    ("wide_type", "every value of this float32 is a bfloat16: 50.0 KiB would do", plant_wide_type),
+    ("wide_type", "every value of this float64 is a float32", plant_wider_type),
+    ("mixed_types", "it is float16, and 4 of its 4 siblings float32", plant_mixed_types),
+    ("duplicated", "equal to layers.1.moe.experts.1.up.weight: 16.0 KiB", plant_duplicate),
+]
+
+
+@pytest.mark.parametrize(("rule", "words", "plant"), PLANTED, ids=[p.__name__ for *_, p in PLANTED])
+def test_each_rule_finds_what_is_planted(
+    rule: str, words: str, plant: Callable[[Tensors], str]
+) -> None:
+    tensors = torch_mixture(experts=4)
+    name = plant(tensors)
+    frame = xckpt.findings(in_memory(tensors), progress=False)
+    mine = frame[(frame["rule"] == rule) & (frame["tensor"] == name)]
+    assert words in mine["explanation"].item(), frame.to_string()
+    assert mine["severity"].item() == RULES[rule]
+    if rule not in {"exploding", "subnormal"}:  # which change more than one thing
+        assert set(frame["tensor"]) == {name}, frame.to_string()
+
+
+class TestCodes:
+    def test_that_use_little_of_their_range(self, tmp_path: Path) -> None:
+        tensors = quantised()
+        tensors["layers.1.up.weight"] //= 4
+        tensors["layers.2.down.weight"] = (
+            tensors["layers.2.down.weight"].astype(np.float32) / 100
+        ).astype(ml_dtypes.float8_e4m3fn)
+        frame = found(tmp_path / "m.safetensors", tensors)
+        narrow = frame[frame["rule"] == "narrow_codes"].set_index("tensor")["explanation"]
+        assert narrow["layers.1.up.weight"] == "codes are from -32 to 31: 25% of the range of int8"
+        assert narrow["layers.2.down.weight"].startswith(
+            "the largest magnitude of its codes is 4.5, "
+        )
+        assert len(narrow) == 2
+
+    def test_that_were_cut_off(self, tmp_path: Path) -> None:
+        tensors = quantised()
+        codes = tensors["layers.0.up.weight"].astype(int)
+        tensors["layers.0.up.weight"] = (codes * 3).clip(-128, 127).astype(np.int8)
+        (row,) = found(tmp_path / "m.safetensors", tensors).itertuples()
+        assert (row.tensor, row.rule) == ("layers.0.up.weight", "saturated_codes")
+        assert "of the codes are at an end of their range" in row.explanation
+
+    def test_integers_without_scales_are_no_codes(self, tmp_path: Path) -> None:
+        tokens = np.random.default_rng(0).integers(0, 3, (200, 200), np.uint8)
+        assert found(tmp_path / "m.safetensors", {"tokens": tokens}).empty
+
+
+class TestEqualTensors:
+    def test_a_layer_that_is_a_copy_is_named_and_its_tensors_are_no_duplicates(
+        self, tmp_path: Path
+    ) -> None:
+        tensors = llama(5, 64)
+        for name in [each for each in tensors if each.startswith("model.layers.1.")]:
+            tensors[name.replace(".1.", ".3.")] = tensors[name].copy()
+        frame = found(tmp_path / "m.safetensors", tensors)
+        assert set(frame["rule"]) == {"copied_layer"}
+        assert len(frame) == 7  # matrices: norms of ones are equal in all layers
+        assert frame["explanation"][0] == (
+            "it is equal to model.layers.1.mlp.down_proj.weight: "
+            "all of model.layers.3 is a copy of model.layers.1"
+        )
+
+    def test_equal_statistics_are_not_enough(self, tmp_path: Path) -> None:
+        weight = np.random.default_rng(0).permutation(4096).reshape(64, 64).astype(np.float32)
+        tensors = {"a.w": weight, "b.w": weight[::-1].copy(), "c.w": weight[::-1].copy()}
+        frame = found(tmp_path / "m.safetensors", tensors)
+        assert rules(frame) == {("c.w", "duplicated")}
+        assert "equal to b.w" in frame["explanation"].item()
+
+    def test_the_same_bytes_of_a_file_are_tied(self, tmp_path: Path) -> None:
+        tied = torch_files.view(torch_files.storage("0", 6), 0, (3, 2), (2, 1))
+        value = torch_files.mapping({"embed.weight": tied, "lm_head.weight": tied})
+        storage = np.arange(6, dtype=np.float32).tobytes()
+        (tmp_path / "m.pt").write_bytes(torch_files.archive(value, {"0": storage}))
+        (row,) = xckpt.findings(tmp_path / "m.pt", progress=False).itertuples()
+        assert (row.rule, row.severity) == ("tied", "info")
+        assert "both have the same bytes" in row.explanation
+
+
+class TestSiblings:
+    def test_a_pattern_of_the_model_is_not_a_layer_unlike_the_others(self, tmp_path: Path) -> None:
+        tensors = llama(20, 32)
+        for layer in (5, 11, 17):
+            tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] *= ml_dtypes.bfloat16(4)
+        for layer in range(10, 20):
+            tensors[f"model.layers.{layer}.mlp.up_proj.weight"] *= ml_dtypes.bfloat16(4)
+        assert found(tmp_path / "m.safetensors", tensors).empty
+
+    def test_a_trend_is_not_unlike_its_neighbours(self, tmp_path: Path) -> None:
+        tensors = gpt2(8, 64)
+        for layer in range(8):
+            tensors[f"transformer.h.{layer}.mlp.c_fc.weight"] *= np.float32(1.5**layer)
+        assert found(tmp_path / "m.safetensors", tensors).empty
+
+    def test_norms_around_zero_in_all_layers_are_a_convention(self, tmp_path: Path) -> None:
+        tensors = {
+            f"layers.{n}.input_layernorm.weight": np.random.default_rng(n).normal(0, 0.1, 64)
+            for n in range(6)
+        }
+        assert found(tmp_path / "m.safetensors", tensors).empty
+
+
+class TestSilence:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        tensors = torch_mixture()
+        plant_nan(tensors)
+        plant_zero_bias(tensors)
+        return write(tmp_path / "m.safetensors", tensors)
+
+    @pytest.mark.parametrize(
+        ("ignore", "left"),
+        [
+            (None, ["nan", "all_zero"]),
+            ("nan", ["all_zero"]),
+            (["nan:*.out_proj.weight", "constant"], ["all_zero"]),
+            (["nan:*.bias"], ["nan", "all_zero"]),
+            ("*:layers.3.*", ["nan"]),
+            ("*", []),
+        ],
+    )
+    def test_rules_are_ignored(self, ignore: Any, left: list[str], path: Path) -> None:
+        assert xckpt.findings(path, ignore=ignore)["rule"].tolist() == left
+        ds = xr.open_dataset(path, engine="safetensors", stack=True)
+        assert ds.ckpt.findings(ignore=ignore)["rule"].tolist() == left
+        assert ds.ckpt.findings(ds.ckpt.stats(), ignore=ignore)["rule"].tolist() == left
+
+    def test_a_typo_is_an_error_before_anything_is_read(self) -> None:
+        with pytest.raises(ValueError, match="no such rule; similar names: 'dead_rows'"):
+            xckpt.findings("nowhere.safetensors", ignore="dead_row")
+        with pytest.raises(TypeError, match="ignore takes rules such as"):
+            xckpt.findings("nowhere.safetensors", ignore=[3])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="ignore takes rules such as"):
+            xckpt.findings("nowhere.safetensors", ignore=3)  # type: ignore[arg-type]
+
+
+def test_the_documentation_has_every_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/health-check.md").read_text("utf-8")
+    for rule, severity in RULES.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| `{rule}`")]
+        assert f"| {severity} |" in line

@@ -1,0 +1,113 @@
+"""What is odd about the steps of a training run, and the picture of their changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import xckpt
+from tests.stats.checkpoints import write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Tensors = dict[str, np.ndarray[Any, np.dtype[Any]]]
+STEPS = range(100, 1000, 100)
+
+
+def run(folder: Path, **odd: Any) -> str:
+    """Write checkpoints that change by random numbers; `odd` says what is odd about them."""
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {
+        f"m.layers.{n}.w": rng.standard_normal((32, 32)).astype(np.float32) for n in range(3)
+    }
+    tensors |= {
+        "m.head": rng.standard_normal((8, 8)).astype(np.float32),
+        "m.frozen": rng.random((9, 9)),
+    }
+    for step in STEPS:
+        for name in tensors:
+            is_still = name == "m.frozen" or (name == "m.head" and step > odd.get("stop", 10**6))
+            if not is_still and step != odd.get("same"):
+                size = 0.01 * (20 if step == odd.get("jump") else 1)
+                change = rng.standard_normal(tensors[name].shape, np.float32)
+                tensors[name] = tensors[name] + np.float32(size) * change
+        write(folder / f"step-{step}.safetensors", tensors)
+    if "swapped" in odd:
+        first, second = (folder / f"step-{step}.safetensors" for step in odd["swapped"])
+        second.write_bytes(first.read_bytes())
+    return str(folder / "step-*.safetensors")
+
+
+def rules(glob: str, **options: Any) -> list[tuple[Any, ...]]:
+    frame = xckpt.open_steps(glob, **options).ckpt.findings(progress=False)
+    return list(frame.drop(columns="severity").itertuples(index=False, name=None))
+
+
+def test_a_good_run_has_no_findings(tmp_path: Path) -> None:
+    glob = run(tmp_path)
+    assert rules(glob) == []
+    assert rules(str(tmp_path / "step-[12]00.safetensors")) == []
+    ds = xckpt.open_steps(glob)
+    assert ds.isel(step=[3]).ckpt.findings().empty
+    assert ds.isel(step=3).ckpt.findings().empty
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_steps_that_are_equal(stack: bool, tmp_path: Path) -> None:
+    ((name, rule, value, text),) = rules(run(tmp_path, same=500), stack=stack)
+    assert (name, rule, value) == ("step.500", "identical_step", 400)
+    assert text == "all 5 tensors are equal to those of step 400"
+
+
+def test_a_step_that_has_the_weights_of_one_long_before(tmp_path: Path) -> None:
+    found = rules(run(tmp_path, swapped=(200, 700)))
+    assert ("step.700", "identical_step", 200.0) in [row[:3] for row in found]
+
+
+def test_a_step_out_of_line(tmp_path: Path) -> None:
+    ((name, rule, value, text),) = rules(run(tmp_path, jump=600))
+    assert (name, rule, round(value)) == ("step.600", "unlike_step", 20)
+    assert text.startswith("from step 500 to 600 tensors change 20.2 times as much as around it")
+
+
+def test_a_tensor_that_stopped_changing(tmp_path: Path) -> None:
+    ((name, rule, value, text),) = rules(run(tmp_path, stop=500))
+    assert (name, rule, value) == ("step.900.m.head", "stopped", 500)
+    assert text == "m.head did not change after step 500, in 4 steps in which others did"
+    assert rules(str(tmp_path / "step-[1-6]00.safetensors")) == []  # one step is not enough
+
+
+class TestPicture:
+    @pytest.fixture(autouse=True)
+    def agg(self) -> None:
+        pytest.importorskip("matplotlib").use("Agg")
+
+    def test_has_the_norm_of_each_change_of_each_layer(self, tmp_path: Path) -> None:
+        from matplotlib import pyplot as plt
+
+        ds = xckpt.open_steps(run(tmp_path, stop=500, jump=600))
+        ax = ds.ckpt.plot.steps()
+        shown: Any = ax.images[0].get_array()
+        labels = [text.get_text() for text in ax.get_yticklabels()]
+        assert labels == ["m", "m.layers.0", "m.layers.1", "m.layers.2"]
+        assert shown.shape == (4, len(STEPS) - 1)
+        new, old = (ds["m.layers.1.w"].sel(step=step).to_numpy() for step in (600, 500))
+        assert shown[2, 4] == pytest.approx(np.linalg.norm(new.astype(np.float64) - old), rel=1e-6)
+        assert shown.mask[0].tolist() == [False] * 4 + [True] * 4
+        assert [text.get_text() for text in ax.get_xticklabels()][4] == "600"
+        ax = ds.ckpt.plot.steps("m.layers.1.*", relative=True)
+        relative = np.linalg.norm(new.astype(np.float64) - old) / np.linalg.norm(
+            new.astype(np.float64)
+        )
+        assert ax.images[0].get_array()[0, 4] == pytest.approx(relative, rel=1e-6)
+        plt.close("all")
+
+    def test_needs_steps_and_tensors(self, tmp_path: Path) -> None:
+        ds = xckpt.open_steps(run(tmp_path))
+        with pytest.raises(ValueError, match="open several with"):
+            ds.isel(step=0).ckpt.plot.steps()
+        with pytest.raises(ValueError, match="matches none of the 5 tensors; similar names"):
+            ds.ckpt.plot.steps("m.layer.1.w")
