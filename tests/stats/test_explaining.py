@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 import xckpt
-from tests.stats.causes import BF16, Made, made
+from tests.stats.causes import BF16, Made, made, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
 
@@ -246,3 +246,54 @@ def untrue(rng: np.random.Generator, count: int) -> list[Any]:
         if not is_so(row, x, partner):
             wrong.append((x, partner, row["cause"], row["explanation"]))
     return wrong
+
+
+def test_a_cluster_says_the_same(models: list[Made], tmp_path: Path) -> None:
+    distributed: Any = pytest.importorskip("distributed")
+    names = ("rounded.b", "offset", "transposed", "rope.2", "low_rank", "renamed_", "fused.c")
+    sides: list[Path] = []
+    for side in (models[2].a, models[2].b):
+        chosen = {n: x for n, x in side.items() if n.startswith(names)}
+        sides.append(write(tmp_path / f"{len(sides)}.safetensors", chosen))
+    here = explained(*sides)
+    with distributed.Client(n_workers=1, processes=False, dashboard_address=None):
+        there = explained(*sides)
+    assert len(here) > 30
+    assert here.equals(there)
+
+
+def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    layers, width, heads = 2, 64, 4
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens": (90, width), "lm_head": (90, width), "model.norm": (width,)}
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        shapes |= {f"{base}.self_attn.{role}_proj": (width, width) for role in "qkvo"}
+        shapes |= {f"{base}.mlp.{role}_proj": (96, width) for role in ("gate", "up")}
+        shapes[f"{base}.mlp.down_proj"] = (width, 96)
+        shapes |= {f"{base}.{n}_layernorm": (width,) for n in ("input", "post_attention")}
+    ours = {f"{n}.weight": rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    wanted = {}
+    for name, values in ours.items():
+        new = known.get_name(name, try_suffixes=(".weight",))
+        is_turned = "q_proj" in name or "k_proj" in name
+        made_of = rope(values, heads) if is_turned else values
+        cause = "renamed" if values.ndim == 1 else "renamed+rounded"
+        cause = "renamed+rope_permuted+rounded" if is_turned else cause
+        writer.add_tensor(new, made_of if values.ndim == 1 else made_of.astype(np.float16))
+        wanted[name] = cause, new
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path = write(tmp_path / "hf.safetensors", ours)
+    for names in (None, "auto"):
+        result = xckpt.compare(path, tmp_path / "m.gguf", names=names, explain=True)
+        table = xckpt.table(result).loc[list(ours)]
+        assert {n: (row["cause"], row["other_names"]) for n, row in table.iterrows()} == wanted
+        assert table["verified"].all()
+        assert set(table["heads"].dropna()) == {heads}
+        assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are explained")

@@ -347,9 +347,9 @@ class TestSilence:
         with pytest.raises(ValueError, match="no such rule; similar names: 'dead_rows'"):
             xckpt.findings("nowhere.safetensors", ignore="dead_row")
         with pytest.raises(TypeError, match="ignore takes rules such as"):
-            xckpt.findings("nowhere.safetensors", ignore=[3])
+            xckpt.findings("nowhere.safetensors", ignore=[3])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="ignore takes rules such as"):
-            xckpt.findings("nowhere.safetensors", ignore=3)
+            xckpt.findings("nowhere.safetensors", ignore=3)  # type: ignore[arg-type]
 
 
 def test_the_documentation_has_every_rule() -> None:

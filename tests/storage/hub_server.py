@@ -149,12 +149,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(429, message="We had to rate limit you")
         if self.host == "copies":
             self._copy(path)
-        elif path.startswith("/api/resolve-cache/models/"):
-            repo, commit, name = self._split(path.removeprefix("/api/resolve-cache/models/"), 0)
-            data = self._file(repo, commit, name)
+        elif path.startswith("/api/resolve-cache/"):
+            kind, _, rest = path.removeprefix("/api/resolve-cache/").partition("/")
+            repo, commit, name = self._split(rest, 0)
+            data = self._file(_named(kind, repo), commit, name)
             self._body(data, {"ETag": f'"{_blob_id(data)}"'})
-        elif path.startswith("/api/models/"):
-            self._api(path.removeprefix("/api/models/"), query)
+        elif path.startswith(("/api/models/", "/api/datasets/")):
+            kind, _, rest = path.removeprefix("/api/").partition("/")
+            self._api(kind, rest, query)
         elif "/resolve/" in path:
             self._resolve(path)
         else:
@@ -192,9 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         return files[path]
 
-    def _api(self, rest: str, query: dict[str, list[str]]) -> None:
+    def _api(self, kind: str, rest: str, query: dict[str, list[str]]) -> None:
         parts = rest.split("/")
-        name, what = "/".join(parts[:2]), parts[2] if len(parts) > 2 else "revision"
+        name, what = _named(kind, "/".join(parts[:2])), parts[2] if len(parts) > 2 else "revision"
         commit, files = self._commit(name, unquote(parts[3]) if len(parts) > 3 else "main")
         if what == "revision":
             siblings = [{"rfilename": path} for path in files]
@@ -216,12 +218,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, path: str) -> None:
         hub = self.hub
-        name, revision, file = self._split(path, 1)
+        kind = "datasets" if path.startswith("/datasets/") else "models"
+        repo, revision, file = self._split(path.removeprefix("/datasets"), 1)
+        name = _named(kind, repo)
         data = self._file(name, revision, file)
         commit = self._commit(name, revision)[0]
         headers = {"X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
         if len(data) < _LARGE:
-            location = f"/api/resolve-cache/models/{name}/{commit}/{quote(file, safe='')}"
+            location = f"/api/resolve-cache/{kind}/{repo}/{commit}/{quote(file, safe='')}"
             headers |= {"ETag": f'"{_blob_id(data)}"'}
             self._answer(307, b"", {**headers, "Location": location, **hub.behaviour.tampered})
             return
@@ -281,6 +285,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.nbytes_sent += len(sent)
         self.wfile.write(sent)
         self.close_connection |= cut
+
+
+def _named(kind: str, repo: str) -> str:
+    return repo if kind == "models" else f"{kind}/{repo}"
 
 
 def _blob_id(data: bytes) -> str:

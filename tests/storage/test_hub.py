@@ -199,6 +199,13 @@ class TestWhatIsOpened:
         assert len(ds.variables) == 4
         assert ds.attrs["config"] == {"model_type": "llama"}
 
+    def test_other_kinds_of_repositories(self, hub: HubServer) -> None:
+        hub.repositories["datasets/org/data"] = Repository()
+        hub.repositories["datasets/org/data"].push(shards(2))
+        ds = opened("hf://datasets/org/data")
+        assert ds.encoding["source"].startswith("hf://datasets/org/data@")
+        assert len(ds.compute().variables) == 4
+
     def test_small_files_in_git_itself(self, hub: HubServer) -> None:
         data = {"w": np.arange(100, dtype=np.float32)}
         hub.repositories["org/model"].push({"a b#%20.safetensors": save(data)})

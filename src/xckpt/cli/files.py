@@ -408,8 +408,10 @@ def _print_report(file: str, report: Report) -> None:
     print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
     for finding in report.findings:
         severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
-        where = [] if finding.tensor is None else [f"tensor {shown(finding.tensor)}"]
-        where += [] if finding.file is None else [f"in {finding.file.rpartition('/')[2]}"]
+        place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
+        if finding.file is not None:
+            place = f"{place} in {finding.file.rpartition('/')[2]}".strip()
+        where = [place] if place else []
         where += [] if finding.offset is None else [f"byte {finding.offset}"]
         rule = "" if finding.rule is None else f" [{finding.rule}]"
         text = ": ".join([*where, finding.message]) + rule

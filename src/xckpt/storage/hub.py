@@ -84,9 +84,13 @@ class HubPath(NamedTuple):
     @property
     def url(self) -> str:
         """The URL; the revision of one that was resolved is a commit."""
-        prefix = "" if self.kind == "model" else f"{self.kind}s/"
         path = f"/{self.path}" if self.path else ""
-        return f"hf://{prefix}{self.repo}@{quote(self.revision, safe='')}{path}"
+        return f"hf://{self.page}@{quote(self.revision, safe='')}{path}"
+
+    @property
+    def page(self) -> str:
+        """The path of the repository in a browser."""
+        return self.repo if self.kind == "model" else f"{self.kind}s/{self.repo}"
 
     @property
     def parent(self) -> HubPath:
@@ -155,9 +159,8 @@ class _Hub:
 
     def address(self, file: HubPath) -> str:
         """Return where a file is to be asked for."""
-        prefix = "" if file.kind == "model" else f"{file.kind}s/"
         commit, path = quote(file.revision, safe=""), quote(file.path)
-        return f"{self.endpoint}/{prefix}{file.repo}/resolve/{commit}/{path}"
+        return f"{self.endpoint}/{file.page}/resolve/{commit}/{path}"
 
     def headers(self) -> dict[str, str]:
         """Return what goes to the Hub with each request; the token is that of now."""
@@ -220,7 +223,7 @@ class _Hub:
     def refusal(self, place: HubPath, status: int, headers: Mapping[str, str]) -> OSError:
         """Return what an answer of the Hub means, and what to do about it."""
         told, url = headers.get("X-Error-Message", ""), self._url
-        repo, page = f"the repository {place.repo}", f"{self.endpoint}/{place.repo}"
+        repo, page = f"the repository {place.repo}", f"{self.endpoint}/{place.page}"
         has_token = "authorization" in self.headers()
         if is_transient_status(status):
             error = busy_or_broken(status, told, headers, url)

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
+# What was hashed, as a word for how a tensor is stored.
+_STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
 
 class Finding(NamedTuple):
@@ -286,7 +288,7 @@ class _Compared:
             like = self.expected[name]
             message = f"the same elements are stored as {content.dtype}, not {like.dtype}"
             if content.dtype == like.dtype:
-                message = f"the same elements are {content.kind}, not {like.kind}"
+                message = f"the same elements are {_STORED[content.kind]}, not {_STORED[like.kind]}"
             yield Finding("warning", name, "ManifestType", None, message, content.file)
 
 

@@ -31,6 +31,8 @@ Prints = dict[int, "Fingerprint"]
 # Tensors that one may be compared with, beyond that of its name.
 _MOST_CANDIDATES = 16
 _MOST_JOINT = 4096
+# Bits of a float32 that numbers of these types do not have.
+_LOST = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
 
 
 class Search:
@@ -267,6 +269,8 @@ class Search:
         bits = FRACTION_BITS.get(kind, 0)
         if bits <= min(FRACTION_BITS[name] for name in transform.types):
             return False
+        if any(not one.bits & _LOST.get(name, -1) for name in transform.types):
+            return False  # nothing would be rounded
         with np.errstate(all="ignore"):
             low, high = transform(np.array([one.low, one.high])).tolist()
         is_alone = n not in self.sides[1 - side]
@@ -343,10 +347,7 @@ def _types(reader: Reader, one: Fingerprint) -> set[tuple[str, ...]]:
         found.add((own,))
     if own == "float32":
         found.add((own,))
-        if not one.bits & 0xFFFF:
-            found.add(("bfloat16",))
-        if not one.bits & 0x1FFF:
-            found.add(("float16",))
+        found.update((name,) for name, lost in _LOST.items() if not one.bits & lost)
     return found
 
 
