@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import torture_part
+from tests.contracts.every import DECLARED, declared
 from torture import __main__ as torture
-from torture.trial import Tally
+from torture.framing import frames
+from torture.mutating import Mutator
+from torture.reading import check_index
+from torture.trial import Tally, Trial
+from torture.ways import Disagreement, check_named, digested, flipped
+from xckpt.errors import FormatError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,3 +69,44 @@ def test_tallies_are_a_table_with_totals(tmp_path: Path, monkeypatch: pytest.Mon
     totals = torture.added("writing", tallies)
     line = "| kills | 1,000 | 0 | 2,000 | 2,000 | old or new |"
     assert torture.table(tallies, totals).splitlines()[-1] == line
+
+
+SMALL = {
+    f"{each.name}-{label}": data for each in DECLARED for label, data in each.small_files().items()
+}
+
+
+@pytest.mark.parametrize("data", SMALL.values(), ids=SMALL)
+def test_files_are_changed_item_by_item(data: bytes) -> None:
+    """Headers of every format are found and put back, and most changes are within them."""
+    found = frames(data)
+    assert found
+    for frame in found:
+        stream = frame.grammar.stream(frame.data)
+        assert b"".join(stream.tokens) == frame.data
+        assert len(stream.tokens) == len(stream.kinds)
+        again = frames(frame.put(frame.data))
+        assert frame.data in [each.data for each in again]
+    assert max(len(frame.grammar.stream(frame.data).tokens) for frame in found) > 4
+    made, same = (Mutator(Random(1)) for _ in range(2))  # noqa: S311
+    changed = [made.mutated(data) for _ in range(50)]
+    assert changed == [same.mutated(data) for _ in range(50)]
+    assert len(set(changed)) > 25
+    refused = 0
+    for each in changed:
+        refused += not check_index({"m": each})
+    assert refused > 0
+
+
+def test_what_a_failure_is_makes_the_part_fail(tmp_path: Path) -> None:
+    """A reader that gives a silent wrong value under a digest is found."""
+    trial = Trial(1, 5.0, tmp_path, tmp_path / "kept", "torture.reading")
+    with pytest.raises(Disagreement, match="no file is named"):
+        check_named(FormatError("somewhere"))
+    data = declared("npz").small_files()["stored"]
+    guarded = digested({"m.npz": data})
+    assert guarded is not None
+    guarded.check(flipped(guarded, trial.random("x")))
+    guarded.values = {name: array + 1 for name, array in guarded.values.items()}
+    with pytest.raises(Disagreement, match="its digest says nothing"):
+        guarded.check({"m.npz": data})

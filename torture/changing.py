@@ -13,6 +13,7 @@ import shutil
 import time
 import warnings
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -27,7 +28,6 @@ from xckpt.errors import CheckpointError, CheckpointWarning
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-    from random import Random
 
     from torture.trial import Trial
 
@@ -143,7 +143,8 @@ def _changed(
         moment, seed = random.choice([1, 2, 3, 4, 5, 8, 12, 20]), random.random()
         cases += 1
         try:
-            errors += not _read_while(path, use, moment, partial(change, path, random))
+            changing = partial(change, path, Random(seed))  # noqa: S311
+            errors += not _read_while(path, use, moment, changing)
         except Exception as error:  # noqa: BLE001  any is what is looked for
             failures += 1
             told = f"{use.__name__} {kind} {moment} {seed}".encode()
@@ -243,8 +244,6 @@ def _with_damage(trial: Trial, what: str, random: Random, check: Callable[[], No
 
 def again(path: Path) -> None:
     """Try again what a failure left."""
-    from random import Random as Generator
-
     from torture.trial import left
 
     files = left(path)
@@ -256,5 +255,5 @@ def again(path: Path) -> None:
         target = folder / label
         for each in (target, target.with_name("other" + target.suffix)):
             each.write_bytes(data)
-        change = partial(_CHANGES[what], target, Generator(seed))  # noqa: S311
+        change = partial(_CHANGES[what], target, Random(float(seed)))  # noqa: S311
         _read_while(target, getattr(uses, name), int(moment), change)
