@@ -343,8 +343,10 @@ def _nearest(x: Array, y: Array, block: int, digits: int) -> Array:
     noise = np.maximum(np.abs(ordered[:, -1:]), np.abs(ordered[:, :1])) * 2.0**-digits
     gaps[gaps <= noise] = np.inf
     step = gaps.min(axis=1, keepdims=True)
-    best = np.zeros(rows.shape, np.bool_)
+    best = (span == 0) & (rows == levels_of)
     for parts in (1, 2, 3):
+        if best.all():
+            break
         # Of the whole span, where what was rounded off matters least.
         unit = span / np.rint(span * parts / step)
         steps = (levels_of - ordered[:, :1]) / unit
@@ -353,8 +355,7 @@ def _nearest(x: Array, y: Array, block: int, digits: int) -> Array:
         few = (span <= (_MOST_LEVELS - 1) * 1.001 * unit) & (noise < unit / 8) & (span > 0)
         near = np.abs(rows - levels_of) <= unit * 0.502 + noise
         best |= even.all(axis=1, keepdims=True) & few & near
-    same = (span == 0) & (rows == levels_of)
-    held[:size] = (best | same).reshape(-1)
+    held[:size] = best.reshape(-1)
     return held
 
 
