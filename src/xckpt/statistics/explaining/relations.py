@@ -52,6 +52,8 @@ _LOOKED_AT = 32
 _PROBED = 256
 _MOST_LEVELS = 256
 _BLOCKS = (256, 128, 64, 32, 16)
+# Of the sample, to find the blocks.
+_LEVELLED = 4096
 # Large blocks are preferred to small ones that fit little better.
 _BETTER = 0.005
 
@@ -313,6 +315,7 @@ _SMALLEST = 2.0**-100
 
 def levels(x: Array, y: Array, kinds: tuple[str, str]) -> Relation | None:
     """Find in which blocks elements of `y` are the nearest of a few evenly spaced levels."""
+    x, y = x[:_LEVELLED], y[:_LEVELLED]
     with np.errstate(all="ignore"):
         best: tuple[float, Relation] | None = None
         for backwards in (False, True):
