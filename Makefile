@@ -14,7 +14,7 @@ PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
 MINUTES ?= 10
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-min lint bench torture docs clean
+.PHONY: help venv demo test test-min lint bench torture release-check docs clean
 
 help:
 	@echo "make demo      write a sample checkpoint, open it, print its summary and statistics"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench     run the benchmarks"
 	@echo "make torture   try what is promised on damaged files; MINUTES=5 SEED=1 PARTS=reading"
 	@echo "make docs      build the documentation"
+	@echo "make release-check  build the archives, and try the wheel in empty environments"
 	@echo "make clean     remove all that these commands made"
 
 # Every file .venv/.<extras> is touched when the extras are installed; a change of pyproject.toml
@@ -51,6 +52,11 @@ bench: $(VENV)/.bench
 torture: $(VENV)/.test
 	@$(BIN)/python -m torture $(PARTS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
 		$(if $(filter no,$(PAGE)),--no-page)
+
+# Archives are built, and the wheel is tried in empty environments with the lowest and the newest
+# versions of what it needs.
+release-check: $(VENV)/.test
+	@$(BIN)/python -m torture.release
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs docs/_build/html

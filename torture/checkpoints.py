@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Broken", "Case", "cases", "files", "lay_out", "left_over"]
+__all__ = ["Broken", "Case", "cases", "files", "lay_out", "left_over", "threads"]
 
 Files = dict[str, bytes]
 Values = dict[str, np.ndarray[Any, Any]]
@@ -58,6 +60,13 @@ def files(folder: Path) -> Files:
     """Read everything that is in a folder, if there is one."""
     paths = folder.iterdir() if folder.exists() else ()
     return {path.name: path.read_bytes() for path in paths}
+
+
+@contextmanager
+def threads() -> Iterator[None]:
+    """Compute with threads of this process, which a fork does not have from its parent."""
+    with ThreadPoolExecutor(4) as pool, dask.config.set(scheduler="threads", pool=pool):
+        yield
 
 
 def lay_out(folder: Path, content: Mapping[str, bytes]) -> None:
@@ -129,9 +138,8 @@ class Case:
 
     def path(self, folder: Path) -> Path:
         """Return what a user opens."""
-        path = folder / self.target
         index = folder / f"{self.target}.index.json"
-        return index if not path.exists() and index.exists() else path
+        return index if index.exists() else folder / self.target
 
     def values(self, folder: Path) -> Values:
         """Open what is there as users do, and load it."""

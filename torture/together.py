@@ -22,7 +22,7 @@ import numpy as np
 import xarray as xr
 
 import xckpt
-from torture.checkpoints import Broken, left_over
+from torture.checkpoints import Broken, left_over, threads
 from torture.trial import Tally, left
 from xckpt.errors import CheckpointWarning, FileChangedError
 
@@ -217,7 +217,7 @@ def _started(
     try:
         signal.alarm(int(until - time.monotonic()) + _GRACE)
         warnings.simplefilter("ignore", CheckpointWarning)
-        with dask.config.set(scheduler="threads"):
+        with threads():
             told = work(scene, path, until, number)
     except BaseException:  # noqa: BLE001  nobody else is there
         told = _Done(0, 0, traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Writers that are killed, disks that fail or are full, folders that vanish, many at once.
+"""Writers that are killed or interrupted, disks that fail or are full, folders that vanish.
 
 After each, the target is the old checkpoint or the new one: it is compared byte by byte with both,
 or opened and loaded. An error means the old one and names the file; no error, the new one. What is
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import dask
 
 from torture.calls import CHANGING, Call, watched
-from torture.checkpoints import Broken, Case, cases, files, left_over
+from torture.checkpoints import Broken, Case, cases, files, left_over, threads
 from torture.trial import Tally, left
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.storage.partial import PARTIAL_SUFFIX
@@ -231,7 +231,7 @@ def _kill(case: Case, root: Path, folder: Path, trouble: Trouble) -> bool:
     child = os.fork()
     if child == 0:
         signal.alarm(_LONGEST)
-        with _ending(), dask.config.set(scheduler="threads"), watched(root, dying):
+        with _ending(), threads(), watched(root, dying):
             case.run(folder)
     if trouble.how == "timed":
         time.sleep(0.03 * trouble.number / 1000)

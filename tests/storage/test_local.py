@@ -116,6 +116,28 @@ def test_without_permission(path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
+def test_what_a_disk_says_of_an_open_file_names_it_and_of_a_closed_one_is_not_heard(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing_once_closed(fileno: int) -> None:
+        close(fileno)
+        failing()
+
+    close = os.close
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing_once_closed)
+        file = local.OpenFile(str(path))
+        del file  # nobody could catch an error here
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing)
+        with pytest.raises(OSError, match="Input/output") as caught:
+            local.LocalSource(str(path))
+    assert caught.value.filename == str(path)
+
+
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnsupportedError, match="regular"):

@@ -8,7 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -17,10 +18,8 @@ import xarray as xr
 
 from tests.writing.killed import kill_at_random_moments
 from xckpt.storage.partial import PARTIAL_SUFFIX
+from xckpt.storage.sink import Sink
 from xckpt.writing import convert, save
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROUNDS = 50
 
@@ -126,6 +125,30 @@ def test_an_error_while_writing_names_the_file_as_the_user_does(
     assert caught.value.errno == number
     assert caught.value.filename == str(tmp_path / "m.zt")
     assert ("free some space" in str(caught.value)) == (number == errno.ENOSPC)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut short"])
+def test_a_temporary_file_that_others_touch_is_an_error_that_names_the_file(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compressed is computed into a file of its own first."""
+
+    def touched(sink: Sink) -> Sink:
+        spool = another(sink)
+        if how == "gone":
+            Path(spool.path).unlink()
+        monkeypatch.setattr(Sink, "resize", lambda *_: None)  # nobody gives it its size
+        return spool
+
+    another = Sink.another
+    monkeypatch.setattr(Sink, "another", touched)
+    ds = xr.Dataset({"w": ("n", da.zeros(4096, chunks=1024))})
+    if how == "cut short":
+        monkeypatch.setattr("xckpt.writing.job.write_at", lambda *_: None)
+    with pytest.raises(OSError, match=r"m\.zt'?$") as caught:
+        save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}})
+    assert PARTIAL_SUFFIX not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 FILLER = """

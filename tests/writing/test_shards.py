@@ -235,6 +235,25 @@ def test_metadata_go_into_every_file(tmp_path: Path) -> None:
     assert index.attrs == {"format": "np", "by": "me", "total_size": 1840}
 
 
+def test_a_file_is_kept_while_what_stands_for_it_may_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fileno: int) -> None:
+        if stat.S_ISDIR(os.fstat(fileno).st_mode) and (tmp_path / FILES[0]).exists():
+            calls.append(fileno)
+            if len(calls) > 1:  # after all names are there
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    calls: list[int] = []
+    save_file(tensors(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(os, "fsync", failing)
+    told = r"not brought to the disk .* model\.safetensors, was not removed"
+    with pytest.warns(CheckpointWarning, match=told):
+        save_it(tmp_path, 2.0, overwrite=True)
+    (tmp_path / "model.safetensors").unlink()
+    check(tmp_path, 2.0)
+
+
 @pytest.mark.parametrize("size", ["many", "", "5XB", 0, -1, 1.5, True, "0"])
 def test_what_is_not_a_size(tmp_path: Path, size: Any) -> None:
     with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes"):

@@ -126,13 +126,16 @@ def _quantiles(found: Spectrum, quantiles: Sequence[float], low: float, high: fl
 def _exact_head(sketch: Sketch, found: Spectrum) -> tuple[list[float], float]:
     kind = found.kind
     codes, counts = sketch.counted()
-    every = kind.values[codes]
-    nan, inf = int(counts[np.isnan(every)].sum()), int(counts[np.isinf(every)].sum())
     values = found.values()
+    # -0.0 and 0.0 are one value, and next to each other.
+    unique = int(np.count_nonzero(values[1:] != values[:-1])) + bool(len(values))
+    nan = inf = 0
+    if len(values) < len(codes):
+        every = kind.values[codes]
+        nan, inf = int(counts[np.isnan(every)].sum()), int(counts[np.isinf(every)].sum())
+        unique += len(np.unique(every[np.isinf(every)]))
     zero = int(found.counts[values == 0].sum())
     head: list[float] = [sketch.count, nan, inf, zero]
-    # -0.0 and 0.0 are one value.
-    unique = 0 if not len(every) else len(np.unique(every[~np.isnan(every)]))
     if not len(values):
         return [*head, *_NOTHING], unique
     low, high = float(values[0]), float(values[-1])
@@ -191,29 +194,34 @@ def exact_moments(kind: Kind, codes: Array, counts: Array) -> list[float]:
 def _power_sums(kind: Kind, codes: Array, counts: Array) -> tuple[list[int], int]:
     """Add up four powers of integers which times two to the power that is given are the values."""
     significands, exponents = _integers(kind.name)
-    order = np.argsort(exponents[codes], kind="stable")
-    codes, counts = codes[order], counts[order]
     exponent = exponents[codes]
-    starts = np.flatnonzero(np.diff(exponent, prepend=exponent[0] - 1))
-    shifts = (exponent[starts] - exponent[0]).tolist()
+    # Values ascend: those with one exponent are next to each other.
+    starts = np.append(0, np.flatnonzero(exponent[1:] != exponent[:-1]) + 1)
+    unit = int(exponent.min())
+    shifts = (exponent[starts] - unit).tolist()
     values = significands[codes]
-    sums = [0, 0, 0, 0]
-    for power in range(1, 5):
-        for shift, total in zip(shifts, _grouped(values, counts, power, starts), strict=True):
-            sums[power - 1] += total << (power * shift)
-    return sums, int(exponent[0])
+    largest, square = int(np.abs(values).max()), values * values
+    sums = []
+    # Where they leave the range of int64, `_grouped` makes its own.
+    for power, powers in enumerate((values, square, square * values, square * square), 1):
+        room = 63 - (largest**power).bit_length() - len(values).bit_length()
+        if room < 8:
+            powers = values.astype(object) ** power  # noqa: PLW2901
+        totals = _grouped(powers, counts, room, starts)
+        sums.append(sum([t << (power * shift) for t, shift in zip(totals, shifts, strict=True)]))
+    return sums, unit
 
 
-def _grouped(values: Array, counts: Array, power: int, starts: Array) -> list[int]:
-    """Add up ``counts * values**power`` for each group, exactly."""
-    largest = int(np.abs(values).max()) ** power
-    room = 63 - largest.bit_length() - len(values).bit_length()
-    if room < 8:
-        powers = values.astype(object) ** power
+def _grouped(powers: Array, counts: Array, room: int, starts: Array) -> list[int]:
+    """Add up ``counts * powers`` for each group, exactly; `room` is for so many bits of counts."""
+    if powers.dtype == object:
         return [int(total) for total in np.add.reduceat(powers * counts.astype(object), starts)]
-    powers = values**power
+    bits = int(counts.max()).bit_length()
+    if bits <= room:
+        found: list[int] = np.add.reduceat(powers * counts, starts).tolist()
+        return found
     totals = [0] * len(starts)
-    for low in range(0, int(counts.max()).bit_length(), room):
+    for low in range(0, bits, room):
         digits = (counts >> low) & ((1 << room) - 1)
         found = np.add.reduceat(powers * digits, starts).tolist()
         totals = [total + (each << low) for total, each in zip(totals, found, strict=True)]

@@ -287,7 +287,8 @@ def publish(
                 problem = _take_names(main, others)
             else:
                 problem = _replace(main, others, interim, aliases)
-            problem = problem or _remove_superseded(main, superseded)
+            if superseded is not None:
+                problem = _remove_superseded(main, superseded, problem)
     finally:
         for sink in sinks if interim is None else [*sinks, interim]:
             sink.abort()
@@ -372,10 +373,10 @@ def _unsynced(main: Sink, companions: Iterable[Sink]) -> str | None:
     return None
 
 
-def _remove_superseded(main: Sink, name: str | None) -> str | None:
+def _remove_superseded(main: Sink, name: str, problem: str | None) -> str | None:
     """Remove a file that the new ones stand for, and return what goes wrong: they are there."""
-    if name is None:
-        return None
+    if problem is not None:  # they may be gone after a power failure
+        return f"{problem}. What it replaces, {name}, was not removed"
     try:
         main.remove_alias(name)
         _sync_folders(main, [])
