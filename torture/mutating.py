@@ -26,7 +26,7 @@ TEXTS = (
     *("größe".encode(), b"\xe2\x80\xae", b"<b>", b"%s{}$x$", b"\\", b"C:\\m", b"0", b"-1", b"nan"),
 )
 _MOST_TEXTS = 2000
-_MOST_CUT = 256
+_MOST_CUT = 64
 
 
 class Mutator:

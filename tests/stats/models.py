@@ -14,7 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
 
 
-def llama(layers: int = 8, width: int = 128, dtype: Any = ml_dtypes.bfloat16) -> Tensors:
+def llama(layers: int = 6, width: int = 64, dtype: Any = ml_dtypes.bfloat16) -> Tensors:
     """Return a decoder as Hugging Face makes it: normal weights of 0.02, norms of ones."""
     rng = np.random.default_rng(1)
 

@@ -52,6 +52,8 @@ _LOOKED_AT = 32
 _PROBED = 256
 _MOST_LEVELS = 256
 _BLOCKS = (256, 128, 64, 32, 16)
+# Of the sample, to find the blocks.
+_LEVELLED = 4096
 # Large blocks are preferred to small ones that fit little better.
 _BETTER = 0.005
 
@@ -313,6 +315,7 @@ _SMALLEST = 2.0**-100
 
 def levels(x: Array, y: Array, kinds: tuple[str, str]) -> Relation | None:
     """Find in which blocks elements of `y` are the nearest of a few evenly spaced levels."""
+    x, y = x[:_LEVELLED], y[:_LEVELLED]
     with np.errstate(all="ignore"):
         best: tuple[float, Relation] | None = None
         for backwards in (False, True):
@@ -343,8 +346,10 @@ def _nearest(x: Array, y: Array, block: int, digits: int) -> Array:
     noise = np.maximum(np.abs(ordered[:, -1:]), np.abs(ordered[:, :1])) * 2.0**-digits
     gaps[gaps <= noise] = np.inf
     step = gaps.min(axis=1, keepdims=True)
-    best = np.zeros(rows.shape, np.bool_)
+    best = (span == 0) & (rows == levels_of)
     for parts in (1, 2, 3):
+        if best.all():
+            break
         # Of the whole span, where what was rounded off matters least.
         unit = span / np.rint(span * parts / step)
         steps = (levels_of - ordered[:, :1]) / unit
@@ -353,8 +358,7 @@ def _nearest(x: Array, y: Array, block: int, digits: int) -> Array:
         few = (span <= (_MOST_LEVELS - 1) * 1.001 * unit) & (noise < unit / 8) & (span > 0)
         near = np.abs(rows - levels_of) <= unit * 0.502 + noise
         best |= even.all(axis=1, keepdims=True) & few & near
-    same = (span == 0) & (rows == levels_of)
-    held[:size] = (best | same).reshape(-1)
+    held[:size] = best.reshape(-1)
     return held
 
 
