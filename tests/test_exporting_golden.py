@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stacked": {"stack": True},
     "sparse": {"sparse": True},
 }
-# Of so many tensors one way will do: the libraries take half a minute for each.
+# Of so many tensors one writing will do: the libraries take half a minute for each.
 MANY = 300
 
 
@@ -104,7 +104,7 @@ def test_golden_files(path: Path, writer: str, tmp_path: Path) -> None:
             for name, variable in ds.variables.items():
                 assert_same_values(again[at].variables[name], variable)
             assert_same(restored(again[at]), before[was])
-        if not changes:
+        if not changes and len(before["/"].variables) <= MANY:
             # Then nothing is in the way of xarray either.
             direct = datasets(written(obj, tmp_path / f"{way}.direct", writer))
             for at, ds in before.items():

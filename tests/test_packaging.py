@@ -203,6 +203,12 @@ def test_importing_the_package_costs_next_to_nothing() -> None:
     assert not roots(import_times("import xckpt")) & {"numpy", "xarray", *HEAVY}
 
 
+def test_objects_in_memory_have_the_accessor() -> None:
+    # No engine of ours is ever loaded here.
+    code = "import xarray as xr, xckpt; xr.Dataset({'a': 1}).ckpt; xr.DataTree().ckpt"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own interpreter
+
+
 def test_the_engines_add_little_to_xarray() -> None:
     assert share_of_xarray("xckpt.backend") < 0.05
 

@@ -4,6 +4,8 @@ Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztens
 here is loaded on first use, so that ``import xckpt`` costs next to nothing.
 """
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import lazy_loader
@@ -89,6 +91,10 @@ __getattr__, _, _ = lazy_loader.attach(
         "writing": ["Manifest", "append", "convert", "manifest", "save", "verify"],
     },
 )
+
+# An engine that opens a file brings `.ckpt` with it; objects in memory have it, too.
+if hasattr(sys.modules.get("xarray"), "register_dataset_accessor"):
+    import_module("xckpt.accessor")
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ import xarray as xr
 from xckpt.errors import CheckpointWarning
 from xckpt.notebook.codes import marked
 from xckpt.notebook.folding import ascending
-from xckpt.notebook.summary import Computed, TensorFinding
+from xckpt.notebook.summary import KnownResults, TensorFinding
 from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def explore(tensors: OpenTensors, summary: Summary, result: xr.Dataset | None = 
 
 def compute(
     tensors: OpenTensors, names: Sequence[str], report: Callable[[int, int], object]
-) -> Computed:
+) -> KnownResults:
     """Compute the statistics of tensors, as `xckpt.notebook.explorer.Compute`."""
     from xckpt.statistics import stats
 
@@ -85,7 +85,7 @@ def compute(
     return _computed(stats(_dataset(tensors, numeric), progress=report), numeric)
 
 
-def _computed(result: xr.Dataset, names: Sequence[str] | None = None) -> Computed:
+def _computed(result: xr.Dataset, names: Sequence[str] | None = None) -> KnownResults:
     """Return what statistics say of tensors, which `names` calls by their numbers."""
     from xckpt.statistics import findings, table
 
@@ -94,7 +94,7 @@ def _computed(result: xr.Dataset, names: Sequence[str] | None = None) -> Compute
     values = dict(zip(called, frame.to_numpy(float).tolist(), strict=True))
     found = findings(result) if called else frame
     named = dict(zip(map(str, frame.index), called, strict=True))
-    return Computed(
+    return KnownResults(
         {name: dict(zip(frame, each, strict=True)) for name, each in values.items()},
         [
             TensorFinding(named[str(tensor)], *more)

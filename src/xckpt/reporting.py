@@ -65,9 +65,9 @@ def document_for(path: str | os.PathLike[str]) -> Document:
 
 def finish(document: Document) -> bytes:
     """Return a document as it is written."""
-    from xckpt import __version__
+    from importlib.metadata import version
 
-    document.paragraph(f"Made by xckpt {__version__}.")
+    document.paragraph(f"Made by xckpt {version('xckpt')}.")
     return document.finish().encode("utf-8")
 
 

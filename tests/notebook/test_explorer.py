@@ -20,7 +20,7 @@ from xckpt.errors import IntegrityError
 from xckpt.notebook import explorer as module
 from xckpt.notebook.explorer import Explorer
 from xckpt.notebook.html import colors_of
-from xckpt.notebook.summary import Computed, TensorFinding, new_summary
+from xckpt.notebook.summary import KnownResults, TensorFinding, new_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,14 +41,14 @@ class Source:
         self.gate = Event()
         self.gate.set()
 
-    def compute(self, names: Sequence[str], report: Callable[[int, int], object]) -> Computed:
+    def compute(self, names: Sequence[str], report: Callable[[int, int], object]) -> KnownResults:
         self.calls.append(list(names))
         assert self.gate.wait(LONG)
         report(16 * len(names), 16 * len(names))
         if self.broken & set(names):
             raise IntegrityError("digest differs", path="/home/someone/m.zt")
         numbers = [name for name in names if name != "text"]
-        return Computed(
+        return KnownResults(
             {name: {"mean": float(NAMES.index(name)), "new": 0.0} for name in numbers},
             [TensorFinding(name, "inf", math.inf, "error") for name in numbers if name == "b"],
         )
@@ -63,7 +63,7 @@ class Source:
 class Opened:
     """An explorer, what computes for it, and what it told the browser."""
 
-    def __init__(self, rows: Sequence[Row] = ROWS, computed: Computed | None = None) -> None:
+    def __init__(self, rows: Sequence[Row] = ROWS, computed: KnownResults | None = None) -> None:
         self.source = Source()
         summary = new_summary(rows, title="/a/m.zt", format="ztensor", version="1.0", attrs={})
         self.explorer = Explorer(
@@ -227,7 +227,9 @@ def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.M
 
 
 def test_what_is_known_before_is_not_computed() -> None:
-    known = Computed({"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error")])
+    known = KnownResults(
+        {"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error")]
+    )
     opened = Opened(computed=known)
     opened.ask({"ask": "known"})
     assert opened.told[0][0]["found"] == [(2, "nan", "error", "1")]
@@ -246,7 +248,7 @@ def test_what_is_only_wrong_with_weights_is_not_said_of_codes() -> None:
     rows = [row("a", "int8", 1, storage="codes"), row("b", "int8", 1)]
     rules = ("constant", "exploding", "all_zero")
     found = [TensorFinding(name, rule, 1.0, "warning") for name in "ab" for rule in rules]
-    opened = Opened(rows, Computed({}, found))
+    opened = Opened(rows, KnownResults({}, found))
     assert [each[:2] for each in opened.explorer._found] == [
         (0, "all_zero"),
         *((1, rule) for rule in rules),
@@ -296,7 +298,7 @@ def test_cancelling_keeps_what_is_done(opened: Opened, monkeypatch: pytest.Monke
     gate = opened.source.gate
     original = opened.source.compute
 
-    def compute(names: Sequence[str], report: Callable[[int, int], object]) -> Computed:
+    def compute(names: Sequence[str], report: Callable[[int, int], object]) -> KnownResults:
         if names == ["b"]:
             opened.explorer._progress._button.click()
         return original(names, report)

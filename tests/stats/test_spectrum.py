@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -352,20 +353,46 @@ class TestKept:
         assert told[-1] == (total, total)
 
 
+@pytest.fixture(scope="module")
+def here() -> xr.Dataset:
+    return xckpt.spectrum(model(), progress=False)
+
+
+@pytest.fixture(scope="module")
+def client(here: xr.Dataset) -> Iterator[Any]:
+    assert here  # before there is a cluster
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
 class TestCluster:
-    def test_the_same_numbers(self, path: Path) -> None:
-        distributed = pytest.importorskip("distributed")
-        here = xckpt.spectrum(path, progress=False, cache=False)
-        with (
-            distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
-            ) as cluster,
-            distributed.Client(cluster),
-        ):
-            there = xckpt.spectrum(path, progress=False, cache=False)
-            minus = xckpt.spectrum(path, minus=path, progress=False, cache=False)
+    @pytest.mark.usefixtures("client")
+    def test_the_same_numbers(self, path: Path, here: xr.Dataset) -> None:
+        there = xckpt.spectrum(path, progress=False, cache=False)
+        minus = xckpt.spectrum(path, minus=path, progress=False, cache=False)
         xr.testing.assert_allclose(there, here, rtol=1e-9)
         assert (minus["embed"].sel(statistic="rank") == 0).all()
+
+    def test_a_worker_that_is_killed_costs_time_only(
+        self, path: Path, here: xr.Dataset, client: Any
+    ) -> None:
+        victims = list(client.run(os.getpid).values())
+        killed: list[int] = []
+
+        def kill_one(*_: int) -> None:
+            if not killed:
+                killed.append(victims[0])
+                os.kill(victims[0], signal.SIGKILL)
+
+        found = xckpt.spectrum(path, progress=kill_one, cache=False)
+        assert killed
+        xr.testing.assert_allclose(found, here, rtol=1e-9)
 
 
 def test_memory_does_not_grow_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:

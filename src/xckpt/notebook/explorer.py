@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from xckpt.notebook.folding import Row
-    from xckpt.notebook.summary import Computed, Summary
+    from xckpt.notebook.summary import KnownResults, Summary
 
     Report = Callable[[int, int], object]
-    Compute = Callable[[Sequence[str], Report], Computed]
+    Compute = Callable[[Sequence[str], Report], KnownResults]
     #: Returns the edges of the bins of a tensor, and one count fewer.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
 
@@ -184,7 +184,7 @@ class Explorer(ipywidgets.VBox):
         Computes a histogram; called in a thread.
     code : callable
         Returns the Python expression for the tensor of a name.
-    computed : Computed, optional
+    computed : KnownResults, optional
         What is known already.
 
     Attributes
@@ -210,7 +210,7 @@ class Explorer(ipywidgets.VBox):
         compute: Compute,
         histogram: Histogram,
         code: Callable[[str], str],
-        computed: Computed | None = None,
+        computed: KnownResults | None = None,
     ) -> None:
         self._names = [row.name for row in rows]
         self._row_of = {name: at for at, name in enumerate(self._names)}
@@ -355,7 +355,7 @@ class Explorer(ipywidgets.VBox):
             if row not in self._known:
                 self._fail(row, "It has no statistics: its elements are not numbers.")
 
-    def _keep(self, found: Computed) -> tuple[list[int], list[tuple[int, str, str, float]]]:
+    def _keep(self, found: KnownResults) -> tuple[list[int], list[tuple[int, str, str, float]]]:
         """Remember what is known; return the rows that it is known of, and what is wrong there."""
         rows = [self._row_of[name] for name in found.statistics if name in self._row_of]
         for row in rows:

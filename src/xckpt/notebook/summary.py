@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Computed",
     "FoldedFinding",
+    "KnownResults",
     "Summary",
     "TensorFinding",
     "Total",
@@ -79,7 +79,7 @@ class TensorFinding(NamedTuple):
     explanation: str = ""
 
 
-class Computed(NamedTuple):
+class KnownResults(NamedTuple):
     """What is known of tensors that have statistics."""
 
     statistics: Mapping[str, Mapping[str, float]]  # by name

@@ -39,7 +39,7 @@ CELL_NBYTES = 4 * 8 * _COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ChannelGrid:
     """How the elements of a tensor are divided into cells."""
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable,
     return lengths
 
 
-def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> Grid | None:
+def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> ChannelGrid | None:
     """Divide the tensors of a variable; None if they have none of the dimensions."""
     own = [dim for dim in entry.variable.dims if dim not in entry.dims]
     shape = tuple([entry.variable.sizes[dim] for dim in own])
@@ -110,7 +110,7 @@ def grid_of(entry: Described, lengths: Mapping[Hashable, int | None]) -> Grid | 
         if length is not None:
             dims.append(f"{own[axis]}_block" if axis in wanted else own[axis])
             extents.append(-(-size // blocks[-1]))
-    return Grid(shape, tuple(blocks), tuple(dims), tuple(extents))
+    return ChannelGrid(shape, tuple(blocks), tuple(dims), tuple(extents))
 
 
 def pair_in_order(first: Reader, second: Reader, name: str) -> PairReader | ChunkedPair:
@@ -128,7 +128,7 @@ class Channels(Comparison):
     #: Many elements to a table, which may be large.
     leaf = 32 * LEAF
 
-    def __init__(self, kinds: tuple[str, str], size: int, grid: Grid) -> None:
+    def __init__(self, kinds: tuple[str, str], size: int, grid: ChannelGrid) -> None:
         super().__init__(kinds, size)
         self.shape, self.blocks = grid.runs()
         self.cells = prod(grid.extents)
@@ -138,7 +138,7 @@ class Channels(Comparison):
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Channels:
-        """Return one for pairs of elements; the argument is a `Grid`."""
+        """Return one for pairs of elements; the argument is a `ChannelGrid`."""
         return cls(reader.kinds, reader.size, argument)
 
     def table(self) -> Array:

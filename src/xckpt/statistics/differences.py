@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.channels import Grid, Reduced
+    from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.statistics.readers import Reader
 
@@ -426,7 +426,7 @@ def _along(
 
 
 def _compare_channels(
-    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any, Grid | None]],
+    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any, ChannelGrid | None]],
     *,
     progress: ProgressOption,
 ) -> list[Any]:

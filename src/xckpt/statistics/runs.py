@@ -39,7 +39,7 @@ def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
     return next(dims, None)
 
 
-class Changes:
+class StepChanges:
     """How much each tensor of a run changed between steps: rows are tensors, in plain names."""
 
     def __init__(
@@ -84,7 +84,7 @@ def changes_of(
     *,
     progress: ProgressOption = None,
     cache: bool = True,
-) -> Changes:
+) -> StepChanges:
     """Compare the steps of what `open_steps` opened; `tensors` chooses by names without steps."""
     subject = contents_of(obj)
     with paused_collector():
@@ -99,14 +99,14 @@ def changes_of(
     chosen = set(select_some(known, tensors))
     kept = [at for at, name in enumerate(plain) if name in chosen]
     some = Measured([names[at] for at in kept], {}, [""] * len(kept), [()] * len(kept), dim)
-    return Changes(some, [readers[at] for at in kept], progress=progress, cache=cache)
+    return StepChanges(some, [readers[at] for at in kept], progress=progress, cache=cache)
 
 
 def run_findings(
     measured: Measured, readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
 ) -> list[Found]:
     """Find steps that are equal or out of line, and tensors that stopped changing."""
-    changes = Changes(measured, readers, progress=progress, cache=cache)
+    changes = StepChanges(measured, readers, progress=progress, cache=cache)
     if len(changes.steps) < 2 or not changes.names:
         return []
     equal = _equal_steps(measured, readers, changes, progress=progress, cache=cache)
@@ -134,7 +134,7 @@ def run_findings(
 def _equal_steps(
     measured: Measured,
     readers: Sequence[Reader],
-    changes: Changes,
+    changes: StepChanges,
     *,
     progress: ProgressOption,
     cache: bool,
@@ -163,7 +163,7 @@ def _equal_steps(
     return equal
 
 
-def _out_of_line(measured: Measured, changes: Changes) -> list[Found]:
+def _out_of_line(measured: Measured, changes: StepChanges) -> list[Found]:
     steps = np.array(changes.steps, np.float64)
     total = np.sqrt(np.nansum(changes.norm**2, axis=0))
     there = np.flatnonzero(np.isfinite(total) & (total > 0))
@@ -191,7 +191,7 @@ def _out_of_line(measured: Measured, changes: Changes) -> list[Found]:
 
 
 def _at_step(
-    measured: Measured, changes: Changes, step: int, found: tuple[str, float, str]
+    measured: Measured, changes: StepChanges, step: int, found: tuple[str, float, str]
 ) -> Found:
     """Say something of a step, which stands at its first tensor."""
     places = changes.places[:, changes.steps.index(step)]

@@ -345,7 +345,7 @@ def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest
 # --- comparing -----------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """How a tensor differs from what a manifest says of it."""
 
     severity: Literal["error", "warning"]
@@ -356,7 +356,7 @@ class Difference(NamedTuple):
 
 def differences(
     expected: Mapping[str, TensorDigest], found: Mapping[str, TensorDigest]
-) -> Iterator[Difference]:
+) -> Iterator[Mismatch]:
     """Say what differs; where nothing could be read, that is said elsewhere."""
     homes: dict[TensorDigest, list[str]] = defaultdict(list)
     for name in sorted(expected):
@@ -378,24 +378,24 @@ def differences(
     for name in missing:
         if name in renamed:
             message = f"it is called {shown(renamed[name])} here"
-            yield Difference("error", name, "ManifestRenamed", message)
+            yield Mismatch("error", name, "ManifestRenamed", message)
         else:
-            yield Difference("error", name, "ManifestMissing", "the manifest has it, and this not")
+            yield Mismatch("error", name, "ManifestMissing", "the manifest has it, and this not")
     for name in extra:
-        yield Difference("error", name, "ManifestExtra", "the manifest does not have it")
+        yield Mismatch("error", name, "ManifestExtra", "the manifest does not have it")
 
 
 def _difference(
     name: str, then: TensorDigest, now: TensorDigest, homes: Mapping[TensorDigest, list[str]]
-) -> Difference:
+) -> Mismatch:
     other = next((each for each in homes.get(now, ()) if each != name), None)
     held = "" if other is None else f": they are those of {shown(other)}"
     if now.shape != then.shape:
         message = f"its shape is {now.shape}, not {then.shape}"
-        return Difference("error", name, "ManifestShape", message)
+        return Mismatch("error", name, "ManifestShape", message)
     if (now.dtype, now.kind) != (then.dtype, then.kind) and not now.sha256:
         message = f"its {now.dtype} elements are not those of the manifest, which are {then.dtype}"
-        return Difference("error", name, "ManifestElements", message)
-    return Difference(
+        return Mismatch("error", name, "ManifestElements", message)
+    return Mismatch(
         "error", name, "ManifestElements", f"its elements are not those of the manifest{held}"
     )

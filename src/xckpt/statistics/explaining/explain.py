@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from xckpt.statistics.explaining.relations import (
     sample,
 )
 from xckpt.statistics.explaining.search import Search
-from xckpt.statistics.explaining.wording import Explanation, changed, quoted, related
+from xckpt.statistics.explaining.wording import Case, Explanation, changed, quoted, related
 from xckpt.statistics.pairs import pair_of
 from xckpt.statistics.scan import gather
 from xckpt.storage.limits import cpu_count
@@ -43,21 +43,6 @@ _ALIKE = 0.9
 # Of what is compared to find out which tensors are alike: elements, and tensors of one shape.
 _HEAD = 1024
 _MOST_ALIKE = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A tensor of either side, or two of one name, and how much they differ."""
-
-    name: str
-    status: str
-    measures: dict[str, float]
-    ours: Reader | None = None
-    theirs: Reader | None = None
-    pair: PairReader | ChunkedPair | None = None
-    shapes: str = ""
-    #: The name of the other tensor of a pair, if it is another one.
-    other_name: str = ""
 
 
 def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation | None]:

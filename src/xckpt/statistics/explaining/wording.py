@@ -11,8 +11,9 @@ from xckpt.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.statistics.explaining.explain import Case
     from xckpt.statistics.explaining.relations import Relation
+    from xckpt.statistics.pairs import ChunkedPair, PairReader
+    from xckpt.statistics.readers import Reader
 
 #: What may be said of a tensor; several are joined by "+", in this order.
 CAUSES = (
@@ -30,6 +31,21 @@ _MOST_NAMES = 4
 _MOST_KINDS = 8
 _KEEPING = frozenset({*CAUSES[: CAUSES.index("padded")], "padded", "offset", "equal"})
 _UNEXPLAINED = frozenset({"changed", "only_a", "only_b"})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A tensor of either side, or two of one name, and how much they differ."""
+
+    name: str
+    status: str
+    measures: dict[str, float]
+    ours: Reader | None = None
+    theirs: Reader | None = None
+    pair: PairReader | ChunkedPair | None = None
+    shapes: str = ""
+    #: The name of the other tensor of a pair, if it is another one.
+    other_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
