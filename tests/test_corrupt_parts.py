@@ -164,6 +164,16 @@ def test_what_is_empty_has_a_digest_too(tmp_path: Path, verify: bool | None) -> 
     assert not xckpt.verify(path).ok
 
 
+@pytest.mark.filterwarnings("ignore:.*unknown algorithm")
+def test_a_malformed_digest_is_damage_to_all(tmp_path: Path) -> None:
+    path = tmp_path / "m.zt"
+    path.write_bytes(v1_file({"t": dense_v1(bytes(8), [2], "float32", digest="crc;2c:0xZZ")}))
+    with pytest.raises(xckpt.FormatError, match="is not algorithm:value"):
+        xr.open_dataset(path, engine="ztensor")["t"].values  # noqa: B018
+    (finding,) = [each for each in xckpt.verify(path).findings if each.severity == "error"]
+    assert (finding.rule, finding.offset) == ("Digest", 64)
+
+
 def test_a_size_that_is_not_a_whole_number_of_elements(tmp_path: Path) -> None:
     coo = {"values": packed(VALUES), "coords": packed(COORDS.view("u1")[:, :-1])}
     shape = {"dtype": "float32", "shape": [4, 4]}

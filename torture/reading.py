@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import pickle
 import resource
 import signal
@@ -213,7 +214,7 @@ class _Current:
     def __init__(self, trial: Trial, name: str) -> None:
         folder = trial.kept / trial.part.rpartition(".")[2]
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"running-{name}"
+        self.path = folder / f"running-{name}-{os.getpid()}"
         self._file = self.path.open("w+b")
         self._file.truncate(1 << 20)
         self._map = mmap.mmap(self._file.fileno(), 1 << 20)

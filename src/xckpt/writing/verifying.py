@@ -365,6 +365,7 @@ def _check_part(data: StoredData) -> bool:
     if nbytes != data.nbytes:
         reason = f"{nbytes} bytes are not the {data.nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
+    data.reader.check(nbytes)  # a digest that is malformed is damage, as it is to who reads it
     if part.encoding is None and not data.is_checked:
         # Look whether it is where it is said to be, without reading it.
         source, end = data.reader.source, part.offset + part.nbytes
