@@ -110,6 +110,18 @@ class TestScans:
         assert len(web.gets) < size // REQUEST * 2 + 10
 
     @every_scan
+    def test_all_tensors_of_a_small_file_share_a_request(
+        self, scan: Any, web: WebServer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ahead, "REQUEST_NBYTES", 2 * path.stat().st_size)
+        opened(web)
+        web.requests.clear()
+        found = scan(f"{web.url}/m.zt", tmp_path)
+        assert_same(found, scan(str(path), tmp_path))
+        # The rest looks for the config of a model next to it. A comparison opens two.
+        assert len([each for each in web.gets if each]) <= (4 if scan is SCANS["compare"] else 3)
+
+    @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
         wanted = scan(str(path), tmp_path)
         web.behaviour.failing = 0.2

@@ -77,17 +77,19 @@ def test_reading_all_reads_each_byte_once(s3: S3Server) -> None:
     ds.load()
     asked = sorted(tuple(map(int, r[6:].split("-"))) for _, _, r in s3.requests if r is not None)
     assert all(a[1] < b[0] for a, b in pairwise(asked))
-    assert s3.nbytes_sent == ds.nbytes
+    # Between small tensors are a few bytes that align them.
+    assert len(asked) < 4
+    assert ds.nbytes <= s3.nbytes_sent < 1.02 * ds.nbytes
     for name, values in ARRAYS.items():
         np.testing.assert_array_equal(ds.variables[name], values)
 
 
 def test_requests_that_fail_now_and_then_do_not_show(s3: S3Server) -> None:
     s3.failing, s3.latency, before = 0.05, 0.005, s3.faults
-    ds = opened(s3).load()
-    assert s3.faults - before > 5
-    for name, values in ARRAYS.items():
+    ds = opened(s3)
+    for name, values in ARRAYS.items():  # one by one: all of them are one request
         np.testing.assert_array_equal(ds.variables[name], values)
+    assert s3.faults - before > 5
 
 
 def test_a_range_that_is_never_there_is_an_error(s3: S3Server) -> None:

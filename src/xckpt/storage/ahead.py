@@ -79,8 +79,9 @@ def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
 
     On leaving, requests that are under way are ended, and what they brought is forgotten.
     """
-    spans = _spans(_of_far_files(ranges))
-    if len(spans) < 2:  # one request is made by who wants it
+    wanted = _of_far_files(ranges)
+    spans = _spans(wanted)
+    if len(spans) < 2 and len(wanted) < 2:  # one request for one range is made by who wants it
         yield
         return
     ahead = _Ahead(spans)
