@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
+from xckpt.index import paused_collector
 from xckpt.notebook.folding import families_of
 from xckpt.notebook.html import render as render_html
 from xckpt.notebook.modules import ModuleSet, StackedNames, module_sets, selection
@@ -101,11 +102,15 @@ def test_as_many_sets_as_tensors_take_linear_time() -> None:
         rows = [row(f"h.{n}.w{n}.weight", "int8", n) for n in range(count)]
         rows += [row(f"h.{n}.v.weight_scale", "float32", n) for n in range(count)]
         rows += [row(f"h.{n}.v.weight", "int8", n) for n in range(count)]
-        start = time.process_time()
-        summary = new_summary(rows, title="m", format="f", version="", attrs={})
-        took.append(time.process_time() - start)
-        assert len(summary.modules) == count + 1
-        assert "more sets of modules" in render(summary)
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            with paused_collector():  # as who asks for a summary does
+                summary = new_summary(rows, title="m", format="f", version="", attrs={})
+            times.append(time.process_time() - start)
+            assert len(summary.modules) == count + 1
+            assert "more sets of modules" in render(summary)
+        took.append(min(times))
     assert took[1] < 30 * took[0]
 
 
