@@ -70,7 +70,7 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
     basis: Array | None = None
     done = 0
     while True:
-        squares = np.linalg.eigvalsh(gram)[::-1]
+        squares = _eigenvalues(gram)[::-1]
         largest = squares[0] if basis is None else values[0] ** 2
         told = int(np.count_nonzero(squares > max(_HIDDEN * squares[0], FLOOR**2 * largest)))
         values[done : done + told] = np.sqrt(squares[:told])
@@ -90,17 +90,50 @@ def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | No
             rows /= scale
         if basis is not None:
             rows = rows @ basis
+        total = _with_product(total, rows)
+    return np.zeros((0, 0)) if total is None else total
+
+
+def _with_product(total: Array | None, rows: Array) -> Array:
+    """Add the product of a matrix with itself; above the diagonal there may be anything."""
+    blas = None if rows.dtype.kind == "c" else _blas()
+    if blas is None:
         with np.errstate(over="ignore", invalid="ignore"):
             # numpy sees that both sides are the same array, and computes half.
-            product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
-        total = product if total is None else np.add(total, product, out=total)
-    return np.zeros((0, 0)) if total is None else total
+            product: Array = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
+        return product if total is None else np.add(total, product, out=total)
+    if total is None:
+        total = np.zeros((rows.shape[1],) * 2, order="F")
+    # In place, and without the other half, which numpy copies element by element.
+    is_c = rows.flags.c_contiguous
+    some: dict[str, Any] = {"beta": 1.0, "c": total, "lower": 1, "overwrite_c": 1}
+    added: Array = blas.dsyrk(1.0, rows.T if is_c else rows, trans=int(not is_c), **some)
+    return added
+
+
+def _blas() -> Any:
+    try:
+        from scipy.linalg import blas  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return blas
+
+
+def _eigenvalues(gram: Array) -> Array:
+    """Return the eigenvalues, smallest first."""
+    if not len(gram) or _blas() is None:
+        few: Array = np.linalg.eigvalsh(gram)
+        return few
+    from scipy.linalg import eigh
+
+    found: Array = eigh(gram, eigvals_only=True, driver="evr", check_finite=False)
+    return found
 
 
 def _least_directions(gram: Array, count: int) -> Array:
     """Return the eigenvectors of the smallest eigenvalues."""
     try:
-        from scipy.linalg import eigh  # type: ignore[import-untyped]
+        from scipy.linalg import eigh
     except ImportError:
         vectors: Array = np.linalg.eigh(gram)[1][:, :count]
         return vectors
