@@ -90,6 +90,8 @@ def run() -> list[Result]:
                 server.counts()
                 for name, scan in scans(url, path).items():
                     took = best_of(scan, 2)
+                    server.counts()
+                    scan()
                     found = server.counts()
                     told = f"bare requests, {size / floor / 1e6:.0f} MB/s"
                     told += f"; {found.at_once} at once, {found.nbytes / size:.2f} x its bytes"
