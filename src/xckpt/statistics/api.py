@@ -35,7 +35,7 @@ from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -60,8 +60,9 @@ _WIDEST_NAME = 48
 
 # Statuses of tensors that are on both sides.
 _ON_BOTH_SIDES = [STATUSES.index(status) for status in ("same", "changed", "shape")]
-# Attributes of a comparison that a table has as columns.
-_TOLD = ("other_name", "matched_by")
+# Attributes of a comparison that a table has as columns, and what stands for one that is not there.
+_PARTNERS = ("other_name", "matched_by")
+_STATED = dict.fromkeys(_PARTNERS, "") | {key: "" if key in TEXTS else np.nan for key in COLUMNS}
 _WHOLE_NUMBERS = ("count", "nan", "inf", "zero")
 
 
@@ -347,14 +348,18 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     frame = pd.DataFrame(values, pd.Index(names, name="tensor", dtype=object), columns)
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
-    for key in _TOLD:
-        values_told = told(result, key, "")
-        if any(values_told):
-            frame[key] = values_told
-    if any("cause" in variable.attrs for variable in result.variables.values()):
-        frame.insert(1, "cause", told(result, "cause", ""))
+    stated = {key for variable in result.variables.values() for key in variable.attrs}
+    columns_stated = [*_PARTNERS, *(COLUMNS if "cause" in stated else ())]
+    if stated.isdisjoint(columns_stated):
+        return ranked(frame) if "status" in frame else frame
+    said = said_of_tensors(result, {key: _STATED[key] for key in columns_stated})
+    for key in _PARTNERS:
+        if any(said[key]):
+            frame[key] = said[key]
+    if "cause" in said:
+        frame.insert(1, "cause", said["cause"])
         for key in COLUMNS[1:]:
-            frame[key] = told(result, key, "" if key in TEXTS else np.nan)
+            frame[key] = said[key]
         frame["verified"] = frame["verified"] == 1
     return ranked(frame) if "status" in frame else frame
 
@@ -381,7 +386,7 @@ def matched_names(result: xr.Dataset) -> dict[str, str]:
         raise ValueError("names are of a comparison of whole tensors, without dim=")
     names, values = tensor_rows(result)
     at = result["statistic"].to_numpy().tolist().index("status")
-    others = told(result, "other_name", None)
+    others = said_of_tensors(result, {"other_name": None})["other_name"]
     return {
         name: name if other is None else other
         for name, other, status in zip(names, others, values[:, at], strict=True)
@@ -471,12 +476,18 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
 
 
-def told(result: xr.Dataset, key: str, unknown: Any) -> list[Any]:
-    """Return what an attribute says of each tensor: it has a list, or one value of one tensor."""
-    found: list[Any] = []
+def said_of_tensors(result: xr.Dataset, unknown: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what attributes say of each tensor: they have a list, or one value of one tensor.
+
+    `unknown` has the attributes, and what stands for one that is not there.
+    """
+    found: dict[str, list[Any]] = {key: [] for key in unknown}
     for variable, names in named_tensors(result):
-        stated = variable.attrs.get(key, ())
-        stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
-        known = stated if len(stated) == len(names) else [unknown] * len(names)
-        found += [each for each, name in zip(known, names, strict=True) if name is not None]
+        for key, nothing in unknown.items():
+            stated = variable.attrs.get(key, ())
+            stated = [stated] if isinstance(stated, str) else np.atleast_1d(stated).tolist()
+            known = stated if len(stated) == len(names) else [nothing] * len(names)
+            found[key] += [
+                each for each, name in zip(known, names, strict=True) if name is not None
+            ]
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from xckpt.labels.stacking import numbered
-from xckpt.statistics.api import named_tensors, tensor_rows, told
+from xckpt.statistics.api import named_tensors, said_of_tensors, tensor_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,9 @@ class Measured:
         """Take the result of `stats`."""
         names, rows = tensor_rows(result)
         columns = dict(zip(result["statistic"].to_numpy().tolist(), rows.T, strict=True))
-        columns["dead_rows"] = np.array(told(result, "dead_rows", np.nan), np.float64)
+        columns["dead_rows"] = np.array(
+            said_of_tensors(result, {"dead_rows": np.nan})["dead_rows"], np.float64
+        )
         dtypes: list[str] = []
         shapes: list[tuple[int, ...]] = []
         for variable, members in named_tensors(result):
