@@ -14,10 +14,10 @@ import xarray as xr
 from tests.sources import CountingSource
 from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
+from xckpt.datasets.options import OpenOptions
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError
-from xckpt.options import OpenOptions
-from xckpt.plan import Draft, Plan
+from xckpt.formats.plan import Draft, Plan
 from xckpt.storage.digests import is_known
 from xckpt.storage.encodings import STREAMS
 

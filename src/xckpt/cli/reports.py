@@ -47,7 +47,7 @@ def report(
     It holds all that it shows and runs nothing: a summary, what looks wrong, and how statistics go
     along the layers; of two files, what changed, why, how much, and what changed most.
     """
-    from xckpt.reporting import document_for
+    from xckpt.accessor.reporting import document_for
 
     try:
         document_for(output)

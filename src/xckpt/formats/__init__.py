@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping
 
+    from xckpt.formats.plan import Draft, Plan, WantedTensor
     from xckpt.index import Index
-    from xckpt.plan import Draft, Plan, WantedTensor
 
 __all__ = [
     "HEAD_BYTES",

@@ -69,8 +69,8 @@ from xckpt.formats.mlcp.records import (
     written_block,
     written_string,
 )
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
