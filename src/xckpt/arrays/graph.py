@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
@@ -12,6 +13,7 @@ from itertools import accumulate, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import dask
 import dask.array as da
 import numpy as np
 from dask._task_spec import DataNode, GraphNode, Task
@@ -55,6 +57,7 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     # The chunks of a slice may be views of more than they show.
     elif not isinstance(lazy, SlicedArray):
         array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
+    array.__dict__["__dask_optimize__"] = _optimize_stored
     return array
 
 
@@ -185,8 +188,56 @@ class TensorLayer(Layer):
         self, keys: set[Any], all_hlg_keys: Collection[Any]
     ) -> tuple[Layer, Mapping[Any, set[Any]]]:
         """Make only the tasks of some chunks."""
-        tasks = {key: self[key] for key in keys if key in self}
+        # dask asks each layer for the keys of all layers.
+        some = keys if len(keys) < len(self) else self.get_output_keys()
+        tasks = {key: self[key] for key in some if key in keys and key in self}
         return MaterializedLayer(tasks), {key: set() for key in tasks}
+
+
+class _OptimizeStored:
+    """How a graph of stored arrays is prepared: one task for an array of one chunk.
+
+    dask does the same in time that grows with the square of how many arrays are computed together,
+    as it asks the layer of each for the keys of all. Whatever else is in a graph is left to dask.
+    """
+
+    def __call__(self, graph: HighLevelGraph, keys: Any, **options: Any) -> Any:
+        wanted = set(flatten([keys]))
+        tasks: dict[Any, Any] = {}
+        reads: dict[Any, TensorLayer] = {}
+        is_ours = dask.config.get("optimization.fuse.active") is not False
+        for layer in graph.layers.values():
+            if isinstance(layer, TensorLayer):
+                reads |= dict.fromkeys(layer.get_output_keys(), layer)
+            elif isinstance(layer, MaterializedLayer) and layer.mapping.keys() <= wanted:
+                tasks |= layer.mapping
+            else:
+                is_ours = False
+                break
+        used = Counter(k for t in tasks.values() for k in getattr(t, "dependencies", [None]))
+        if not is_ours or not used.keys() <= reads.keys():
+            return da.Array.__dask_optimize__(graph, keys, **options)
+        for key, task in tasks.items():
+            if len(task.dependencies) == 1:
+                (read,) = task.dependencies
+                if used[read] == 1 and read not in wanted:
+                    tasks[key] = task.substitute({read: reads.pop(read)[read]})
+        needed = {key: layer for key, layer in reads.items() if key in used or key in wanted}
+        return tasks | {key: layer[key] for key, layer in needed.items()}
+
+    # dask optimizes together what is optimized alike: what is read for several results, stored and
+    # computed ones, is read once.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is da.Array.__dask_optimize__
+
+    def __hash__(self) -> int:
+        return hash(da.Array.__dask_optimize__)
+
+    def __reduce__(self) -> str:
+        return "_optimize_stored"
+
+
+_optimize_stored = _OptimizeStored()
 
 
 @lru_cache(maxsize=4096)
