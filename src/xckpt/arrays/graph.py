@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.arrays.selection import AxisKey, Chunks
 
-__all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_array"]
+__all__ = ["TensorGraph", "TensorLayer", "is_stored", "read_small", "slice_stored", "tensor_array"]
+
+# Up to here dask takes longer than the read.
+_SMALL = 1 << 20
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
@@ -77,6 +80,28 @@ def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
     name = f"{lazy.name}-{blake2b(told, digest_size=16).hexdigest()}"
     chunks = cut_chunks(array.chunks, key)
     return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
+
+
+def read_small(array: da.Array) -> Any:
+    """Return the values of a small stored array without a graph; None where dask is to compute it.
+
+    A graph of one task takes dask a millisecond, which is 20 times as long as reading a row.
+    """
+    lazy, meta = array.dask.lazy, array._meta  # noqa: SLF001  `tensor_array` set it
+    is_one = all(len(sizes) == 1 for sizes in array.chunks) and isinstance(meta, np.ndarray)
+    is_asked = dask.config.get("scheduler", None) is not None or _has_client()
+    if not is_one or is_asked or _nbytes(lazy) > _SMALL:
+        return None
+    finish, extra = array.__dask_postcompute__()
+    return np.asarray(finish([lazy[...]], *extra))
+
+
+def _has_client() -> bool:
+    """Whether a cluster computes what is asked for."""
+    distributed = sys.modules.get("distributed")
+    with suppress(ValueError):
+        return distributed is not None and bool(distributed.default_client())
+    return False
 
 
 @cache
@@ -290,10 +315,7 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
     On a cluster chunks may stay where they are: there it is found out when they come together.
     """
-    client, distributed = None, sys.modules.get("distributed")
-    with suppress(ValueError):
-        client = None if distributed is None else distributed.default_client()
-    if client is None:
+    if not _has_client():
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):
