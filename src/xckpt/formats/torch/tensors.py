@@ -236,7 +236,7 @@ class Tensors:
         make = _TENSORS.get(name)
         if make is None:
             return self._of_class(call, name) if name.endswith("Tensor") else None
-        if level > _DEEPEST_TENSOR or type(call.args) is not tuple:
+        if level > _DEEPEST_TENSOR:
             raise self.broken(f"{name} of what is no tensor", "Tensor")
         try:
             return make(self, call, level)
