@@ -63,7 +63,6 @@ class Npz(Format):
 
     name = "npz"
     description = "NumPy files"
-    suffixes = (".npz", _SUFFIX)
     types = _TYPES
     can = Can(
         types=(*_TYPES.values(),),
