@@ -510,7 +510,7 @@ def _in_c_order(tensor: Tensor) -> Part:
 
 
 def _meta(o: Tensors, call: Call, _: int) -> Tensor:
-    kind, size, *_ = call.args
+    kind, size = call.args[:2]
     dtype, size = dtype_named(kind), sizes_of(size)
     o.laid_out(size, (0,) * len(size))
     if dtype is None:
