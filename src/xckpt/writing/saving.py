@@ -672,7 +672,8 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    every = [formats.get(known) for known in formats.names()]
+    ending = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in ending]
     found = {
         each.name: suffix
         for each in every
