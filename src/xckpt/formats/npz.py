@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,7 +63,6 @@ class Npz(Format):
 
     name = "npz"
     description = "NumPy files"
-    suffixes = (".npz", _SUFFIX)
     types = _TYPES
     can = Can(
         types=(*_TYPES.values(),),

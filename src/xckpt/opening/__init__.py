@@ -19,9 +19,9 @@ from xckpt.errors import (
     locating,
 )
 from xckpt.index import paused_collector
+from xckpt.opening.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
 from xckpt.quantized import may_be_quantized, with_weights
 from xckpt.quantized.config import declaration, parse_json
-from xckpt.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
 from xckpt.storage.header import FIRST_NBYTES
 from xckpt.storage.pool import Pool
