@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics import kernels
 from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
+from xckpt.statistics.explaining import loops
 from xckpt.statistics.kinds import Kind, kind_named
 from xckpt.statistics.pairs import in_c_order
 from xckpt.statistics.scan import gather
@@ -143,9 +143,7 @@ class Fingerprint(Accumulator):
         tally = np.zeros(3, np.uint64)
         nothing = np.empty(0, np.uint64)
         of_columns = nothing if self.columns is None else self.columns
-        kernels.hash_rows(
-            words, _weights(columns), np.uint64(first), column, sums, of_columns, tally
-        )
+        loops.hash_rows(words, _weights(columns), np.uint64(first), column, sums, of_columns, tally)
         self.digest = (self.digest + int(tally[0])) & _MASK
         self.elements = (self.elements + int(tally[1])) & _MASK
         self.bits |= int(tally[2])
@@ -257,5 +255,5 @@ def _words(floats: Array, values: Array | None, kind: Kind) -> Array:
 @lru_cache(maxsize=8)
 def _weights(columns: int) -> Array:
     weights = np.empty(columns, np.uint64)
-    kernels.weigh(weights)
+    loops.weigh(weights)
     return weights
