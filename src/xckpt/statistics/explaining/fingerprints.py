@@ -86,7 +86,8 @@ def _rounded(values: Array, name: str) -> Array:
             loops.round_bfloat16(values.view(np.uint32), rounded.view(np.uint32))
         else:
             digits, *limits = _SMALL[name]
-            loops.round_small(values, digits, *map(np.float32, limits), rounded)
+            scale = 1.5 * 2.0 ** (23 - digits)
+            loops.round_small(values, *map(np.float32, (scale, *limits)), rounded)
         return rounded
     values = values.astype(kind_named(name).dtype, copy=False)
     return values if values.dtype.char in "fd" else values.astype(np.float32)

@@ -61,19 +61,13 @@ def _mix_float32(words: Any, hashes: Any) -> None:
 
 
 @within
-def _bits(words: Any) -> Any:
-    bits = np.uint64(0)
+def _add_all(words: Any, hashes: Any, tally: Any) -> None:
+    total, bits = np.uint64(0), np.uint64(0)
     for i in range(words.size):
-        bits |= np.uint64(words[i])
-    return bits
-
-
-@within
-def _total(hashes: Any) -> Any:
-    total = np.uint64(0)
-    for i in range(hashes.size):
         total += hashes[i]
-    return total
+        bits |= np.uint64(words[i])
+    tally[1] += total
+    tally[2] |= bits
 
 
 @within
@@ -107,8 +101,7 @@ def hash_rows(  # noqa: PLR0917
             _mix_float32(piece, hashes)
         else:
             _mix(piece, hashes)
-        tally[1] += _total(hashes)
-        tally[2] |= _bits(piece)
+        _add_all(piece, hashes, tally)
         at = 0
         while at < piece.size:
             stop = min(piece.size, at + weights.size - column)
@@ -149,13 +142,13 @@ def round_bfloat16(x: Any, out: Any) -> None:
 
 @compiled
 def round_small(  # noqa: PLR0917
-    x: Any, digits: Any, smallest: Any, largest: Any, beyond: Any, out: Any
+    x: Any, scale: Any, smallest: Any, largest: Any, beyond: Any, out: Any
 ) -> None:
     """Round float32 to the nearest number of a type of few digits; what is beyond the largest too.
 
-    The type has so many bits of a fraction, and its smallest normal number is a power of two.
+    The scale is 1.5 times the unit in the last place of float32 over that of the type.
     """
-    scale, highest = np.float32(1.5 * 2.0 ** (23 - digits)), np.float32(2.0**64)
+    highest = np.float32(2.0**64)
     bits = np.empty(_PIECE, np.uint32)
     unit = bits.view(np.float32)
     for start in range(0, x.size, _PIECE):
@@ -243,7 +236,8 @@ def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
 @within
 def _extremes(y: Any, lows: Any, highs: Any) -> Any:
     whole = y.size // _LANES * _LANES
-    lows[:], highs[:] = y[0], y[0]
+    for j in range(_LANES):
+        lows[j] = highs[j] = np.float64(y[0])
     for row in range(0, whole, _LANES):
         for j in range(_LANES):
             value = np.float64(y[row + j])
@@ -253,14 +247,17 @@ def _extremes(y: Any, lows: Any, highs: Any) -> Any:
         value = np.float64(y[i])
         lows[0] = value if value < lows[0] else lows[0]
         highs[0] = value if value > highs[0] else highs[0]
-    return lows.min(), highs.max()
+    for j in range(1, _LANES):
+        lows[0] = lows[j] if lows[j] < lows[0] else lows[0]
+        highs[0] = highs[j] if highs[j] > highs[0] else highs[0]
+    return lows[0], highs[0]
 
 
 @compiled
-def count_levels(x: Any, y: Any, block: Any, digits: Any) -> Any:  # noqa: C901  one of three ways
+def count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901  one of three ways
     """Count pairs where `y` is the nearest of the evenly spaced levels of its block to `x`.
 
-    The levels are stored with so many bits of a fraction. They are so few that they can be codes,
+    The levels are stored with a relative spacing. They are so few that they can be codes,
     and so far apart that rounding is not what makes them.
     """
     held = 0
@@ -279,7 +276,7 @@ def count_levels(x: Any, y: Any, block: Any, digits: Any) -> Any:  # noqa: C901 
             for i in range(a.size):
                 held += a[i] == b[i]
             continue
-        noise = top * 2.0**-digits
+        noise = top * spacing
         # The block before tells how many levels there may be: from end to end, or from zero.
         is_found = False
         for guess in (steps_of_span, np.rint(span * steps_of_top / top)):

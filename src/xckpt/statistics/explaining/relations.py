@@ -82,9 +82,14 @@ class Relation:
         """Return of how many pairs it holds, and how many numbers are zero that were made."""
         if self.backwards:
             x, y = y, x
+        if not self.block:
+            x = self.transform(x)
+        # Loops are compiled for two types, not for all pairs of them.
+        common = np.result_type(x, y)
+        x, y = (np.ascontiguousarray(each, common) for each in (x, y))
         if self.block:
-            return loops.count_levels(x, y, self.block, self.digits), 0
-        same, masked, zeros = loops.count_same(self.transform(x), y)
+            return loops.count_levels(x, y, self.block, 2.0**-self.digits), 0
+        same, masked, zeros = loops.count_same(x, y)
         return same + masked * self.masked, zeros
 
 
