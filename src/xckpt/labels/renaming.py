@@ -55,7 +55,7 @@ def _function(how: Any, names: list[str]) -> Callable[[str], Any]:
         return lambda name: compiled.sub(replacement, name)
     raise TypeError(
         "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {how!r}"
+        f"replacement, not {how!r}; only xckpt.compare takes 'auto' as well"
     )
 
 
