@@ -14,10 +14,10 @@ import xarray as xr
 from tests.sources import CountingSource
 from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
+from xckpt.datasets.options import OpenOptions
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError
-from xckpt.options import OpenOptions
-from xckpt.plan import Draft, Plan
+from xckpt.formats.plan import Draft, Plan
 from xckpt.storage.digests import is_known
 from xckpt.storage.encodings import STREAMS
 
@@ -79,6 +79,22 @@ def test_the_engines_load_no_format() -> None:
     loaded = {name for name in run.stdout.split() if name.startswith("xckpt")}
     assert "xckpt.backend" in loaded
     assert not {name for name in loaded if name.startswith("xckpt.formats.")}
+
+
+def test_a_file_is_recognised_by_its_content_and_loads_the_format_it_is_called_like() -> None:
+    code = """if True:
+        import sys
+        from types import SimpleNamespace
+        from xckpt import formats
+        content = (2).to_bytes(8, "little") + b"{}"
+        file = SimpleNamespace(size=10, read=lambda at, count: content[at : at + count])
+        for file.name in ("run/m.SafeTensors", "m.gguf"):
+            print(formats.detect(file).name)
+            if file.name != "m.gguf":
+                print(*[each for each in formats.names() if f"xckpt.formats.{each}" in sys.modules])
+        """
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    assert run.stdout.split() == ["safetensors"] * 3
 
 
 @pytest.mark.parametrize("name", FORMATS)

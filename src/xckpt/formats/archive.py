@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
+from xckpt.formats.plan import Extent, Literal, Plan, WantedPart
 from xckpt.index import Part
-from xckpt.plan import Extent, Literal, Plan, WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.formats import Readable
-    from xckpt.plan import Written
+    from xckpt.formats.plan import Written
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags

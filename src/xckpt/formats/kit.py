@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from struct import Struct
 
+    from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
-    from xckpt.plan import Draft, WantedTensor
 
 # --- fields of a file -----------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,6 @@ class Safetensors(Format):
 
     name = "safetensors"
     description = "safetensors files"
-    suffixes = (".safetensors",)
     types = _TYPES
     can = Can(types=tuple(_TYPES.values()), file_attrs=None, arrangement=True)
 

@@ -308,8 +308,8 @@ class Plots:
         --------
         >>> ds.ckpt.plot.heatmap("layers.5.mlp.gate_proj.weight", robust=True)  # doctest: +SKIP
         """
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.plots.heatmap import draw_heatmap
-        from xckpt.tensors import OpenTensors
 
         name = OpenTensors(self._obj).only if name is None else name
         return draw_heatmap(

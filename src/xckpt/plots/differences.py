@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, select
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.roles import codes_left_out, require_any
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.datasets.tensors import find
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import (
     add_heading,
@@ -18,7 +19,6 @@ from xckpt.plots.axes import (
     require_drawable,
 )
 from xckpt.plots.roles import MOST_LINES, choose, groups_of, numbers_of, roles_of, title_and_labels
-from xckpt.tensors import find
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

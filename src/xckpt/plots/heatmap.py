@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 
 from xckpt.arrays.sparse import dense_values
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import shown
 from xckpt.labels import scales_of_codes
 from xckpt.notebook.formatting import counted
@@ -20,7 +21,6 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, similar
 from xckpt.labels.stacking import numbered, words
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -20,9 +20,9 @@ _MOST_BINS = 60
 
 def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: Any) -> Axes:
     """Draw singular values; see `xckpt.plots.Plots.spectrum`."""
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.statistics import spectrum
     from xckpt.statistics.singular import power_law
-    from xckpt.tensors import OpenTensors
 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
     found = spectrum(OpenTensors(obj)[name], name, minus=minus, values=True).variables[name].values

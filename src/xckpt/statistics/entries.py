@@ -22,6 +22,8 @@ import xarray as xr
 from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
+from xckpt.datasets.tensors import remembered
+from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning, locating, shown, some
 from xckpt.index import Index
 from xckpt.labels import flat_name
@@ -30,16 +32,14 @@ from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage.limits import require_memory
-from xckpt.tensors import remembered
-from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
+    from xckpt.datasets.variables import StackRecord
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
-    from xckpt.variables import StackRecord
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.compiling import compiled, inlined, within
+from xckpt.arrays.compiling import compiled, inlined, within
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 

@@ -16,11 +16,11 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Arrangement, is_json
-from xckpt.listing import free_name
-from xckpt.plan import Draft, WantedPart, WantedTensor
 from xckpt.writing.casting import choose_type
 from xckpt.writing.data import ArrayData, Payload, StoredData
 

@@ -28,7 +28,7 @@ from xckpt.labels.renaming import renamed
 from xckpt.labels.selection import select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
-from xckpt.sharding import INDEX_SUFFIX
+from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
+    from xckpt.formats.plan import Plan
     from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
-    from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.sink import Sink
@@ -674,7 +674,8 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    every = [formats.get(known) for known in formats.names()]
+    ending = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in ending]
     found = {
         each.name: suffix
         for each in every

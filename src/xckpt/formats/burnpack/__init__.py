@@ -57,8 +57,8 @@ from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +95,6 @@ class Burnpack(Format):
 
     name = "burnpack"
     description = "Burnpack checkpoints"
-    suffixes = (".bpk",)
     types = _TYPES
     can = Can(
         types=(*dict.fromkeys(_TYPES.values()), "bool32"),

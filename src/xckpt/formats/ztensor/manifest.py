@@ -17,8 +17,8 @@ from xckpt.formats.kit import mistyped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
-    from xckpt.plan import Draft, WantedTensor
 
 LARGEST = 1 << 30
 _HEAD = 8

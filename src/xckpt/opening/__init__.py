@@ -22,9 +22,7 @@ from xckpt.errors import (
     shown,
 )
 from xckpt.index import paused_collector
-from xckpt.quantized import may_be_quantized, with_weights
-from xckpt.quantized.config import declaration, parse_json
-from xckpt.sharding import (
+from xckpt.opening.sharding import (
     FileList,
     Opened,
     SeveralFilesError,
@@ -33,6 +31,8 @@ from xckpt.sharding import (
     merge,
     read_sibling,
 )
+from xckpt.quantized import may_be_quantized, with_weights
+from xckpt.quantized.config import declaration, parse_json
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
 from xckpt.storage.header import FIRST_NBYTES
 from xckpt.storage.pool import Pool

@@ -55,7 +55,7 @@ def references(
     engine : str, optional
         Name of the engine; by default the content tells.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Which tensors; see `xckpt.options.OpenOptions`.
+        Which tensors; see `xckpt.datasets.options.OpenOptions`.
     dims : mapping of str to sequence of (str or None), optional
         Names of axes, as for ``xarray.open_dataset``.
     storage_options : dict, optional

@@ -151,8 +151,8 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     one = len(indexes) == 1
     found = [] if one else [n for n in names if n not in indexes and _is_checkpoint(n, files[n])]
     if format is not None:
-        suffixes = formats.get(format).suffixes
-        found = [name for name in found if name.lower().endswith(suffixes)] or found
+        endings = formats.suffixes(format)
+        found = [name for name in found if name.lower().endswith(endings)] or found
     # Where a model says what it is, its weights are called that; others go with it.
     models = [name for name in found if Path(name).stem == "model"]
     if len(models) == 1 and "config.json" in files:
@@ -197,8 +197,7 @@ def _opened(file: Path | Source) -> Source:
 
 def _is_checkpoint(name: str, file: Path | Source) -> bool:
     if isinstance(file, Source):  # on another machine: looking into each takes requests
-        every = (suffix for each in formats.names() for suffix in formats.get(each).suffixes)
-        return name.lower().endswith(tuple(every))
+        return any(name.lower().endswith(formats.suffixes(each)) for each in formats.names())
     source = open_source(file)
     try:
         return formats.recognized(source) is not None
