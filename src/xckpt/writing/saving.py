@@ -695,7 +695,7 @@ def _format_of(path: str) -> str:
     for each in every:
         if not found and not each.can.types and name.endswith(each.own_suffixes):
             formats.writable(each.name)  # says which formats are
-    alike = get_close_matches(os.path.splitext(name)[1], written, n=1) if not found else ()  # noqa: PTH122
+    alike = get_close_matches(os.path.splitext(name)[1], [] if found else written, n=1, cutoff=0.88)  # noqa: PTH122
     which = "several programs use" if found else "no format that is written has"
     engines = ", ".join(map(repr, found or dict.fromkeys(written.values())))
     hint = f" (did you mean {alike[0]!r}?)" if alike else ""
