@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots

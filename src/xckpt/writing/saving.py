@@ -24,8 +24,7 @@ from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.index import Part, paused_collector
-from xckpt.labels.renaming import renamed
-from xckpt.labels.selection import select_some
+from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.opening.sharding import INDEX_SUFFIX
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from xckpt.formats.plan import Plan
     from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
