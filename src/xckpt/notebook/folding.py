@@ -365,9 +365,9 @@ def _braced(members: Sequence[str]) -> str:
 
 # --- codes of quantised weights ------------------------------------------------------------------
 
-# Where a format says how its codes are decoded, tensors have the numbers of the weights. Others only
-# have a second tensor with a name that says it: ``w.weight`` of 8 bits and ``w.weight_scale``. The
-# numbers of such codes say nothing of the weights, so that nobody should take them for these.
+# Where a format says how its codes are decoded, tensors have the numbers of the weights. Others
+# only have a second tensor with a name that says it: ``w.weight`` of 8 bits, ``w.weight_scale``.
+# The numbers of such codes say nothing of the weights: nobody should take them for these.
 
 #: What `Row.storage` and patterns call them.
 CODES = "codes"

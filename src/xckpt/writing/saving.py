@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
+    from xckpt.formats import FormatOptions
     from xckpt.formats.plan import Plan
     from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
-    from xckpt.writing.options import FormatOptions
     from xckpt.writing.streaming import Item
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
