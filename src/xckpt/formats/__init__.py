@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError
 
@@ -27,6 +27,7 @@ __all__ = [
     "HEAD_BYTES",
     "Can",
     "Format",
+    "FormatOptions",
     "Readable",
     "advise",
     "class_name",
@@ -340,6 +341,23 @@ class Format:
             By default False.
         """
         return False
+
+
+class FormatOptions(TypedDict, total=False):
+    """Options of single formats; each is described with its format. Others are a `TypeError`."""
+
+    alignment: int | None  # ztensor
+    config: Any  # gptrs
+    container: str | None  # gptrs
+    data_type: str | None  # primitiv
+    dialect: str  # burnpack
+    ids: str | None  # gptrs
+    kind: str | None  # gptrs
+    long_names: bool  # gguf
+    max_shard_size: int | str | None  # safetensors
+    multi_shard: bool | None  # mlcp
+    param_ids: str  # burnpack
+    version: str  # ztensor
 
 
 def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:

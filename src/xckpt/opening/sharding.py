@@ -30,7 +30,7 @@ from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "INDEX_SUFFIX",
@@ -43,7 +43,6 @@ __all__ = [
     "merge",
     "natural_key",
     "read_sibling",
-    "relabelled",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -308,7 +307,7 @@ def _indexed(source: Source) -> FileList:
         reason = f"an index of shards is no JSON: {error}"
         raise FormatError(reason, path=source.name, rule="ShardIndex") from error
     weight_map = root.get("weight_map") if isinstance(root, dict) else None
-    if not isinstance(weight_map, dict) or not _is_text(weight_map.values()):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         reason = "'weight_map' must map the names of tensors to the names of files"
         raise FormatError(reason, path=source.name, rule="ShardIndex")
     attrs = root.get("metadata")
@@ -323,10 +322,6 @@ def _indexed(source: Source) -> FileList:
     if source.is_free_to_check:  # see `sources_of`
         source.check()
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
-
-
-def _is_text(values: Iterable[Any]) -> bool:
-    return all(type(value) is str for value in values)
 
 
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
@@ -350,7 +345,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
                 continue
             if name in tensors:
                 raise _twice(name, tensors[name], each)
-            tensors[name] = relabelled(tensor, each.label)
+            tensors[name] = _relabelled(tensor, each.label)
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
     _check_complete(listed, tensors)
     if left_out:
@@ -383,16 +378,14 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
+def _relabelled(tensor: Tensor, label: str) -> Tensor:
     """Return a tensor of a file as one of a checkpoint that has this file among others."""
-    if name is not None:
-        tensor = tensor.named(name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: relabelled(each, label) for role, each in stored.items()}
+        stored = {role: _relabelled(each, label) for role, each in stored.items()}
     return replace(tensor, parts=parts, stored=stored)
 
 
