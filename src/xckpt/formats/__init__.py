@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError
 
@@ -27,6 +27,7 @@ __all__ = [
     "HEAD_BYTES",
     "Can",
     "Format",
+    "FormatOptions",
     "Readable",
     "advise",
     "class_name",
@@ -230,6 +231,11 @@ class Format:
         """
         raise NotImplementedError
 
+    @property
+    def own_suffixes(self) -> tuple[str, ...]:
+        """The suffixes that only files of this format have."""
+        return tuple(each for each in self.suffixes if each not in self.shared_suffixes)
+
     def can_in(self, path: str) -> Can:
         """Return what a file of some name can hold.
 
@@ -337,6 +343,23 @@ class Format:
         return False
 
 
+class FormatOptions(TypedDict, total=False):
+    """Options of single formats; each is described with its format. Others are a `TypeError`."""
+
+    alignment: int | None  # ztensor
+    config: Any  # gptrs
+    container: str | None  # gptrs
+    data_type: str | None  # primitiv
+    dialect: str  # burnpack
+    ids: str | None  # gptrs
+    kind: str | None  # gptrs
+    long_names: bool  # gguf
+    max_shard_size: int | str | None  # safetensors
+    multi_shard: bool | None  # mlcp
+    param_ids: str  # burnpack
+    version: str  # ztensor
+
+
 def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
     parameters = signature(method).parameters
     return {name: each for name, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
@@ -420,7 +443,13 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
         return
     known = _foreign(head, source.size, source.name)
     if known is not None:
-        error.hint = f"It is {known[0]}. {known[1]}"
+        error.reason, error.hint = f"it is {known[0]}", known[1]
+
+
+def is_foreign(source: Readable) -> bool:
+    """Return whether a file is of no format, and it is known what it is instead."""
+    known = _foreign(_head(source), source.size, source.name)
+    return known is not None and recognized(source) is None
 
 
 def _head(source: Readable) -> bytes:
