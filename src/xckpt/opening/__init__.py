@@ -230,7 +230,6 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
 
 def is_format(obj: Any, format: str) -> bool:
     """Return whether something is a checkpoint of a format, without an error if it is nothing."""
-    wanted = formats.get(format)
     if hub_url(obj) is not None:
         try:
             return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
@@ -239,19 +238,20 @@ def is_format(obj: Any, format: str) -> bool:
         except (OSError, ImportError, CheckpointError, ValueError):
             return True  # opening it says what is wrong, and xarray does not
     if is_remote(obj):
-        own = tuple(each for each in wanted.suffixes if each not in wanted.shared_suffixes)
-        return str(obj).partition("?")[0].lower().endswith(own)
+        name, wanted = str(obj).partition("?")[0].lower(), formats.suffixes(format)
+        shared = formats.get(format).shared_suffixes if name.endswith(wanted) else ()
+        return name.endswith(tuple(each for each in wanted if each not in shared))
     try:
         listed = list_files(obj)
         if listed is not None:
             obj = next(file for file in listed.files.values() if file is not None)
         source = obj if isinstance(obj, Source) else open_source(obj)
-        head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
+        found = formats.recognized(source)
     except PermissionError:
         raise
     except (OSError, TypeError, ValueError, StopIteration):
         return False
-    return wanted.detect(head, source.size, source.name)
+    return found is not None and found.name == format
 
 
 def warn_of(index: Index) -> None:
