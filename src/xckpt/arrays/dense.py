@@ -189,6 +189,13 @@ class DenseArray(LazyArray):
 
     def _elements(self, start: int, stop: int) -> Array:
         if self._is_copied:
+            if self._is_native:
+                part, itemsize = self.reader.part, self.dtype.itemsize
+                self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+                offset, nbytes = part.offset + start * itemsize, (stop - start) * itemsize
+                memory = self.reader.source.take(offset, nbytes)
+                if memory is not None:
+                    return np.frombuffer(memory, self.dtype)
             flat = np.empty(stop - start, self.dtype)
             self._read_run(start, flat)
             return flat
