@@ -19,6 +19,7 @@ import fsspec
 import numpy as np
 import pytest
 import xarray as xr
+from dask.callbacks import Callback
 
 import xckpt
 from tests.formats.burnpack_files import burnpack
@@ -340,6 +341,43 @@ def test_a_tree_has_modules(path: Path) -> None:
     loaded = tree.compute()
     assert isinstance(loaded["layers/1/w"].data, np.ndarray)
     tree.close()
+
+
+class TestSmallValues:
+    """The values of a row are read as they are, unless a scheduler was chosen."""
+
+    @pytest.mark.parametrize("mmap", [False, True])
+    @pytest.mark.parametrize("name", VALUES)
+    def test_are_the_same_as_computed(self, path: Path, name: str, mmap: bool) -> None:
+        ds = xr.open_dataset(path, engine="ztensor", mmap=mmap)
+        for lazy in (ds[name], ds[name][..., :2] if ds[name].ndim else ds[name], ds[name].T):
+            computed, values = lazy.compute(scheduler="sync").values, lazy.values
+            np.testing.assert_array_equal(values, computed)
+            assert (type(values), values.dtype) == (type(computed), computed.dtype)
+            assert values.flags.writeable
+
+    def test_without_a_graph(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        done = []
+        with Callback(posttask=lambda key, *_: done.append(key)):
+            assert float(ds["emb.weight"][3, 7]) == 307
+            np.testing.assert_array_equal(np.asarray(ds["emb.weight"][3]), np.arange(300, 400))
+            assert not done
+            with dask.config.set(scheduler="sync"):
+                assert ds["emb.weight"][3].values[0] == 300
+        assert len(done) == 1
+        assert isinstance(ds["emb.weight"].data, da.Array)  # nothing is kept
+
+    def test_errors_name_file_and_tensor(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        path.write_bytes(b"another file")
+        with pytest.raises(xckpt.FileChangedError, match=r"m\.zt"):
+            _ = ds["emb.weight"][3].values
+
+    def test_assigning(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        ds["scale"].values = np.array(3, "f4")
+        assert ds["scale"].values == 3
 
 
 @pytest.mark.parametrize("chunks", [{}, "auto", -1])

@@ -81,6 +81,22 @@ def test_the_engines_load_no_format() -> None:
     assert not {name for name in loaded if name.startswith("xckpt.formats.")}
 
 
+def test_a_file_is_recognised_by_its_content_and_loads_the_format_it_is_called_like() -> None:
+    code = """if True:
+        import sys
+        from types import SimpleNamespace
+        from xckpt import formats
+        content = (2).to_bytes(8, "little") + b"{}"
+        file = SimpleNamespace(size=10, read=lambda at, count: content[at : at + count])
+        for file.name in ("run/m.SafeTensors", "m.gguf"):
+            print(formats.detect(file).name)
+            if file.name != "m.gguf":
+                print(*[each for each in formats.names() if f"xckpt.formats.{each}" in sys.modules])
+        """
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)  # noqa: S603
+    assert run.stdout.split() == ["safetensors"] * 3
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_options_are_keywords_with_defaults_and_descriptions(name: str) -> None:
     found = formats.get(name)

@@ -248,6 +248,37 @@ class TestAnythingElse:
         assert max(map(read.index, first)) > min(map(read.index, second))
         assert max(map(read.index, second)) > min(map(read.index, first))
 
+    def test_statistics_of_a_url_open_it_once(self, web: WebServer, path: Path) -> None:
+        xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
+        assert web.requests[0] == ("GET", "/m.zt", "bytes=0-65535")
+        # The rest looks for the config of a model next to it.
+        of_file = [(method, asked) for method, name, asked in web.requests if name == "/m.zt"]
+        assert len(set(of_file)) == len(of_file)
+        assert {method for method, _ in of_file} == {"GET"}
+
+    def test_what_has_come_is_there_before_the_request_ends(self) -> None:
+        begun, used = threading.Event(), threading.Event()
+
+        class Slow(Far):
+            __slots__ = ()
+
+            def fetch_into(
+                self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+            ) -> None:
+                memory[:100] = self.view(offset, 100)
+                assert came is not None
+                came(100)
+                begun.set()
+                assert used.wait(20)
+                memory[100:] = self.view(offset + 100, len(memory) - 100)
+
+        source = Slow(bytes(range(200)) * 10)
+        with reading_ahead([(source, 0, 1000), (source, 1000, 1000)]):
+            assert begun.wait(20)
+            assert ahead.take(source, 10, 90) == bytes(range(10, 100))
+            used.set()
+            assert ahead.take(source, 100, 900) == (bytes(range(200)) * 5)[100:]
+
     def test_distributed_tasks_read_ahead_for_themselves(self, web: WebServer, path: Path) -> None:
         distributed = pytest.importorskip("distributed")
         opened(web)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
+    from xckpt.formats import FormatOptions
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from xckpt.statistics.entries import Describable
     from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
-    from xckpt.writing.options import FormatOptions
 
 __all__ = ["CheckpointAccessor"]
 

@@ -12,8 +12,7 @@ import xarray as xr
 
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning
-from xckpt.notebook.codes import marked
-from xckpt.notebook.folding import ascending
+from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from xckpt.arrays.strided import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
+from xckpt.storage.local import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -196,7 +197,7 @@ class DenseArray(LazyArray):
                 memory = self.reader.source.take(offset, nbytes)
                 if memory is not None:
                     return np.frombuffer(memory, self.dtype)
-            flat = np.empty(stop - start, self.dtype)
+            flat = empty_array((stop - start) * self.dtype.itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat
         part = self.reader.part

@@ -225,7 +225,8 @@ def _group(
     for leaf, each in arrays.items():
         suggested = each.suggested
         if roles and leaf in roles:
-            suggested = _first_names(suggested, roles[leaf])
+            own = roles[leaf]
+            suggested = tuple([a or b for a, b in zip(suggested or own, own, strict=True)])
         dims = names.of(each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name)
         axes = _file_names(each, dims, suggested, names)
         if each.stacked is None:
@@ -262,12 +263,6 @@ def _file_names(
         for dim, name in zip(inner, stated, strict=True)
         if name != stated_name(dim) and dim not in callers
     }
-
-
-def _first_names(
-    first: tuple[str | None, ...] | None, second: tuple[str | None, ...]
-) -> tuple[str | None, ...]:
-    return tuple([a or b for a, b in zip(first or second, second, strict=True)])
 
 
 def add_coords(

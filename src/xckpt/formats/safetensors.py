@@ -92,7 +92,6 @@ class Safetensors(Format):
 
     name = "safetensors"
     description = "safetensors files"
-    suffixes = (".safetensors",)
     types = _TYPES
     can = Can(types=tuple(_TYPES.values()), file_attrs=None, arrangement=True)
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
 from xckpt.labels.stacking import numbered
-from xckpt.notebook.codes import mark_codes, marked
 from xckpt.notebook.folding import (
     Pattern,
     Row,
     ascending,
     families_of,
     fold,
+    mark_codes,
+    marked,
     one_by_one,
     united,
 )

@@ -30,7 +30,7 @@ from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "INDEX_SUFFIX",
@@ -42,7 +42,6 @@ __all__ = [
     "merge",
     "natural_key",
     "read_sibling",
-    "relabelled",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -148,8 +147,8 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     one = len(indexes) == 1
     found = [] if one else [n for n in names if n not in indexes and _is_checkpoint(n, files[n])]
     if format is not None:
-        suffixes = formats.get(format).suffixes
-        found = [name for name in found if name.lower().endswith(suffixes)] or found
+        endings = formats.suffixes(format)
+        found = [name for name in found if name.lower().endswith(endings)] or found
     # Where a model says what it is, its weights are called that; others go with it.
     models = [name for name in found if Path(name).stem == "model"]
     if len(models) == 1 and "config.json" in files:
@@ -196,8 +195,7 @@ def _opened(file: Path | Source) -> Source:
 
 def _is_checkpoint(name: str, file: Path | Source) -> bool:
     if isinstance(file, Source):  # on another machine: looking into each takes requests
-        every = (suffix for each in formats.names() for suffix in formats.get(each).suffixes)
-        return name.lower().endswith(tuple(every))
+        return any(name.lower().endswith(formats.suffixes(each)) for each in formats.names())
     source = open_source(file)
     try:
         return formats.recognized(source) is not None
@@ -308,7 +306,7 @@ def _indexed(source: Source) -> FileList:
         reason = f"an index of shards is no JSON: {error}"
         raise FormatError(reason, path=source.name, rule="ShardIndex") from error
     weight_map = root.get("weight_map") if isinstance(root, dict) else None
-    if not isinstance(weight_map, dict) or not _is_text(weight_map.values()):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         reason = "'weight_map' must map the names of tensors to the names of files"
         raise FormatError(reason, path=source.name, rule="ShardIndex")
     attrs = root.get("metadata")
@@ -323,10 +321,6 @@ def _indexed(source: Source) -> FileList:
     if source.is_free_to_check:  # see `sources_of`
         source.check()
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
-
-
-def _is_text(values: Iterable[Any]) -> bool:
-    return all(type(value) is str for value in values)
 
 
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
@@ -350,7 +344,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
                 continue
             if name in tensors:
                 raise _twice(name, tensors[name], each)
-            tensors[name] = relabelled(tensor, each.label)
+            tensors[name] = _relabelled(tensor, each.label)
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
     _check_complete(listed, tensors)
     if left_out:
@@ -383,16 +377,14 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
+def _relabelled(tensor: Tensor, label: str) -> Tensor:
     """Return a tensor of a file as one of a checkpoint that has this file among others."""
-    if name is not None:
-        tensor = tensor.named(name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: relabelled(each, label) for role, each in stored.items()}
+        stored = {role: _relabelled(each, label) for role, each in stored.items()}
     return replace(tensor, parts=parts, stored=stored)
 
 

@@ -77,11 +77,8 @@ def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
     if not names:
         return ""
     their = "its scales are" if len(names) == 1 else "their scales are"
-    return f"without {counted(len(names), 'tensor')} of codes; {their} in {_leaf(scales[names[0]])}"
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+    leaf = scales[names[0]].rpartition(".")[2]
+    return f"without {counted(len(names), 'tensor')} of codes; {their} in {leaf}"
 
 
 # --- roles ---------------------------------------------------------------------------------------

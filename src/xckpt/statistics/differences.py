@@ -14,8 +14,7 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
-from xckpt.labels.renaming import renamed
-from xckpt.labels.selection import select, similar
+from xckpt.labels.selection import renamed, select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.channels import (
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable

@@ -24,8 +24,7 @@ from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.index import Part, paused_collector
-from xckpt.labels.renaming import renamed
-from xckpt.labels.selection import select_some
+from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.opening.sharding import INDEX_SUFFIX
@@ -46,17 +45,17 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
+    from xckpt.formats import FormatOptions
     from xckpt.formats.plan import Plan
     from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
-    from xckpt.writing.options import FormatOptions
     from xckpt.writing.streaming import Item
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
@@ -672,7 +671,8 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    every = [formats.get(known) for known in formats.names()]
+    ending = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in ending]
     found = {
         each.name: suffix
         for each in every

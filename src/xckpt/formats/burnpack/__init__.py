@@ -96,7 +96,6 @@ class Burnpack(Format):
 
     name = "burnpack"
     description = "Burnpack checkpoints"
-    suffixes = (".bpk",)
     types = _TYPES
     can = Can(
         types=(*dict.fromkeys(_TYPES.values()), "bool32"),

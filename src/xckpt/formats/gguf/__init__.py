@@ -89,7 +89,6 @@ class Gguf(Format):
 
     name = "gguf"
     description = "GGUF files"
-    suffixes = (".gguf",)
     types = _TYPES
     can = Can(
         types=(*_TYPES.values(),),

@@ -80,7 +80,6 @@ class Gptrs(Format):
     name = "gptrs"
     description = "gpt.rs checkpoints and tensor archives"
     # Upstream has no fixed ones; these are those of its tools and its documentation.
-    suffixes = (".bin", ".ten", ".gptrs")
     shared_suffixes = (".bin",)
     types = _TYPES
     can = Can(

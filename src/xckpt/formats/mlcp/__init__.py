@@ -91,7 +91,6 @@ class Mlcp(Format):
 
     name = "mlcp"
     description = "MLCP checkpoints"
-    suffixes = (".checkpoint", METADATA_SUFFIX)
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
     can = Can(

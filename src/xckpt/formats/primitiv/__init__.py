@@ -92,8 +92,7 @@ class Primitiv(Format):
 
     name = "primitiv"
     description = "primitiv files"
-    suffixes = (".primitiv", ".model", ".optimizer", ".param")
-    shared_suffixes = suffixes[1:]
+    shared_suffixes = (".model", ".optimizer", ".param")
     can = Can(
         types=("float32",),
         orders=("F",),

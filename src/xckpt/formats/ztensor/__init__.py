@@ -65,7 +65,6 @@ class ZTensor(Format):
 
     name = "ztensor"
     description = "zTensor checkpoints"
-    suffixes = (".zt",)
     types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
     can = Can(  # what either version has
         types=WRITTEN,
