@@ -186,6 +186,34 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
         xr.open_dataset(other)
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull`"),
+        (b"<!DOCTYPE html><html>404 not found</html>", "a web page"),
+        (b"", "Was it written, or copied, to its end?"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".zt", ".safetensors", ".gguf", ".pt"])
+def test_a_file_that_is_not_what_it_is_called(
+    tmp_path: Path, content: bytes, what: str, suffix: str
+) -> None:
+    wrong = tmp_path / f"m{suffix}"
+    wrong.write_bytes(content)
+    with pytest.raises(xckpt.FormatError, match=what):
+        xr.open_dataset(wrong)
+    wrong.rename(tmp_path / "m.json")
+    with pytest.raises(ValueError, match="did not find a match"):
+        xr.open_dataset(tmp_path / "m.json")
+
+
+def test_a_path_with_a_typo(path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'm\.zt'\?: .*/mm\.zt'"):
+        xr.open_dataset(path.parent / "mm.zt", engine="ztensor")
+    with pytest.raises(FileNotFoundError):
+        xr.open_dataset(path.parent / "nowhere" / "m.zt", engine="ztensor")
+
+
 def test_guessing_leaves_a_file_object_where_it_was(path: Path) -> None:
     file = io.BytesIO(path.read_bytes())
     assert ZTensorBackend().guess_can_open(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
@@ -10,13 +11,12 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.stats.burn import llama
 from tests.stats.causes import BF16, Made, made, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -297,3 +297,21 @@ def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> Non
         assert table["verified"].all()
         assert set(table["heads"].dropna()) == {heads}
         assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are explained")
+
+
+@pytest.mark.parametrize("names", [None, "auto"])
+@pytest.mark.parametrize(("written", "rounded"), [("llama", ""), ("llama-f16", "+rounded")])
+def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
+    written: str, rounded: str, names: Any, tmp_path: Path
+) -> None:
+    ours = llama.tensors()
+    path = write(tmp_path / "hf.safetensors", ours)
+    burn = Path(llama.__file__).with_name(f"{written}.bpk")
+    result = xckpt.compare(path, burn, names=names, explain=True)
+    table = xckpt.table(result).loc[list(ours)]
+    assert table["verified"].all()
+    assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are ")
+    wanted = {n: f"renamed{rounded}" if "norm" in n else f"transposed{rounded}" for n in ours}
+    wanted["model.embed_tokens.weight"] = rounded.removeprefix("+") or "equal"
+    assert table["cause"].to_dict() == wanted
+    assert table.loc["model.norm.weight", "other_names"] == "model.norm.gamma"

@@ -249,8 +249,9 @@ def _writer(new: str, engine: str | None) -> Format:
     try:
         return Destination(new, engine).writer
     except ValueError as error:
-        reason = str(error).partition(";")[0]
-        raise click.UsageError(f"{reason}; name the format with --to") from error
+        reason, engines, _ = str(error).partition("; pass engine=")
+        hint = "; name the format with --to" if engines else ""
+        raise click.UsageError(reason + hint) from error
 
 
 def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:

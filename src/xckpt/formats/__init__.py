@@ -231,6 +231,11 @@ class Format:
         """
         raise NotImplementedError
 
+    @property
+    def own_suffixes(self) -> tuple[str, ...]:
+        """The suffixes that only files of this format have."""
+        return tuple(each for each in self.suffixes if each not in self.shared_suffixes)
+
     def can_in(self, path: str) -> Can:
         """Return what a file of some name can hold.
 
@@ -438,7 +443,13 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
         return
     known = _foreign(head, source.size, source.name)
     if known is not None:
-        error.hint = f"It is {known[0]}. {known[1]}"
+        error.reason, error.hint = f"it is {known[0]}", known[1]
+
+
+def is_foreign(source: Readable) -> bool:
+    """Return whether a file is of no format, and it is known what it is instead."""
+    known = _foreign(_head(source), source.size, source.name)
+    return known is not None and recognized(source) is None
 
 
 def _head(source: Readable) -> bytes:

@@ -116,7 +116,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        reason, hint = "no end of an archive", "The file may be truncated"
+        reason, hint = "no end of an archive", kit.TRUNCATED
         raise FormatError(reason, offset=source.size, rule="EndRecord", hint=hint)
     _, disk, first, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     if disk or first not in {0, _FULL_16}:

@@ -46,6 +46,9 @@ class Bytes(Protocol):
         """Return exactly `nbytes` bytes."""
 
 
+TRUNCATED = "The file may be truncated"
+
+
 class Cursor:
     """Reads a file field by field from byte `at` on, a window at a time; `at` may be set.
 
@@ -145,6 +148,7 @@ class Cursor:
                 f"{what}: {nbytes} bytes, but {self.left} are left of {self._area}",
                 offset=self.at,
                 rule="Truncated",
+                hint=TRUNCATED if self._area == "the file" else None,
             )
 
 

@@ -13,6 +13,9 @@ from xckpt.errors import shown
 
 __all__ = ["Renaming", "TensorFilter", "renamed", "select", "select_some", "similar"]
 
+# Between the words of a name or a glob, each of which is a piece as well.
+_SEPARATORS = re.compile(r"([./:*?\[\]!]+)")
+
 TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
 
 
@@ -60,8 +63,21 @@ def similar(names: Iterable[str], wanted: TensorFilter) -> str:
         return ""
     # Closeness is quadratic in the length of names: a sample of a huge file is enough for a hint.
     sample = list(islice(names, 5000))
+    meant = [_respelled(glob, sample) for glob in globs if any(mark in glob for mark in "*?[")]
+    if any(select(sample, glob) for glob in meant):
+        return f"; did you mean {', '.join(map(shown, meant))}?"
     found = [each for glob in globs for each in get_close_matches(glob, sample, n=3, cutoff=0.5)]
     return f"; similar names: {', '.join(map(shown, found[:3]))}" if found else ""
+
+
+def _respelled(glob: str, names: Iterable[str]) -> str:
+    """Put for each word of a glob the closest one of all names."""
+    words = {word for name in names for word in _SEPARATORS.split(name)[::2]}
+    pieces = _SEPARATORS.split(glob)
+    for at in range(0, len(pieces), 2):
+        if pieces[at] not in words and pieces[at].strip("0123456789-"):
+            pieces[at : at + 1] = get_close_matches(pieces[at], words, n=1) or [pieces[at]]
+    return "".join(pieces)
 
 
 # --- new names -----------------------------------------------------------------------------------
@@ -110,7 +126,7 @@ def _function(how: Any, names: list[str]) -> Callable[[str], Any]:
         return lambda name: compiled.sub(replacement, name)
     raise TypeError(
         "names takes a mapping, a function of a name, or a pair of a regular expression and its "
-        f"replacement, not {how!r}"
+        f"replacement, not {how!r}; only xckpt.compare takes 'auto' as well"
     )
 
 

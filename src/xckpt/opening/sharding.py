@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantized.config import parse_json
 from xckpt.storage import (
@@ -36,6 +36,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "FileList",
     "Opened",
+    "SeveralFilesError",
     "labelled_attrs",
     "list_files",
     "list_set",
@@ -51,8 +52,10 @@ _LARGEST_CONFIG = 16 << 20
 _SHARD = re.compile(
     r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
 )
-# Shown in a message.
-_MOST_NAMES = 5
+
+
+class SeveralFilesError(IsADirectoryError):
+    """A folder has several checkpoints, of which one is to be chosen."""
 
 
 class FileList(NamedTuple):
@@ -160,12 +163,11 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     if len(found) == 1 or _are_all_shards(folder, found):
         return listed_as(found, config)
     there = found or names
-    some = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
-    if len(there) > _MOST_NAMES:
-        some += f" and {len(there) - _MOST_NAMES} more"
-    reason = f"no checkpoint is in this folder; it has {some}"
+    names_there = some(there, "") or "no files"
+    reason = f"no checkpoint is in this folder; it has {names_there}"
     if found:
-        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {some}"
+        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {names_there}"
+        raise SeveralFilesError(errno.EISDIR, reason, folder)
     raise IsADirectoryError(errno.EISDIR, reason, folder)
 
 
@@ -177,10 +179,9 @@ def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
         return False
     count = int(shards[0]["count"])
     numbers = {int(match["number"]) for match in shards}
-    missing = islice((n for n in range(1, count + 1) if n not in numbers), _MOST_NAMES)
-    some = ", ".join(map(str, missing))
-    if some:
-        reason = f"of {count} shards these are missing: {some}"
+    missing = list(islice((n for n in range(1, count + 1) if n not in numbers), 5))
+    if missing:
+        reason = f"of {count} shards these are missing: {', '.join(map(str, missing))}"
         raise MissingShardError(reason, path=folder, hint="Or open a list of some files")
     return True
 
@@ -348,7 +349,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
     _check_complete(listed, tensors)
     if left_out:
-        warnings.append(f"not in the index of shards, and left out: {_some(left_out)}")
+        warnings.append(f"not in the index of shards, and left out: {some(left_out)}")
     first = opened[0].index
     index = Index(
         first.format,
@@ -400,22 +401,16 @@ def _missing(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
     for name, label in (listed.weight_map or {}).items():
         if listed.files[label] is None:
             problem = MissingShardError(
-                f"the file {shown(label)}, which has this tensor, is missing",
+                f"the file {shown(label)} is missing",
                 path=listed.name,
                 tensor=name,
-                hint="Put it beside the index of shards, and open that again",
+                hint="Put it next to the index of shards, and open that again",
             )
             tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
             lost[label].append(name)
     for label, names in lost.items():
-        warnings.append(f"{shown(label)} is missing, and with it {_some(names)}")
+        warnings.append(f"{shown(label)} is missing, and with it {some(names)}")
     return tensors
-
-
-def _some(names: Sequence[str]) -> str:
-    some = ", ".join(map(shown, names[:_MOST_NAMES]))
-    more = len(names) - _MOST_NAMES
-    return some if more <= 0 else f"{some} and {more} more tensors"
 
 
 def _twice(name: str, before: Tensor, again: Opened) -> FormatError:

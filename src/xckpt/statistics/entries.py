@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
@@ -19,10 +20,11 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.graph import TensorGraph, TensorLayer
+from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.tensors import remembered
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import CheckpointWarning, locating, shown
+from xckpt.errors import CheckpointWarning, locating, shown, some
 from xckpt.index import Index
 from xckpt.labels import flat_name
 from xckpt.labels.selection import similar
@@ -85,9 +87,12 @@ class Subject:
         if unknown:
             known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
             asked = str(min(unknown, key=str))
-            text = f"no variable has the dimension {shown(asked)}{similar(known, asked)}"
-            raise ValueError(text)
+            hint = similar(known, asked)
+            if not hint and any(asked in str(name).split(".") for name in self.variables):
+                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
         found = []
+        left_out: dict[str, list[str]] = defaultdict(list)
         for name, variable in self.variables.items():
             if dims is not None and not set(dims) & set(variable.dims):
                 continue
@@ -96,8 +101,10 @@ class Subject:
                 if entry.gone is None or not entry.gone.all():
                     found.append(entry)
             except TypeError as error:
-                text = f"{shown(str(name))} has no statistics: {error}"
-                warnings.warn(text, CheckpointWarning, stacklevel=4)
+                left_out[_problem(variable) or str(error)].append(str(name))
+        for reason, names in left_out.items():
+            text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
         return found
 
     def _entry(
@@ -297,6 +304,14 @@ def _lazy_array(variable: xr.Variable) -> LazyArray | None:
         lazy = layers[0].lazy
         return lazy if lazy.shape == array.shape else None
     return None
+
+
+def _problem(variable: xr.Variable) -> str | None:
+    """Return why the tensor of a variable, or the first one of a stack, cannot be read."""
+    lazy = _lazy_array(variable)
+    if isinstance(lazy, StackedArray):
+        lazy = lazy.first
+    return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
 
 
 def _reader(array: Any, name: str) -> Reader:

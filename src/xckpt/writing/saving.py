@@ -33,7 +33,7 @@ from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import check_cast, holds
 from xckpt.writing.data import StoredData, lazy_dask_array
-from xckpt.writing.fitting import Changes, Requests, fit
+from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, fit
 from xckpt.writing.gathering import gather, source_files, stored_payload
 from xckpt.writing.job import WriteJob
 from xckpt.writing.streaming import item_at
@@ -584,6 +584,8 @@ class Destination:
                 hint = (
                     f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
                 )
+                if option in TENSOR_OPTIONS:
+                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
                 name = self.writer.name
                 raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
         self.path = target if is_remote(target) else local_path(target)
@@ -671,8 +673,8 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    ending = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
-    every = [formats.get(known) for known in ending]
+    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in named]
     found = {
         each.name: suffix
         for each in every
@@ -681,15 +683,25 @@ def _format_of(path: str) -> str:
         if name.endswith(suffix)
     }
     if len(found) > 1:
-        own = {each.name: {*each.suffixes} - {*each.shared_suffixes} for each in every}
+        own = {each.name: each.own_suffixes for each in every}
         found = {each: s for each, s in found.items() if s in own[each]} or found
     shared = [s for each in every for s in each.shared_suffixes]
     # Of one word, like .bin: who writes it may mean the format of another program.
     is_common = any(s in shared and s.count(".") == 1 for s in found.values())
     if len(found) == 1 and not is_common:
         return next(iter(found))
-    which = "several programs use" if found else "no format has"
-    engines = ", ".join(map(repr, found or formats.names()))
+    for each in every:
+        if not found and name.endswith(each.own_suffixes):
+            formats.writable(each.name)  # says which formats are
+    hint, engines = "", ", ".join(map(repr, found))
+    if not found:
+        known = [each for each in map(formats.get, formats.names()) if each.can.types]
+        suffixes = [suffix for each in known for suffix in each.suffixes]
+        ending = os.path.splitext(name)[1]  # noqa: PTH122
+        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
+            hint = f" (did you mean {alike!r}?)"
+        engines = ", ".join(repr(each.name) for each in known)
+    which = "several programs use" if found else "no format that is written has"
     raise ValueError(
-        f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
+        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
     )

@@ -311,7 +311,9 @@ class _Collected:
             start, end = entry.offset, entry.offset + nbytes
             if end > self._size or (nbytes and start < self._data_start):
                 where = f"{self._data_start} to {self._size}"
-                raise _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+                error = _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+                error.hint = kit.TRUNCATED if end > self._size else None
+                raise error
             if nbytes:
                 self._ranges.setdefault((start, end), name)
             parts = {"data": Part(dtype, shape, start, nbytes)}

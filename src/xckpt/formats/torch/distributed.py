@@ -210,7 +210,7 @@ class _MetadataReader:
         file = self._file(item.file)
         if file is None:
             raise MissingShardError(
-                f"the file {shown(item.file)}, which has this tensor, is missing",
+                f"the file {shown(item.file)} is missing",
                 path=self._source.name,
                 hint="Put it next to .metadata, and open that again",
             )

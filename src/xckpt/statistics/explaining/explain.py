@@ -115,7 +115,7 @@ def _aligned(
         best = max(range(len(held)), key=lambda at: (held[at], -at))
         if held[best] >= LIKELY * one.count:
             relation = one.relations[best]
-            found[n] = related(relation, one.count, held[best], one.zeros.tolist())
+            found[n] = related(relation, one.count, held[best], one.zeros)
     return found, {n: looks[n][1] for n in numbers} | {n: 1.0 for n in pairs if n not in looks}
 
 
