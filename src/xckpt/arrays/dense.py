@@ -26,7 +26,7 @@ from xckpt.arrays.strided import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
-from xckpt.storage.local import empty_array
+from xckpt.storage.limits import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

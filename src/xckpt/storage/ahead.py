@@ -1,4 +1,4 @@
-"""Ranges of remote files that are requested before they are asked for.
+"""Ranges of files that are requested before they are asked for.
 
 Whoever knows what is read next says so (`reading_ahead`): ranges that are near each other make one
 request, long ones make several, and up to 32 requests are under way at a time. The first and the
@@ -7,6 +7,10 @@ time, with nothing to do before and all at once after it. What a request brings 
 comes, not when it ends. What has come and is not taken yet is at most 256 MiB in this process, or
 what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody announced are requests of
 their own, as are those of what was taken before.
+
+Of local files nothing is held here: as they are read, the operating system is asked for what comes
+next, so that the disk is never idle. It has its own reading ahead, which several threads in one
+file confuse.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from xckpt.errors import CheckpointError
 from xckpt.storage.cancelling import Cancellation
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +39,15 @@ if TYPE_CHECKING:
     #: A file, ranges of it with how often they are wanted, and where they end.
     _Wanted = tuple[Source, list[tuple[int, int, int]], int]
 
-__all__ = ["IN_FLIGHT", "REQUEST_NBYTES", "is_read_ahead", "reading_ahead", "take", "take_into"]
+__all__ = [
+    "IN_FLIGHT",
+    "REQUEST_NBYTES",
+    "is_being_read",
+    "is_read_ahead",
+    "reading_ahead",
+    "take",
+    "take_into",
+]
 
 #: What one request is for, where there is so much.
 REQUEST_NBYTES = 8 << 20
@@ -45,6 +57,11 @@ _GAP = 1 << 20
 # Requests for neighbours fill one memory, which is given away with the values in it.
 _LARGEST_RUN = 64 << 20
 _ALIGNMENT = 64
+# How far the disk is ahead of who reads, and what it is asked for at a time.
+_DISK_NBYTES = 64 << 20
+_PIECE_NBYTES = 8 << 20
+# Ranges that are no farther from each other are one.
+_PAGE_NBYTES = 4096
 _DEFAULT_NBYTES = 256 << 20
 
 _WAITING, _COMING, _THERE, _GONE = range(4)
@@ -124,6 +141,8 @@ class _Memory:
         self.held = 0
         #: Who reads ahead of each file.
         self.ahead: dict[Source, list[_Ahead]] = {}
+        #: Who asks the disk for what comes next in each file, by its path.
+        self.on_disk: dict[str, tuple[_OnDisk, ...]] = {}
 
 
 _memory = _Memory()
@@ -131,20 +150,28 @@ _memory = _Memory()
 
 @contextmanager
 def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
-    """Request ranges, in about this order, before they are asked for; those of near files are not.
+    """Request ranges, in about this order, before they are asked for.
 
     On leaving, requests that are under way are ended, and what they brought is forgotten.
     """
-    wanted = _of_far_files(ranges)
-    spans = _spans(wanted)
-    if len(spans) < 2 and len(wanted) < 2:  # one request for one range is made by who wants it
-        yield
-        return
-    ahead = _Ahead(spans)
+    far, near = _by_distance(ranges)
+    on_disk = _OnDisk(near) if len(near) > 1 else None
+    spans = _spans(far)
+    # One request for one range is made by who wants it.
+    ahead = _Ahead(spans) if len(spans) > 1 or len(far) > 1 else None
     try:
         yield
     finally:
-        ahead.close()
+        if on_disk is not None:
+            on_disk.close()
+        if ahead is not None:
+            ahead.close()
+
+
+def is_being_read(path: str, nbytes: int) -> None:
+    """Ask the disk for what follows what is read now, if anybody said what does."""
+    for each in _memory.on_disk.get(path, ()):
+        each.advance(nbytes)
 
 
 def is_read_ahead(source: Source) -> bool:
@@ -178,19 +205,70 @@ def take(
     return None
 
 
-def _of_far_files(ranges: Iterable[Range]) -> dict[Range, int]:
-    """Return the ranges of files that take a request for each, and how often each is wanted."""
-    known: dict[int, Source | None] = {}
+def _by_distance(
+    ranges: Iterable[Range],
+) -> tuple[dict[Range, int], list[tuple[Source, int, int]]]:
+    """Return the ranges of files that take a request for each, and how often each is wanted.
+
+    Then the pieces that those of local files make: file, start and stop.
+    """
+    known: dict[int, tuple[Source | None, Source | None]] = {}
     found: dict[Range, int] = {}
+    pieces: list[tuple[Source, int, int]] = []
     for source, offset, nbytes in ranges:
         if id(source) not in known:
-            known[id(source)] = None
+            known[id(source)] = None, None
             with suppress(OSError, CheckpointError):  # reading it tells
-                known[id(source)] = source.far
-        far = known[id(source)]
+                known[id(source)] = source.far, source.near
+        far, near = known[id(source)]
         if far is not None and nbytes and offset + nbytes <= far.size:
             found[far, offset, nbytes] = found.get((far, offset, nbytes), 0) + 1
-    return found
+        elif near is not None and nbytes:
+            at, stop = offset, min(offset + nbytes, near.size)
+            if pieces and pieces[-1][0] is near and 0 <= at - pieces[-1][2] <= _PAGE_NBYTES:
+                at = pieces.pop()[1]
+            while at < stop:
+                pieces.append((near, at, min(stop, at + _PIECE_NBYTES)))
+                at = pieces[-1][2]
+    return found, pieces
+
+
+class _OnDisk:
+    """Asks the disk for pieces of files, in their order, as others are read."""
+
+    def __init__(self, pieces: list[tuple[Source, int, int]]) -> None:
+        self._pieces = pieces
+        self._next = 0
+        self._asked = self._read = 0
+        self._lock = threading.Lock()
+        self._paths = {source.name for source, _, _ in pieces}
+        with _memory.changed:
+            for path in self._paths:
+                _memory.on_disk[path] = (*_memory.on_disk.get(path, ()), self)
+        self.advance(0)
+
+    def close(self) -> None:
+        with _memory.changed:
+            for path in self._paths:
+                others = tuple(o for o in _memory.on_disk.get(path, ()) if o is not self)
+                _memory.on_disk[path] = others
+                if not others:
+                    del _memory.on_disk[path]
+
+    def advance(self, nbytes: int) -> None:
+        """Take it that so many bytes are read."""
+        self._read += nbytes  # a hint: nothing is wrong if two threads lose some
+        # Who finds another thread asking has something better to do.
+        while self._asked < self._read + _DISK_NBYTES and self._lock.acquire(blocking=False):
+            try:
+                if self._next == len(self._pieces):
+                    return
+                source, start, stop = self._pieces[self._next]
+                self._next += 1
+                self._asked += stop - start
+                source.expect(start, stop - start)
+            finally:
+                self._lock.release()
 
 
 def _spans(ranges: Mapping[Range, int]) -> list[_Span]:

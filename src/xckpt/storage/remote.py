@@ -31,7 +31,7 @@ from xckpt.errors import (
 )
 from xckpt.storage import ahead, cancelling
 from xckpt.storage.header import reading_header
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 

@@ -86,6 +86,14 @@ class Source(ABC):
         """The file itself where each read is a request to another machine; else None."""
         return None
 
+    @property
+    def near(self) -> Source | None:
+        """The file itself where it is on a disk that `expect` tells something; else None."""
+        return None
+
+    def expect(self, offset: int, nbytes: int) -> None:  # noqa: B027  a hint
+        """Have the disk begin with bytes that are read soon; what is wrong is told by the read."""
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
@@ -244,6 +252,11 @@ class ShardSource(Source):
     def far(self) -> Source | None:
         """See `Source.far`."""
         return self.found.far
+
+    @property
+    def near(self) -> Source | None:
+        """See `Source.near`."""
+        return self.found.near
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes; see `Source.read`."""

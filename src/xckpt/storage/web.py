@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from xckpt.errors import shown
 from xckpt.storage.ahead import IN_FLIGHT
 from xckpt.storage.cancelling import run
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 from xckpt.storage.remote import (
     BusyError,
     FsspecSource,
