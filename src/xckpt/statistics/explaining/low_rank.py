@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import locating
+from xckpt.statistics.cluster import active_client, on_cluster
 from xckpt.statistics.explaining.relations import FRACTION_BITS, spacing_of
 from xckpt.statistics.explaining.wording import Explanation
-from xckpt.statistics.scan import active_client
-from xckpt.statistics.spectra import blas_threads, in_memory, on_cluster
+from xckpt.statistics.spectra import blas_threads, file_of, in_memory
 from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
     bar.expect(sum(update.nbytes for update in updates))
     client = active_client()
     here = [u for u in updates if client is None or isinstance(u.b, np.ndarray)]
-    on_cluster(client, [u for u in updates if u not in here], _low_rank, deliver)
+    there = [u for u in updates if u not in here]
+    on_cluster(client, there, _low_rank, deliver, lambda u: (file_of(u.b), u.nbytes))
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
         for update, one in zip(here, threads.map(_low_rank, here), strict=True):
             deliver(update, one)
