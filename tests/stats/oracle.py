@@ -65,6 +65,8 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
         return [y] if same else []
     if "padded" in causes or "cut" in causes:
         small, large = (z, y) if "padded" in causes else (y, z)
+        if small.ndim == 1 < large.ndim:  # each element is a row
+            small = small[:, None]
         if 3 in {small.ndim, large.ndim}:  # rows are those of the last axis
             small, large = (each.reshape(-1, each.shape[-1]) for each in (small, large))
         same = _equal(large[tuple(slice(0, size) for size in small.shape)], small, pruned=False)
@@ -162,6 +164,8 @@ def _pruned(rng: np.random.Generator, x: Array) -> Array:
 
 
 def _updated(rng: np.random.Generator, x: Array) -> Array:
+    if not x.size:
+        return x
     flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
     update = rng.standard_normal((flat.shape[0], 1)) @ rng.standard_normal((1, flat.shape[1]))
     return (flat + update.astype(np.float32)).reshape(x.shape)
