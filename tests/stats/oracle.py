@@ -185,7 +185,7 @@ def _extended(rng: np.random.Generator, x: Array) -> Array:
 
 
 def _coarse(rng: np.random.Generator, x: Array) -> Array:  # noqa: ARG001
-    return quantized(x, levels=8, block=x.size, symmetric=False) if np.ptp(x) > 0 else x
+    return quantized(x, levels=8, block=x.size, symmetric=False) if x.size and np.ptp(x) > 0 else x
 
 
 _STEPS = (
