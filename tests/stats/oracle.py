@@ -53,7 +53,7 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
     if "transposed" in causes:
         z = z.T
     if z.ndim == 3:  # rows are those of the last axis
-        z, y = z.reshape(-1, z.shape[-1]), y.reshape(-1, y.shape[-1])
+        z, y = (u.reshape(-1, u.shape[-1] if u.ndim > 1 else 1) for u in (z, y))
     if "rope_permuted" in causes:
         heads = int(row["heads"])
         pairs = [(z, y), (y, z), (z.T, y.T), (y.T, z.T)]
