@@ -249,7 +249,9 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
         obj = next((file for file in listed.files.values() if file is not None), None)
         if obj is None:
             raise MissingShardError("none of its files is there", path=listed.name)
-    source = obj if isinstance(obj, Source) else _opened(obj, storage_options=storage_options)
+    source = obj
+    if not isinstance(obj, Source):
+        source = _opened(obj, storage_options=storage_options, first=FIRST_NBYTES)
     with source.reading_header() as header:
         return formats.detect(header).name
 
