@@ -129,7 +129,7 @@ def first_use(folder: Path) -> list[Result]:
     found = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / "compiled")!r}
-import xarray, dask.array, xckpt.statistics, xckpt.variables
+import xarray, dask.array, xckpt.statistics, xckpt.datasets.variables
 start = time.perf_counter()
 xckpt.compare(*{[str(path) for path in paths]!r}, cache=False)
 print(json.dumps({{"seconds": time.perf_counter() - start}}))
@@ -145,7 +145,7 @@ def memory(folder: Path) -> list[Result]:
     _write(paths[1], shapes, "bfloat16")
     found = in_fresh_process(f"""
 import threading
-import xarray, dask.array, tqdm.auto, xckpt.statistics.kernels, xckpt.variables
+import xarray, dask.array, tqdm.auto, xckpt.statistics.kernels, xckpt.datasets.variables
 before, highest, done = peak()["anonymous"], 0, threading.Event()
 def watch():
     global highest

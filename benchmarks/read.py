@@ -30,7 +30,7 @@ def one_file(path: Path, what: str, chunk: str = "128MiB") -> list[Result]:
     with dask.config.set({"array.chunk-size": chunk}):
         ours = best_of(lambda: xr.open_dataset(path, engine="ztensor").compute(), 7)
     memory = in_fresh_process(f"""
-import xarray as xr, dask.array, xckpt.variables
+import xarray as xr, dask.array, xckpt.datasets.variables
 before = peak()["resident"]
 forget_peak()
 with dask.config.set({{"array.chunk-size": {chunk!r}}}):

@@ -17,9 +17,9 @@ import dask.array as da
 
 from benchmarks.checkpoints import mixture_of_experts
 from benchmarks.measuring import Result, table
-from xckpt.dataset import make_dataset
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.options import OpenOptions
 from xckpt.index import Index, Part, Shard, Tensor, paused_collector
-from xckpt.options import OpenOptions
 from xckpt.storage.source import ShardedSource, Source
 
 if TYPE_CHECKING:

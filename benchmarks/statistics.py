@@ -132,7 +132,7 @@ def first_use(folder: Path) -> list[Result]:
         found = in_fresh_process(f"""
 import os, time
 os.environ["NUMBA_CACHE_DIR"] = {str(folder / dtype)!r}
-import xarray, dask.array, xckpt.statistics, xckpt.variables
+import xarray, dask.array, xckpt.statistics, xckpt.datasets.variables
 start = time.process_time()
 xckpt.stats({str(path)!r}, cache=False)
 print(json.dumps({{"seconds": time.process_time() - start}}))
@@ -150,7 +150,7 @@ def memory(folder: Path) -> list[Result]:
     write_ztensor(path, {f"w{i}": [GIB // ROW, ROW] for i in range(16)}, "float32")
     found = in_fresh_process(f"""
 import threading, time
-import xarray, dask.array, tqdm.auto, xckpt.statistics, xckpt.statistics.kernels, xckpt.variables
+import xarray, dask.array, tqdm.auto, xckpt.datasets.variables, xckpt.statistics.kernels
 before, highest, told, done = peak()["anonymous"], 0, [], threading.Event()
 def watch():
     global highest

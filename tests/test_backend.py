@@ -19,6 +19,7 @@ import fsspec
 import numpy as np
 import pytest
 import xarray as xr
+from dask.callbacks import Callback
 
 import xckpt
 from tests.formats.burnpack_files import burnpack
@@ -185,6 +186,34 @@ def test_without_an_engine(path: Path, tmp_path: Path) -> None:
         xr.open_dataset(other)
 
 
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull`"),
+        (b"<!DOCTYPE html><html>404 not found</html>", "a web page"),
+        (b"", "Was it written, or copied, to its end?"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".zt", ".safetensors", ".gguf", ".pt"])
+def test_a_file_that_is_not_what_it_is_called(
+    tmp_path: Path, content: bytes, what: str, suffix: str
+) -> None:
+    wrong = tmp_path / f"m{suffix}"
+    wrong.write_bytes(content)
+    with pytest.raises(xckpt.FormatError, match=what):
+        xr.open_dataset(wrong)
+    wrong.rename(tmp_path / "m.json")
+    with pytest.raises(ValueError, match="did not find a match"):
+        xr.open_dataset(tmp_path / "m.json")
+
+
+def test_a_path_with_a_typo(path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'm\.zt'\?: .*/mm\.zt'"):
+        xr.open_dataset(path.parent / "mm.zt", engine="ztensor")
+    with pytest.raises(FileNotFoundError):
+        xr.open_dataset(path.parent / "nowhere" / "m.zt", engine="ztensor")
+
+
 def test_guessing_leaves_a_file_object_where_it_was(path: Path) -> None:
     file = io.BytesIO(path.read_bytes())
     assert ZTensorBackend().guess_can_open(file)
@@ -340,6 +369,43 @@ def test_a_tree_has_modules(path: Path) -> None:
     loaded = tree.compute()
     assert isinstance(loaded["layers/1/w"].data, np.ndarray)
     tree.close()
+
+
+class TestSmallValues:
+    """The values of a row are read as they are, unless a scheduler was chosen."""
+
+    @pytest.mark.parametrize("mmap", [False, True])
+    @pytest.mark.parametrize("name", VALUES)
+    def test_are_the_same_as_computed(self, path: Path, name: str, mmap: bool) -> None:
+        ds = xr.open_dataset(path, engine="ztensor", mmap=mmap)
+        for lazy in (ds[name], ds[name][..., :2] if ds[name].ndim else ds[name], ds[name].T):
+            computed, values = lazy.compute(scheduler="sync").values, lazy.values
+            np.testing.assert_array_equal(values, computed)
+            assert (type(values), values.dtype) == (type(computed), computed.dtype)
+            assert values.flags.writeable
+
+    def test_without_a_graph(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        done = []
+        with Callback(posttask=lambda key, *_: done.append(key)):
+            assert float(ds["emb.weight"][3, 7]) == 307
+            np.testing.assert_array_equal(np.asarray(ds["emb.weight"][3]), np.arange(300, 400))
+            assert not done
+            with dask.config.set(scheduler="sync"):
+                assert ds["emb.weight"][3].values[0] == 300
+        assert len(done) == 1
+        assert isinstance(ds["emb.weight"].data, da.Array)  # nothing is kept
+
+    def test_errors_name_file_and_tensor(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        path.write_bytes(b"another file")
+        with pytest.raises(xckpt.FileChangedError, match=r"m\.zt"):
+            _ = ds["emb.weight"][3].values
+
+    def test_assigning(self, path: Path) -> None:
+        ds = xr.open_dataset(path, engine="ztensor")
+        ds["scale"].values = np.array(3, "f4")
+        assert ds["scale"].values == 3
 
 
 @pytest.mark.parametrize("chunks", [{}, "auto", -1])

@@ -10,7 +10,7 @@ import xarray as xr
 
 import xckpt
 from tests.test_stacking import DENSE, EXPERTS, LAYERS, moe
-from xckpt.tensors import flatten
+from xckpt.datasets.tensors import flatten
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""On a cluster: small tasks, and workers that die."""
+"""On a cluster: small tasks, files that stay with a worker, and workers that die."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import xckpt
+from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
+from xckpt.statistics import scan
+from xckpt.statistics.cluster import placed
+from xckpt.storage import ahead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +58,95 @@ def client() -> Iterator[Any]:
         distributed.Client(cluster) as client,
     ):
         yield client
+
+
+class TestPlaces:
+    """A file goes to few workers, the same ones each time, and each worker gets its share."""
+
+    THREADS = {f"tcp://{n}": 2 for n in range(8)}  # noqa: RUF012  not changed
+
+    def test_files_and_shares(self) -> None:
+        tasks = [(f"shard {n // 10}", 100) for n in range(400)]
+        workers = placed(tasks, self.THREADS)
+        assert workers == placed(tasks, self.THREADS)
+        assert {workers.count(worker) for worker in self.THREADS} == {50}
+        pairs = set(zip((file for file, _ in tasks), workers, strict=True))
+        assert 40 <= len(pairs) <= 40 + len(self.THREADS)  # one worker each, but for what is over
+
+    def test_a_file_goes_where_it_went_before(self) -> None:
+        files = [(f"shard {n}", 100) for n in range(40)]
+        alone = {file: placed([(file, nbytes)], self.THREADS)[0] for file, nbytes in files}
+        together = dict(zip(alone, placed(files, self.THREADS), strict=True))
+        assert sum(alone[file] == together[file] for file in alone) >= 20
+
+    def test_more_threads_get_more(self) -> None:
+        workers = placed([("one", 10)] * 90, {"a": 1, "b": 2})
+        assert workers.count("a") == 30
+
+    def test_what_has_no_size_and_no_worker(self) -> None:
+        assert placed([("x", 0)] * 3, {}) == [None] * 3
+        assert set(placed([("x", 0)] * 3, {"a": 1})) == {"a"}
+        assert placed([], {"a": 1}) == []
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[None]:
+    distributed: Any = pytest.importorskip("distributed")
+    with (
+        dask.config.set({"distributed.scheduler.work-stealing": False}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("two_workers")
+class TestTwoWorkers:
+    def test_a_shard_is_read_by_one_worker(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import distributed
+
+        for shard in range(8):
+            tensors = {f"layers.{shard}.{n}": np.full(4096, n, "<f4") for n in range(8)}
+            (tmp_path / f"m-{shard}.zt").write_bytes(zt(tensors))
+        read: list[tuple[str, str]] = []
+        scan_cuts = scan.scan_cuts
+
+        def looking(task: list[scan.Cut], *rest: Any) -> list[Any]:
+            worker = distributed.get_worker().address
+            read.extend((worker, cut.reader.place[0]) for cut in task)
+            return scan_cuts(task, *rest)
+
+        monkeypatch.setattr(scan, "scan_cuts", looking)
+        monkeypatch.setattr(scan, "_CLUSTER_TASK_NBYTES", 1 << 16)
+        ds = xr.open_dataset(str(tmp_path / "m-*.zt"), engine="ztensor")
+        found = xckpt.stats(ds, cache=False, progress=False)
+        assert len(found.data_vars) == 64 == len(read)
+        workers = [worker for worker, _ in read]
+        assert sorted(map(workers.count, set(workers))) == [32, 32]
+        assert len(set(read)) <= 9  # eight shards; one may be needed for equal shares
+        first = set(read)
+        read.clear()
+        xckpt.stats(ds, cache=False, progress=False)
+        assert set(read) == first
+
+    def test_a_scan_of_an_object_store_has_32_requests_under_way_for_each(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (ahead, scan):
+            monkeypatch.setattr(module, "REQUEST_NBYTES", 1 << 14)
+        data = zt({f"w{n}": np.arange(1 << 14, dtype="<f4") + n for n in range(24)})
+        with WebServer(**{"m.zt": data}) as web:
+            ds = xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
+            web.at_once = web.nbytes_sent = 0
+            web.behaviour.together = 2 * ahead.IN_FLIGHT
+            found = xckpt.stats(ds, cache=False, progress=False)
+        assert web.at_once == 2 * ahead.IN_FLIGHT
+        assert web.nbytes_sent <= len(data)  # each byte once
+        xr.testing.assert_equal(found, xckpt.stats(data, cache=False, progress=False))
 
 
 def _slow_sum(block: Any) -> Any:

@@ -133,12 +133,12 @@ def test_it_is_cut_between_two_reads(
     whole = path.read_bytes()
     preadv, count = os.preadv, [0]
 
-    def cutting(fileno: int, buffers: Any, offset: int) -> int:
+    def cutting(fileno: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if os.path.samestat(os.fstat(fileno), path.stat()):
             count[0] -= 1
             if count[0] == 0:
                 os.truncate(path, len(whole) // 3)
-        return preadv(fileno, buffers, offset)
+        return preadv(fileno, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", cutting)
     errors = []

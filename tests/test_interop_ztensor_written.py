@@ -23,7 +23,7 @@ from xckpt.formats.ztensor.layouts import LONG, SHORT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from xckpt.plan import Draft, WantedTensor
+    from xckpt.formats.plan import Draft, WantedTensor
 
 ours = formats.get("ztensor")
 ztensor = pytest.importorskip("ztensor", reason="the reference implementation is not installed")

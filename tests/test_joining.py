@@ -15,12 +15,12 @@ import xckpt
 from tests.sources import CountingSource
 from tests.test_stacking import DENSE, EXPERTS, LAYERS, moe, zt
 from xckpt import formats
-from xckpt.dataset import make_dataset
-from xckpt.exploring import compute
-from xckpt.options import OpenOptions
-from xckpt.stacking import NumberSet, number_sets
+from xckpt.accessor.exploring import compute
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.options import OpenOptions
+from xckpt.datasets.stacking import NumberSet, number_sets
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.statistics import tensor_rows
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from tests.formats.ztensor_files import dense_v1, v1_file
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning
 from xckpt.opening import open_index
-from xckpt.references import references
+from xckpt.opening.references import references
 
 zarr = pytest.importorskip("zarr", reason="needs zarr: pip install zarr")
 

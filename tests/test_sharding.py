@@ -18,7 +18,7 @@ import xckpt
 from tests.formats.safetensors_files import entry, safetensors_file
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, FormatError, MissingShardError
-from xckpt.sharding import natural_key
+from xckpt.opening.sharding import natural_key
 
 A = {"embed": np.arange(12, dtype="<f4").reshape(3, 4), "layers.0.w": np.ones((2, 2), "<f4")}
 B = {"layers.1.w": np.full((2, 2), 2, "<f4"), "head": np.arange(4, dtype="<f4")}
@@ -187,6 +187,11 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
         ds["head"].compute()
     assert caught.value.tensor == "head"
     assert "head" in repr(ds)
+    with pytest.warns(CheckpointWarning) as warned:
+        st = ds.ckpt.stats()
+    assert set(st.data_vars) == set(A)
+    (told,) = [str(each.message) for each in warned]  # one for all of them
+    assert "have no statistics: the file 'model-00002-of-00002.safetensors' is missing" in told
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(MissingShardError, match="none of its files"):
         xr.open_dataset(path, engine="safetensors")
@@ -266,8 +271,9 @@ def test_a_folder_that_may_mean_several_things(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=r"it has 'notes.txt'"):
         xckpt.read_index(tmp_path)
     write(tmp_path, {"step_9.zt": A, "step_10.zt": A})
-    with pytest.raises(IsADirectoryError, match=r"2 checkpoints .* 'step_9.zt', 'step_10.zt'"):
-        xckpt.read_index(tmp_path)
+    for opening in (xckpt.read_index, xr.open_dataset):
+        with pytest.raises(IsADirectoryError, match=r"2 checkpoints .* 'step_9.zt', 'step_10.zt'"):
+            opening(tmp_path)
 
 
 def test_a_folder_that_lacks_a_shard(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from tests.formats.burnpack_files import dense as burnpack_dense
 from tests.formats.ztensor_files import dense_v1, v1_file
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.dataset import make_dataset
-from xckpt.options import OpenOptions
-from xckpt.tensors import OpenTensors, member_names
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.options import OpenOptions
+from xckpt.datasets.tensors import OpenTensors, member_names
 
 if TYPE_CHECKING:
     from pathlib import Path

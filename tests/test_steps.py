@@ -12,7 +12,7 @@ import xarray as xr
 from tests.test_stacking import moe, zt
 from xckpt.arrays.stacked import StackedArray
 from xckpt.errors import CheckpointWarning
-from xckpt.steps import open_steps
+from xckpt.opening.steps import open_steps
 
 if TYPE_CHECKING:
     from pathlib import Path

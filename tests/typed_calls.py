@@ -16,8 +16,8 @@ from dask.delayed import Delayed
 
 import xckpt
 from xckpt.accessor import CheckpointAccessor
-from xckpt.stacking import stack_modules
-from xckpt.tensors import find
+from xckpt.datasets.stacking import stack_modules
+from xckpt.datasets.tensors import find
 from xckpt.writing import Conversion, Report
 
 

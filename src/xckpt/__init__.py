@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
+    from xckpt.datasets.optimizers import join_optimizer
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
     )
     from xckpt.index import Index, Part, Tensor
     from xckpt.opening import read_index
-    from xckpt.optimizers import join_optimizer
-    from xckpt.references import references
+    from xckpt.opening.references import references
+    from xckpt.opening.steps import open_steps
     from xckpt.statistics import compare, findings, histogram, spectrum, stats, table
-    from xckpt.steps import open_steps
     from xckpt.writing import Manifest, append, convert, manifest, save, verify
 
 __version__ = "0.1.0.dev0"
@@ -83,11 +83,11 @@ __getattr__, _, _ = lazy_loader.attach(
             "load_ipython_extension",
             "unload_ipython_extension",
         ],  # %load_ext xckpt
+        "datasets.optimizers": ["join_optimizer"],
         "opening": ["read_index"],
-        "optimizers": ["join_optimizer"],
-        "references": ["references"],
+        "opening.references": ["references"],
+        "opening.steps": ["open_steps"],
         "statistics": ["compare", "findings", "histogram", "spectrum", "stats", "table"],
-        "steps": ["open_steps"],
         "writing": ["Manifest", "append", "convert", "manifest", "save", "verify"],
     },
 )

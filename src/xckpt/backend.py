@@ -15,9 +15,7 @@ from xarray.backends.common import datatree_from_dict_with_io_cleanup
 
 import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
 from xckpt import formats
-from xckpt.identity import next_namespace
-from xckpt.notebook.extension import load_in_session
-from xckpt.options import OpenOptions
+from xckpt.datasets.options import OpenOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.storage import Source
 
-__all__ = ["CheckpointBackend", "described"]
+__all__ = ["CheckpointBackend"]
 
 
 _DOCSTRING = """{summary}
@@ -35,7 +33,7 @@ _DOCSTRING = """{summary}
 Parameters
 ----------
 {own}**keywords
-    Those of all engines; see `xckpt.options.OpenOptions`.
+    Those of all engines; see `xckpt.datasets.options.OpenOptions`.
 """
 
 
@@ -54,7 +52,7 @@ class _Docstring:
 class CheckpointBackend(BackendEntrypoint):
     """What the engines of all formats share; each is made of what its format says of itself.
 
-    The keywords are those of `xckpt.options.OpenOptions`, and those of the format's `read`.
+    The keywords are those of `xckpt.datasets.options.OpenOptions` and of the format's `read`.
     """
 
     format: ClassVar[str]
@@ -108,7 +106,7 @@ class CheckpointBackend(BackendEntrypoint):
         drop_variables : str or iterable of str, optional
             Tensors to leave out, by their exact names.
         **keywords
-            See `xckpt.options.OpenOptions`.
+            See `xckpt.datasets.options.OpenOptions`.
 
         Returns
         -------
@@ -127,7 +125,7 @@ class CheckpointBackend(BackendEntrypoint):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
         """
-        from xckpt.dataset import make_dataset
+        from xckpt.datasets.making import described, make_dataset
         from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
@@ -152,7 +150,7 @@ class CheckpointBackend(BackendEntrypoint):
             By path, modules with tensors only; ``"/"`` is always there and has the attributes of
             the file.
         """
-        from xckpt.dataset import make_groups
+        from xckpt.datasets.making import described, make_groups
         from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
@@ -217,40 +215,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *(f"{formats.class_name(each)}Backend" for each in formats.names())])
-
-
-def described(ds: Dataset, source: Source, index: Index) -> Dataset:
-    """Add to a Dataset what the file says of itself, and how to let go of it.
-
-    Parameters
-    ----------
-    ds : xarray.Dataset
-        Of the file; it is changed.
-    source : Source
-        The file.
-    index : Index
-        What it holds.
-
-    Returns
-    -------
-    xarray.Dataset
-        The same one.
-    """
-    from xckpt.arrays.lists import read_later
-    from xckpt.storage.source import sources_of
-
-    ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
-    ds.encoding |= {
-        "format": index.format,
-        "format_version": index.version,
-        "source": source.name,
-        "namespace": next_namespace(),
-    }
-    if index.arrangement.order:
-        ds.encoding["ordered"] = True
-    if index.attr_types:
-        ds.encoding["attr_types"] = dict(index.attr_types)
-    # A bound method: xarray pickles the closer with the Dataset.
-    ds.set_close(source.close)
-    load_in_session()
-    return ds

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _LONGEST_SHOWN_NAME = 200
+_MOST_SHOWN_NAMES = 5
 
 
 def shown(name: str) -> str:
@@ -42,6 +43,13 @@ def shown(name: str) -> str:
     if len(name) > _LONGEST_SHOWN_NAME:
         name = name[:_LONGEST_SHOWN_NAME] + "…"
     return repr(name)
+
+
+def some(names: Sequence[str], what: str = "tensors") -> str:
+    """Quote the first of several names that came from a file, and say how many more there are."""
+    quoted = ", ".join(map(shown, names[:_MOST_SHOWN_NAMES]))
+    more = len(names) - _MOST_SHOWN_NAMES
+    return quoted if more <= 0 else f"{quoted} and {more:,} more {what}".rstrip()
 
 
 def named(error: OSError, path: str, doing: str = "", *, tensor: str | None = None) -> OSError:

@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
+from dask.callbacks import Callback
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
@@ -152,6 +153,87 @@ def test_what_is_computed_is_memory_of_its_own(
         while base is not None:
             assert not isinstance(base, MemoryMap | memoryview)
             base = getattr(base, "base", None)
+
+
+class TestComputedTogether:
+    """Many stored arrays cost a task each; what is read for several results is read once."""
+
+    @pytest.fixture
+    def source(self) -> CountingSource:
+        return CountingSource(VALUES.tobytes())
+
+    @pytest.fixture
+    def arrays(self, source: CountingSource) -> list[da.Array]:
+        reader = PartReader(source, Part("float32", VALUES.shape, 0, VALUES.nbytes))
+        lazy = DenseArray("t", reader, VALUES.shape)
+        chunks = lazy.chunks(10**9)
+        return [tensor_array(lazy, f"t{n}", chunks, lazy.empty((0, 0, 0))) for n in range(50)]
+
+    def test_a_task_for_each(self, arrays: list[da.Array]) -> None:
+        done = []
+        with Callback(posttask=lambda key, *_: done.append(key)):
+            results = dask.compute(*arrays)
+        assert len(done) == len(results) == 50
+        assert all(np.array_equal(result, VALUES) for result in results)
+
+    def test_in_time_that_grows_with_their_number(
+        self, arrays: list[da.Array], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = []
+        original = TensorLayer.__getitem__
+
+        def counted(layer: TensorLayer, key: Any) -> Any:
+            looks.append(key)
+            return original(layer, key)
+
+        monkeypatch.setattr(TensorLayer, "__getitem__", counted)
+        dask.compute(*arrays)
+        assert len(looks) == 50
+        looks.clear()
+        dask.compute(*(array.sum() for array in arrays))
+        assert len(looks) <= 200  # a few for each, and not one for each pair
+
+    @pytest.mark.parametrize("derived_first", [False, True])
+    def test_one_read_for_several_results(
+        self, arrays: list[da.Array], source: CountingSource, derived_first: bool
+    ) -> None:
+        stored = arrays[0]
+        several = [stored + 1, stored] if derived_first else [stored, stored + 1]
+        results = dask.compute(*several)
+        assert source.nbytes_read == VALUES.nbytes
+        np.testing.assert_array_equal(results[not derived_first], VALUES + 1)
+        np.testing.assert_array_equal(results[derived_first], VALUES)
+
+    def test_results_are_apart(self, arrays: list[da.Array]) -> None:
+        first, again = dask.compute(arrays[0], arrays[1])
+        assert not np.shares_memory(first, again)
+
+    def test_several_chunks_and_kept_ones(self) -> None:
+        source = CountingSource(VALUES.tobytes())
+        array = array_of(source)
+        whole, part, total = dask.compute(array, array[3], array[:2].sum())
+        np.testing.assert_array_equal(whole, VALUES)
+        np.testing.assert_array_equal(part, VALUES[3])
+        assert total == VALUES[:2].sum()
+        kept, row = dask.persist(array, array[5])
+        np.testing.assert_array_equal(kept.compute(), VALUES)
+        np.testing.assert_array_equal(row.compute(), VALUES[5])
+        (same,) = dask.optimize(array)
+        np.testing.assert_array_equal(same.compute(), VALUES)
+
+    @pytest.mark.parametrize(
+        "config", [{"array_optimize": None}, {"optimization.fuse.active": False}]
+    )
+    def test_what_is_configured_for_dask(
+        self, arrays: list[da.Array], config: dict[str, Any]
+    ) -> None:
+        with dask.config.set(config):
+            results = dask.compute(*arrays[:3])
+        assert all(np.array_equal(result, VALUES) for result in results)
+
+    def test_how_it_is_done_pickles(self, arrays: list[da.Array]) -> None:
+        done = arrays[0].__dask_optimize__
+        assert pickle.loads(pickle.dumps(done)) is done
 
 
 def test_chunks_are_views_of_the_map(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from xckpt.arrays.lazy import SlicedArray
 from xckpt.arrays.parts import PartReader
 from xckpt.arrays.selection import compose, cut_chunks, normalize
 from xckpt.arrays.stacked import StackedArray
+from xckpt.datasets.variables import LazyVariable
 from xckpt.index import Part
-from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray

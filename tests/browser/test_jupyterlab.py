@@ -38,14 +38,14 @@ BIDI = "evil\u202egnp.weight\x1b[31m"
 OPEN = "import xarray as xr\nds = xr.open_dataset('model.zt', engine='ztensor')\n"
 SLOW = """
 import time
-import xckpt.exploring
+import xckpt.accessor.exploring
 
 def compute(self, names, report):
     for _ in range(600):
         time.sleep(0.05)
         report(0, 1)
 
-xckpt.exploring.compute = compute
+xckpt.accessor.exploring.compute = compute
 ds.ckpt.explore()
 """
 

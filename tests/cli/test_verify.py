@@ -80,7 +80,7 @@ def test_some_tensors_of_a_format(
     assert main(["verify", str(checkpoint), "--engine", "npz"]) == 1
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["verify", str(checkpoint), "--tensors", "*.wieght"]) == 2
-    assert "similar names" in capsys.readouterr().err
+    assert "did you mean '*.weight'?" in capsys.readouterr().err
 
 
 def test_numbers_are_judged_if_asked_for(

@@ -19,8 +19,8 @@ from xckpt.elements import ELEMENT_TYPES
 
 if TYPE_CHECKING:
     from tests.contracts.declared import Declared
+    from xckpt.formats.plan import Draft
     from xckpt.index import Index
-    from xckpt.plan import Draft
 
 every_format = pytest.mark.parametrize("declared", WRITTEN, ids=lambda each: each.name)
 # No name is that of a module which has another: a format with modules has no place for both.

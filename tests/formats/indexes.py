@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from xckpt.elements import ELEMENT_TYPES
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Codebook
-from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from tests.formats.indexes import drafted
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor, Written
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

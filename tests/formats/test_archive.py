@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats import archive
-from xckpt.plan import WantedPart, Written
+from xckpt.formats.plan import WantedPart, Written
 from xckpt.storage import open_source
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from tests.formats.safetensors_files import entry, safetensors_file
 from xckpt import CheckpointWarning, UnsupportedError
 from xckpt.formats import get
 from xckpt.formats.kit import ARRANGEMENT_KEY, DIMS_KEY
+from xckpt.formats.plan import Draft
 from xckpt.index import Arrangement
-from xckpt.plan import Draft
 from xckpt.writing import save
 
 SHAPES = {"w": [2, 3], "x": [3], "y": [2], "m.x": [4], "m.v": [4]}
@@ -139,7 +139,7 @@ def test_names_of_axes_that_do_not_fit(dims: Any, indexes: set[str]) -> None:
 
 def test_a_large_coordinate_is_not_read_on_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     data = file({"coords": ["x"]})
-    monkeypatch.setattr("xckpt.dataset._LARGEST_INDEX", 11)
+    monkeypatch.setattr("xckpt.datasets.making._LARGEST_INDEX", 11)
     ds, _ = opened(data)
     assert "x" in ds.coords
     assert not ds.xindexes

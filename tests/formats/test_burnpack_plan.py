@@ -34,8 +34,8 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import stored_dtype
 from xckpt.errors import UnsupportedError
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Index, Quantization
-from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.identity import base_id
-from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

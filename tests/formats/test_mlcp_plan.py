@@ -22,7 +22,7 @@ from xckpt.errors import UnsupportedError
 from xckpt.formats.mlcp import variable_name
 from xckpt.formats.mlcp.metadata import to_json
 from xckpt.formats.mlcp.records import NetCursor, read_block, written_block, written_string
-from xckpt.plan import Draft, WantedPart, WantedTensor
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -87,3 +87,12 @@ def replaced(data: bytes, record: bytes) -> Any:
     end = bytearray(data[directory:])
     end[-6:-2] = struct.pack("<I", start + len(record))
     return io.BytesIO(data[:start] + record + bytes(end))
+
+
+def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", x=np.ones(3), y=np.zeros(2))
+    with zipfile.ZipFile(tmp_path / "m.npz", "a") as archive:
+        archive.writestr("x", b"no array")
+    with pytest.warns(xckpt.CheckpointWarning, match="left out"):
+        ds = xr.open_dataset(tmp_path / "m.npz")
+    assert list(ds) == ["x.npy", "y"]

@@ -19,8 +19,8 @@ from tests.formats.planned import materialize
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.formats.primitiv.names import key_and_stat, variable_name
-from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,15 +14,16 @@ import xarray as xr
 from tests.sources import CountingSource
 from xckpt import backend, formats
 from xckpt.backend import CheckpointBackend
+from xckpt.datasets.options import OpenOptions
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError
-from xckpt.options import OpenOptions
-from xckpt.plan import Draft, Plan
+from xckpt.formats.plan import Draft, Plan
 from xckpt.storage.digests import is_known
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 FORMATS = formats.names()
 IMPURE = {"dask", "fsspec", "ml_dtypes", "numpy", "pandas", "xarray"}
@@ -79,6 +80,27 @@ def test_the_engines_load_no_format() -> None:
     loaded = {name for name in run.stdout.split() if name.startswith("xckpt")}
     assert "xckpt.backend" in loaded
     assert not {name for name in loaded if name.startswith("xckpt.formats.")}
+
+
+def test_a_file_is_recognised_by_its_content_and_loads_the_format_it_is_called_like(
+    tmp_path: Path,
+) -> None:
+    code = """if True:
+        import sys
+        from xckpt import formats
+        from xckpt.opening import is_format
+        content = (2).to_bytes(8, "little") + b"{}"
+        for path in ("m.SafeTensors", "m.gguf"):
+            with open(path, "wb") as file:
+                file.write(content)
+            print(*[name for name in formats.names() if is_format(path, name)])
+            if path != "m.gguf":
+                print(*[each for each in formats.names() if f"xckpt.formats.{each}" in sys.modules])
+        """
+    run = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.stdout.split() == ["safetensors"] * 3
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -333,6 +333,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("nbytes", [4, -1])
+def test_a_file_that_was_cut_short_is_called_that(nbytes: int) -> None:
+    data = safetensors_file(one(), bytes(4))
+    error = by_us(data[: nbytes if nbytes < 0 else 8 + nbytes])
+    assert isinstance(error, CheckpointError)
+    assert error.hint == "The file may be truncated"
+    error = by_us(data + b"more")
+    assert isinstance(error, CheckpointError)
+    assert error.hint is None
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_as_the_package_does(case: str) -> None:
     data, rule = REFUSED[case]

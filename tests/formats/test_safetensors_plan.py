@@ -13,7 +13,7 @@ from tests.sources import CountingSource
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats import get
-from xckpt.plan import Draft, WantedPart, WantedTensor
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 
 SAFETENSORS = get("safetensors")
 plan, read = SAFETENSORS.plan, SAFETENSORS.read

@@ -101,7 +101,8 @@ def use(path):
 
 
 # What is imported when it is needed is there after this.
-import ml_dtypes, xckpt.formats.foreign
+import ml_dtypes
+[*map(xckpt.formats.get, xckpt.formats.names())]
 use(good)
 seen = []
 never = ("import", "exec", "compile", "os.", "subprocess.", "pickle.", "ctypes.", "socket.")
@@ -314,6 +315,15 @@ class TestFolders:
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
 
+    def test_an_item_whose_name_is_no_text(self, tmp_path: Path) -> None:
+        path = self.folder(tmp_path) / ".metadata"
+        named = files.text("fqn") + files.text("w")
+        assert named in path.read_bytes()
+        nested = files.text("fqn") + b"](" * 20_000 + b"e" * 20_000
+        path.write_bytes(path.read_bytes().replace(named, nested))
+        with pytest.raises(xckpt.FormatError, match="not the name of an item"):
+            xr.open_dataset(tmp_path)
+
     @pytest.mark.parametrize(
         ("chunks", "rule"),
         [
@@ -387,6 +397,8 @@ def test_names_and_attributes() -> None:
         (files.archive(files.whole("7", np.ones(6, "f4")), {"0": bytes(24)}), "Storage"),
         (files.archive(files.storage("7", 6), {"0": bytes(24)}), "Storage"),
         (files.archive(b"(0"), "Stack"),
+        (files.archive(files.name("torch", "Size") + b"K\1R"), "Call"),
+        (files.archive(b"K\1" + files.name("torch", "Size") + b"K\1\x81"), "Call"),
         (files.archive(b"h\x05"), "Memo"),
         (files.archive(b"](K\1u"), "SetItems"),
         (files.archive(b"\x8e" + b"\xff" * 7 + b"\x7f"), "Truncated"),

@@ -24,8 +24,8 @@ from xckpt import formats
 from xckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from xckpt.formats.plan import Draft
     from xckpt.index import Index
-    from xckpt.plan import Draft
 
 ztensor = formats.get("ztensor")
 

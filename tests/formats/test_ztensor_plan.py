@@ -31,9 +31,9 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.formats.ztensor import layouts
 from xckpt.index import Index, Quantization
-from xckpt.plan import Draft, WantedPart, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -38,4 +38,7 @@ def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
 
 def test_similar() -> None:
     assert similar(NAMES, "heed") == "; similar names: 'head'"
+    assert similar(NAMES, "*.10.ww") == "; did you mean '*.10.w'?"
+    assert similar(NAMES, ["block.[0-9].b", "haed*"]) == "; did you mean 'blocks.[0-9].b', 'head*'?"
+    assert similar(NAMES, "*.something.*") == ""
     assert similar(NAMES, re.compile("x")) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.notebook.checkpoints import row
-from xckpt.notebook.codes import marked
+from xckpt.notebook.folding import marked
 from xckpt.notebook.summary import new_summary
 from xckpt.notebook.text import render
 

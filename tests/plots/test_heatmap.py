@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.plots.pictures import legend_texts, notes
 from tests.sources import CountingSource
 from xckpt import formats
-from xckpt.dataset import make_dataset
-from xckpt.options import OpenOptions
+from xckpt.datasets.making import make_dataset
+from xckpt.datasets.options import OpenOptions
 from xckpt.plots import Plots, heatmap
 from xckpt.plots.heatmap import blocks_of, sampled
 

@@ -16,8 +16,8 @@ import xarray as xr
 import xckpt
 from tests.stats.checkpoints import model, write
 from tests.stats.pairs import compared
+from xckpt.datasets.variables import StackRecord
 from xckpt.statistics import MEASURES, STATUSES, compare, table
-from xckpt.variables import StackRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

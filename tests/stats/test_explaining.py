@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
@@ -10,13 +11,12 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.stats.burn import llama
 from tests.stats.causes import BF16, Made, made, rope
 from tests.stats.checkpoints import model, write
 from tests.stats.oracle import is_so, random_pair
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pandas as pd
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -297,3 +297,51 @@ def test_a_model_for_llama_cpp_is_the_one_of_hugging_face(tmp_path: Path) -> Non
         assert table["verified"].all()
         assert set(table["heads"].dropna()) == {heads}
         assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are explained")
+
+
+@pytest.mark.parametrize("names", [None, "auto"])
+@pytest.mark.parametrize(("written", "rounded"), [("llama", ""), ("llama-f16", "+rounded")])
+def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
+    written: str, rounded: str, names: Any, tmp_path: Path
+) -> None:
+    ours = llama.tensors()
+    path = write(tmp_path / "hf.safetensors", ours)
+    burn = Path(llama.__file__).with_name(f"{written}.bpk")
+    result = xckpt.compare(path, burn, names=names, explain=True)
+    table = xckpt.table(result).loc[list(ours)]
+    assert table["verified"].all()
+    assert result.attrs["explanation"].startswith(f"all {len(ours)} tensors are ")
+    wanted = {n: f"renamed{rounded}" if "norm" in n else f"transposed{rounded}" for n in ours}
+    wanted["model.embed_tokens.weight"] = rounded.removeprefix("+") or "equal"
+    assert table["cause"].to_dict() == wanted
+    assert table.loc["model.norm.weight", "other_names"] == "model.norm.gamma"
+
+
+@pytest.mark.parametrize("update", [0.4, 0.04])
+def test_an_adapter_that_was_merged_and_rounded(update: float) -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((384, 512)).astype(BF16)
+    added = rng.standard_normal((384, 16)) @ rng.standard_normal((16, 512)) * (update / 4)
+    row = explained(dataset({"w": w}), dataset({"w": (w + added).astype(BF16)})).loc["w"]
+    assert (row["cause"], row["rank"]) == ("low_rank+rounded", 16)
+    assert float(row["explanation"].rpartition("for ")[2].split()[0]) > 95
+
+
+def test_heads_that_changed_places() -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((32, 8, 64)).astype(np.float32)
+    order = np.r_[1, 0, 2:32]
+    row = explained(
+        dataset({"w": w[:8].reshape(64, 64)}), dataset({"w": w[order[:8]].reshape(64, 64)})
+    )
+    assert row.loc["w", "cause"] == "rows_permuted"
+
+
+def test_what_is_fused_is_not_paired_with_a_part_that_projects_call_alike() -> None:
+    pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    gate, up = rng.standard_normal((2, 24, 16)).astype(np.float32)
+    a = {"model.layers.0.mlp.gate_proj.weight": gate, "model.layers.0.mlp.up_proj.weight": up}
+    b = {"model.layers.0.mlp.gate_up_proj.weight": np.vstack([gate, up])}
+    table = explained(dataset(a), dataset(b), names="auto")
+    assert set(table["cause"]) == {"fused"}

@@ -89,6 +89,18 @@ def test_what_is_rounded_first_is_hashed_as_it_is_then() -> None:
     assert moved.contents == hashed(values() + np.float32(1)).contents
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_rounding_is_that_of_the_types(name: str) -> None:
+    wanted = np.dtype(getattr(ml_dtypes, name, name))
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    # Around the middles between two numbers of each type, where it is to even.
+    for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        numbers = (upper | np.uint32(lower)).view(np.float32)
+        with np.errstate(all="ignore"):
+            rounded = numbers.astype(wanted).astype(np.float32)
+        np.testing.assert_array_equal(Transform(types=(name,))(numbers), rounded)
+
+
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "float64"])
 def test_numbers_that_are_no_float32_differ(dtype: str) -> None:
     base = np.array([5, 2**52 + 1, 7], dtype)

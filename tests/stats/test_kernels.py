@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.stats.reference import sketch_of
-from xckpt.compiling import compiled
+from xckpt.arrays.compiling import compiled
 
 
 def test_without_a_folder_for_the_cache_they_are_compiled_each_time(

@@ -389,7 +389,7 @@ def test_invalid_urls(url: str) -> None:
 
 
 def test_our_options_do_not_reach_a_glob_or_an_upload() -> None:
-    from xckpt.sharding import list_files
+    from xckpt.opening.sharding import list_files
     from xckpt.storage.sink import UploadSink
 
     memory = "memory://" + uuid4().hex

@@ -31,6 +31,7 @@ class Behaviour:
     encoding: str | None = None
     status: int | None = None  # for every request
     latency: float = 0.0
+    together: int = 0  # no answer comes before so many requests are there
     failing: float = 0.0  # share of requests that fail with 500, or whose body is cut
     trickle: float | None = None  # seconds between the bytes of a body; infinite: none comes
     silent: bool = False  # never answers
@@ -123,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
         time.sleep(how.latency)
+        until = time.monotonic() + 20
+        while web.at_once < how.together and time.monotonic() < until:
+            time.sleep(0.01)
         if how.silent:
             web.closing.wait()
             self.close_connection = True

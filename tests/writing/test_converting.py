@@ -20,8 +20,8 @@ from tests.writing.saved import ENGINES, NO_SCALARS, assert_same_bits
 from xckpt import CheckpointError, CheckpointWarning, IntegrityError, UnsupportedError, read_index
 from xckpt.arrays.parts import PartReader
 from xckpt.formats import writable
+from xckpt.formats.plan import WantedPart
 from xckpt.index import Part
-from xckpt.plan import WantedPart
 from xckpt.storage.sink import Sink
 from xckpt.writing import convert, fitting, save, verify
 from xckpt.writing.data import PartData, StoredData

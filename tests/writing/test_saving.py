@@ -337,8 +337,19 @@ def test_the_ending_names_the_format(tmp_path: Path) -> None:
             assert "several programs" in str(error)  # noqa: PT017
             continue
         assert read_index(tmp_path / f"m{suffix}").format == engine
-    with pytest.raises(ValueError, match=r"no format has the ending of 'm\.txt'; pass engine="):
+    with pytest.raises(ValueError, match=r"has the ending of 'm\.txt'; pass engine=") as caught:
         save(ds, tmp_path / "m.txt")
+    assert "'torch'" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"did you mean '\.safetensors'"):
+        save(ds, tmp_path / "m.safetensor")
+    with pytest.raises(ValueError, match="format 'torch' is only read; written are: burnpack"):
+        save(ds, tmp_path / "m.pt")
+
+
+def test_what_is_asked_of_tensors_is_no_option_of_a_format(tmp_path: Path) -> None:
+    ds = dataset(w=np.zeros((2, 3), "f4"))
+    with pytest.raises(TypeError, match=r"tensors have it: encoding=\{'\*': \{'compression': "):
+        save(ds, tmp_path / "m.zt", compression="zstd")  # type: ignore[call-overload]
 
 
 def test_a_url(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.compiling import compiled, inlined
+from xckpt.arrays.compiling import compiled, inlined
 
 if TYPE_CHECKING:
     from collections.abc import Callable

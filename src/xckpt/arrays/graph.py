@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
@@ -12,6 +13,7 @@ from itertools import accumulate, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import dask
 import dask.array as da
 import numpy as np
 from dask._task_spec import DataNode, GraphNode, Task
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from xckpt.arrays.lazy import LazyArray
     from xckpt.arrays.selection import AxisKey, Chunks
 
-__all__ = ["TensorGraph", "TensorLayer", "is_stored", "slice_stored", "tensor_array"]
+__all__ = ["TensorGraph", "TensorLayer", "is_stored", "read_small", "slice_stored", "tensor_array"]
+
+# Up to here dask takes longer than the read.
+_SMALL = 1 << 20
 
 
 def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Array:
@@ -55,6 +60,7 @@ def tensor_array(lazy: LazyArray, name: str, chunks: Chunks, meta: Any) -> da.Ar
     # The chunks of a slice may be views of more than they show.
     elif not isinstance(lazy, SlicedArray):
         array.__dict__["__dask_postcompute__"] = _postcompute(chunks)
+    array.__dict__["__dask_optimize__"] = _optimize_stored
     return array
 
 
@@ -74,6 +80,28 @@ def slice_stored(array: da.Array, key: tuple[AxisKey, ...]) -> da.Array:
     name = f"{lazy.name}-{blake2b(told, digest_size=16).hexdigest()}"
     chunks = cut_chunks(array.chunks, key)
     return tensor_array(lazy, name, chunks, lazy.empty((0,) * lazy.ndim))
+
+
+def read_small(array: da.Array) -> Any:
+    """Return the values of a small stored array without a graph; None where dask is to compute it.
+
+    A graph of one task takes dask a millisecond, which is 20 times as long as reading a row.
+    """
+    lazy, meta = array.dask.lazy, array._meta  # noqa: SLF001  `tensor_array` set it
+    is_one = all(len(sizes) == 1 for sizes in array.chunks) and isinstance(meta, np.ndarray)
+    is_asked = dask.config.get("scheduler", None) is not None or _has_client()
+    if not is_one or is_asked or _nbytes(lazy) > _SMALL:
+        return None
+    finish, extra = array.__dask_postcompute__()
+    return np.asarray(finish([lazy[...]], *extra))
+
+
+def _has_client() -> bool:
+    """Whether a cluster computes what is asked for."""
+    distributed = sys.modules.get("distributed")
+    with suppress(ValueError):
+        return distributed is not None and bool(distributed.default_client())
+    return False
 
 
 @cache
@@ -185,8 +213,56 @@ class TensorLayer(Layer):
         self, keys: set[Any], all_hlg_keys: Collection[Any]
     ) -> tuple[Layer, Mapping[Any, set[Any]]]:
         """Make only the tasks of some chunks."""
-        tasks = {key: self[key] for key in keys if key in self}
+        # dask asks each layer for the keys of all layers.
+        some = keys if len(keys) < len(self) else self.get_output_keys()
+        tasks = {key: self[key] for key in some if key in keys and key in self}
         return MaterializedLayer(tasks), {key: set() for key in tasks}
+
+
+class _OptimizeStored:
+    """How a graph of stored arrays is prepared: one task for an array of one chunk.
+
+    dask does the same in time that grows with the square of how many arrays are computed together,
+    as it asks the layer of each for the keys of all. Whatever else is in a graph is left to dask.
+    """
+
+    def __call__(self, graph: HighLevelGraph, keys: Any, **options: Any) -> Any:
+        wanted = set(flatten([keys]))
+        tasks: dict[Any, Any] = {}
+        reads: dict[Any, TensorLayer] = {}
+        is_ours = dask.config.get("optimization.fuse.active") is not False
+        for layer in graph.layers.values():
+            if isinstance(layer, TensorLayer):
+                reads |= dict.fromkeys(layer.get_output_keys(), layer)
+            elif isinstance(layer, MaterializedLayer) and layer.mapping.keys() <= wanted:
+                tasks |= layer.mapping
+            else:
+                is_ours = False
+                break
+        used = Counter(k for t in tasks.values() for k in getattr(t, "dependencies", [None]))
+        if not is_ours or not used.keys() <= reads.keys():
+            return da.Array.__dask_optimize__(graph, keys, **options)
+        for key, task in tasks.items():
+            if len(task.dependencies) == 1:
+                (read,) = task.dependencies
+                if used[read] == 1 and read not in wanted:
+                    tasks[key] = task.substitute({read: reads.pop(read)[read]})
+        needed = {key: layer for key, layer in reads.items() if key in used or key in wanted}
+        return tasks | {key: layer[key] for key, layer in needed.items()}
+
+    # dask optimizes together what is optimized alike: what is read for several results, stored and
+    # computed ones, is read once.
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is da.Array.__dask_optimize__
+
+    def __hash__(self) -> int:
+        return hash(da.Array.__dask_optimize__)
+
+    def __reduce__(self) -> str:
+        return "_optimize_stored"
+
+
+_optimize_stored = _OptimizeStored()
 
 
 @lru_cache(maxsize=4096)
@@ -239,10 +315,7 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
     On a cluster chunks may stay where they are: there it is found out when they come together.
     """
-    client, distributed = None, sys.modules.get("distributed")
-    with suppress(ValueError):
-        client = None if distributed is None else distributed.default_client()
-    if client is None:
+    if not _has_client():
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.compiling import compiled
+from xckpt.arrays.compiling import compiled
 
 __all__ = ["scale_codes", "turn", "unpack_pieces"]
 

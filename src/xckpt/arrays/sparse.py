@@ -98,13 +98,13 @@ class SparseArray(LazyArray):
         """See `LazyArray.part_readers`."""
         return self.readers.values()
 
-    @abstractmethod
     def stored(self, start: int, stop: int) -> StoredElements:
         """Return the stored elements of some rows."""
+        return self._whole().rows(start, stop)
 
-    @abstractmethod
     def blocks(self) -> Iterator[StoredElements]:
         """Read all stored elements once, in order, a block of whole rows at a time."""
+        yield self._load()
 
     @abstractmethod
     def _load(self) -> StoredElements:
@@ -119,7 +119,7 @@ class SparseArray(LazyArray):
     @property
     def reads_whole(self) -> bool:
         """Whether any row costs what all cost, where it cannot be kept."""
-        return any(each.part.encoding == "zstd" for each in self.readers.values())
+        return True
 
     @property
     def nbytes_read(self) -> int:
@@ -285,11 +285,14 @@ class CSRArray(SparseArray):
 
     __slots__ = ()
 
+    @property
+    def reads_whole(self) -> bool:
+        """Whether a part is compressed from its start to its end."""
+        return any(each.part.encoding == "zstd" for each in self.readers.values())
+
     def stored(self, start: int, stop: int) -> StoredElements:
         """Return the stored elements of some rows; see `SparseArray.stored`."""
-        if self.reads_whole:
-            return self._whole().rows(start, stop)
-        return self._read(start, stop)
+        return super().stored(start, stop) if self.reads_whole else self._read(start, stop)
 
     def blocks(self) -> Iterator[StoredElements]:
         """Read all stored elements; see `SparseArray.blocks`."""
@@ -403,7 +406,7 @@ class _ElementStream:
 
 
 class CSCArray(SparseArray):
-    """A matrix in compressed sparse columns: the rows of its transpose, sorted by their own."""
+    """A matrix in compressed sparse columns, the rows of its transpose; each row is in all."""
 
     __slots__ = ("turned",)
 
@@ -413,19 +416,6 @@ class CSCArray(SparseArray):
         super().__init__(tensor, readers, sparse=sparse)
         self.turned = CSRArray(replace(tensor, shape=tensor.shape[::-1]), readers)
 
-    @property
-    def reads_whole(self) -> bool:
-        """Always: a row is in all columns."""
-        return True
-
-    def stored(self, start: int, stop: int) -> StoredElements:
-        """Return the stored elements of some rows; see `SparseArray.stored`."""
-        return self._whole().rows(start, stop)
-
-    def blocks(self) -> Iterator[StoredElements]:
-        """Read all stored elements at once; see `SparseArray.blocks`."""
-        yield self._load()
-
     def _load(self) -> StoredElements:
         found = self.turned.whole()
         coords, values = self._in_order(found.coords[::-1], found.values)
@@ -433,22 +423,9 @@ class CSCArray(SparseArray):
 
 
 class COOArray(SparseArray):
-    """A tensor as a list of coordinates, one row of `coords` for each axis."""
+    """A tensor as a list of coordinates in no order, one row of `coords` for each axis."""
 
     __slots__ = ()
-
-    @property
-    def reads_whole(self) -> bool:
-        """Always: coordinates are in no order."""
-        return True
-
-    def stored(self, start: int, stop: int) -> StoredElements:
-        """Return the stored elements of some rows; see `SparseArray.stored`."""
-        return self._whole().rows(start, stop)
-
-    def blocks(self) -> Iterator[StoredElements]:
-        """Read all stored elements at once; see `SparseArray.blocks`."""
-        yield self._load()
 
     def _load(self) -> StoredElements:
         count = self._count()

@@ -12,8 +12,7 @@ import click
 from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import convert, info, manifest, verify
-from xckpt.cli.reports import report
-from xckpt.cli.values import compare, spectrum, stats
+from xckpt.cli.values import compare, report, spectrum, stats
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError
 
 if TYPE_CHECKING:

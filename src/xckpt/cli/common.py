@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.formats import names
 from xckpt.notebook.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -50,6 +51,7 @@ __all__ = [
     "reading_options_beside_output",
     "require_columns",
     "require_rules",
+    "usage_errors",
 ]
 
 #: Exit statuses.
@@ -209,6 +211,21 @@ def complain(message: str) -> None:
 def is_terminal() -> bool:
     """Return whether somebody sees standard error, where progress bars are."""
     return bool(sys.stderr and sys.stderr.isatty())
+
+
+@contextmanager
+def usage_errors(file: str = "", *, output: str = "") -> Iterator[None]:
+    """Report what an argument cannot be, and an `output` that exists, as mistakes of the caller."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileExistsError as error:
+        if not output:
+            raise
+        raise click.UsageError(f"{output} already exists; --overwrite replaces it") from error
+    except ValueError as error:
+        raise click.UsageError(f"{file}: {error}" if file else str(error)) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from xckpt.cli.common import (
     read_names,
     reading_options,
     require_rules,
+    usage_errors,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
 from xckpt.notebook.formatting import counted, printable
@@ -194,7 +195,7 @@ def convert(
     encoding = _encoding(requests, encodings)
     storage_options = reading.storage_options or None
     new_names = None if names is None else read_names(names)
-    try:
+    with usage_errors(output=new):
         done = write(
             file,
             new,
@@ -209,12 +210,6 @@ def convert(
             progress=is_terminal(),
             **options,
         )
-    except FileExistsError as error:
-        raise click.UsageError(f"{new} already exists; --overwrite replaces it") from error
-    except CheckpointError:
-        raise
-    except ValueError as error:  # an option has a value that is not allowed
-        raise click.UsageError(str(error)) from error
     if not as_json:
         for line in repr(done).splitlines():
             complain(line)
@@ -254,8 +249,9 @@ def _writer(new: str, engine: str | None) -> Format:
     try:
         return Destination(new, engine).writer
     except ValueError as error:
-        reason = str(error).partition(";")[0]
-        raise click.UsageError(f"{reason}; name the format with --to") from error
+        reason, engines, _ = str(error).partition("; pass engine=")
+        hint = "; name the format with --to" if engines else ""
+        raise click.UsageError(reason + hint) from error
 
 
 def _format_options(texts: Mapping[str, str], writer: Format) -> dict[str, Any]:
@@ -300,7 +296,7 @@ def manifest(file: str, reading: FileInput) -> int:
     """
     from xckpt.writing import manifest as digests
 
-    try:
+    with usage_errors(file):
         found = digests(
             file,
             reading.engine,
@@ -308,10 +304,6 @@ def manifest(file: str, reading: FileInput) -> int:
             storage_options=reading.storage_options or None,
             progress=is_terminal(),
         )
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise click.UsageError(f"{file}: {error}") from error
     print_text(found.to_json().rstrip("\n"))
     return 0
 
@@ -356,18 +348,15 @@ def verify(
     expected = None if manifest is None else _manifest(manifest, reading)
     for file in files:
         try:
-            report = check(
-                file,
-                reading.engine,
-                tensors=reading.wanted,
-                manifest=expected,
-                storage_options=reading.storage_options or None,
-                progress=is_terminal(),
-            )
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise click.UsageError(f"{file}: {error}") from error
+            with usage_errors(file):
+                report = check(
+                    file,
+                    reading.engine,
+                    tensors=reading.wanted,
+                    manifest=expected,
+                    storage_options=reading.storage_options or None,
+                    progress=is_terminal(),
+                )
         except OSError as error:
             # The others are still checked.
             complain(one_line(error))

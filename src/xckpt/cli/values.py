@@ -1,4 +1,4 @@
-"""``xckpt stats``, ``spectrum``, ``compare``: what values are, and how they differ."""
+"""``xckpt stats``, ``spectrum``, ``compare``, ``report``: what values are, and how they differ."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from xckpt.cli.common import (
     print_text,
     read_names,
     reading_options,
+    reading_options_beside_output,
     require_columns,
     require_rules,
+    usage_errors,
 )
-from xckpt.errors import CheckpointError
 from xckpt.notebook.formatting import figure, printable
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from xckpt.index import Index
 
-__all__ = ["compare", "matching_of", "spectrum", "stats"]
+__all__ = ["compare", "report", "spectrum", "stats"]
 
 _NAMES = ("name", "tensor")
 _FACTS = ("dtype", "shape", "nbytes")
@@ -332,7 +333,7 @@ def compare(
     from xckpt.statistics import compare as compute
     from xckpt.statistics.explaining import COLUMNS
 
-    matching = matching_of(rename, names)
+    matching = _matching(rename, names)
     if dims and (write_names is not None or explain or codes):
         option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
@@ -347,7 +348,7 @@ def compare(
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
     ours, theirs = both.dataset(a), both.dataset(b)
-    try:
+    with usage_errors():
         result = compute(
             ours,
             theirs,
@@ -359,10 +360,6 @@ def compare(
             progress=is_terminal(),
             cache=not no_cache,
         )
-    except CheckpointError:
-        raise
-    except ValueError as error:  # of names or dimensions
-        raise click.UsageError(str(error)) from error
     frame = table(result)
     if write_names is not None:
         _write_names(write_names, matched_names(result))
@@ -394,7 +391,7 @@ def _write_names(path: str, names: dict[str, str]) -> None:
         sink.commit()
 
 
-def matching_of(rename: tuple[str, str] | None, names: str | None) -> Any:
+def _matching(rename: tuple[str, str] | None, names: str | None) -> Any:
     """Return how names in A become names in B."""
     if names is not None:
         if rename is not None:
@@ -427,3 +424,59 @@ def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
     head = [Column("tensor")]
     head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
     print_table(head, list(zip(frame.index, *texts, strict=True)))
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+@click.command
+@click.argument("file")
+@click.argument("other", required=False)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="PATH",
+    help="The new file: HTML if it ends in .html, Markdown if it ends in .md.",
+)
+@click.option(
+    "--names",
+    metavar="auto|FILE",
+    help="Match tensors by content and known names, or by a JSON object of names in FILE with "
+    "names in OTHER.",
+)
+@click.option("--no-explain", is_flag=True, help="Do not find out why tensors differ.")
+@click.option("--overwrite", is_flag=True, help="Replace the new file if it exists.")
+@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@reading_options_beside_output
+def report(
+    file: str,
+    other: str | None,
+    reading: FileInput,
+    *,
+    output: str,
+    names: str | None,
+    no_explain: bool,
+    overwrite: bool,
+    no_cache: bool,
+) -> int:
+    """Write a report on FILE, or on what is between FILE and OTHER.
+
+    It holds all that it shows and runs nothing: a summary, what looks wrong, and how statistics go
+    along the layers; of two files, what changed, why, how much, and what changed most.
+    """
+    from xckpt.accessor.reporting import document_for
+
+    with usage_errors(output=output):
+        document_for(output)
+        reading.dataset(file).ckpt.report(
+            output,
+            None if other is None else reading.dataset(other),
+            names=_matching(None, names),
+            explain=not no_explain,
+            overwrite=overwrite,
+            progress=is_terminal(),
+            cache=not no_cache,
+            storage_options=reading.storage_options or None,
+        )
+    return 0

@@ -1,8 +1,8 @@
 """Formats: one object each, that reads and writes, and the registry that picks one by content.
 
-To add a format, write a subclass of `Format` in a module that has its name, and name the class in
-the registry below. A format is pure: from bytes to an `Index`, and from a `Draft` to a `Plan`,
-with no arrays, files or xarray. What several of them need is in `xckpt.formats.kit`.
+To add a format, write a subclass of `Format` in a module that has its name, and name the class and
+the endings of its files in the registry below. A format is pure: from bytes to an `Index`, and from
+a `Draft` to a `Plan`, with no arrays, files or xarray. What several need is in `xckpt.formats.kit`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping
 
+    from xckpt.formats.plan import Draft, Plan, WantedTensor
     from xckpt.index import Index
-    from xckpt.plan import Draft, Plan, WantedTensor
 
 __all__ = [
     "HEAD_BYTES",
     "Can",
     "Format",
+    "FormatOptions",
     "Readable",
     "advise",
     "class_name",
@@ -35,25 +36,24 @@ __all__ = [
     "get",
     "names",
     "recognized",
+    "suffixes",
     "writable",
 ]
 
-# The registry: the class of each format, in the module of the same name in lower case. That is
-# also the name of the format and of its engine.
-_CLASSES = {
-    name.lower(): name
-    for name in (
-        "Burnpack",
-        "Gguf",
-        "Gptrs",
-        "Mlcp",
-        "Npz",
-        "Primitiv",
-        "Safetensors",
-        "Torch",
-        "ZTensor",
-    )
+# The registry: the class of each format, in the module of the same name in lower case, and how its
+# file names end, in lower case. The name of the module is that of the format and of its engine.
+_REGISTRY = {
+    "Burnpack": (".bpk",),
+    "Gguf": (".gguf",),
+    "Gptrs": (".bin", ".ten", ".gptrs"),
+    "Mlcp": (".checkpoint", ".metadata.json"),
+    "Npz": (".npz", ".npy"),
+    "Primitiv": (".primitiv", ".model", ".optimizer", ".param"),
+    "Safetensors": (".safetensors",),
+    "Torch": (".pt", ".pth", ".ckpt", ".bin"),
+    "ZTensor": (".zt",),
 }
+_CLASSES = {title.lower(): title for title in _REGISTRY}
 
 HEAD_BYTES = 512
 
@@ -123,10 +123,8 @@ class Format:
         Name of the format, also of its xarray engine.
     description : str
         What its files are, in a few words.
-    suffixes : tuple of str
-        File name endings, lower case, for messages and for writing.
     shared_suffixes : tuple of str
-        Those of them that other programs use too: they do not mark a remote file as of this format.
+        Those of `suffixes` that other programs use too: they do not mark a remote file as of it.
     folder_marks : tuple of str
         Names of files that make a folder a checkpoint of it, and are what `read` gets then.
     types : mapping of object to str
@@ -139,7 +137,6 @@ class Format:
 
     name: ClassVar[str]
     description: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]]
     shared_suffixes: ClassVar[tuple[str, ...]] = ()
     folder_marks: ClassVar[tuple[str, ...]] = ()
     types: ClassVar[Mapping[Any, str]] = {}
@@ -148,6 +145,11 @@ class Format:
 
     def __init_subclass__(cls) -> None:
         cls.spelled = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """How its file names end, for messages and for writing: as the registry says."""
+        return suffixes(self.name)
 
     @property
     def open_options(self) -> Mapping[str, Parameter]:
@@ -228,6 +230,11 @@ class Format:
             If an option is wrong.
         """
         raise NotImplementedError
+
+    @property
+    def own_suffixes(self) -> tuple[str, ...]:
+        """The suffixes that only files of this format have."""
+        return tuple(each for each in self.suffixes if each not in self.shared_suffixes)
 
     def can_in(self, path: str) -> Can:
         """Return what a file of some name can hold.
@@ -336,6 +343,23 @@ class Format:
         return False
 
 
+class FormatOptions(TypedDict, total=False):
+    """Options of single formats; each is described with its format. Others are a `TypeError`."""
+
+    alignment: int | None  # ztensor
+    config: Any  # gptrs
+    container: str | None  # gptrs
+    data_type: str | None  # primitiv
+    dialect: str  # burnpack
+    ids: str | None  # gptrs
+    kind: str | None  # gptrs
+    long_names: bool  # gguf
+    max_shard_size: int | str | None  # safetensors
+    multi_shard: bool | None  # mlcp
+    param_ids: str  # burnpack
+    version: str  # ztensor
+
+
 def _keywords(method: Callable[..., Any]) -> dict[str, Parameter]:
     parameters = signature(method).parameters
     return {name: each for name, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
@@ -354,6 +378,11 @@ def class_name(name: str) -> str:
         alike = get_close_matches(str(name), names(), n=1)
         hint = f"did you mean {alike[0]!r}? Known" if alike else "known"
         raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None
+
+
+def suffixes(name: str) -> tuple[str, ...]:
+    """Return how the file names of a format end, without loading it."""
+    return _REGISTRY[class_name(name)]
 
 
 @cache
@@ -380,8 +409,10 @@ def writable(name: str) -> Format:
 
 def recognized(source: Readable) -> Format | None:
     """Return the format that a content is of, None if it is of none."""
-    head = _head(source)
-    found = (get(name) for name in names())
+    head, name = _head(source), source.name.partition("?")[0].lower()
+    # First those whose files are called so: then the others need not be loaded.
+    in_order = sorted(names(), key=lambda known: not name.endswith(suffixes(known)))
+    found = map(get, in_order)
     return next((each for each in found if each.detect(head, source.size, source.name)), None)
 
 
@@ -390,10 +421,8 @@ def detect(source: Readable) -> Format:
     found = recognized(source)
     if found is not None:
         return found
-    from xckpt.formats.foreign import foreign
-
     head = _head(source)
-    known = foreign(head, source.size, source.name)
+    known = _foreign(head, source.size, source.name)
     reason = f"the file begins {head[:16]!r}" if known is None else f"it is {known[0]}"
     raise FormatError(
         f"not a checkpoint of a known format; {reason}",
@@ -412,12 +441,78 @@ def advise(error: FormatError, format: str, source: Readable) -> None:
     if found is not None:
         error.hint = f"It is a {found.name} file: open it with engine={found.name!r}"
         return
-    from xckpt.formats.foreign import foreign
-
-    known = foreign(head, source.size, source.name)
+    known = _foreign(head, source.size, source.name)
     if known is not None:
-        error.hint = f"It is {known[0]}. {known[1]}"
+        error.reason, error.hint = f"it is {known[0]}", known[1]
+
+
+def is_foreign(source: Readable) -> bool:
+    """Return whether a file is of no format, and it is known what it is instead."""
+    known = _foreign(_head(source), source.size, source.name)
+    return known is not None and recognized(source) is None
 
 
 def _head(source: Readable) -> bytes:
     return bytes(source.read(0, min(HEAD_BYTES, source.size)))
+
+
+# --- files that are no checkpoint ----------------------------------------------------------------
+
+_UNZIP = "Decompress it first"
+_OLD_GGML = "Convert it with convert_llama_ggml_to_gguf.py of llama.cpp"
+_PICKLE = (
+    "Of pickles xckpt reads those of torch.save, and runs none: load it where it was written, and "
+    "save its arrays with numpy.savez"
+)
+
+# The first bytes, what they tell, and what to do.
+_BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "a pointer of Git LFS, not the file that it stands for",
+        "Run `git lfs pull` in its repository",
+    ),
+    (b"lmgg", "a GGML file, older than GGUF", _OLD_GGML),
+    (b"fmgg", "a GGMF file, older than GGUF", _OLD_GGML),
+    (b"tjgg", "a GGJT file, older than GGUF", _OLD_GGML),
+    (
+        b"\x89HDF\r\n\x1a\n",
+        "an HDF5 file (netCDF 4, Keras)",
+        "Open it with engine='h5netcdf', or with h5py",
+    ),
+    (b"CDF\x01", "a netCDF 3 file", "Open it with engine='scipy'"),
+    (b"CDF\x02", "a netCDF 3 file", "Open it with engine='scipy'"),
+    (b"\x1f\x8b", "compressed by gzip", _UNZIP),
+    (b"\xfd7zXZ\x00", "compressed by xz", _UNZIP),
+    (b"BZh", "compressed by bzip2", _UNZIP),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNZIP),
+)
+_WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
+
+
+def _foreign(head: bytes, size: int, name: str) -> tuple[str, str] | None:
+    """Return what a file is that begins with some bytes, and what to do; None if unknown."""
+    for beginning, what, advice in _BEGINNINGS:
+        if head.startswith(beginning):
+            return what, advice
+    if size == 0:
+        return "empty", "Was it written, or copied, to its end?"
+    if head.startswith(b"PK\x03\x04"):
+        return "a zip archive without arrays of NumPy or PyTorch", "Extract it first"
+    if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
+        return "a pickle of Python, and not a checkpoint of PyTorch", _PICKLE
+    if head[257:262] == b"ustar":
+        return "a tar archive", "Extract it first"
+    if name.partition("?")[0].lower().endswith(".onnx"):
+        return "an ONNX model", "The package onnx reads it: onnx.load(path)"
+    return _text(head.lstrip().lower())
+
+
+def _text(head: bytes) -> tuple[str, str] | None:
+    if head.startswith(_WEB_PAGES):
+        return "a web page, as servers send for errors and logins", "Download the file again"
+    if head.startswith(b"{") and b'"weight_map"' in head:
+        return "an index of shards", "Give it a name that ends with .index.json"
+    if head.startswith((b"{", b"[")):
+        return "JSON without tensors", "Is it the configuration next to a checkpoint?"
+    return None

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
+from xckpt.formats.plan import Extent, Literal, Plan, WantedPart
 from xckpt.index import Part
-from xckpt.plan import Extent, Literal, Plan, WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.formats import Readable
-    from xckpt.plan import Written
+    from xckpt.formats.plan import Written
 
 STORED, DEFLATED = 0, 8
 _ENCRYPTED, _UTF_8 = 1, 1 << 11  # of the flags
@@ -116,7 +116,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     while at >= 0 and at + _END.size + _END.unpack_from(tail, at)[-1] != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        reason, hint = "no end of an archive", "The file may be truncated"
+        reason, hint = "no end of an archive", kit.TRUNCATED
         raise FormatError(reason, offset=source.size, rule="EndRecord", hint=hint)
     _, disk, first, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     if disk or first not in {0, _FULL_16}:

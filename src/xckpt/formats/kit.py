@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from struct import Struct
 
+    from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
-    from xckpt.plan import Draft, WantedTensor
 
 # --- fields of a file -----------------------------------------------------------------------------
 
@@ -44,6 +44,9 @@ class Bytes(Protocol):
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Return exactly `nbytes` bytes."""
+
+
+TRUNCATED = "The file may be truncated"
 
 
 class Cursor:
@@ -145,6 +148,7 @@ class Cursor:
                 f"{what}: {nbytes} bytes, but {self.left} are left of {self._area}",
                 offset=self.at,
                 rule="Truncated",
+                hint=TRUNCATED if self._area == "the file" else None,
             )
 
 

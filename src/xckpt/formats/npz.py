@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,7 +63,6 @@ class Npz(Format):
 
     name = "npz"
     description = "NumPy files"
-    suffixes = (".npz", _SUFFIX)
     types = _TYPES
     can = Can(
         types=(*_TYPES.values(),),
@@ -209,9 +208,11 @@ def _arrays(
 ) -> tuple[dict[str, Tensor], int]:
     """Describe the arrays of an archive, and return where its members end."""
     found: dict[str, tuple[Tensor, bytes]] = {}
+    names: set[str] = set()  # also of what is left out
     end = 0
     for member, content in contents:
         name = member.name
+        names.add(name)
         end = max(end, content.at + member.stored_nbytes)
         try:
             tensor = _tensor(name, _read_head(content.take), content.rest(), notes)
@@ -226,8 +227,8 @@ def _arrays(
             error.offset = content.at if error.offset is None else error.offset
             raise error.located(tensor=name) from error.__cause__
         found[name] = tensor, member.comment
-    times = Counter(name.removesuffix(_SUFFIX) for name in found)
-    kept = {name for name in found if times[name.removesuffix(_SUFFIX)] > 1}
+    times = Counter(name.removesuffix(_SUFFIX) for name in names)
+    kept = {name for name in names if times[name.removesuffix(_SUFFIX)] > 1}
     tensors: dict[str, Tensor] = {}
     for member_name, (tensor, comment) in found.items():
         key = member_name.removesuffix(_SUFFIX)

@@ -48,8 +48,8 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,6 @@ class Safetensors(Format):
 
     name = "safetensors"
     description = "safetensors files"
-    suffixes = (".safetensors",)
     types = _TYPES
     can = Can(types=tuple(_TYPES.values()), file_attrs=None, arrangement=True)
 
@@ -191,8 +190,8 @@ def _shards(draft: Draft, most: int) -> list[Draft]:
     return [Draft(shard, attrs, draft.path) for shard in shards]
 
 
-def _broken(reason: str, rule: str = _RULE, at: int = 8) -> FormatError:
-    return FormatError(reason, offset=at, rule=rule)
+def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:
+    return FormatError(reason, offset=at, rule=rule, hint=kit.TRUNCATED if is_short else None)
 
 
 def _header(source: Readable) -> bytes:
@@ -202,7 +201,8 @@ def _header(source: Readable) -> bytes:
     if length > _LARGEST_HEADER:
         raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
     if length > source.size - 8:
-        raise _broken(f"a header of {length} bytes is not in the file", "InvalidHeaderLength", 0)
+        reason = f"a header of {length} bytes, but {source.size - 8} are left of the file"
+        raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
     header = bytes(source.read(8, length))
     if not header.startswith(b"{"):
         raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
@@ -226,7 +226,8 @@ def _tiled(entries: dict[str, Any], start: int, size: int) -> dict[str, Tensor]:
             raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
         end += tensor.nbytes
     if end != size:
-        raise _broken(f"data end at byte {end}, but the file at {size}", "MetadataIncompleteBuffer")
+        reason = f"data end at byte {end}, but the file at {size}"
+        raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > size)
     return {tensor.name: tensor for tensor in tensors}
 
 

@@ -31,7 +31,7 @@ import traitlets
 
 from xckpt.errors import shown
 from xckpt.notebook import html, text
-from xckpt.notebook.codes import CODES
+from xckpt.notebook.folding import CODES
 from xckpt.notebook.formatting import binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:

@@ -28,6 +28,8 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.elements import ELEMENT_TYPES
+from xckpt.labels import scales_of_codes
 from xckpt.labels.stacking import is_index
 from xckpt.notebook.formatting import columns, printable, shortened
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
 __all__ = [
+    "CODES",
     "Family",
     "Pattern",
     "Row",
@@ -42,6 +45,8 @@ __all__ = [
     "families_of",
     "fold",
     "indices_text",
+    "mark_codes",
+    "marked",
     "one_by_one",
     "united",
 ]
@@ -356,3 +361,49 @@ def _braced(members: Sequence[str]) -> str:
     if kept < len(members) - 1:
         members = [*members[:kept], "…", members[-1]]
     return "{" + ",".join([_literal(member, ",") for member in members]) + "}"
+
+
+# --- codes of quantised weights ------------------------------------------------------------------
+
+# Where a format says how its codes are decoded, tensors have the numbers of the weights. Others
+# only have a second tensor with a name that says it: ``w.weight`` of 8 bits, ``w.weight_scale``.
+# The numbers of such codes say nothing of the weights: nobody should take them for these.
+
+#: What `Row.storage` and patterns call them.
+CODES = "codes"
+
+
+def marked(rows: Sequence[Row]) -> list[Row]:
+    """Say of tensors that are codes how they are stored."""
+    codes = scales_of_codes({row.name: row.dtype for row in rows})
+    if not codes:
+        return list(rows)
+    return [
+        row._replace(storage=_storage(row.storage)) if row.name in codes else row for row in rows
+    ]
+
+
+def mark_codes(families: Iterable[Family]) -> None:
+    """Say the same of families, in no time: there are few of them."""
+    templates: dict[str, list[Family]] = {}
+    for family in families:
+        name = ".".join(["0" if part is None else part for part in family.template])
+        templates.setdefault(name, []).append(family)
+    # Of some names there are several types, as where the first layers are not quantised.
+    smallest = {name: min(some, key=_bits).dtype for name, some in templates.items()}
+    for name, scale in scales_of_codes(smallest).items():
+        scales = [each.indices for each in templates[scale]]
+        there = [frozenset().union(*found) for found in zip(*scales, strict=False)]
+        for family in templates[name]:
+            covered = all(here <= all_ for here, all_ in zip(family.indices, there, strict=False))
+            if covered and scales_of_codes({name: family.dtype, scale: smallest[scale]}):
+                family.storage = _storage(family.storage)
+
+
+def _bits(family: Family) -> int:
+    element = ELEMENT_TYPES.get(family.dtype)
+    return 64 if element is None else element.bits
+
+
+def _storage(storage: str) -> str:
+    return storage if CODES in storage.split() else f"{CODES} {storage}".rstrip()

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
 from xckpt.labels.stacking import numbered
-from xckpt.notebook.codes import mark_codes, marked
 from xckpt.notebook.folding import (
     Pattern,
     Row,
     ascending,
     families_of,
     fold,
+    mark_codes,
+    marked,
     one_by_one,
     united,
 )
@@ -259,6 +260,8 @@ def _unexplained(index: Any, stored: int) -> list[str]:
         return []
     size = binary_size(index.nbytes)
     if stored > index.nbytes and not index.shared:
+        if any(tensor.problem is not None for tensor in index.tensors.values()):
+            return []  # it was cut short
         return [f"the file has only {size}: some tensors share their bytes"]
     unused = index.nbytes - stored
     if unused > _UNUSED_SHARE * index.nbytes and unused > _UNUSED_BYTES:

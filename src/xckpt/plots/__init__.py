@@ -245,7 +245,7 @@ class Plots:
         --------
         >>> ds.ckpt.plot.spectrum("layers.3.mlp.w")  # doctest: +SKIP
         """
-        from xckpt.plots.spectrum import draw_spectrum
+        from xckpt.plots.distribution import draw_spectrum
 
         return draw_spectrum(self._obj, name, minus=minus, ax=ax, **kwargs)
 
@@ -308,8 +308,8 @@ class Plots:
         --------
         >>> ds.ckpt.plot.heatmap("layers.5.mlp.gate_proj.weight", robust=True)  # doctest: +SKIP
         """
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.plots.heatmap import draw_heatmap
-        from xckpt.tensors import OpenTensors
 
         name = OpenTensors(self._obj).only if name is None else name
         return draw_heatmap(
@@ -357,7 +357,7 @@ class Plots:
         --------
         >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()  # doctest: +SKIP
         """
-        from xckpt.plots.steps import draw_steps
+        from xckpt.plots.comparisons import draw_steps
 
         return draw_steps(self._obj, names, relative=relative, ax=ax, **kwargs)
 
@@ -406,7 +406,7 @@ class Plots:
         --------
         >>> base.ckpt.plot.compare(tuned)  # doctest: +SKIP
         """
-        from xckpt.plots.differences import draw_differences
+        from xckpt.plots.comparisons import draw_differences
 
         return draw_differences(self._obj, other, statistic, names, most=most, ax=ax, **kwargs)
 
@@ -459,6 +459,6 @@ class Plots:
         --------
         >>> ds.ckpt.plot.error("model.gguf", names="*.q_proj.weight")  # doctest: +SKIP
         """
-        from xckpt.plots.errors import draw_error
+        from xckpt.plots.comparisons import draw_error
 
         return draw_error(self._obj, other, statistic, names, dim=dim, ax=ax, **kwargs)

@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 
 from xckpt.arrays.sparse import dense_values
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import shown
 from xckpt.labels import scales_of_codes
 from xckpt.notebook.formatting import counted
@@ -20,7 +21,6 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -126,10 +126,11 @@ def _mark(ax: Axes, sample: Sample) -> None:
 
     height, nrows = len(sample.values), sample.shape[0]
     unknown = ~np.isfinite(sample.values)
+    infinite = f"NaN or infinite, in {counted(int(unknown.sum()), 'block')}"
     at = np.flatnonzero(unknown.any(axis=1))
     dead = sample.dead if len(sample.dead) < len(sample.rows) else sample.dead[:0]
     marks = [
-        (_NAN_COLOUR, (at + 0.5) * nrows / height - 0.5, _not_finite(int(unknown.sum()))),
+        (_NAN_COLOUR, (at + 0.5) * nrows / height - 0.5, infinite),
         (_DEAD_COLOUR, dead, f"{counted(len(dead), 'row')} of zeros"),
     ]
     handles, labels = [], []
@@ -155,10 +156,6 @@ def _mark(ax: Axes, sample: Sample) -> None:
         handles.append(Line2D([], [], **look))
         labels.append(text)
     add_legend(ax, handles, labels, below="labels")
-
-
-def _not_finite(count: int) -> str:
-    return f"NaN or infinite, in {counted(count, 'block')}"
 
 
 def _known_faults(tensors: OpenTensors, name: str, known: xr.Dataset | None) -> dict[str, int]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.datasets.tensors import find
 from xckpt.labels import similar
 from xckpt.plots.axes import (
     add_heading,
@@ -19,7 +20,6 @@ from xckpt.plots.axes import (
     whole_numbers,
 )
 from xckpt.plots.roles import MOST_LINES, Role, choose, groups_of, numbers_of, outermost, roles_of
-from xckpt.tensors import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, similar
 from xckpt.labels.stacking import numbered, words
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -77,11 +77,8 @@ def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
     if not names:
         return ""
     their = "its scales are" if len(names) == 1 else "their scales are"
-    return f"without {counted(len(names), 'tensor')} of codes; {their} in {_leaf(scales[names[0]])}"
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+    leaf = scales[names[0]].rpartition(".")[2]
+    return f"without {counted(len(names), 'tensor')} of codes; {their} in {leaf}"
 
 
 # --- roles ---------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels.stacking import numbered
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
 from xckpt.plots.roles import require_any
-from xckpt.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,6 +8,7 @@ until another accumulator brings the rest. So results depend on nothing but the 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +37,8 @@ _MOST_PENDING = 1 << 31
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
+
+_NO_WORD = np.uint64(0)
 
 _thread = threading.local()
 
@@ -244,7 +247,7 @@ class Sketch(Accumulator):
         self.nan, self.inf, self.zero, self.negative_zero = tally
         if low <= high:
             keys = tables.extremes
-            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[1])
+            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[0])
             self.low, self.high = keys.view(self.kind.dtype).tolist()
         return self
 
@@ -401,7 +404,12 @@ class Tables:
         self.counts = np.empty(counters.shape[1], np.int64)
         self.used = False
         self.zeros = np.zeros(leaves, np.int64)
-        self.minus = 1 << (kind.bits - 1) if kind.exact and kind.has_negative_zero else 0
+        bits = kind.bits if kind.exact else kind.code_bits
+        minus = 1 << (bits - 1) if kind.has_negative_zero else 0
+        width = 64 if kind.integer else 8 * kind.itemsize
+        shift = 0 if kind.exact else width - kind.code_bits
+        #: Bits of an element as it is counted, the lowest bit of its code, the code of minus zero.
+        self.layout = (width, shift, minus)
         #: Of floats how many are NaN, infinite, zero, and negative zeros; of integers, the sums of
         #: their lower and upper halves.
         self.tally = np.zeros(4, np.int64)
@@ -415,15 +423,13 @@ class Tables:
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
         sums = np.empty(4 * LANES)
-        self.out: tuple[Array, ...] = (self.nodes, self.extremes, self.zeros, sums)
+        self.out: tuple[Array, ...] = (self.nodes, self.extremes, sums)
         if kind.integer:
-            scratch = np.empty(LEAF)
-            halves = scratch, scratch.view(np.uint64), sums
-            self.out = (self.nodes, self.extremes, self.tally, self.zeros, *halves)
+            self.wide = np.empty(leaves * LEAF)
+            self.out = (self.nodes, self.extremes, self.tally, np.empty(LEAF), sums)
             return
-        shift = kind.unsigned.type(kind.bits - kind.code_bits)
         infinity = kind.dtype.type(np.inf).view(self.signed)
-        self.how = (shift, self.signed.type(info.max), infinity)
+        self.how = (self.signed.type(info.max), infinity)
 
     def reset(self) -> None:
         """Forget what was counted; the counters are empty unless an error came before `drain`."""
@@ -438,19 +444,35 @@ class Tables:
         """Run the kernels over a block."""
         self.used = True
         kind = self.kind
-        if kind.exact:
-            kernels.count_patterns(values, self.counted, self.minus, self.zeros)
-            if not kind.has_zero:
-                self.zeros[:] = 0
-        elif kind.integer:
-            kernels.count_integers(values, self.counted, self.out)
-        elif self._count_floats(values, self.counted, self.out):
+        if kind.integer:
+            wide = self.wide[: len(values)]
+            wide[:] = values
+            self._count_codes(wide)
+            kernels.describe_integers(values, self.out)
+            return
+        self._count_codes(values)
+        if not kind.exact and self._describe_floats(values, self.out):
             for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
                 self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
 
-    def _count_floats(self, values: Array, counted: tuple[Array, ...], out: Any) -> int:
+    def _count_codes(self, values: Array) -> None:
+        whole = values.nbytes & ~7
+        last, more = _NO_WORD, 0
+        words = values if whole == values.nbytes else values.view(np.uint8)[:whole]
+        words = words.view(np.uint64)
+        if not words.flags.aligned:
+            words = words.copy()
+        if whole < values.nbytes:
+            rest = values[whole // values.itemsize :].tobytes()
+            last = np.uint64(int.from_bytes(rest, sys.byteorder))
+            more = len(rest) // values.itemsize
+        kernels.count_codes(words, last, more, self.layout, self.counted, self.zeros)
+        if not self.kind.has_zero:
+            self.zeros[:] = 0
+
+    def _describe_floats(self, values: Array, out: Any) -> int:
         patterns = values.view(self.signed), values.view(self.kind.unsigned)
-        rare: int = kernels.count_floats(values, *patterns, self.how, counted, out)
+        rare: int = kernels.describe_floats(values, *patterns, self.how, out)
         return rare
 
     def _look_again(self, values: Array) -> Array:
@@ -459,16 +481,14 @@ class Tables:
         nan = int(np.isnan(values).sum())
         self.tally[:2] += nan, len(values) - len(finite) - nan
         node, exponent = np.zeros((1, 7)), 0
-        nothing = tuple(each[:0] for each in self.counted)
-        out = node, self.extremes, self.zeros, self.out[-1]
-        if not len(finite) or not self._count_floats(finite, nothing, out):
+        if not len(finite) or not self._describe_floats(finite, (node, *self.out[1:])):
             return node
         # Few different powers, so that leaves seldom have to be brought to a common one.
         exponent = 256 * ((int(np.frexp(np.abs(finite).max())[1]) + 128) // 256)
         # The power of two may itself be out of range.
         first = -exponent // 2
         scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
-        self._count_floats(scaled, nothing, (node, self.extremes.copy(), *out[2:]))
+        self._describe_floats(scaled, (node, self.extremes.copy(), self.out[-1]))
         node[0, 6] = exponent
         return node
 

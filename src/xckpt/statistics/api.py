@@ -471,7 +471,8 @@ def _described(result: xr.Dataset) -> list[tuple[Hashable, xr.Variable]]:
     axis = "bin" if "bin" in result.dims else "statistic"
     for name, variable in found:
         if axis not in variable.dims:
-            raise ValueError(f"{shown(str(name))} has no dimension {axis!r}: not a result of stats")
+            reason = f"{shown(str(name))} has no dimension {axis!r}: not a result of stats"
+            raise ValueError(f"{reason}. Of a checkpoint: ds.ckpt.stats().ckpt.table()")
     # To transpose takes longer than all else that is done with a variable.
     return [(n, v if v.dims[0] == axis else v.transpose(axis, ...)) for n, v in found]
 

@@ -72,19 +72,15 @@ class Distribution:
         return _count(spectrum(Sketch.unpack(self._sketch, self._reader)), edges)
 
 
-def distributions(
-    entries: Sequence[Described], *, progress: ProgressOption = None, cache: bool = True
-) -> list[Distribution]:
+def distributions(entries: Sequence[Described]) -> list[Distribution]:
     """Find how the elements of tensors are distributed, from the sketches of a scan."""
     readers = [reader for entry in entries for reader in entry.readers]
 
     def finish(number: int, sketch: Sketch) -> Distribution:
         return _distribution(readers[number], sketch)
 
-    with Progress(progress, "histogram") as bar:
-        found: list[Distribution] = gather(
-            readers, Sketch, finish, bar, cache=cache, stretched=True
-        )
+    with Progress(None, "histogram") as bar:
+        found: list[Distribution] = gather(readers, Sketch, finish, bar, cache=True, stretched=True)
     return found
 
 

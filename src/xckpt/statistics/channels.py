@@ -85,7 +85,7 @@ def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable,
             continue
         if key in stacked:
             raise ValueError(f"tensors are stacked along {shown(key)}, and are compared one by one")
-        hint = similar(sorted(known), key)
+        hint = similar(sorted(known | stacked), key)
         raise ValueError(f"no variable has the dimension {shown(key)}{hint}")
     return lengths
 

@@ -14,8 +14,7 @@ import xarray as xr
 
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
-from xckpt.labels.renaming import renamed
-from xckpt.labels.selection import select, similar
+from xckpt.labels.selection import renamed, select, similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.channels import (
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable
@@ -261,7 +260,7 @@ def compare(
     if not entries and tensors is not None:
         _warn_of_no_match([*every, *others], tensors)
     if not explain and _have_no_names_in_common(rows):
-        text = "no tensor of a has the name of one of b: names= says which belong together"
+        text = "no tensor of a has the name of one of b: names='auto' finds which belong together"
         if names == "auto":
             text = "no tensor of a was found in b, neither by its name nor by its content"
         warnings.warn(text, CheckpointWarning, stacklevel=2)

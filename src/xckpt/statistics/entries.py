@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
@@ -19,8 +20,11 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.graph import TensorGraph, TensorLayer
+from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
-from xckpt.errors import CheckpointWarning, locating, shown
+from xckpt.datasets.tensors import remembered
+from xckpt.datasets.variables import LazyVariable
+from xckpt.errors import CheckpointWarning, locating, shown, some
 from xckpt.index import Index
 from xckpt.labels import flat_name
 from xckpt.labels.selection import similar
@@ -28,16 +32,14 @@ from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.storage.limits import require_memory
-from xckpt.tensors import remembered
-from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
+    from xckpt.datasets.variables import StackRecord
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
-    from xckpt.variables import StackRecord
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
 
@@ -85,9 +87,12 @@ class Subject:
         if unknown:
             known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
             asked = str(min(unknown, key=str))
-            text = f"no variable has the dimension {shown(asked)}{similar(known, asked)}"
-            raise ValueError(text)
+            hint = similar(known, asked)
+            if not hint and any(asked in str(name).split(".") for name in self.variables):
+                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
         found = []
+        left_out: dict[str, list[str]] = defaultdict(list)
         for name, variable in self.variables.items():
             if dims is not None and not set(dims) & set(variable.dims):
                 continue
@@ -96,8 +101,10 @@ class Subject:
                 if entry.gone is None or not entry.gone.all():
                     found.append(entry)
             except TypeError as error:
-                text = f"{shown(str(name))} has no statistics: {error}"
-                warnings.warn(text, CheckpointWarning, stacklevel=4)
+                left_out[_problem(variable) or str(error)].append(str(name))
+        for reason, names in left_out.items():
+            text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
         return found
 
     def _entry(
@@ -250,13 +257,17 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
 
 
 def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
-    from xckpt.opening import format_of
+    from xckpt.datasets.making import described, make_dataset
+    from xckpt.datasets.options import OpenOptions
+    from xckpt.index import paused_collector
+    from xckpt.opening import open_index
 
-    if isinstance(obj, Index):
-        path, engine = obj.source, obj.format
-    else:
-        path, engine = obj, format_of(obj, storage_options)
-    return contents_of(xr.open_dataset(path, engine=engine, storage_options=storage_options))
+    path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
+    # xarray would open it by a format, which is known when it is open.
+    source, index = open_index(path, format, storage_options=storage_options)
+    with paused_collector():
+        ds = make_dataset(source, index, OpenOptions(storage_options=storage_options))
+    return contents_of(described(ds, source, index))
 
 
 def _tree_contents(tree: xr.DataTree) -> Subject:
@@ -293,6 +304,14 @@ def _lazy_array(variable: xr.Variable) -> LazyArray | None:
         lazy = layers[0].lazy
         return lazy if lazy.shape == array.shape else None
     return None
+
+
+def _problem(variable: xr.Variable) -> str | None:
+    """Return why the tensor of a variable, or the first one of a stack, cannot be read."""
+    lazy = _lazy_array(variable)
+    if isinstance(lazy, StackedArray):
+        lazy = lazy.first
+    return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
 
 
 def _reader(array: Any, name: str) -> Reader:

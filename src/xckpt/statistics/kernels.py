@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from xckpt.compiling import compiled, inlined, within
+from xckpt.arrays.compiling import compiled, inlined, within
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 
@@ -77,7 +77,7 @@ def _halve(lanes: Any) -> Any:
 
 
 @within
-def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901
+def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901, PLR0912
     """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
     size = x.size
     center = np.float64(x[0])
@@ -123,9 +123,10 @@ def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: 
         sums[LANES + j] += aa
         sums[2 * LANES + j] += a * aa
         sums[3 * LANES + j] += aa * aa
+    for k in range(4):
+        sums[k] = _halve(sums[k * LANES : (k + 1) * LANES])
     n = np.float64(size)
-    s1, s2 = _halve(sums), _halve(sums[LANES:])
-    s3, s4 = _halve(sums[2 * LANES :]), _halve(sums[3 * LANES :])
+    s1, s2, s3, s4 = sums[0], sums[1], sums[2], sums[3]
     m = s1 / n
     m2 = s2 - m * s1
     m4 = s4 - 4.0 * m * s3 + 6.0 * m * m * s2 - 3.0 * m * m * m * s1
@@ -147,20 +148,68 @@ def _zeros_so_far(one: Any, other: Any, minus: Any) -> Any:
     return count
 
 
-@within
-def _count_codes(bits: Any, shift: Any, one: Any, other: Any, pages: Any) -> None:
-    """Count the upper bits of each element, in two tables by turns; mark the pages they are on."""
-    for i in range(0, bits.size - 1, 2):
-        one[bits[i] >> shift] += np.uint32(1)
-        other[bits[i + 1] >> shift] += np.uint32(1)
-    if bits.size & 1:
-        one[bits[bits.size - 1] >> shift] += np.uint32(1)
-    if bits.size < LEAF:
-        for i in range(bits.size):
-            pages[np.int64(bits[i] >> shift) >> PAGE_BITS] = True
-    else:
-        for i in range(pages.size):
-            pages[i] = True
+@compiled
+def count_codes(  # noqa: C901, PLR0912, PLR0917
+    words: Any, last: Any, more: Any, how: Any, tables: Any, zeros: Any
+) -> None:
+    """Count the upper bits of each element, in two tables by turns; mark the pages they are on.
+
+    Elements of any width come as words of 64 bits, so that there is one function to compile, and
+    few loads; those that fill no word are the lower ones of the last. `zeros` gets, of each leaf,
+    how many have the code of a zero.
+    """
+    width, shift, minus = how
+    one, other, pages = tables
+    per_leaf = LEAF * width // 64
+    step = np.uint64(width)
+    bits = np.uint64(shift)
+    mask = np.uint64(one.size - 1)
+    before = _zeros_so_far(one, other, minus)
+    for leaf in range((words.size + (more > 0) + per_leaf - 1) // per_leaf):
+        stop = (leaf + 1) * per_leaf
+        part = words[leaf * per_leaf : stop if stop < words.size else words.size]
+        if part.size < per_leaf:
+            for i in range(part.size):
+                word = part[i]
+                for _ in range(64 // width):
+                    code = (word >> bits) & mask
+                    one[code] += np.uint32(1)
+                    pages[code >> np.uint64(PAGE_BITS)] = True
+                    word >>= step
+            for _ in range(more):
+                code = (last >> bits) & mask
+                one[code] += np.uint32(1)
+                pages[code >> np.uint64(PAGE_BITS)] = True
+                last >>= step
+        elif width == 64:
+            for i in range(0, part.size, 2):
+                one[part[i] >> np.uint64(45)] += np.uint32(1)
+                other[part[i + 1] >> np.uint64(45)] += np.uint32(1)
+        elif width == 32:
+            for i in range(part.size):
+                word = part[i]
+                one[(word >> np.uint64(16)) & np.uint64(0xFFFF)] += np.uint32(1)
+                other[word >> np.uint64(48)] += np.uint32(1)
+        elif width == 16:
+            for i in range(part.size):
+                word = part[i]
+                one[word & np.uint64(0xFFFF)] += np.uint32(1)
+                other[(word >> np.uint64(16)) & np.uint64(0xFFFF)] += np.uint32(1)
+                one[(word >> np.uint64(32)) & np.uint64(0xFFFF)] += np.uint32(1)
+                other[word >> np.uint64(48)] += np.uint32(1)
+        else:
+            for i in range(part.size):
+                word = part[i]
+                for _ in range(4):
+                    one[word & np.uint64(0xFF)] += np.uint32(1)
+                    other[(word >> np.uint64(8)) & np.uint64(0xFF)] += np.uint32(1)
+                    word >>= np.uint64(16)
+        if part.size == per_leaf:
+            for i in range(pages.size):
+                pages[i] = True
+        after = _zeros_so_far(one, other, minus)
+        zeros[leaf] = after - before
+        before = after
 
 
 @compiled
@@ -182,31 +231,19 @@ def drain(one: Any, other: Any, pages: Any, codes: Any, counts: Any) -> Any:
 
 
 @compiled
-def count_floats(  # noqa: PLR0917
-    x: Any, signed: Any, unsigned: Any, how: Any, tables: Any, out: Any
-) -> Any:
+def describe_floats(x: Any, signed: Any, unsigned: Any, how: Any, out: Any) -> Any:
     """Describe a block of float32 or float64.
 
     A count of -1 is of a leaf that needs another look: some element is not finite, or fourth powers
-    leave the range of float64. Returns how many these are. `zeros` gets how many elements have the
-    code of a zero.
+    leave the range of float64. Returns how many these are.
     """
-    shift, magnitude, infinity = how
-    one, other, pages = tables
-    nodes, extremes, zeros, sums = out
-    minus = one.size // 2
+    magnitude, infinity = how
+    nodes, extremes, sums = out
     rare = 0
-    before = _zeros_so_far(one, other, minus) if minus else 0
     for leaf in range((x.size + LEAF - 1) // LEAF):
         start = leaf * LEAF
         stop = start + LEAF if start + LEAF < x.size else x.size
-        values, patterns = x[start:stop], unsigned[start:stop]
-        if minus:
-            _count_codes(patterns, shift, one, other, pages)
-            after = _zeros_so_far(one, other, minus)
-            zeros[leaf] = after - before
-            before = after
-        low, high = _extremes(signed[start:stop], patterns, magnitude)
+        low, high = _extremes(signed[start:stop], unsigned[start:stop], magnitude)
         is_rare = high >= infinity or low <= ~infinity
         if not is_rare:
             extremes[0] = low if low < extremes[0] else extremes[0]
@@ -219,16 +256,14 @@ def count_floats(  # noqa: PLR0917
             nodes[leaf, 0] = -1.0
             rare += 1
         else:
-            _describe(values, low == high, sums, nodes[leaf])
+            _describe(x[start:stop], low == high, sums, nodes[leaf])
     return rare
 
 
 @compiled
-def count_integers(x: Any, tables: Any, out: Any) -> None:
+def describe_integers(x: Any, out: Any) -> None:
     """Describe a block of integers of 32 or 64 bits."""
-    one, other, pages = tables
-    nodes, extremes, tally, zeros, scratch, bits, sums = out
-    before = _zeros_so_far(one, other, 0)
+    nodes, extremes, tally, part, sums = out
     for leaf in range((x.size + LEAF - 1) // LEAF):
         values = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
         low = high = values[0]
@@ -237,13 +272,6 @@ def count_integers(x: Any, tables: Any, out: Any) -> None:
             high = max(high, values[i])
         extremes[0] = min(extremes[0], low)
         extremes[1] = max(extremes[1], high)
-        part = scratch[: values.size]
-        for i in range(values.size):
-            part[i] = values[i]
-        _count_codes(bits[: values.size], np.uint64(45), one, other, pages)
-        after = _zeros_so_far(one, other, 0)
-        zeros[leaf] = after - before
-        before = after
         lower = np.int64(0)
         upper = np.int64(0)
         for i in range(values.size):
@@ -255,7 +283,7 @@ def count_integers(x: Any, tables: Any, out: Any) -> None:
         # Distances from the smallest are exact where the elements as float64 are not.
         for i in range(values.size):
             part[i] = np.float64(np.uint64(values[i]) - np.uint64(low))
-        _describe(part, low == high, sums, nodes[leaf])
+        _describe(part[: values.size], low == high, sums, nodes[leaf])
         _move(nodes[leaf], low)
 
 
@@ -271,19 +299,6 @@ def _move(node: Any, low: Any) -> None:
     rest += (total - (high - back)) + (node[1] - back)
     node[1] = high
     node[2] += rest
-
-
-@compiled
-def count_patterns(x: Any, tables: Any, minus: Any, zeros: Any) -> None:
-    """Count the bit patterns of a block of elements of 8 or 16 bits."""
-    one, other, pages = tables
-    before = _zeros_so_far(one, other, minus)
-    for leaf in range((x.size + LEAF - 1) // LEAF):
-        part = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
-        _count_codes(part, x.dtype.type(0), one, other, pages)
-        after = _zeros_so_far(one, other, minus)
-        zeros[leaf] = after - before
-        before = after
 
 
 # --- merging, rows, intervals -------------------------------------------------------------------
@@ -599,62 +614,3 @@ def compare_cells(  # noqa: PLR0917
             along += stop - start
             start = stop
         along = 0
-
-
-# --- hashes --------------------------------------------------------------------------------------
-
-
-@inlined
-def _weight(number: Any) -> Any:
-    """Return an odd number for a row or column: the next ones of splitmix64."""
-    x = (np.uint64(number) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
-
-
-@compiled
-def weigh(weights: Any) -> None:
-    """Write the weights of columns."""
-    for column in range(weights.size):
-        weights[column] = _weight(column)
-
-
-@compiled
-def hash_rows(  # noqa: PLR0917
-    words: Any, weights: Any, row: Any, column: Any, sums: Any, columns: Any, tally: Any
-) -> None:
-    """Add up hashes of a run of elements, which begins in a row and a column.
-
-    The tally has those of all at their places, of all in any order, and all bits that are set.
-    """
-    is_narrow = words.itemsize == 4
-    at = 0
-    for line in range(sums.size):
-        stop = min(words.size, at + weights.size - column)
-        shift = column - at
-        factor = _weight(row + np.uint64(line))
-        of_row = np.uint64(0)
-        of_all = np.uint64(0)
-        bits = np.uint64(0)
-        for k in range(at, stop):
-            word = np.uint64(words[k])
-            if is_narrow:
-                magnitude = word & np.uint64(0x7FFFFFFF)
-                word = np.uint64(0) if magnitude == 0 else word
-                word = np.uint64(0x7FC00000) if magnitude > 0x7F800000 else word
-            bits |= word
-            # No two words have one hash, and it has bits everywhere.
-            hashed = word * np.uint64(0xD6E8FEB86659FD93)
-            hashed ^= hashed >> np.uint64(32)
-            of_row += weights[k + shift] * hashed
-            of_all += hashed
-            if columns.size:
-                columns[k + shift] += factor * hashed
-        sums[line] = of_row
-        # Another weight, or a square matrix would have the hash of its transpose.
-        tally[0] += _weight(row + np.uint64(line) + np.uint64(1 << 48)) * of_row
-        tally[1] += of_all
-        tally[2] |= bits
-        at = stop
-        column = 0

@@ -116,7 +116,7 @@ def require_numbers(dtype: np.dtype[Any]) -> Kind:
     """Find how the elements of an array, or the magnitudes of complex ones, are counted."""
     kind = kind_of(np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype)
     if kind is None:
-        raise TypeError(f"elements of type {dtype} are no numbers")
+        raise TypeError(f"elements of type {dtype} are not numbers")
     return kind
 
 

@@ -78,13 +78,7 @@ class StepChanges:
         self.relative = by_measure["rel_l2"]
 
 
-def changes_of(
-    obj: Any,
-    tensors: TensorFilter | None = None,
-    *,
-    progress: ProgressOption = None,
-    cache: bool = True,
-) -> StepChanges:
+def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     """Compare the steps of what `open_steps` opened; `tensors` chooses by names without steps."""
     subject = contents_of(obj)
     with paused_collector():
@@ -99,7 +93,7 @@ def changes_of(
     chosen = set(select_some(known, tensors))
     kept = [at for at, name in enumerate(plain) if name in chosen]
     some = Measured([names[at] for at in kept], {}, [""] * len(kept), [()] * len(kept), dim)
-    return StepChanges(some, [readers[at] for at in kept], progress=progress, cache=cache)
+    return StepChanges(some, [readers[at] for at in kept], progress=None, cache=True)
 
 
 def run_findings(

@@ -6,12 +6,12 @@ tensor, never by the time of their arrival. What is kept of an earlier pass is n
 
 from __future__ import annotations
 
-import sys
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -19,14 +19,16 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays.sparse import dense_values
-from xckpt.errors import locating
+from xckpt.errors import CheckpointError, locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import BLOCK_NBYTES
+from xckpt.statistics.cluster import active_client, on_cluster
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
+from xckpt.storage.ahead import IN_FLIGHT, REQUEST_NBYTES
 from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.accumulate import Accumulator
     from xckpt.statistics.readers import Reader
     from xckpt.statistics.store import Store
+    from xckpt.storage import Source
     from xckpt.storage.ahead import Range
 
 # What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
@@ -42,8 +45,11 @@ _STRETCH = 1 << 28
 # Whole leaves of every type, and a power of two of them: one node of the tree of moments.
 _TASK_NBYTES = 16 << 20
 _CLUSTER_TASK_NBYTES = 64 << 20
+# Of an object store: what as many requests as are under way at a time bring in four turns.
+_FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
 # Tensors that share a task, so that progress is seen; and how many make a task of small ones.
 _MOST_CUTS = 256
+_MOST_FAR_CUTS = 4096
 _MANY = 64
 
 _thread = threading.local()
@@ -199,27 +205,32 @@ def _scan(
         report(sum(cut.nbytes for cut in task))
 
     if there:
-        _run_on_cluster(client, _tasks(there, _CLUSTER_TASK_NBYTES), operation, deliver_all)
+        _run_on_cluster(client, there, operation, deliver_all)
     if here:
-        _run_on_threads(list(_tasks(here, _TASK_NBYTES)), operation, deliver_all)
+        tasks = list(_tasks(here, _TASK_NBYTES, _TASK_NBYTES, _MOST_CUTS))
+        _run_on_threads(tasks, operation, deliver_all)
     if chunked:
         _run_chunks(client, chunked, operation, receive, report)
 
 
-def _tasks(cuts: Sequence[Cut], target: int) -> Iterator[list[Cut]]:
-    """Cut tensors in the order of the file, and put small ones together."""
+def _tasks(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[list[Cut]]:
+    """Cut tensors in the order of the file, and put small pieces together."""
     task: list[Cut] = []
     nbytes = 0
     for cut in sorted(cuts, key=lambda cut: (cut.reader.place, cut.number, cut.stretch)):
         reader, stop = cut.reader, cut.stop
-        step = max(LEAF, target // reader.kind.itemsize)
+        # Many small files share a task; what begins a large one waits for the rest of that.
+        if nbytes > target // 8 and reader.place[0] != task[-1].reader.place[0]:
+            yield task
+            task, nbytes = [], 0
+        step = max(LEAF, piece // reader.kind.itemsize)
         if reader.whole:
             step = max(1, stop - cut.start)
         for at in range(cut.start, max(stop, cut.start + 1), step):
             end = min(at + step, stop)
             task.append(Cut(cut.number, cut.stretch, reader, cut.argument, at, end))
             nbytes += task[-1].nbytes
-            if nbytes >= target or len(task) >= _MOST_CUTS:
+            if nbytes >= target or len(task) >= most:
                 yield task
                 task, nbytes = [], 0
     if task:
@@ -295,6 +306,34 @@ def _run_on_threads(
 # --- a cluster -----------------------------------------------------------------------------------
 
 
+def _run_on_cluster(
+    client: Any,
+    cuts: Sequence[Cut],
+    operation: type[Accumulator],
+    deliver: Callable[[list[Cut], list[Any]], None],
+) -> None:
+    target, most = _CLUSTER_TASK_NBYTES, _MOST_CUTS
+    sources = {id(source): source for source, _, _ in _ranges(cuts)}
+    if any(map(_is_far, sources.values())):
+        # A worker reads ahead within a task, and at the end of each it waits for a request.
+        threads = sum(client.nthreads().values())
+        share = sum(cut.nbytes for cut in cuts) // max(1, threads)
+        target = max(REQUEST_NBYTES, min(share, _FAR_TASK_NBYTES))
+        most = _MOST_FAR_CUTS
+    tasks = list(_tasks(cuts, _CLUSTER_TASK_NBYTES, target, most))
+
+    def place(task: list[Cut]) -> tuple[str, int]:
+        return task[0].reader.place[0], sum(cut.nbytes for cut in task)
+
+    on_cluster(client, tasks, partial(_scan_ahead, operation=operation), deliver, place)
+
+
+def _is_far(source: Source) -> bool:
+    with suppress(OSError, CheckpointError):  # reading it tells
+        return source.far is not None
+    return False
+
+
 def _scan_ahead(task: list[Cut], operation: type[Accumulator]) -> list[Any]:
     """Do one task on a worker, which reads ahead for itself."""
     with reading_ahead(_ranges(task)):
@@ -306,48 +345,6 @@ class _Never:
 
     def is_set(self) -> bool:
         return False
-
-
-def active_client() -> Any:
-    """Return the client of the active cluster; None if there is none, or inside its workers."""
-    distributed = sys.modules.get("distributed")
-    if distributed is None:
-        return None
-    try:
-        distributed.get_worker()
-    except ValueError:
-        pass
-    else:
-        # This is a task itself: to wait for others from within it could wait forever.
-        return None
-    try:
-        client = distributed.default_client()
-    except ValueError:
-        return None
-    return None if client.asynchronous else client
-
-
-def _run_on_cluster(
-    client: Any,
-    tasks: Iterator[list[Cut]],
-    operation: type[Accumulator],
-    deliver: Callable[[list[Cut], list[Any]], None],
-) -> None:
-    from distributed import as_completed
-
-    token = f"xckpt-stats-{uuid4().hex}"
-    # A task whose worker died is done again by another; it depends on nothing but the file.
-    futures = {
-        client.submit(_scan_ahead, task, operation, pure=False, key=f"{token}-{n}"): task
-        for n, task in enumerate(tasks)
-    }
-    done: Any = as_completed  # untyped
-    try:
-        for future, results in done(list(futures), with_results=True):
-            deliver(futures.pop(future), results)
-            future.release()
-    finally:
-        client.cancel(list(futures))
 
 
 # --- chunks of dask arrays -----------------------------------------------------------------------

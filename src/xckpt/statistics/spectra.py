@@ -11,7 +11,6 @@ from functools import partial
 from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 import xarray as xr
@@ -22,8 +21,8 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
+from xckpt.statistics.cluster import active_client, on_cluster
 from xckpt.statistics.entries import contents_of_all, laid, laid_out
-from xckpt.statistics.scan import active_client
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -375,7 +374,8 @@ def _find_all(
             near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
             names = {matrix.name for matrix in near}
             find = partial(_find, is_quick=is_quick)
-            on_cluster(client, [m for m in left if m.name not in names], find, deliver)
+            there = [m for m in left if m.name not in names]
+            on_cluster(client, there, find, deliver, lambda m: (file_of(m.array), m.nbytes))
             _here(near, find, deliver)
     return found
 
@@ -400,35 +400,15 @@ def _here(
         threads.shutdown(cancel_futures=True)
 
 
-def on_cluster(
-    client: Any,
-    matrices: Sequence[Any],
-    find: Callable[[Any], Any],
-    deliver: Callable[[Any, Any], None],
-) -> None:
-    """Do matrices as tasks; one whose worker died is done again by another."""
-    if not matrices:
-        return
-    from distributed import as_completed as completed
-
-    token = f"xckpt-spectrum-{uuid4().hex}"
-    futures = {
-        client.submit(find, matrix, pure=False, key=f"{token}-{number}"): matrix
-        for number, matrix in enumerate(matrices)
-    }
-    done: Any = completed  # untyped
-    try:
-        for future, one in done(list(futures), with_results=True):
-            deliver(futures.pop(future), one)
-            future.release()
-    finally:
-        client.cancel(list(futures))
-
-
 def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
     for matrix in matrices:
         if isinstance(matrix.array, LazyArray | _Difference):
             yield from matrix.array.ranges(...)
+
+
+def file_of(array: Any) -> str:
+    """Return the file of a lazy array or of what was made of one, as far as that is known."""
+    return array.source.name if isinstance(array, LazyArray) else ""
 
 
 def blas_threads(count: int) -> Any:

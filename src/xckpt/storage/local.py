@@ -18,6 +18,8 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
+from xckpt.storage.ahead import is_being_read
+from xckpt.storage.limits import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
@@ -30,7 +32,6 @@ __all__ = [
     "FileVersion",
     "LocalSource",
     "OpenFile",
-    "empty",
     "is_file_url",
     "is_mapped",
     "let_go",
@@ -40,6 +41,8 @@ __all__ = [
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.
 _READ_NBYTES = 64 << 20
+# What the disk is asked for at a time, before it is read.
+_ASKED_NBYTES = 256 << 10
 # What a read costs besides its bytes is what it takes to copy about so many.
 _WORTH_SKIPPING = 16 << 10
 
@@ -47,11 +50,6 @@ _WORTH_SKIPPING = 16 << 10
 _UNTRACKED: dict[str, Any] = (
     {"trackfd": False} if sys.version_info >= (3, 13) and sys.platform != "win32" else {}
 )
-
-
-def empty(nbytes: int) -> memoryview:
-    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
-    return np.empty(nbytes, np.uint8).data
 
 
 def is_file_url(text: str) -> bool:
@@ -161,6 +159,24 @@ class OpenFile:
         except OSError as error:
             raise named(error, name) from error
 
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Have the disk begin to read what is not in the page cache."""
+        if not hasattr(os, "posix_fadvise") or all(
+            self._is_cached(at) for at in (offset, offset + nbytes - 1)
+        ):
+            return
+        # A call reads no more than what the device takes at a time.
+        for at in range(offset, offset + nbytes, _ASKED_NBYTES):
+            count = min(_ASKED_NBYTES, offset + nbytes - at)
+            os.posix_fadvise(self.fileno, at, count, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, at: int) -> bool:
+        try:
+            os.preadv(self.fileno, [bytearray(1)], at, os.RWF_NOWAIT)
+        except (AttributeError, OSError):  # it would have to wait, or nobody can tell
+            return False
+        return True
+
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill memory from a position in the file, and return how much of it was filled."""
         if hasattr(os, "preadv"):
@@ -227,6 +243,16 @@ class LocalSource(Source):
         """See `Source.worth_skipping`; of a map nothing is read that is not looked at."""
         return None if self.mmap else _WORTH_SKIPPING
 
+    @property
+    def near(self) -> LocalSource:
+        """See `Source.near`."""
+        return self
+
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Have the disk begin with bytes that are read soon; see `Source.expect`."""
+        with suppress(OSError, CheckpointError):
+            self.descriptor().expect(offset, nbytes)
+
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Read a range of bytes into memory of its own; see `Source.read`."""
         self._check_range(offset, nbytes)
@@ -263,6 +289,7 @@ class LocalSource(Source):
             return self.read(offset, nbytes)
         self._check_range(offset, nbytes)
         self.check(offset)
+        is_being_read(self.name, nbytes)
         if nbytes == 0:  # an empty file cannot be mapped
             return memoryview(b"")
         try:
@@ -301,6 +328,7 @@ class LocalSource(Source):
         return kind, self.name, self.identity
 
     def _fill(self, offset: int, memory: memoryview, *, again: bool = False) -> None:
+        is_being_read(self.name, len(memory))
         try:
             found = self.descriptor().read_into(memory, offset)
         except CheckpointError as error:

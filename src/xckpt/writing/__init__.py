@@ -15,9 +15,9 @@ netCDF and zarr.
 
 from __future__ import annotations
 
+from xckpt.formats import FormatOptions
 from xckpt.writing.contents import TensorDigest
 from xckpt.writing.manifests import Manifest, manifest
-from xckpt.writing.options import FormatOptions
 from xckpt.writing.saving import Conversion, Recast, append, convert, save
 from xckpt.writing.verifying import Finding, Report, verify
 

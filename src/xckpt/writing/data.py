@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.plan import WantedPart, WantedTensor
+    from xckpt.formats.plan import WantedPart, WantedTensor
     from xckpt.storage.ahead import Range
     from xckpt.storage.digests import Hasher
     from xckpt.storage.sink import Place

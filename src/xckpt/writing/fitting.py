@@ -16,11 +16,11 @@ from fnmatch import translate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Arrangement, is_json
-from xckpt.listing import free_name
-from xckpt.plan import Draft, WantedPart, WantedTensor
 from xckpt.writing.casting import choose_type
 from xckpt.writing.data import ArrayData, Payload, StoredData
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xckpt.formats import Can, Format
     from xckpt.writing.casting import Cast
 
-__all__ = ["Changes", "Requests", "fit"]
+__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "fit"]
 
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
@@ -38,7 +38,7 @@ _OF_TENSORS = "attributes of tensors without a place"
 _SHARED = "tensors that shared their bytes with others are written by themselves"
 # The parts that have the element type of the tensor.
 _VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
-_KEYS = ("compression", "level", "digest", "dtype", "layout")
+TENSOR_OPTIONS = ("compression", "level", "digest", "dtype", "layout")
 
 
 class Changes:
@@ -100,9 +100,10 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(wanted, "items"):
         raise TypeError("encoding maps globs of tensor names to mappings")
     for key in wanted:
-        if key not in _KEYS:
-            alike = get_close_matches(str(key), _KEYS, n=1)
-            hint = f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(_KEYS)}"
+        if key not in TENSOR_OPTIONS:
+            alike = get_close_matches(str(key), TENSOR_OPTIONS, n=1)
+            known = f"known are {', '.join(TENSOR_OPTIONS)}"
+            hint = f"did you mean {alike[0]!r}?" if alike else known
             raise ValueError(f"encoding[{shown(glob)}]: {key!r} is not known; {hint}")
     request = dict(wanted)
     if "dtype" in request:

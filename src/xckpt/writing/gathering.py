@@ -25,12 +25,12 @@ from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.parts import decoded_shape
+from xckpt.datasets.tensors import flatten, member_variables, remembered, tensor_name
 from xckpt.errors import UnsupportedError, shown
+from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Quantization, Tensor
 from xckpt.labels import AxisNames, stated_name
-from xckpt.plan import WantedPart, WantedTensor
 from xckpt.storage.source import files_of
-from xckpt.tensors import flatten, member_variables, remembered, tensor_name
 from xckpt.writing.casting import element_type
 from xckpt.writing.data import Payload, StoredData, lazy_dask_array
 from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
+    from xckpt.datasets.tensors import Flat
     from xckpt.index import Layout
     from xckpt.storage import Source
-    from xckpt.tensors import Flat
     from xckpt.writing.fitting import Changes
 
 __all__ = [

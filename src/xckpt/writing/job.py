@@ -28,7 +28,7 @@ from xckpt.writing.streaming import Item, item_at, stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from xckpt.plan import Extent, Literal, Plan, Written
+    from xckpt.formats.plan import Extent, Literal, Plan, Written
     from xckpt.storage import Source
     from xckpt.storage.sink import Place, Sink
     from xckpt.writing.casting import Cast

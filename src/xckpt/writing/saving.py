@@ -24,17 +24,16 @@ from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 from xckpt.index import Part, paused_collector
-from xckpt.labels.renaming import renamed
-from xckpt.labels.selection import select_some
+from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
-from xckpt.sharding import INDEX_SUFFIX
+from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import check_cast, holds
 from xckpt.writing.data import StoredData, lazy_dask_array
-from xckpt.writing.fitting import Changes, Requests, fit
+from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, fit
 from xckpt.writing.gathering import gather, source_files, stored_payload
 from xckpt.writing.job import WriteJob
 from xckpt.writing.streaming import item_at
@@ -46,17 +45,17 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.delayed import Delayed
 
+    from xckpt.formats import FormatOptions
+    from xckpt.formats.plan import Plan
     from xckpt.index import Arrangement, Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
-    from xckpt.plan import Plan
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
     from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
     from xckpt.writing.data import Payload
-    from xckpt.writing.options import FormatOptions
     from xckpt.writing.streaming import Item
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
@@ -585,6 +584,8 @@ class Destination:
                 hint = (
                     f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
                 )
+                if option in TENSOR_OPTIONS:
+                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
                 name = self.writer.name
                 raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
         self.path = target if is_remote(target) else local_path(target)
@@ -672,7 +673,8 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    every = [formats.get(known) for known in formats.names()]
+    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in named]
     found = {
         each.name: suffix
         for each in every
@@ -681,15 +683,25 @@ def _format_of(path: str) -> str:
         if name.endswith(suffix)
     }
     if len(found) > 1:
-        own = {each.name: {*each.suffixes} - {*each.shared_suffixes} for each in every}
+        own = {each.name: each.own_suffixes for each in every}
         found = {each: s for each, s in found.items() if s in own[each]} or found
     shared = [s for each in every for s in each.shared_suffixes]
     # Of one word, like .bin: who writes it may mean the format of another program.
     is_common = any(s in shared and s.count(".") == 1 for s in found.values())
     if len(found) == 1 and not is_common:
         return next(iter(found))
-    which = "several programs use" if found else "no format has"
-    engines = ", ".join(map(repr, found or formats.names()))
+    for each in every:
+        if not found and name.endswith(each.own_suffixes):
+            formats.writable(each.name)  # says which formats are
+    hint, engines = "", ", ".join(map(repr, found))
+    if not found:
+        known = [each for each in map(formats.get, formats.names()) if each.can.types]
+        suffixes = [suffix for each in known for suffix in each.suffixes]
+        ending = os.path.splitext(name)[1]  # noqa: PTH122
+        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
+            hint = f" (did you mean {alike!r}?)"
+        engines = ", ".join(repr(each.name) for each in known)
+    which = "several programs use" if found else "no format that is written has"
     raise ValueError(
-        f"{which} the ending of {os.path.basename(path)!r}; pass engine=, one of {engines}"  # noqa: PTH119
+        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import FormatError, UnsupportedError, locating
-from xckpt.plan import WantedPart
+from xckpt.formats.plan import WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

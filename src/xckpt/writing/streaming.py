@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import IntegrityError, locating
-from xckpt.plan import Extent, WantedPart, Written
+from xckpt.formats.plan import Extent, WantedPart, Written
 from xckpt.storage import reading_ahead
 from xckpt.storage.digests import Hasher
 from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder

@@ -27,6 +27,7 @@ from xckpt.errors import (
     shown,
 )
 from xckpt.labels.selection import select_some
+from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
@@ -128,8 +129,8 @@ class Report:
                 *([f"{self.format} {self.version}".strip()] if self.format else []),
                 f"{self.tensors:,} tensors",
                 f"{self.digests:,} digests",
-                f"{errors:,} errors",
-                f"{others:,} warnings",
+                counted(errors, "error"),
+                counted(others, "warning"),
             ]
         )
         lines = [head]
@@ -200,7 +201,9 @@ def verify(
             warnings.simplefilter("ignore", CheckpointWarning)  # they are findings
             source, index = open_index(path, engine, storage_options=storage_options, whole=False)
     except CheckpointError as error:
-        return Report(error.path or "", "", "", 0, 0, (_finding(error)._replace(file=None),))
+        message = error.reason if error.hint is None else f"{error.reason}. {error.hint}"
+        finding = _finding(error)._replace(file=None, message=message)
+        return Report(error.path or "", "", "", 0, 0, (finding,))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]
     digests = 0
     with closing(source):

@@ -57,8 +57,8 @@ from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,6 @@ _MAGIC = b"NRUB"
 _HEADER = binary.Struct("<4sHI")
 _ALIGNMENT = 256
 _NEWEST = 1
-_TRUNCATED = "The file may be truncated"
 _DIALECTS = ("0.20", "0.21", "0.22")
 
 _ROOT = frozenset({"tensors", "metadata", "scalars"})
@@ -96,7 +95,6 @@ class Burnpack(Format):
 
     name = "burnpack"
     description = "Burnpack checkpoints"
-    suffixes = (".bpk",)
     types = _TYPES
     can = Can(
         types=(*dict.fromkeys(_TYPES.values()), "bool32"),
@@ -282,7 +280,7 @@ def _header(source: Readable) -> tuple[int, int]:
         raise UnsupportedError(reason, offset=4, rule="InvalidVersion")
     if length > source.size - _HEADER.size:
         reason = f"metadata of {length} bytes, but {source.size - _HEADER.size} follow the header"
-        raise FormatError(reason, offset=6, rule="InvalidHeader", hint=_TRUNCATED)
+        raise FormatError(reason, offset=6, rule="InvalidHeader", hint=kit.TRUNCATED)
     return version, length
 
 
@@ -335,7 +333,7 @@ def _check_ranges(entries: Sequence[_Descriptor], start: int, metadata_end: int,
     """Check that ranges are in the file and do not overlap."""
     end, last = max([(each.end, each.name) for each in entries], default=(0, None))
     if start + end > size:
-        hint = _TRUNCATED
+        hint = kit.TRUNCATED
         reason = f"data end at {start + end}, but the file at {size}"
         if metadata_end < start and metadata_end + end <= size:
             hint = "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"

@@ -15,7 +15,7 @@ from xckpt.errors import UnsupportedError, shown
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from xckpt.plan import WantedTensor
+    from xckpt.formats.plan import WantedTensor
 
 #: Element type, type in CBOR, and struct format, by kind.
 KINDS: dict[str, tuple[str, type, str]] = {

@@ -33,7 +33,7 @@ from xckpt.formats.burnpack import cbor
 from xckpt.index import Part, Quantization
 
 if TYPE_CHECKING:
-    from xckpt.plan import WantedTensor
+    from xckpt.formats.plan import WantedTensor
 
 _NEW = frozenset({"value", "store", "mode", "tensor", "block"})
 _OLD = frozenset({"value", "store", "mode", "param", "level"})

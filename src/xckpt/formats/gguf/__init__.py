@@ -55,8 +55,8 @@ from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import values
 from xckpt.formats.gguf.axes import AxisSizes
 from xckpt.formats.gguf.values import BOOL, DEEPEST, LIST, NUMBERS, TEXT
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -89,7 +89,6 @@ class Gguf(Format):
 
     name = "gguf"
     description = "GGUF files"
-    suffixes = (".gguf",)
     types = _TYPES
     can = Can(
         types=(*_TYPES.values(),),

@@ -51,9 +51,9 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,7 +80,6 @@ class Gptrs(Format):
     name = "gptrs"
     description = "gpt.rs checkpoints and tensor archives"
     # Upstream has no fixed ones; these are those of its tools and its documentation.
-    suffixes = (".bin", ".ten", ".gptrs")
     shared_suffixes = (".bin",)
     types = _TYPES
     can = Can(
@@ -312,7 +311,9 @@ class _Collected:
             start, end = entry.offset, entry.offset + nbytes
             if end > self._size or (nbytes and start < self._data_start):
                 where = f"{self._data_start} to {self._size}"
-                raise _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+                error = _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
+                error.hint = kit.TRUNCATED if end > self._size else None
+                raise error
             if nbytes:
                 self._ranges.setdefault((start, end), name)
             parts = {"data": Part(dtype, shape, start, nbytes)}

@@ -69,8 +69,8 @@ from xckpt.formats.mlcp.records import (
     written_block,
     written_string,
 )
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,7 +91,6 @@ class Mlcp(Format):
 
     name = "mlcp"
     description = "MLCP checkpoints"
-    suffixes = (".checkpoint", METADATA_SUFFIX)
     shared_suffixes = (METADATA_SUFFIX,)
     types = DATA_TYPES
     can = Can(

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.formats.primitiv.names import key_and_stat, value_path, variable_name, whole_key
 from xckpt.formats.primitiv.packed import (
     ARRAY,
@@ -53,7 +54,6 @@ from xckpt.formats.primitiv.packed import (
     packed_uint32,
 )
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Draft, Extent, Literal, Plan, WantedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,8 +92,7 @@ class Primitiv(Format):
 
     name = "primitiv"
     description = "primitiv files"
-    suffixes = (".primitiv", ".model", ".optimizer", ".param")
-    shared_suffixes = suffixes[1:]
+    shared_suffixes = (".model", ".optimizer", ".param")
     can = Can(
         types=("float32",),
         orders=("F",),

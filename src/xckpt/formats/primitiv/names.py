@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from xckpt.plan import WantedTensor
+    from xckpt.formats.plan import WantedTensor
 
 _IN_ELEMENT = re.compile("[%.:\udc80-\udcff]")
 _IN_STAT = re.compile("[%\udc80-\udcff]")

@@ -101,8 +101,7 @@ class ObjectCursor(kit.Cursor):
     def _require(self, nbytes: int, what: str) -> None:
         if nbytes > self.left:
             reason = f"{what}: {nbytes} bytes, but the file ends after {self.left}"
-            hint = "The file may be truncated"
-            raise FormatError(reason, offset=self.at, rule="EndOfFile", hint=hint)
+            raise FormatError(reason, offset=self.at, rule="EndOfFile", hint=kit.TRUNCATED)
 
 
 def packed_uint32(*numbers: int) -> bytes:

@@ -38,7 +38,6 @@ class Torch(Format):
 
     name = "torch"
     description = "PyTorch checkpoints"
-    suffixes = (".pt", ".pth", ".ckpt", ".bin")
     shared_suffixes = (".ckpt", ".bin")
     folder_marks = (distributed.METADATA,)
 

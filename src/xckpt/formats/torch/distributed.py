@@ -164,10 +164,12 @@ class _MetadataReader:
                 raise _broken(reason, "FileName")
             if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0:
                 raise _broken(f"an item of {spelled(nbytes)} bytes at {spelled(at)}", "Item")
-            offset = key.get("offset")
+            name, offset = key.get("fqn"), key.get("offset")
+            if type(name) is not str:
+                raise _broken(f"{spelled(name)} is not the name of an item", "Item")
             where = None if offset is None else _shape(offset)
             is_plain = not place.get("transform_descriptors")
-            items[_key(key.get("fqn"), where)] = _StorageInfo(file, at, nbytes, is_plain)
+            items[_key(name, where)] = _StorageInfo(file, at, nbytes, is_plain)
         return items
 
     def read_all(self) -> None:
@@ -208,7 +210,7 @@ class _MetadataReader:
         file = self._file(item.file)
         if file is None:
             raise MissingShardError(
-                f"the file {shown(item.file)}, which has this tensor, is missing",
+                f"the file {shown(item.file)} is missing",
                 path=self._source.name,
                 hint="Put it next to .metadata, and open that again",
             )
@@ -313,7 +315,7 @@ def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]
 _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")
 
 
-def _key(name: Any, origin: tuple[int, ...] | None) -> str:
+def _key(name: str, origin: tuple[int, ...] | None) -> str:
     return f"{name}\0{origin}"
 
 

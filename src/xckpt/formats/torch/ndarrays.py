@@ -20,7 +20,7 @@ _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 def _numpy_type(value: Any) -> tuple[str, Any] | None:
     """Return element type and byte order of a type of numpy, None if it is not one of numbers."""
-    if type(value) is not Call or name_of(value) != "numpy.dtype" or type(value.args) is not tuple:
+    if type(value) is not Call or name_of(value) != "numpy.dtype":
         return None
     code = value.args[0] if value.args else None
     found = _NUMPY.fullmatch(code) if type(code) is str else None

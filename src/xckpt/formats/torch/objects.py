@@ -121,7 +121,7 @@ class ObjectWalk:
         if tensor is not None:
             self._add(tensor)
             return [(key, inner) for key, inner in _attached(call) if not is_plain(inner)]
-        name, args = name_of(call), call.args if type(call.args) is tuple else ()
+        name, args = name_of(call), call.args
         if name in _MAPPINGS:
             first = args[-1] if args else None
             given = [*first.items()] if type(first) is Pairs else []
@@ -184,7 +184,7 @@ def _width(value: Any) -> int:
     """Return how much there is to look at in a value, which may be there many times."""
     kind = type(value)
     if kind is Call:
-        width = len(value.args) if type(value.args) is tuple else 0
+        width = len(value.args)
         if value.state is None and value.pairs is None and value.values is None:
             return width  # a tensor, of which there are very many
         inner = value.state if type(value.state) is tuple else (value.state,)

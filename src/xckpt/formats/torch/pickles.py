@@ -165,6 +165,8 @@ class Machine:
 
     def call(self, function: Any, args: Any) -> None:
         """Push what a call would give."""
+        if type(args) is not tuple:
+            raise self.broken("the arguments of a call are not a tuple", "Call", self.at - 1)
         self.stack.append(Call(function, args, self.at - 1))
 
     def reduce(self) -> None:

@@ -64,7 +64,7 @@ class Call:
 
     __slots__ = ("args", "at", "function", "pairs", "state", "values")
 
-    def __init__(self, function: Any, args: Any, at: int) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], at: int) -> None:
         self.function = function
         self.args = args
         self.at = at
@@ -114,7 +114,7 @@ def dict_of(items: Any) -> dict[str, Any]:
 
 def data_of(value: Any) -> bytes | None:
     """Return bytes, however the protocol spells them; None if there are many."""
-    if type(value) is Call and name_of(value) == "_codecs.encode" and type(value.args) is tuple:
+    if type(value) is Call and name_of(value) == "_codecs.encode":
         text, *codec = value.args or ("",)
         if type(text) is str and len(text) <= _MOST_BYTES and codec in (["latin1"], ["latin-1"]):
             value = text.encode("latin-1", "replace")
@@ -154,8 +154,7 @@ def spelled(value: Any, level: int = 0) -> str:
     if level > _SHOWN_LEVELS:
         return "..."
     if kind is Call:
-        args = value.args if type(value.args) is tuple else (value.args,)
-        return f"<{spelled(value.function, level + 1)}{_listed(args, level)}>"[:_SHOWN]
+        return f"<{spelled(value.function, level + 1)}{_listed(value.args, level)}>"[:_SHOWN]
     if kind is Persistent:
         return "<persistent>"
     if kind is Extension:

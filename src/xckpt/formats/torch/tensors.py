@@ -236,7 +236,7 @@ class Tensors:
         make = _TENSORS.get(name)
         if make is None:
             return self._of_class(call, name) if name.endswith("Tensor") else None
-        if level > _DEEPEST_TENSOR or type(call.args) is not tuple:
+        if level > _DEEPEST_TENSOR:
             raise self.broken(f"{name} of what is no tensor", "Tensor")
         try:
             return make(self, call, level)
@@ -510,7 +510,7 @@ def _in_c_order(tensor: Tensor) -> Part:
 
 
 def _meta(o: Tensors, call: Call, _: int) -> Tensor:
-    kind, size, *_ = call.args
+    kind, size = call.args[:2]
     dtype, size = dtype_named(kind), sizes_of(size)
     o.laid_out(size, (0,) * len(size))
     if dtype is None:

@@ -54,8 +54,8 @@ from xckpt.formats.ztensor import v1, v2
 from xckpt.formats.ztensor.layouts import LONG, SHORT_1, WRITTEN
 
 if TYPE_CHECKING:
+    from xckpt.formats.plan import Draft, Plan
     from xckpt.index import Index
-    from xckpt.plan import Draft, Plan
 
 _SMALLEST = 16  # a head and a footer of 8 bytes each
 
@@ -65,7 +65,6 @@ class ZTensor(Format):
 
     name = "ztensor"
     description = "zTensor checkpoints"
-    suffixes = (".zt",)
     types = {**LONG, **SHORT_1}  # noqa: RUF012  never changed
     can = Can(  # what either version has
         types=WRITTEN,

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
+from xckpt.formats.plan import Extent, Plan, WantedPart
 from xckpt.formats.ztensor.manifest import text
 from xckpt.index import Part
-from xckpt.plan import Extent, Plan, WantedPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from xckpt.formats.plan import Literal, WantedTensor, Written
     from xckpt.index import Tensor
-    from xckpt.plan import Literal, WantedTensor, Written
 
     _Choices = Mapping[str | None, str | None]
 

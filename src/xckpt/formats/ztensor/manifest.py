@@ -17,8 +17,8 @@ from xckpt.formats.kit import mistyped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
-    from xckpt.plan import Draft, WantedTensor
 
 LARGEST = 1 << 30
 _HEAD = 8
@@ -38,7 +38,7 @@ def locate(size: int, footer: int, length: int) -> int:
     if length > size - _HEAD - footer:
         reason = f"the footer claims a manifest of {length} bytes, "
         reason += f"but there are {size - _HEAD - footer} before it"
-        hint = "The file may be truncated"
+        hint = kit.TRUNCATED
         raise FormatError(reason, offset=size - footer, rule="ManifestBounds", hint=hint)
     if length > LARGEST:
         reason = f"a manifest of {length} bytes is larger than {LARGEST}"

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
+    from xckpt.formats.plan import WantedTensor
     from xckpt.formats.ztensor.layouts import Shape
     from xckpt.index import Part
-    from xckpt.plan import WantedTensor
 
     _Pinned = tuple[dict[str, Part], Quantization] | None
 

@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
+from xckpt.formats.plan import Literal, Plan, by_source
 from xckpt.formats.ztensor import layouts, manifest
 from xckpt.index import Index, Part, Tensor
-from xckpt.plan import Literal, Plan, by_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
-    from xckpt.plan import Draft, WantedPart, WantedTensor, Written
+    from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
+from xckpt.formats.plan import Literal, Plan
 from xckpt.formats.ztensor import layouts, manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.plan import Literal, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
+    from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
     from xckpt.index import Layout
-    from xckpt.plan import Draft, WantedPart, WantedTensor, Written
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
 ALIGNMENT, CANONICAL_ALIGNMENT = 4096, 1 << 16

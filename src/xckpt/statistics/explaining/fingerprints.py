@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics import kernels
 from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
+from xckpt.statistics.explaining import loops
 from xckpt.statistics.kinds import Kind, kind_named
 from xckpt.statistics.pairs import in_c_order
 from xckpt.statistics.scan import gather
@@ -58,15 +58,39 @@ class Transform:
     def __call__(self, values: Array) -> Array:
         """Transform float32 or float64; return numbers of such a type again."""
         if self.scale != 1.0 or self.offset:
-            wide = values.astype(np.float64)
-            if self.scale != 1.0:
-                wide *= self.scale
-            if self.offset:
-                wide += self.offset
-            values = wide
+            if values.dtype == np.float32 and self.types[:1] == ("float32",):
+                moved = np.empty(len(values), np.float32)
+                loops.move(np.ascontiguousarray(values), self.scale, self.offset, moved)
+                values = moved
+            else:
+                values = values * np.float64(self.scale) + self.offset
         for name in self.types:
-            values = values.astype(kind_named(name).dtype)
-        return values if values.dtype.char in "fd" else values.astype(np.float32)
+            values = _rounded(values, name)
+        return values
+
+
+# Of types of few digits: bits of the fraction, smallest normal number, largest one, what is beyond.
+_SMALL = {
+    "float16": (10, 2.0**-14, 65504.0, np.inf),
+    "float8_e4m3fn": (3, 2.0**-6, 448.0, np.nan),
+    "float8_e5m2": (2, 2.0**-14, 57344.0, np.inf),
+}
+
+
+def _rounded(values: Array, name: str) -> Array:
+    """Round floats to a type; return them as float32, or as float64 if they are of that type."""
+    if values.dtype == np.float32 and (name == "bfloat16" or name in _SMALL):
+        values = np.ascontiguousarray(values)
+        rounded = np.empty(len(values), np.float32)
+        if name == "bfloat16":
+            loops.round_bfloat16(values.view(np.uint32), rounded.view(np.uint32))
+        else:
+            digits, *limits = _SMALL[name]
+            scale = 1.5 * 2.0 ** (23 - digits)
+            loops.round_small(values, *map(np.float32, (scale, *limits)), rounded)
+        return rounded
+    values = values.astype(kind_named(name).dtype, copy=False)
+    return values if values.dtype.char in "fd" else values.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +167,7 @@ class Fingerprint(Accumulator):
         tally = np.zeros(3, np.uint64)
         nothing = np.empty(0, np.uint64)
         of_columns = nothing if self.columns is None else self.columns
-        kernels.hash_rows(
-            words, _weights(columns), np.uint64(first), column, sums, of_columns, tally
-        )
+        loops.hash_rows(words, _weights(columns), np.uint64(first), column, sums, of_columns, tally)
         self.digest = (self.digest + int(tally[0])) & _MASK
         self.elements = (self.elements + int(tally[1])) & _MASK
         self.bits |= int(tally[2])
@@ -257,5 +279,5 @@ def _words(floats: Array, values: Array | None, kind: Kind) -> Array:
 @lru_cache(maxsize=8)
 def _weights(columns: int) -> Array:
     weights = np.empty(columns, np.uint64)
-    kernels.weigh(weights)
+    loops.weigh(weights)
     return weights

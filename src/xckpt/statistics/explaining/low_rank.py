@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import locating
+from xckpt.statistics.cluster import active_client, on_cluster
 from xckpt.statistics.explaining.relations import FRACTION_BITS, spacing_of
 from xckpt.statistics.explaining.wording import Explanation
-from xckpt.statistics.scan import active_client
-from xckpt.statistics.spectra import blas_threads, in_memory, on_cluster
+from xckpt.statistics.spectra import blas_threads, file_of, in_memory
 from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
     bar.expect(sum(update.nbytes for update in updates))
     client = active_client()
     here = [u for u in updates if client is None or isinstance(u.b, np.ndarray)]
-    on_cluster(client, [u for u in updates if u not in here], _low_rank, deliver)
+    there = [u for u in updates if u not in here]
+    on_cluster(client, there, _low_rank, deliver, lambda u: (file_of(u.b), u.nbytes))
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
         for update, one in zip(here, threads.map(_low_rank, here), strict=True):
             deliver(update, one)
@@ -135,6 +136,15 @@ def _rank_of(difference: Array, values: Array, kind: str, highest: int) -> tuple
     return (rank, True) if is_low and gap else (0, False)
 
 
+def _spanned(update: _Update, projected: Array, step: int) -> tuple[Array, Array]:
+    """Return an orthonormal basis of some columns, and the difference in it."""
+    span = np.linalg.qr(projected)[0]
+    inside = np.zeros((span.shape[1], prod(update.b.shape[1:])))
+    for start, x, y in update.blocks(step):
+        inside += span[start : start + len(y)].T.astype(y.dtype) @ (y - x)
+    return span, inside
+
+
 def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | None:
     rows, columns = update.b.shape[0], prod(update.b.shape[1:])
     step = max(1, _BLOCK_NBYTES // (8 * columns))
@@ -152,10 +162,12 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
     # A few rows that changed have a low rank as well, but nobody made them so.
     if not np.isfinite(total) or min(lines, int(touched.sum())) <= _WIDE * rank:
         return None
-    span = np.linalg.qr(projected)[0]
-    inside = np.zeros((width, columns))
-    for start, x, y in update.blocks(step):
-        inside += span[start : start + len(y)].T.astype(y.dtype) @ (y - x)
+    span, inside = _spanned(update, projected, step)
+    if is_noisy:
+        # Random directions lead into the noise of rounding, too; those that were found, hardly.
+        for start, x, y in update.blocks(step):
+            projected[start : start + len(y)] = (y - x) @ inside.T.astype(y.dtype)
+        span, inside = _spanned(update, projected, step)
     u, values, v = np.linalg.svd(inside, full_matrices=False)
     left = np.maximum(total - np.cumsum(np.square(values)), 0.0) / total
     if not is_noisy:

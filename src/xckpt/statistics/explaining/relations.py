@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.statistics.accumulate import Accumulator, as_floats
+from xckpt.statistics.explaining import loops
 from xckpt.statistics.explaining.fingerprints import Transform
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF
@@ -50,7 +51,6 @@ _TRIED = 8
 _LOOKED_AT = 32
 # Elements whose difference, or ratio, is looked at.
 _PROBED = 256
-_MOST_LEVELS = 256
 _BLOCKS = (256, 128, 64, 32, 16)
 # Of the sample, to find the blocks.
 _LEVELLED = 4096
@@ -74,19 +74,23 @@ class Relation:
     #: Whether the types are coarser than that of what is transformed.
     rounds: bool = False
 
-    def holds(self, x: Array, y: Array) -> Array:
-        """Return of which pairs it holds."""
+    def held(self, x: Array, y: Array) -> int:
+        """Return of how many pairs it holds."""
+        return self.counted(x, y)[0]
+
+    def counted(self, x: Array, y: Array) -> tuple[int, int]:
+        """Return of how many pairs it holds, and how many numbers are zero that were made."""
         if self.backwards:
             x, y = y, x
+        if not self.block:
+            x = self.transform(x)
+        # Loops are compiled for two types, not for all pairs of them.
+        common = np.result_type(x, y)
+        x, y = (np.ascontiguousarray(each, common) for each in (x, y))
         if self.block:
-            return _nearest(x, y, self.block, self.digits)
-        made = self.transform(x)
-        same: Array = made == y
-        if not same.all():
-            same |= np.isnan(made) & np.isnan(y)
-            if self.masked:
-                same |= y == 0
-        return same
+            return loops.count_levels(x, y, self.block, 2.0**-self.digits), 0
+        same, masked, zeros = loops.count_same(x, y)
+        return same + masked * self.masked, zeros
 
 
 class Evidence(Accumulator):
@@ -97,8 +101,8 @@ class Evidence(Accumulator):
         self.relations = relations
         self.count = 0
         self.held = np.zeros(len(relations), np.int64)
-        #: How many elements of either side are zeros.
-        self.zeros = np.zeros(2, np.int64)
+        #: How many elements are zeros that are made of others.
+        self.zeros = 0
 
     @classmethod
     def begin(cls, reader: Any, argument: Any) -> Evidence:
@@ -114,10 +118,10 @@ class Evidence(Accumulator):
                 as_floats(side[at : at + _PIECE], kind)
                 for side, kind in zip(sides, self.kinds, strict=True)
             )
-            self.zeros += len(x) - np.count_nonzero(x), len(y) - np.count_nonzero(y)
             with np.errstate(all="ignore"):
                 for number, relation in enumerate(self.relations):
-                    count = np.count_nonzero(relation.holds(x, y))
+                    count, zeros = relation.counted(x, y)
+                    self.zeros += 0 if number else zeros
                     if count == len(x):
                         # What follows is more lenient.
                         self.held[number:] += count
@@ -130,7 +134,7 @@ class Evidence(Accumulator):
         self.zeros += zeros
         nothing = np.zeros(1, np.float32)
         for number, relation in enumerate(self.relations):
-            self.held[number] += zeros * bool(relation.holds(nothing, nothing)[0])
+            self.held[number] += zeros * relation.held(nothing, nothing)
 
     def merge(self, other: Evidence) -> None:
         """Add what another one found in other pairs."""
@@ -169,14 +173,14 @@ def likely(x: Array, y: Array, kinds: tuple[str, str]) -> tuple[Relation, ...]:
     """Return the relations that hold for all, or else for most, of some elements; best first."""
     # Few of them rule out nearly all relations.
     few = slice(None, None, max(1, len(x) // _FEW))
-    u, v = x[few], y[few]
+    u, v = x[few].copy(), y[few].copy()
     with np.errstate(all="ignore"):
         both = _likely(u, v, kinds)
         if not any(share == 1.0 for share, _ in both):
             turned = _likely(v, u, kinds[::-1])
             both += [(share, replace(relation, backwards=True)) for share, relation in turned]
         certain = [relation for share, relation in both if share == 1.0]
-        certain = [each for each in certain[:_TRIED] if each.holds(x, y).all()]
+        certain = [each for each in certain[:_TRIED] if each.held(x, y) == len(x)]
     if certain:
         first = certain[0]
         # There may be zeros elsewhere.
@@ -213,13 +217,13 @@ def _likely(x: Array, y: Array, kinds: tuple[str, str]) -> list[tuple[float, Rel
         is_coarser = any(FRACTION_BITS[name] < own_bits for name in transform.types)
         is_cast = transform.scale == 1.0 and not transform.offset
         relation = replace(relation, rounds=is_coarser or is_cast)  # noqa: PLW2901
-        share = float(np.mean(relation.holds(x, y)))
+        share = relation.held(x, y) / len(x)
         trivial = transform == Transform()
         if not trivial:
             found.append((share, relation))
         if has_zeros and share < 1:
             masked = replace(relation, masked=True)
-            found.append((float(np.mean(masked.holds(x, y))), masked))
+            found.append((masked.held(x, y) / len(x), masked))
     return found
 
 
@@ -325,41 +329,10 @@ def levels(x: Array, y: Array, kinds: tuple[str, str]) -> Relation | None:
                 if size < 2 * block:
                     continue
                 relation = Relation(Transform(), backwards=backwards, block=block, digits=digits)
-                share = float(np.mean(relation.holds(x[:size], y[:size])))
+                share = relation.held(x[:size], y[:size]) / size
                 if share >= LIKELY and (best is None or share > best[0] + _BETTER):
                     best = share, relation
     return best[1] if best else None
-
-
-def _nearest(x: Array, y: Array, block: int, digits: int) -> Array:
-    """Return where `y` is the nearest of the levels of its block to `x`."""
-    size = len(x) // block * block
-    held = np.zeros(len(x), np.bool_)
-    if len(x) - size > 1:
-        held[size:] = _nearest(x[size:], y[size:], len(x) - size, digits)
-    else:
-        held[size:] = True  # one number is a level
-    rows, levels_of = x[:size].reshape(-1, block), y[:size].reshape(-1, block)
-    ordered = np.sort(levels_of, axis=1)
-    span = ordered[:, -1:] - ordered[:, :1]
-    gaps = np.diff(ordered, axis=1)
-    noise = np.maximum(np.abs(ordered[:, -1:]), np.abs(ordered[:, :1])) * 2.0**-digits
-    gaps[gaps <= noise] = np.inf
-    step = gaps.min(axis=1, keepdims=True)
-    best = (span == 0) & (rows == levels_of)
-    for parts in (1, 2, 3):
-        if best.all():
-            break
-        # Of the whole span, where what was rounded off matters least.
-        unit = span / np.rint(span * parts / step)
-        steps = (levels_of - ordered[:, :1]) / unit
-        even = np.abs(steps - np.rint(steps)) <= np.maximum(0.02, 4 * noise / unit)
-        # So few that they can be codes, so far apart that rounding is not what makes them.
-        few = (span <= (_MOST_LEVELS - 1) * 1.001 * unit) & (noise < unit / 8) & (span > 0)
-        near = np.abs(rows - levels_of) <= unit * 0.502 + noise
-        best |= even.all(axis=1, keepdims=True) & few & near
-    held[:size] = best.reshape(-1)
-    return held
 
 
 def correlation(x: Array, y: Array) -> float:

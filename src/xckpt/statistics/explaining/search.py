@@ -53,7 +53,7 @@ class Search:
         """Return what was found of either side; of those of one name, what is said of `a`."""
         if all(self.sides):
             ours, theirs = self._hash(0, self.sides[0]), self._hash(1, self.sides[1])
-            self._place(ours, theirs, {})
+            self._match(ours, theirs, {})
             self._rounded(ours, theirs)
             self._moved(ours, theirs)
             # Those of one name have nothing to do with each other.
@@ -67,59 +67,13 @@ class Search:
         side: int,
         readers: Mapping[int, Reader],
         by: Mapping[int, Transform] | None = None,
-        *,
-        columns: bool = False,
     ) -> Prints:
         """Hash tensors of one side, as they are or transformed."""
         transforms = [by[n] for n in readers] if by else None
         made = fingerprints(
-            list(readers.values()), transforms=transforms, columns=columns, progress=self.bar
+            list(readers.values()), transforms=transforms, columns=True, progress=self.bar
         )
         return {n: one for n, one in zip(readers, made, strict=True) if one is not None}
-
-    def _place(
-        self,
-        ours: Prints,
-        theirs: Prints,
-        by: Mapping[int, Explanation],
-        transforms: tuple[Mapping[int, Transform], Mapping[int, Transform]] = ({}, {}),
-    ) -> None:
-        """Match tensors by their rows; then those left that may be transposed, by columns too."""
-        self._match(ours, theirs, by)
-        chosen = self._may_be_turned(self._left(0, ours), self._left(1, theirs))
-        if not all(chosen):
-            return
-        sides: list[Prints] = []
-        for side, prints in ((0, ours), (1, theirs)):
-            some = {n: prints[n] for n in sorted(chosen[side])}
-            anew = {n: self.sides[side][n] for n, one in some.items() if one.columns is None}
-            sides.append(some | self._hash(side, anew, transforms[side], columns=True))
-        self._match(sides[0], sides[1], by)
-
-    def _may_be_turned(self, ours: Prints, theirs: Prints) -> tuple[set[int], set[int]]:
-        """Choose those that may be transposed, or have more columns, on the other side."""
-        chosen: tuple[set[int], set[int]] = (set(), set())
-        known = defaultdict(list)
-        for m, other in theirs.items():
-            known[other.elements, other.shape].append(m)
-        for n, one in ours.items():
-            turned = list(known[one.elements, one.shape[::-1]]) if one.elements else []
-            if n in theirs and _may_be_wider(one, theirs[n]):
-                turned.append(n)
-            if turned:
-                chosen[0].add(n)
-                chosen[1].update(turned)
-        # Of several that are put together nothing is known before.
-        alone = self._alone(ours, theirs)
-        for some, others, numbers in ((*alone, chosen[0]), (*alone[::-1], chosen[1])):
-            shapes = {each.shape for each in others.values()}
-            heights, widths = {rows for rows, _ in shapes}, {columns for _, columns in shapes}
-            numbers.update(
-                n
-                for n, one in some.items()
-                if one.shape[0] in widths | heights or one.shape[1] in heights
-            )
-        return chosen
 
     def _left(self, side: int, prints: Mapping[int, Fingerprint]) -> Prints:
         return {n: one for n, one in prints.items() if n not in self.found[side]}
@@ -253,14 +207,13 @@ class Search:
                 }
                 if not some:
                     continue
-                transforms = dict.fromkeys(some, transform)
-                prints = self._hash(side, some, transforms)
+                prints = self._hash(side, some, dict.fromkeys(some, transform))
                 text = f"rounding {'ab'[side]} to {' and then to '.join(chain)}"
                 done = Explanation(("rounded",), text)
                 if side:
-                    self._place(targets, prints, dict.fromkeys(targets, done), ({}, transforms))
+                    self._match(targets, prints, dict.fromkeys(targets, done))
                 else:
-                    self._place(prints, targets, dict.fromkeys(some, done), (transforms, {}))
+                    self._match(prints, targets, dict.fromkeys(some, done))
 
     def _may_become(
         self, side: int, n: int, one: Fingerprint, transform: Transform, targets: Prints
@@ -315,7 +268,7 @@ class Search:
             before = {n: _moved_by(t, left[n].kind.name) for n, t in some.items()}
             for n, one in prints.items():
                 same_size = {m: others[m] for m in sizes[one.count]}
-                self._place({n: one}, same_size, {n: before[n]}, ({n: some[n]}, {}))
+                self._match({n: one}, same_size, {n: before[n]})
 
 
 def _whole(one: Fingerprint) -> Iterable[Any]:
@@ -327,12 +280,6 @@ def _whole(one: Fingerprint) -> Iterable[Any]:
 def _beginning(one: Fingerprint) -> Iterable[Any]:
     """Return what a tensor has in common with its beginning."""
     return ((int(one.rows[0]), one.shape[1]),) if one.rows is not None and one.rows[0] else ()
-
-
-def _may_be_wider(a: Fingerprint, b: Fingerprint) -> bool:
-    """Return whether one of two matrices may be the other with more columns, or its transpose."""
-    same_rows = a.shape[0] == b.shape[0] and a.shape[1] != b.shape[1]
-    return same_rows and min(a.shape[1], b.shape[1]) > 1
 
 
 def _is_constant(one: Fingerprint) -> bool:

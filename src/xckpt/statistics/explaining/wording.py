@@ -87,7 +87,7 @@ def quoted(names: Sequence[str]) -> str:
     return f"{text} and {more:,} more" if more > 0 else text
 
 
-def related(relation: Relation, count: int, held: int, zeros: Sequence[int]) -> Explanation:
+def related(relation: Relation, count: int, held: int, zeros: int) -> Explanation:
     """Write what relates the elements of two tensors."""
     of, to = ("b", "a") if relation.backwards else ("a", "b")
     transform = relation.transform
@@ -105,7 +105,7 @@ def related(relation: Relation, count: int, held: int, zeros: Sequence[int]) -> 
         told += f" rounded to {' and then to '.join(types)}"
     if relation.masked:
         causes.append("pruned")
-        share = zeros[0 if relation.backwards else 1] / max(count, 1)
+        share = zeros / max(count, 1)
         told += f" where {to} is not 0, which {_percent(share)} of its elements are"
     if relation.block:
         causes.append("quantised")

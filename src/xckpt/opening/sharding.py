@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantized.config import parse_json
 from xckpt.storage import (
@@ -30,19 +30,19 @@ from xckpt.storage.remote import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "INDEX_SUFFIX",
     "FileList",
     "Opened",
+    "SeveralFilesError",
     "labelled_attrs",
     "list_files",
     "list_set",
     "merge",
     "natural_key",
     "read_sibling",
-    "relabelled",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -52,8 +52,10 @@ _LARGEST_CONFIG = 16 << 20
 _SHARD = re.compile(
     r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
 )
-# Shown in a message.
-_MOST_NAMES = 5
+
+
+class SeveralFilesError(IsADirectoryError):
+    """A folder has several checkpoints, of which one is to be chosen."""
 
 
 class FileList(NamedTuple):
@@ -148,8 +150,8 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     one = len(indexes) == 1
     found = [] if one else [n for n in names if n not in indexes and _is_checkpoint(n, files[n])]
     if format is not None:
-        suffixes = formats.get(format).suffixes
-        found = [name for name in found if name.lower().endswith(suffixes)] or found
+        endings = formats.suffixes(format)
+        found = [name for name in found if name.lower().endswith(endings)] or found
     # Where a model says what it is, its weights are called that; others go with it.
     models = [name for name in found if Path(name).stem == "model"]
     if len(models) == 1 and "config.json" in files:
@@ -161,12 +163,11 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     if len(found) == 1 or _are_all_shards(folder, found):
         return listed_as(found, config)
     there = found or names
-    some = ", ".join(map(shown, there[:_MOST_NAMES])) or "no files"
-    if len(there) > _MOST_NAMES:
-        some += f" and {len(there) - _MOST_NAMES} more"
-    reason = f"no checkpoint is in this folder; it has {some}"
+    names_there = some(there, "") or "no files"
+    reason = f"no checkpoint is in this folder; it has {names_there}"
     if found:
-        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {some}"
+        reason = f"{len(found)} checkpoints are in this folder, open one or a list: {names_there}"
+        raise SeveralFilesError(errno.EISDIR, reason, folder)
     raise IsADirectoryError(errno.EISDIR, reason, folder)
 
 
@@ -178,10 +179,9 @@ def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
         return False
     count = int(shards[0]["count"])
     numbers = {int(match["number"]) for match in shards}
-    missing = islice((n for n in range(1, count + 1) if n not in numbers), _MOST_NAMES)
-    some = ", ".join(map(str, missing))
-    if some:
-        reason = f"of {count} shards these are missing: {some}"
+    missing = list(islice((n for n in range(1, count + 1) if n not in numbers), 5))
+    if missing:
+        reason = f"of {count} shards these are missing: {', '.join(map(str, missing))}"
         raise MissingShardError(reason, path=folder, hint="Or open a list of some files")
     return True
 
@@ -196,8 +196,7 @@ def _opened(file: Path | Source) -> Source:
 
 def _is_checkpoint(name: str, file: Path | Source) -> bool:
     if isinstance(file, Source):  # on another machine: looking into each takes requests
-        every = (suffix for each in formats.names() for suffix in formats.get(each).suffixes)
-        return name.lower().endswith(tuple(every))
+        return any(name.lower().endswith(formats.suffixes(each)) for each in formats.names())
     source = open_source(file)
     try:
         return formats.recognized(source) is not None
@@ -308,7 +307,7 @@ def _indexed(source: Source) -> FileList:
         reason = f"an index of shards is no JSON: {error}"
         raise FormatError(reason, path=source.name, rule="ShardIndex") from error
     weight_map = root.get("weight_map") if isinstance(root, dict) else None
-    if not isinstance(weight_map, dict) or not _is_text(weight_map.values()):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} - {str}:
         reason = "'weight_map' must map the names of tensors to the names of files"
         raise FormatError(reason, path=source.name, rule="ShardIndex")
     attrs = root.get("metadata")
@@ -323,10 +322,6 @@ def _indexed(source: Source) -> FileList:
     if source.is_free_to_check:  # see `sources_of`
         source.check()
     return FileList(source.name, files, weight_map, attrs if isinstance(attrs, dict) else {})
-
-
-def _is_text(values: Iterable[Any]) -> bool:
-    return all(type(value) is str for value in values)
 
 
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
@@ -350,11 +345,11 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
                 continue
             if name in tensors:
                 raise _twice(name, tensors[name], each)
-            tensors[name] = relabelled(tensor, each.label)
+            tensors[name] = _relabelled(tensor, each.label)
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
     _check_complete(listed, tensors)
     if left_out:
-        warnings.append(f"not in the index of shards, and left out: {_some(left_out)}")
+        warnings.append(f"not in the index of shards, and left out: {some(left_out)}")
     first = opened[0].index
     index = Index(
         first.format,
@@ -383,16 +378,14 @@ def labelled_attrs(opened: Opened) -> dict[str, Any]:
     }
 
 
-def relabelled(tensor: Tensor, label: str, name: str | None = None) -> Tensor:
+def _relabelled(tensor: Tensor, label: str) -> Tensor:
     """Return a tensor of a file as one of a checkpoint that has this file among others."""
-    if name is not None:
-        tensor = tensor.named(name)
     parts = {
         role: replace(part, shard=_within(label, part.shard)) for role, part in tensor.parts.items()
     }
     stored = tensor.stored
     if stored is not None:
-        stored = {role: relabelled(each, label) for role, each in stored.items()}
+        stored = {role: _relabelled(each, label) for role, each in stored.items()}
     return replace(tensor, parts=parts, stored=stored)
 
 
@@ -408,22 +401,16 @@ def _missing(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
     for name, label in (listed.weight_map or {}).items():
         if listed.files[label] is None:
             problem = MissingShardError(
-                f"the file {shown(label)}, which has this tensor, is missing",
+                f"the file {shown(label)} is missing",
                 path=listed.name,
                 tensor=name,
-                hint="Put it beside the index of shards, and open that again",
+                hint="Put it next to the index of shards, and open that again",
             )
             tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
             lost[label].append(name)
     for label, names in lost.items():
-        warnings.append(f"{shown(label)} is missing, and with it {_some(names)}")
+        warnings.append(f"{shown(label)} is missing, and with it {some(names)}")
     return tensors
-
-
-def _some(names: Sequence[str]) -> str:
-    some = ", ".join(map(shown, names[:_MOST_NAMES]))
-    more = len(names) - _MOST_NAMES
-    return some if more <= 0 else f"{some} and {more} more tensors"
 
 
 def _twice(name: str, before: Tensor, again: Opened) -> FormatError:

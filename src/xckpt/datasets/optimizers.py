@@ -6,10 +6,10 @@ import re
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNames
-from xckpt.stacking import unstack_modules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning
-from xckpt.notebook.codes import marked
-from xckpt.notebook.folding import ascending
+from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
-from xckpt.variables import LazyVariable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from xckpt.datasets.tensors import OpenTensors
     from xckpt.notebook.summary import Summary
-    from xckpt.tensors import OpenTensors
 
 __all__ = ["StaticSummary", "compute", "explore", "histogram"]
 

@@ -10,16 +10,15 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, Literal
 
 from xckpt import formats
-from xckpt.backend import described
-from xckpt.dataset import make_dataset
+from xckpt.datasets.listing import kind_of
+from xckpt.datasets.making import described, make_dataset
+from xckpt.datasets.options import OpenOptions
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNames, select
 from xckpt.labels.stacking import is_index, stacked_attrs
-from xckpt.listing import kind_of
 from xckpt.opening import format_of, open_index
-from xckpt.options import OpenOptions
-from xckpt.sharding import FileList, Opened, labelled_attrs, list_files, merge
+from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,8 +68,8 @@ def open_steps(
         What becomes of tensors that some steps lack, or have with another shape or type: an
         error, or they are left out with a warning.
     **options
-        As for ``xarray.open_dataset`` with this engine; see `xckpt.options.OpenOptions`. With
-        ``stack=True``, layers are dimensions after `dim`.
+        As for ``xarray.open_dataset`` with this engine; see `xckpt.datasets.options.OpenOptions`.
+        With ``stack=True``, layers are dimensions after `dim`.
 
     Returns
     -------

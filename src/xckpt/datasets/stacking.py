@@ -20,7 +20,10 @@ from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
-from xckpt.dataset import StackMarks, add_coords
+from xckpt.datasets.listing import require_join, stacked_modules, warn_of_unknown_modules
+from xckpt.datasets.making import StackMarks, add_coords
+from xckpt.datasets.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
+from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.stacking import (
@@ -33,9 +36,6 @@ from xckpt.labels.stacking import (
     stacked_attrs,
     words,
 )
-from xckpt.listing import require_join, stacked_modules, warn_of_unknown_modules
-from xckpt.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
-from xckpt.variables import LazyVariable, StackMember, StackRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
+from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
@@ -19,7 +20,6 @@ from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
 from xckpt.notebook.modules import StackedNames
 from xckpt.notebook.summary import storage_words
-from xckpt.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

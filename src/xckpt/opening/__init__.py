@@ -6,6 +6,8 @@ import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
@@ -17,11 +19,20 @@ from xckpt.errors import (
     FormatError,
     MissingShardError,
     locating,
+    shown,
 )
 from xckpt.index import paused_collector
+from xckpt.opening.sharding import (
+    FileList,
+    Opened,
+    SeveralFilesError,
+    list_files,
+    list_set,
+    merge,
+    read_sibling,
+)
 from xckpt.quantized import may_be_quantized, with_weights
 from xckpt.quantized.config import declaration, parse_json
-from xckpt.sharding import FileList, Opened, list_files, list_set, merge, read_sibling
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
 from xckpt.storage.header import FIRST_NBYTES
 from xckpt.storage.pool import Pool
@@ -67,7 +78,7 @@ def open_index(
     """
     listed = list_files(obj, storage_options, format)
     if listed is None:
-        source = open_source(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
+        source = _opened(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
         with paused_collector():
             index = _read(source, format, format_options)
         if index.files is not None:
@@ -81,6 +92,21 @@ def open_index(
             index = _with_weights(source, index)
     warn_of(index)
     return source, index
+
+
+def _opened(obj: Any, **options: Any) -> Source:
+    """Open a file; if there is none, the error has the names of others in its folder."""
+    try:
+        return open_source(obj, **options)
+    except FileNotFoundError as error:
+        if is_remote(obj) or error.filename is None:
+            raise
+        path = Path(error.filename)
+        with suppress(OSError):
+            names = [each.name for each in path.parent.iterdir()]
+            for alike in get_close_matches(path.name, names, n=1, cutoff=0.8):
+                error.strerror = f"{error.strerror}; did you mean {shown(alike)}?"
+        raise
 
 
 def _open_set(
@@ -223,14 +249,15 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
         obj = next((file for file in listed.files.values() if file is not None), None)
         if obj is None:
             raise MissingShardError("none of its files is there", path=listed.name)
-    source = obj if isinstance(obj, Source) else open_source(obj, storage_options=storage_options)
+    source = obj
+    if not isinstance(obj, Source):
+        source = _opened(obj, storage_options=storage_options, first=FIRST_NBYTES)
     with source.reading_header() as header:
         return formats.detect(header).name
 
 
 def is_format(obj: Any, format: str) -> bool:
     """Return whether something is a checkpoint of a format, without an error if it is nothing."""
-    wanted = formats.get(format)
     if hub_url(obj) is not None:
         try:
             return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
@@ -239,19 +266,31 @@ def is_format(obj: Any, format: str) -> bool:
         except (OSError, ImportError, CheckpointError, ValueError):
             return True  # opening it says what is wrong, and xarray does not
     if is_remote(obj):
-        own = tuple(each for each in wanted.suffixes if each not in wanted.shared_suffixes)
-        return str(obj).partition("?")[0].lower().endswith(own)
+        return _is_called_like(str(obj).partition("?")[0], format)
     try:
         listed = list_files(obj)
         if listed is not None:
             obj = next(file for file in listed.files.values() if file is not None)
         source = obj if isinstance(obj, Source) else open_source(obj)
-        head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
+        found = formats.recognized(source)
     except PermissionError:
         raise
+    except SeveralFilesError:
+        return True  # opening it lists them, and xarray does not
     except (OSError, TypeError, ValueError, StopIteration):
         return False
-    return wanted.detect(head, source.size, source.name)
+    if found is not None:
+        return found.name == format
+    # What is wrong with a file that is called like ours: opening it says so, and xarray does not.
+    return _is_called_like(source.name, format) and formats.is_foreign(source)
+
+
+def _is_called_like(path: str, format: str) -> bool:
+    """Return whether a name ends as those of one format alone; the others are not loaded."""
+    name = path.lower()
+    return name.endswith(formats.suffixes(format)) and name.endswith(
+        formats.get(format).own_suffixes
+    )
 
 
 def warn_of(index: Index) -> None:

@@ -11,12 +11,16 @@ import numpy as np
 import xarray as xr
 
 from xckpt.arrays.graph import tensor_array
+from xckpt.arrays.lists import read_later
 from xckpt.arrays.selection import target_nbytes
+from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
+from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.identity import next_namespace
 from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
 from xckpt.labels.stacking import StackedAttrs, stacked_attrs
-from xckpt.listing import Listed, Listing, free_name, list_arrays
-from xckpt.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
+from xckpt.notebook.extension import load_in_session
+from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -25,15 +29,15 @@ if TYPE_CHECKING:
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.stacked import TensorArrays
+    from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Part, Tensor
     from xckpt.labels.stacking import Stack
-    from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
 
-__all__ = ["StackMarks", "add_coords", "make_dataset", "make_groups"]
+__all__ = ["StackMarks", "add_coords", "described", "make_dataset", "make_groups"]
 
 # In bytes.
 _LARGEST_INDEX = 1 << 26
@@ -221,7 +225,8 @@ def _group(
     for leaf, each in arrays.items():
         suggested = each.suggested
         if roles and leaf in roles:
-            suggested = _first_names(suggested, roles[leaf])
+            own = roles[leaf]
+            suggested = tuple([a or b for a, b in zip(suggested or own, own, strict=True)])
         dims = names.of(each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name)
         axes = _file_names(each, dims, suggested, names)
         if each.stacked is None:
@@ -258,12 +263,6 @@ def _file_names(
         for dim, name in zip(inner, stated, strict=True)
         if name != stated_name(dim) and dim not in callers
     }
-
-
-def _first_names(
-    first: tuple[str | None, ...] | None, second: tuple[str | None, ...]
-) -> tuple[str | None, ...]:
-    return tuple([a or b for a, b in zip(first or second, second, strict=True)])
 
 
 def add_coords(
@@ -479,3 +478,22 @@ def _part_encoding(part: Part) -> dict[str, Any]:
     if part.shard is not None:
         encoding["shard"] = part.shard
     return encoding
+
+
+def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
+    """Add to a Dataset what the file says of itself, and how to let go of it."""
+    ds.attrs = read_later(index.attrs, sources_of(source, index.shards))
+    ds.encoding |= {
+        "format": index.format,
+        "format_version": index.version,
+        "source": source.name,
+        "namespace": next_namespace(),
+    }
+    if index.arrangement.order:
+        ds.encoding["ordered"] = True
+    if index.attr_types:
+        ds.encoding["attr_types"] = dict(index.attr_types)
+    # A bound method: xarray pickles the closer with the Dataset.
+    ds.set_close(source.close)
+    load_in_session()
+    return ds

@@ -16,8 +16,8 @@ from xckpt.storage.source import sources_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Tensor
-    from xckpt.options import OpenOptions
     from xckpt.storage import Source
 
 __all__ = ["Listed", "Listing", "kind_of", "list_arrays", "require_join", "stacked_modules"]

@@ -26,7 +26,7 @@ from xckpt.storage.source import sources_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from xckpt.index import Part, Tensor
+    from xckpt.index import Tensor
     from xckpt.storage import Source
 
 __all__ = ["references"]
@@ -55,7 +55,7 @@ def references(
     engine : str, optional
         Name of the engine; by default the content tells.
     tensors : str, iterable of str, re.Pattern or callable, optional
-        Which tensors; see `xckpt.options.OpenOptions`.
+        Which tensors; see `xckpt.datasets.options.OpenOptions`.
     dims : mapping of str to sequence of (str or None), optional
         Names of axes, as for ``xarray.open_dataset``.
     storage_options : dict, optional
@@ -132,7 +132,9 @@ def _obstacle(tensor: Tensor) -> str | None:
         return f"as {tensor.layout} tensors are no zarr arrays"
     part = tensor.parts["data"]
     dtype = stored_dtype(part.dtype)
-    if ELEMENT_TYPES[part.dtype].bits < 8 or dtype.kind not in _KINDS or _is_extended(dtype):
+    # Types of ml_dtypes may have kinds of numpy's.
+    is_known = dtype.kind in _KINDS and dtype.type.__module__ == "numpy"
+    if ELEMENT_TYPES[part.dtype].bits < 8 or not is_known:
         return f"as zarr has no type for {part.dtype}"
     if ELEMENT_TYPES[part.dtype].decoded == "bool" and dtype.kind != "b":
         return f"as zarr has no type for {part.dtype}"
@@ -153,11 +155,6 @@ def _obstacle(tensor: Tensor) -> str | None:
     return None
 
 
-def _is_extended(dtype: Any) -> bool:
-    """Return whether a type is one of ml_dtypes, some of which have kinds of numpy's."""
-    return bool(dtype.type.__module__ != "numpy")
-
-
 def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict[str, Any]:
     """Return the references of one array."""
     part = tensor.parts["data"]
@@ -168,7 +165,7 @@ def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict
         "zarr_format": 2,
         "shape": list(tensor.shape),
         "chunks": list(chunk),
-        "dtype": stored_dtype(part.dtype).newbyteorder(_mark(part)).str,
+        "dtype": stored_dtype(part.dtype).newbyteorder(">" if part.byteorder == "big" else "<").str,
         "compressor": None,
         "filters": None,
         "fill_value": None,
@@ -181,10 +178,6 @@ def _array(tensor: Tensor, axes: tuple[str, ...], url: str, target: int) -> dict
     if prod(tensor.shape):
         refs |= _chunks(tensor, chunk, order, url)
     return refs
-
-
-def _mark(part: Part) -> Any:
-    return ">" if part.byteorder == "big" else "<"
 
 
 def _chunk_shape(shape: tuple[int, ...], itemsize: int, target: int, order: str) -> tuple[int, ...]:

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from dask.delayed import Delayed
     from numpy.typing import ArrayLike
 
+    from xckpt.datasets.tensors import DtypeFilter, OpenTensors
+    from xckpt.formats import FormatOptions
     from xckpt.labels import TensorFilter
-    from xckpt.labels.renaming import Renaming
+    from xckpt.labels.selection import Renaming
     from xckpt.notebook.modules import ModuleTree
     from xckpt.notebook.summary import Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
-    from xckpt.tensors import DtypeFilter, OpenTensors
     from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
-    from xckpt.writing.options import FormatOptions
 
 __all__ = ["CheckpointAccessor"]
 
@@ -154,8 +154,8 @@ class CheckpointAccessor(Generic[Obj]):
         --------
         >>> ds.ckpt.summary("dtype")["nbytes"]  # doctest: +SKIP
         """
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.summary import sizes_table
-        from xckpt.tensors import OpenTensors
 
         return sizes_table(OpenTensors(self._obj).rows, by)
 
@@ -176,8 +176,8 @@ class CheckpointAccessor(Generic[Obj]):
         --------
         >>> ds.ckpt.tree(4)  # doctest: +SKIP
         """
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.notebook.modules import ModuleTree
-        from xckpt.tensors import OpenTensors
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 
@@ -201,8 +201,8 @@ class CheckpointAccessor(Generic[Obj]):
         """
         import pandas as pd
 
+        from xckpt.datasets.stacking import number_sets
         from xckpt.notebook.folding import indices_text
-        from xckpt.stacking import number_sets
 
         rows = [
             (s.module, indices_text(map(str, s.numbers)), len(s.numbers), s.dim or "", s.variables)
@@ -249,7 +249,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds.ckpt.stack()["layers.mlp.w"].sel(layers=5)  # doctest: +SKIP
         """
-        from xckpt.stacking import stack_modules
+        from xckpt.datasets.stacking import stack_modules
 
         return stack_modules(self._obj, modules, join)
 
@@ -273,7 +273,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.sel(layers=[0, 1]).ckpt.unstack()  # doctest: +SKIP
         """
-        from xckpt.stacking import unstack_modules
+        from xckpt.datasets.stacking import unstack_modules
 
         return unstack_modules(self._obj)
 
@@ -300,7 +300,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt["layers.17.mlp.w"].std().compute()  # doctest: +SKIP
         """
-        from xckpt.tensors import OpenTensors
+        from xckpt.datasets.tensors import OpenTensors
 
         # Kept, as callers ask for many; made anew when the object was changed in place.
         if self._tensors is None or not self._tensors.holds(name):
@@ -308,7 +308,7 @@ class CheckpointAccessor(Generic[Obj]):
         return self._tensors[name]
 
     def _ipython_key_completions_(self) -> list[str]:
-        from xckpt.tensors import OpenTensors
+        from xckpt.datasets.tensors import OpenTensors
 
         return [row.name for row in OpenTensors(self._obj).rows]
 
@@ -341,7 +341,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt.sel(layers=17, experts=3)  # doctest: +SKIP
         """
-        from xckpt.stacking import select_modules
+        from xckpt.datasets.stacking import select_modules
 
         return select_modules(self._obj, modules)
 
@@ -370,7 +370,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("moe.zt", engine="ztensor", stack=True)  # doctest: +SKIP
         >>> ds.ckpt.isel(layers=-1)  # doctest: +SKIP
         """
-        from xckpt.stacking import select_modules
+        from xckpt.datasets.stacking import select_modules
 
         return select_modules(self._obj, modules, by_position=True)
 
@@ -415,7 +415,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds.ckpt.find("*.q_proj.*", dtype="bfloat16", min_bytes="1 MiB")  # doctest: +SKIP
         """
-        from xckpt.tensors import find
+        from xckpt.datasets.tensors import find
 
         return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
 
@@ -739,8 +739,8 @@ class CheckpointAccessor(Generic[Obj]):
         CheckpointWarning
             If widgets are not installed.
         """
-        from xckpt.exploring import explore
-        from xckpt.tensors import OpenTensors
+        from xckpt.accessor.exploring import explore
+        from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
             raise ValueError(_not_ours(self._given))
@@ -912,7 +912,7 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from os import fsdecode
 
-        from xckpt.reporting import describe, document_for, finish, relate
+        from xckpt.accessor.reporting import describe, document_for, finish, relate
         from xckpt.storage import new_file
 
         document = document_for(path)
@@ -1011,7 +1011,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds.ckpt.by_base_id("a962c72e0d59ef7a13ff91bdee235d58").name  # doctest: +SKIP
         'lm_head'
         """
-        from xckpt.tensors import OpenTensors
+        from xckpt.datasets.tensors import OpenTensors
 
         wanted = base_id_text(base_id)
         for node in self._nodes():
@@ -1062,7 +1062,7 @@ class CheckpointAccessor(Generic[Obj]):
             raise ValueError(_not_ours(self._given))
         # Collected once, as callers ask for many; anew where a name is missing.
         if name not in self._names:
-            from xckpt.tensors import OpenTensors, no_tensor
+            from xckpt.datasets.tensors import OpenTensors, no_tensor
 
             self._names = OpenTensors(self._obj).names
             if name not in self._names:
@@ -1070,7 +1070,7 @@ class CheckpointAccessor(Generic[Obj]):
         return stable_id(namespace, name)
 
     def _arrays(self) -> list[Any]:
-        from xckpt.tensors import flatten
+        from xckpt.datasets.tensors import flatten
 
         variables = flatten(self._obj).variables.values()
         return [variable._data for variable in variables]  # noqa: SLF001  `data` would load it
@@ -1129,9 +1129,9 @@ class CheckpointAccessor(Generic[Obj]):
         return root.encoding
 
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
+        from xckpt.datasets.tensors import OpenTensors
         from xckpt.index import paused_collector
         from xckpt.notebook.summary import new_summary, shared_notes
-        from xckpt.tensors import OpenTensors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.graph import is_stored, slice_stored
+from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.selection import normalize
 from xckpt.labels.stacking import flat_names
 
@@ -78,6 +78,17 @@ class LazyVariable(xr.Variable):
             return super()._copy(deep=deep, data=data, memo=memo)
         attrs = None if self._attrs is None else dict(self._attrs)
         return self.of(self._dims, self._data, attrs, dict(self._encoding or {}))
+
+    @property
+    def values(self) -> Any:
+        """The elements as a numpy array."""
+        array: Any = self._data
+        small = read_small(array) if is_stored(array) else None
+        return super().values if small is None else small
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self.data = values
 
     @property
     def data(self) -> Any:

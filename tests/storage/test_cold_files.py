@@ -1,0 +1,94 @@
+"""Of local files that are about to be read, the disk is asked for what comes next."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from xckpt.errors import FileChangedError
+from xckpt.storage import reading_ahead
+from xckpt.storage.local import LocalSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+HELD = 64 * MIB
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> LocalSource:
+    path = tmp_path / "holes"
+    with path.open("wb") as file:
+        file.truncate(256 * MIB)
+    return LocalSource(str(path))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+
+    def expect(_: LocalSource, offset: int, nbytes: int) -> None:
+        assert nbytes
+        found.append((offset, offset + nbytes))
+
+    monkeypatch.setattr(LocalSource, "expect", expect)
+    return found
+
+
+def test_what_is_asked_for_is_a_little_ahead_of_what_is_read(
+    source: LocalSource, asked: list[tuple[int, int]]
+) -> None:
+    memory = memoryview(bytearray(MIB))
+    with reading_ahead((source, at, MIB) for at in range(0, 200 * MIB, MIB)):
+        assert asked[-1][1] == HELD
+        for at in range(0, 100 * MIB, MIB):
+            source.read_into(at, memory)
+            assert at + MIB <= asked[-1][1] <= at + HELD + 9 * MIB
+    told = len(asked)
+    source.read_into(100 * MIB, memory)
+    assert len(asked) == told  # nobody said that this goes on
+
+
+def test_each_byte_that_is_announced_is_asked_for_once_and_no_other(
+    source: LocalSource, asked: list[tuple[int, int]]
+) -> None:
+    wanted = [(3, 20 * MIB), (100 * MIB, 50 * MIB), (90 * MIB, 5), (250 * MIB, 6 * MIB)]
+    with reading_ahead([(source, *each) for each in wanted]):
+        for offset, nbytes in wanted:
+            source.read(offset, nbytes)
+    starts = [(start, start + nbytes) for start, nbytes in wanted]
+    assert all(any(a <= start < stop <= b for a, b in starts) for start, stop in asked)
+    assert sum(stop - start for start, stop in asked) == sum(nbytes for _, nbytes in wanted)
+
+
+def test_a_single_row_asks_for_nothing(source: LocalSource, asked: list[tuple[int, int]]) -> None:
+    with reading_ahead([(source, 5 * MIB, 4096)]):
+        source.read(5 * MIB, 4096)
+    assert asked == []
+
+
+def test_what_is_asked_for_comes(tmp_path: Path) -> None:
+    path = tmp_path / "cold"
+    path.write_bytes(os.urandom(3 * MIB))
+    source = LocalSource(str(path))
+    file = source.descriptor()
+    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("nothing can be asked for here")
+    os.fsync(file.fileno)
+    os.posix_fadvise(file.fileno, 0, 0, os.POSIX_FADV_DONTNEED)
+    source.expect(0, 3 * MIB)
+    deadline = time.monotonic() + 30
+    while not all(file._is_cached(at) for at in range(0, 3 * MIB, 4096)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_file_that_is_gone_is_told_by_the_read(source: LocalSource) -> None:
+    source.close()
+    os.truncate(source.name, 10)
+    with reading_ahead([(source, 0, MIB), (source, MIB, MIB)]), pytest.raises(FileChangedError):
+        source.read(0, MIB)
