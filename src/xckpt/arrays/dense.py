@@ -104,8 +104,9 @@ class DenseArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
-            if self.reader.part.shape is None and 0 in self.shape:
-                self.reader.read(0, 0, 0)  # that it is empty is what its stream says
+            if 0 in self.shape:
+                is_said = self.reader.part.shape is not None  # else its stream says how much it is
+                self.reader.check(0) if is_said else self.reader.read(0, 0, 0)
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             chosen = self.reader.select(key)
