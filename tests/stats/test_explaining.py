@@ -212,6 +212,13 @@ def test_dask_arrays(models: list[Made], chunk: int) -> None:
     assert table["cause"].to_dict() == wanted
 
 
+def test_a_type_that_was_computed_in_is_said_where_the_numbers_are_of_a_finer_one() -> None:
+    x = np.arange(1, 40, dtype=np.int8)
+    y = (x + np.float32(0.1)).astype(np.float64)
+    row = explained(dataset({"w": x}), dataset({"w": y})).loc["w"]
+    assert row["explanation"] == "b is a + 0.1 rounded to float32"
+
+
 def test_special_numbers() -> None:
     x = np.array([[1, np.nan, -0.0, np.inf], [5, 6, 7, 8]], np.float32)
     y = np.array([[1, np.nan, 0.0, np.inf], [5, 6, 7, 8]], np.float32)
