@@ -20,6 +20,7 @@ import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -278,8 +279,7 @@ def _slow_total(array: Any) -> Any:
 
 def _killed(trial: Trial, seconds: float) -> Tally:
     """Kill a worker of a cluster at any moment of a computation."""
-    import distributed
-
+    distributed: Any = import_module("distributed")
     random, folder = trial.random("killed"), trial.folder / "killed"
     folder.mkdir()
     path = uses.write(folder, "digest")
@@ -392,8 +392,8 @@ def again(path: Path) -> None:
     if case in _PROCESSES:  # what happens depends on what else runs
         from torture.trial import Trial
 
-        with TemporaryDirectory() as folder, dask.config.set(scheduler="sync"):
-            trial = Trial(0, 60.0, Path(folder), path.parent.parent, "torture.changing")
+        with TemporaryDirectory() as scratch, dask.config.set(scheduler="sync"):
+            trial = Trial(0, 60.0, Path(scratch), path.parent.parent, "torture.changing")
             if (tally := _PROCESSES[case](trial, 60.0)).failures:
                 raise AssertionError(tally)
         return
