@@ -1,4 +1,7 @@
-"""One row of a 1 GiB tensor: bytes read from a file, from memory and over HTTP, and the time."""
+"""One row of a 1 GiB tensor: bytes read from a file, from memory and over HTTP, and the time.
+
+`.values` of a row reads it; `.compute()` makes a graph, and takes what dask takes for any array.
+"""
 
 from __future__ import annotations
 
