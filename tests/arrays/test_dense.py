@@ -127,6 +127,12 @@ def test_digests_of_raw_data(verify: bool | None, digest: str) -> None:
         assert lazy[:1].tolist() == [0]
 
 
+def test_what_has_no_elements_is_verified_too() -> None:
+    assert dense(b"", "uint8", (0, 3), digest="crc32c:0x40")[:].shape == (0, 3)
+    with pytest.raises(IntegrityError):
+        dense(b"", "uint8", (0, 3), digest="crc32c:0x40", verify=True)[:]
+
+
 def test_the_digest_of_compressed_data_is_checked_by_default() -> None:
     payload = zstandard.compress(bytes(32))
     lazy = dense(payload, "uint8", (32,), encoding="zstd", digest=GOOD)

@@ -212,6 +212,13 @@ def test_dask_arrays(models: list[Made], chunk: int) -> None:
     assert table["cause"].to_dict() == wanted
 
 
+def test_a_type_that_was_computed_in_is_said_where_the_numbers_are_of_a_finer_one() -> None:
+    x = np.arange(1, 40, dtype=np.int8)
+    y = (x + np.float32(0.1)).astype(np.float64)
+    row = explained(dataset({"w": x}), dataset({"w": y})).loc["w"]
+    assert row["explanation"] == "b is a + 0.1 rounded to float32"
+
+
 def test_special_numbers() -> None:
     x = np.array([[1, np.nan, -0.0, np.inf], [5, 6, 7, 8]], np.float32)
     y = np.array([[1, np.nan, 0.0, np.inf], [5, 6, 7, 8]], np.float32)
@@ -315,3 +322,33 @@ def test_a_model_that_burn_wrote_is_the_one_of_hugging_face(
     wanted["model.embed_tokens.weight"] = rounded.removeprefix("+") or "equal"
     assert table["cause"].to_dict() == wanted
     assert table.loc["model.norm.weight", "other_names"] == "model.norm.gamma"
+
+
+@pytest.mark.parametrize("update", [0.4, 0.04])
+def test_an_adapter_that_was_merged_and_rounded(update: float) -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((384, 512)).astype(BF16)
+    added = rng.standard_normal((384, 16)) @ rng.standard_normal((16, 512)) * (update / 4)
+    row = explained(dataset({"w": w}), dataset({"w": (w + added).astype(BF16)})).loc["w"]
+    assert (row["cause"], row["rank"]) == ("low_rank+rounded", 16)
+    assert float(row["explanation"].rpartition("for ")[2].split()[0]) > 95
+
+
+def test_heads_that_changed_places() -> None:
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((32, 8, 64)).astype(np.float32)
+    order = np.r_[1, 0, 2:32]
+    row = explained(
+        dataset({"w": w[:8].reshape(64, 64)}), dataset({"w": w[order[:8]].reshape(64, 64)})
+    )
+    assert row.loc["w", "cause"] == "rows_permuted"
+
+
+def test_what_is_fused_is_not_paired_with_a_part_that_projects_call_alike() -> None:
+    pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    gate, up = rng.standard_normal((2, 24, 16)).astype(np.float32)
+    a = {"model.layers.0.mlp.gate_proj.weight": gate, "model.layers.0.mlp.up_proj.weight": up}
+    b = {"model.layers.0.mlp.gate_up_proj.weight": np.vstack([gate, up])}
+    table = explained(dataset(a), dataset(b), names="auto")
+    assert set(table["cause"]) == {"fused"}

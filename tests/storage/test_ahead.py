@@ -29,15 +29,20 @@ REQUEST = 1 << 16
 WIDTH = 256  # of float32: a large one is four requests
 
 
+def _is_left() -> bool:
+    """Return whether anything still reads ahead."""
+    return any(each.name == "xckpt-ahead" for each in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ahead, "REQUEST_NBYTES", REQUEST)
     yield
     # Tasks of dask that were under way when another one failed go on for a while.
     until = time.monotonic() + 20
-    while ahead._memory.ahead and time.monotonic() < until:
+    while (is_left := _is_left()) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not [each.name for each in threading.enumerate() if each.name == "xckpt-ahead"]
+    assert not is_left
     assert ahead._memory.held == 0
 
 
@@ -134,14 +139,14 @@ class TestScans:
         self, scan: Any, web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened(web)  # the header is kept: what is taken first are data
-        read = ahead._Ahead.take_into
+        read = ahead._Ahead.take
 
-        def replacing(*arguments: Any) -> bool:
-            done = read(*arguments)
+        def replacing(*arguments: Any, **keywords: Any) -> Any:
+            done = read(*arguments, **keywords)
             web.behaviour.etag = '"second"'
             return done
 
-        monkeypatch.setattr(ahead._Ahead, "take_into", replacing)
+        monkeypatch.setattr(ahead._Ahead, "take", replacing)
         web.behaviour.latency = 0.01  # not everything has come
         with dask.config.set({"xckpt.read-ahead": 2 * REQUEST}):
             if scan is SCANS["verify"]:
@@ -161,13 +166,13 @@ class TestScans:
 
     def test_little_memory(self, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
         held = []
-        read = ahead._Ahead.take_into
+        read = ahead._Ahead.take
 
-        def looking(*arguments: Any) -> bool:
+        def looking(*arguments: Any, **keywords: Any) -> Any:
             held.append(ahead._memory.held)
-            return read(*arguments)
+            return read(*arguments, **keywords)
 
-        monkeypatch.setattr(ahead._Ahead, "take_into", looking)
+        monkeypatch.setattr(ahead._Ahead, "take", looking)
         with dask.config.set({"xckpt.read-ahead": 3 * REQUEST, "num_workers": 2}):
             xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
         assert 0 < max(held) <= 11 * REQUEST  # with what each of two blocks has and waits for
@@ -229,19 +234,50 @@ class TestAnythingElse:
         both = ds["big.0"] + ds["big.5"]
         assert both.data.npartitions == 4
         read: list[int] = []
-        take = ahead._Ahead.take_into
+        take = ahead._Ahead.take
 
-        def looking(self: Any, source: Any, offset: int, memory: memoryview) -> bool:
+        def looking(self: Any, source: Any, offset: int, *rest: Any, **keywords: Any) -> Any:
             read.append(offset)
-            return take(self, source, offset, memory)
+            return take(self, source, offset, *rest, **keywords)
 
-        monkeypatch.setattr(ahead._Ahead, "take_into", looking)
+        monkeypatch.setattr(ahead._Ahead, "take", looking)
         with dask.config.set(scheduler="sync"):
             both.compute()
         first, second = set(sorted(read)[:4]), set(sorted(read)[4:])
         assert len(read) == 8
         assert max(map(read.index, first)) > min(map(read.index, second))
         assert max(map(read.index, second)) > min(map(read.index, first))
+
+    def test_statistics_of_a_url_open_it_once(self, web: WebServer, path: Path) -> None:
+        xckpt.stats(f"{web.url}/m.zt", cache=False, progress=False)
+        assert web.requests[0] == ("GET", "/m.zt", "bytes=0-65535")
+        # The rest looks for the config of a model next to it.
+        of_file = [(method, asked) for method, name, asked in web.requests if name == "/m.zt"]
+        assert len(set(of_file)) == len(of_file)
+        assert {method for method, _ in of_file} == {"GET"}
+
+    def test_what_has_come_is_there_before_the_request_ends(self) -> None:
+        begun, used = threading.Event(), threading.Event()
+
+        class Slow(Far):
+            __slots__ = ()
+
+            def fetch_into(
+                self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+            ) -> None:
+                memory[:100] = self.view(offset, 100)
+                assert came is not None
+                came(100)
+                begun.set()
+                assert used.wait(20)
+                memory[100:] = self.view(offset + 100, len(memory) - 100)
+
+        source = Slow(bytes(range(200)) * 10)
+        with reading_ahead([(source, 0, 1000), (source, 1000, 1000)]):
+            assert begun.wait(20)
+            assert bytes(ahead.take(source, 10, 90) or b"") == bytes(range(10, 100))
+            used.set()
+            assert bytes(ahead.take(source, 100, 900) or b"") == (bytes(range(200)) * 5)[100:]
 
     def test_distributed_tasks_read_ahead_for_themselves(self, web: WebServer, path: Path) -> None:
         distributed = pytest.importorskip("distributed")
@@ -268,10 +304,15 @@ class Far(type(open_source(b""))):  # type: ignore[misc]
     def far(self) -> Any:
         return self
 
-    def fetch(self, offset: int, nbytes: int) -> memoryview:
-        self.fetched.append((offset, nbytes))
-        found: memoryview = self.view(offset, nbytes)
-        return found
+    def fetch_into(
+        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+    ) -> None:
+        self.fetched.append((offset, len(memory)))
+        for done in range(0, len(memory), 300):  # as it comes
+            piece = self.view(offset + done, min(300, len(memory) - done))
+            memory[done : done + len(piece)] = piece
+            if came is not None:
+                came(done + len(piece))
 
 
 places = st.tuples(st.integers(0, 5000), st.integers(0, 3000))
@@ -296,8 +337,11 @@ def test_whatever_is_announced_and_read(
     ):
         patched.setattr(ahead, "REQUEST_NBYTES", 1000)
         with reading_ahead((source, *each) for each in announced):
-            for offset, nbytes in wanted:
-                memory = bytearray(nbytes)
-                if ahead.take_into(source, offset, memoryview(memory)):
-                    assert memory == data[offset : offset + nbytes]
+            for number, (offset, nbytes) in enumerate(wanted):
+                memory = memoryview(bytearray(nbytes)) if number % 3 == 0 else None
+                found = ahead.take(source, offset, nbytes, memory, shared=number % 3 == 1)
+                if found is not None:
+                    assert found == data[offset : offset + nbytes]
+                    if number % 3 == 2:
+                        found[:] = bytes(nbytes)  # it is nobody else's
     assert all(0 <= offset <= offset + nbytes <= len(data) for offset, nbytes in source.fetched)

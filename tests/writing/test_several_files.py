@@ -180,11 +180,7 @@ def test_writers_at_once_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("before", ["a checkpoint", "nothing", "raw data"])
-def test_an_end_at_any_step(
-    before: str, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What this process writes in between need not come to the disk. The writers are other ones.
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     target = tmp_path / "m.metadata.json"
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
     seen: list[str] = []

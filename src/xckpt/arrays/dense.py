@@ -26,7 +26,7 @@ from xckpt.arrays.strided import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
-from xckpt.storage.local import empty_array
+from xckpt.storage.limits import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -104,8 +104,9 @@ class DenseArray(LazyArray):
 
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
-            if self.reader.part.shape is None and 0 in self.shape:
-                self.reader.read(0, 0, 0)  # that it is empty is what its stream says
+            if 0 in self.shape:
+                is_said = self.reader.part.shape is not None  # else its stream says how much it is
+                self.reader.check(0) if is_said else self.reader.read(0, 0, 0)
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             chosen = self.reader.select(key)
@@ -190,6 +191,13 @@ class DenseArray(LazyArray):
 
     def _elements(self, start: int, stop: int) -> Array:
         if self._is_copied:
+            if self._is_native:
+                part, itemsize = self.reader.part, self.dtype.itemsize
+                self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+                offset, nbytes = part.offset + start * itemsize, (stop - start) * itemsize
+                memory = self.reader.source.take(offset, nbytes)
+                if memory is not None:
+                    return np.frombuffer(memory, self.dtype)
             flat = empty_array((stop - start) * self.dtype.itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat

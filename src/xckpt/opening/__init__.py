@@ -249,14 +249,15 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
         obj = next((file for file in listed.files.values() if file is not None), None)
         if obj is None:
             raise MissingShardError("none of its files is there", path=listed.name)
-    source = obj if isinstance(obj, Source) else _opened(obj, storage_options=storage_options)
+    source = obj
+    if not isinstance(obj, Source):
+        source = _opened(obj, storage_options=storage_options, first=FIRST_NBYTES)
     with source.reading_header() as header:
         return formats.detect(header).name
 
 
 def is_format(obj: Any, format: str) -> bool:
     """Return whether something is a checkpoint of a format, without an error if it is nothing."""
-    wanted = formats.get(format)
     if hub_url(obj) is not None:
         try:
             return _on_hub.get(pinned_url(obj), lambda: format_of(obj)) == format
@@ -265,23 +266,31 @@ def is_format(obj: Any, format: str) -> bool:
         except (OSError, ImportError, CheckpointError, ValueError):
             return True  # opening it says what is wrong, and xarray does not
     if is_remote(obj):
-        return str(obj).partition("?")[0].lower().endswith(wanted.own_suffixes)
+        return _is_called_like(str(obj).partition("?")[0], format)
     try:
         listed = list_files(obj)
         if listed is not None:
             obj = next(file for file in listed.files.values() if file is not None)
         source = obj if isinstance(obj, Source) else open_source(obj)
-        head = bytes(source.read(0, min(formats.HEAD_BYTES, source.size)))
+        found = formats.recognized(source)
     except PermissionError:
         raise
     except SeveralFilesError:
         return True  # opening it lists them, and xarray does not
     except (OSError, TypeError, ValueError, StopIteration):
         return False
-    if wanted.detect(head, source.size, source.name):
-        return True
+    if found is not None:
+        return found.name == format
     # What is wrong with a file that is called like ours: opening it says so, and xarray does not.
-    return source.name.lower().endswith(wanted.own_suffixes) and formats.is_foreign(source)
+    return _is_called_like(source.name, format) and formats.is_foreign(source)
+
+
+def _is_called_like(path: str, format: str) -> bool:
+    """Return whether a name ends as those of one format alone; the others are not loaded."""
+    name = path.lower()
+    return name.endswith(formats.suffixes(format)) and name.endswith(
+        formats.get(format).own_suffixes
+    )
 
 
 def warn_of(index: Index) -> None:

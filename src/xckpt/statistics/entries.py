@@ -257,13 +257,17 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
 
 
 def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
-    from xckpt.opening import format_of
+    from xckpt.datasets.making import described, make_dataset
+    from xckpt.datasets.options import OpenOptions
+    from xckpt.index import paused_collector
+    from xckpt.opening import open_index
 
-    if isinstance(obj, Index):
-        path, engine = obj.source, obj.format
-    else:
-        path, engine = obj, format_of(obj, storage_options)
-    return contents_of(xr.open_dataset(path, engine=engine, storage_options=storage_options))
+    path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
+    # xarray would open it by a format, which is known when it is open.
+    source, index = open_index(path, format, storage_options=storage_options)
+    with paused_collector():
+        ds = make_dataset(source, index, OpenOptions(storage_options=storage_options))
+    return contents_of(described(ds, source, index))
 
 
 def _tree_contents(tree: xr.DataTree) -> Subject:

@@ -52,10 +52,19 @@ def partners(
     first, second = _hashed(left, right, progress)
     for rule, key in _KEYS:
         take(_equal(rule, key, _varied(first, left), _varied(second, right)))
-    take(same_tensors(left, right))
+    named = same_tensors(left, right)
+    take(one for one in named if _is_one_tensor(*one, ours, theirs))
     # Constants, and what is there several times: any of them has the same values.
     take(_in_order(_known(first, left), _known(second, right)))
     return found
+
+
+def _is_one_tensor(
+    name: str, other: str, rule: str, ours: Mapping[str, Reader], theirs: Mapping[str, Reader]
+) -> bool:
+    """Return whether names of projects mean one tensor: what is fused has the name of a part."""
+    small, large = sorted((ours[name].size, theirs[other].size))
+    return rule == "prefix" or large < 2 * small or small == large
 
 
 def _hashed(

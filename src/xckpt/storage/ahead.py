@@ -1,10 +1,12 @@
 """Ranges of files that are requested before they are asked for.
 
 Whoever knows what is read next says so (`reading_ahead`): ranges that are near each other make one
-request, long ones make several, and up to 32 requests are under way at a time. What has come and
-is not taken yet is at most 256 MiB in this process, or what ``xckpt.read-ahead`` of dask's
-configuration says. Reads that nobody announced are requests of their own, as are those of what was
-taken before.
+request, long ones make several, and up to 32 requests are under way at a time. The first and the
+last are for less: all of those under way share the line, so that equal ones would come at the same
+time, with nothing to do before and all at once after it. What a request brings is there as it
+comes, not when it ends. What has come and is not taken yet is at most 256 MiB in this process, or
+what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody announced are requests of
+their own, as are those of what was taken before.
 
 Of local files nothing is held here: as they are read, the operating system is asked for what comes
 next, so that the disk is never idle. It has its own reading ahead, which several threads in one
@@ -14,15 +16,18 @@ file confuse.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from xckpt.errors import CheckpointError
 from xckpt.storage.cancelling import Cancellation
+from xckpt.storage.limits import empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 
     #: A file, and where some of its bytes begin, and how many they are.
     Range = tuple[Source, int, int]
+    #: A file, ranges of it with how often they are wanted, and where they end.
+    _Wanted = tuple[Source, list[tuple[int, int, int]], int]
 
 __all__ = [
     "IN_FLIGHT",
@@ -38,6 +45,7 @@ __all__ = [
     "is_being_read",
     "is_read_ahead",
     "reading_ahead",
+    "take",
     "take_into",
 ]
 
@@ -46,6 +54,9 @@ REQUEST_NBYTES = 8 << 20
 #: How many requests are under way at a time, at most.
 IN_FLIGHT = 32
 _GAP = 1 << 20
+# Requests for neighbours fill one memory, which is given away with the values in it.
+_LARGEST_RUN = 64 << 20
+_ALIGNMENT = 64
 # How far the disk is ahead of who reads, and what it is asked for at a time.
 _DISK_NBYTES = 64 << 20
 _PIECE_NBYTES = 8 << 20
@@ -56,18 +67,62 @@ _DEFAULT_NBYTES = 256 << 20
 _WAITING, _COMING, _THERE, _GONE = range(4)
 
 
+class _Run:
+    """Memory that one request or several fill."""
+
+    __slots__ = ("given", "held", "left", "memory", "once", "start", "stop")
+
+    def __init__(self, start: int, stop: int, once: set[tuple[int, int]]) -> None:
+        self.start, self.stop = start, stop
+        self.once = once  # ranges in it that are wanted once, and overlap no other
+        self.given: list[tuple[int, int]] = []  # of these, what others have now
+        self.left = 0  # of its requests, how many are not done with
+        self.held = 0  # what counts as memory until then
+        self.memory: memoryview | None = None
+
+    def gives(self, start: int, stop: int) -> bool:
+        """Return whether the memory of a range can be had for good, and give it away if so."""
+        is_worth_it = 2 * (stop - start) >= self.stop - self.start
+        if not is_worth_it or (start - self.start) % _ALIGNMENT or (start, stop) not in self.once:
+            return False
+        self.once.discard((start, stop))
+        self.given.append((start, stop))
+        return True
+
+
 class _Span:
     """Bytes that one request brings."""
 
-    __slots__ = ("at", "data", "error", "left", "source", "start", "state", "stop")
+    __slots__ = (
+        "at",
+        "awaited",
+        "done",
+        "error",
+        "left",
+        "run",
+        "source",
+        "start",
+        "state",
+        "stop",
+    )
 
-    def __init__(self, source: Source, start: int, stop: int, wanted: int) -> None:
-        self.source, self.start, self.stop = source, start, stop
+    def __init__(self, source: Source, start: int, stop: int, wanted: int, run: _Run) -> None:
+        self.source, self.start, self.stop, self.run = source, start, stop, run
         self.left = wanted  # of what is announced, as often as it is
         self.at = 0  # among all that is announced
         self.state = _WAITING
-        self.data: memoryview | None = None
+        self.done = 0  # how many of its bytes have come
+        self.awaited = sys.maxsize  # how many of them somebody waits for
         self.error: BaseException | None = None
+        run.left += 1
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory that is filled."""
+        run = self.run
+        if run.memory is None:
+            run.memory = empty(run.stop - run.start)
+        return run.memory[self.start - run.start : self.stop - run.start]
 
 
 class _Memory:
@@ -79,8 +134,10 @@ class _Memory:
             os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        # One for all, as room that one gives up is what others wait for.
-        self.changed = threading.Condition()
+        # One lock for all, as room that one gives up is what others wait for.
+        lock = threading.Lock()
+        self.changed = threading.Condition(lock)  # what there is to do
+        self.arrived = threading.Condition(lock)  # what has come
         self.held = 0
         #: Who reads ahead of each file.
         self.ahead: dict[Source, list[_Ahead]] = {}
@@ -124,10 +181,28 @@ def is_read_ahead(source: Source) -> bool:
 
 def take_into(source: Source, offset: int, memory: memoryview) -> bool:
     """Fill memory from what is read ahead; return whether it was."""
+    return take(source, offset, len(memory), memory) is not None
+
+
+def take(
+    source: Source,
+    offset: int,
+    nbytes: int,
+    memory: memoryview | None = None,
+    *,
+    shared: bool = False,
+) -> memoryview | None:
+    """Return a range of what is read ahead; None where it is not.
+
+    It is in the memory that is given, or else in memory of its own; what is `shared` is not to be
+    written to, and may be kept for a moment.
+    """
     # Most reads are of files that nobody reads ahead of.
-    return bool(_memory.ahead) and any(
-        ahead.take_into(source, offset, memory) for ahead in _memory.ahead.get(source, ())
-    )
+    for each in _memory.ahead.get(source, ()) if _memory.ahead else ():
+        found = each.take(source, offset, nbytes, memory, shared=shared)
+        if found is not None:
+            return found
+    return None
 
 
 def _by_distance(
@@ -198,16 +273,23 @@ class _OnDisk:
 
 def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
     """Make requests of ranges; only ranges that are wanted at about the same time are joined."""
-    spans: list[_Span] = []
+    runs: list[_Wanted] = []
     near: dict[Range, int] = {}
     nbytes = 0
     for each, count in ranges.items():
         near[each] = count
         nbytes += each[2]
         if nbytes >= REQUEST_NBYTES:
-            spans += _joined(near)
+            runs += _joined(near)
             near, nbytes = {}, 0
-    spans += _joined(near)
+    runs += _joined(near)
+    spans: list[_Span] = []
+    at, total = 0, sum(stop - members[0][0] for _, members, stop in runs)
+    for source, members, stop in runs:
+        nbytes = stop - members[0][0]
+        edge = max(0, min(at, total - at - nbytes)) // IN_FLIGHT
+        spans += _cut(source, members, stop, min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + edge))
+        at += nbytes
     at = 0
     for span in spans:
         span.at = at
@@ -215,7 +297,7 @@ def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
     return spans
 
 
-def _joined(ranges: Mapping[Range, int]) -> Iterator[_Span]:
+def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
     by_file: dict[Source, list[tuple[int, int, int]]] = defaultdict(list)
     for (source, offset, nbytes), count in ranges.items():
         by_file[source].append((offset, offset + nbytes, count))
@@ -226,20 +308,28 @@ def _joined(ranges: Mapping[Range, int]) -> Iterator[_Span]:
         for each in wanted:
             # What is not wanted is at most as much as what is.
             if run and each[0] - end > min(_GAP, nbytes):
-                yield from _cut(source, run, end)
+                yield source, run, end
                 run, nbytes = [], 0
             run.append(each)
             nbytes += each[1] - each[0]
             end = max(end, each[1]) if len(run) > 1 else each[1]
-        yield from _cut(source, run, end)
+        yield source, run, end
 
 
-def _cut(source: Source, run: list[tuple[int, int, int]], end: int) -> Iterator[_Span]:
-    start = run[0][0]
-    count = max(1, round((end - start) / REQUEST_NBYTES))
-    for first, last in pairwise(start + (end - start) * n // count for n in range(count + 1)):
-        taken = (max(0, min(stop, last) - max(at, first)) * times for at, stop, times in run)
-        yield _Span(source, first, last, sum(taken))
+def _cut(
+    source: Source, members: list[tuple[int, int, int]], end: int, target: int
+) -> Iterator[_Span]:
+    start = members[0][0]
+    count = max(1, round((end - start) / target))
+    bounds = [start + (end - start) * n // count for n in range(count + 1)]
+    run = None
+    if end - start <= _LARGEST_RUN:
+        apart = all(one[1] <= other[0] for one, other in pairwise(members))
+        once = {(at, stop) for at, stop, times in members if apart and times == 1}
+        run = _Run(start, end, once)
+    for first, last in pairwise(bounds):
+        taken = (max(0, min(stop, last) - max(at, first)) * times for at, stop, times in members)
+        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()))
 
 
 class _Ahead:
@@ -291,39 +381,70 @@ class _Ahead:
             for span in self._spans:
                 self._forget(span)
             _memory.changed.notify_all()
+            _memory.arrived.notify_all()
         for each in self._cancellations:
             each.cancel()
         for thread in self._threads:
             thread.join()
 
-    def take_into(self, source: Source, offset: int, memory: memoryview) -> bool:
-        """Fill memory from spans, if these are all of a range; wait for those that are to come."""
-        needed = self._covering(source, offset, offset + len(memory))
+    def take(
+        self,
+        source: Source,
+        offset: int,
+        nbytes: int,
+        memory: memoryview | None = None,
+        *,
+        shared: bool = False,
+    ) -> memoryview | None:
+        """Return a range if spans are all of it, waiting for what is to come; see `take`."""
+        stop = offset + nbytes
+        needed = self._covering(source, offset, stop)
         with _memory.changed:
             if not needed or any(span.state == _GONE for span in needed):
-                return False
+                return None
+            run = needed[0].run
+            if any(at < stop and offset < end for span in needed for at, end in span.run.given):
+                return None
             waiting = [span for span in needed if span.state == _WAITING]
             if waiting:
                 self._asked.extend(waiting)
                 _memory.changed.notify_all()
+            is_there = memory is None and needed[-1].run is run
+            if is_there and (shared or run.gives(offset, stop)):
+                needed[0].memory  # noqa: B018  it is made
+                memory = memoryview(run.memory or b"")[offset - run.start : stop - run.start]
+                is_copied = False
+            else:
+                is_copied = True
+        if memory is None:
+            memory = empty(nbytes)
         for span in needed:
+            first, last = max(offset, span.start), min(stop, span.stop)
+            data = self._arrived(span, last - span.start)
+            if data is None:
+                return None
+            if is_copied:
+                memory[first - offset : last - offset] = data[first - span.start :][: last - first]
             with _memory.changed:
-                while span.state in {_WAITING, _COMING} and not self._closed:
-                    _memory.changed.wait()
-                if span.error is not None:
-                    raise span.error
-                if span.data is None:
-                    return False
-                data = span.data
-            start, stop = max(offset, span.start), min(offset + len(memory), span.stop)
-            memory[start - offset : stop - offset] = data[start - span.start : stop - span.start]
-            with _memory.changed:
-                span.left -= stop - start
+                span.left -= last - first
                 self._horizon = max(self._horizon, span.at)
                 if span.left <= 0:
                     self._forget(span)
                     _memory.changed.notify_all()
-        return True
+        return memory.toreadonly() if shared and not is_copied else memory
+
+    def _arrived(self, span: _Span, nbytes: int) -> memoryview | None:
+        """Wait for the first bytes of a span; None where they do not come."""
+        with _memory.arrived:
+            while span.state == _WAITING or (span.state == _COMING and span.done < nbytes):
+                if self._closed:
+                    return None
+                span.awaited = min(span.awaited, nbytes)
+                if span.done < nbytes:
+                    _memory.arrived.wait()
+            if span.error is not None:
+                raise span.error
+            return None if span.state == _GONE else span.memory
 
     def _covering(self, source: Source, start: int, stop: int) -> list[_Span]:
         starts, spans = self._of_file[source]
@@ -346,23 +467,25 @@ class _Ahead:
                 self._waiting -= 1
                 self._in_flight += 1
                 _memory.held += span.stop - span.start
-            data, error = None, None
+                span.run.held += span.stop - span.start
+                memory = span.memory
+            error = None
             try:
-                data = span.source.fetch(span.start, span.stop - span.start)
+                span.source.fetch_into(span.start, memory, partial(_came, span))
             except BaseException as raised:  # noqa: BLE001  it is raised where it is waited for
                 error = raised
+            del memory
             with _memory.changed:
                 self._in_flight -= 1
-                if span.state == _GONE:  # forgotten meanwhile
-                    _memory.held -= span.stop - span.start
-                elif error is not None:
-                    _memory.held -= span.stop - span.start
+                if span.state == _GONE or error is not None:  # or forgotten meanwhile
                     span.state, span.error = _GONE, error
+                    _release(span)
                 else:
-                    span.state, span.data = _THERE, data
+                    span.state, span.done = _THERE, span.stop - span.start
                     self._kept.append(span)
                     self._limit = min(IN_FLIGHT, self._limit + 1 / self._limit)
                 _memory.changed.notify_all()
+                _memory.arrived.notify_all()
 
     def _wait_for_work(self) -> _Span | None:
         """Return what is to be requested next; None when there is nothing left."""
@@ -401,13 +524,30 @@ class _Ahead:
         return _memory.held < held
 
     def _forget(self, span: _Span) -> None:
-        if span.state == _THERE:
-            _memory.held -= span.stop - span.start
-        elif span.state == _WAITING:
-            self._waiting -= 1
-        span.state, span.data = _GONE, None
+        before, span.state = span.state, _GONE
+        self._waiting -= before == _WAITING
+        if before in {_WAITING, _THERE}:  # what is coming is let go when it has come
+            _release(span)
 
     def _be_gentle(self) -> None:
         """Have fewer requests under way."""
         with _memory.changed:
             self._limit = max(1.0, self._limit / 2)
+
+
+def _came(span: _Span, nbytes: int) -> None:
+    """Tell who waits for it that so much of a span is there."""
+    span.done = max(span.done, nbytes)
+    if nbytes >= span.awaited:
+        with _memory.arrived:
+            span.awaited = sys.maxsize
+            _memory.arrived.notify_all()
+
+
+def _release(span: _Span) -> None:
+    """Let go of the memory of a span, when those that share it are done with."""
+    run = span.run
+    run.left -= 1
+    if not run.left:
+        _memory.held -= run.held
+        run.memory, run.held = None, 0

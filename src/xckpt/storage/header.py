@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from xckpt.storage import cache
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 from xckpt.storage.source import Source
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
 from xckpt.storage.ahead import is_being_read
+from xckpt.storage.limits import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
@@ -31,8 +32,6 @@ __all__ = [
     "FileVersion",
     "LocalSource",
     "OpenFile",
-    "empty",
-    "empty_array",
     "is_file_url",
     "is_mapped",
     "let_go",
@@ -46,30 +45,11 @@ _READ_NBYTES = 64 << 20
 _ASKED_NBYTES = 256 << 10
 # What a read costs besides its bytes is what it takes to copy about so many.
 _WORTH_SKIPPING = 16 << 10
-# Of memory that is used for nothing else, not even by this process, until it is touched.
-_HUGE = 2 << 20
 
 # A map made without `trackfd` keeps a duplicate of the descriptor open for as long as it lives.
 _UNTRACKED: dict[str, Any] = (
     {"trackfd": False} if sys.version_info >= (3, 13) and sys.platform != "win32" else {}
 )
-
-
-def empty(nbytes: int) -> memoryview:
-    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
-    return empty_array(nbytes).data
-
-
-def empty_array(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Allocate memory to read into as an array."""
-    wasted = -nbytes % _HUGE
-    if nbytes < 2 * _HUGE or wasted > nbytes >> 4:
-        return np.empty(nbytes, np.uint8)
-    # From here on numpy asks for huge pages. Memory that does not begin with one has 512 small ones
-    # at its ends, and each has to be faulted in: a quarter of the time of reading 8 MiB.
-    memory = np.empty(nbytes + _HUGE, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _HUGE
-    return memory[start : start + nbytes]
 
 
 def is_file_url(text: str) -> bool:

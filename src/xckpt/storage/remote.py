@@ -31,12 +31,12 @@ from xckpt.errors import (
 )
 from xckpt.storage import ahead, cancelling
 from xckpt.storage.header import reading_header
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 from xckpt.storage.pool import Pool
 from xckpt.storage.source import Source, components
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "as_os_error",
     "is_of_one_opening",
     "is_transient_status",
-    "is_url",
     "own_options",
     "words_of",
 ]
@@ -75,9 +74,6 @@ _NETWORK = {
 # Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _LONGEST_VERSION = 1024
-
-# Two letters at least: "C:" is a drive.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
 
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hub"}
 
@@ -309,11 +305,6 @@ def is_of_one_opening(identity: Any) -> bool:
     )
 
 
-def is_url(path: str) -> bool:
-    """Return whether a text is a URL, as opposed to a path."""
-    return _URL.match(path) is not None
-
-
 class FsspecSource(Source):
     """A file behind any URL of fsspec, also a chained one.
 
@@ -357,47 +348,79 @@ class FsspecSource(Source):
         return None if self._is_free_to_ask() else self
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes; see `Source.read`."""
+        """Read a range of bytes, a long one by several requests; see `Source.read`."""
         self._check_range(offset, nbytes)
-        if nbytes >= 2 * ahead.REQUEST_NBYTES or ahead.is_read_ahead(self):
+        memory = self.take(offset, nbytes)
+        if memory is None:
             memory = empty(nbytes)
-            self.read_into(offset, memory)
-            return memory
-        return self.fetch(offset, nbytes)
+            self._request(offset, memory)
+        return memory
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return what is read ahead without a copy, else read it; see `Source.view`."""
+        self._check_range(offset, nbytes)
+        found = ahead.take(self, offset, nbytes, shared=True)
+        return self.read(offset, nbytes) if found is None else found
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Return what is read ahead as it comes, else read it; see `Source.blocks`."""
+        self._check_range(offset, nbytes)
+        if not ahead.is_read_ahead(self):
+            yield from super().blocks(offset, nbytes, block_nbytes)
+            return
+        for start in range(offset, offset + nbytes, block_nbytes):
+            yield self.view(start, min(block_nbytes, offset + nbytes - start))
+
+    def take(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return what is read ahead; see `Source.take`."""
+        return ahead.take(self, offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into given memory, a long one by several requests."""
+        """Read a range of bytes into given memory; see `Source.read_into`."""
         self._check_range(offset, len(memory))
-        if ahead.take_into(self, offset, memory):
+        if not ahead.take_into(self, offset, memory):
+            self._request(offset, memory)
+
+    def _request(self, offset: int, memory: memoryview) -> None:
+        """Read what is not read ahead, by several requests if it is long."""
+        if len(memory) < 2 * ahead.REQUEST_NBYTES:
+            self.fetch_into(offset, memory)
             return
         with ahead.reading_ahead([(self, offset, len(memory))]):
             if not ahead.take_into(self, offset, memory):
-                memory[:] = self.fetch(offset, len(memory))
+                self.fetch_into(offset, memory)
 
-    def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes, by one request where it succeeds; see `Source.fetch`."""
-        data = self._read(offset, nbytes)
+    def fetch_into(
+        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+    ) -> None:
+        """Read a range of bytes, by one request where it succeeds; see `Source.fetch_into`."""
+        # What only the beginning tells from another version is not there before it was looked at.
+        self._fill(offset, memory, came if self._beginning() is None else None)
         self._check_beginning()  # afterwards, so that it covers this read
-        return data
 
-    def _read(self, offset: int, nbytes: int) -> memoryview:
+    def _fill(
+        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+    ) -> None:
+        nbytes = len(memory)
         self._check_range(offset, nbytes)
-        pieces: list[memoryview] = []
         timeout, min_rate = self.limits
         patience = Patience(self.name, Limits(timeout, min_rate / cancelling.sharers()))
         done = failures = 0
+
+        def arrived(count: int) -> None:
+            if came is not None:
+                came(done + count)
+
         while done < nbytes:
-            request = partial(self._fetch, offset + done, nbytes - done, patience)
+            request = partial(self._fetch, offset + done, memory[done:], patience, arrived)
             try:
-                piece, problem = attempted(self.name, request)
+                count, problem = attempted(self.name, request)
             except FileNotFoundError as error:
                 raise self._changed("it is no longer there") from error
-            if piece is not None:
-                pieces.append(piece)
-                done += len(piece)
+            done += count or 0
             if done == nbytes:
                 break
-            if piece is not None:
+            if count is not None:
                 patience.left()
                 self._check_unchanged(patience, trusted=0)
             failures += 1
@@ -406,7 +429,6 @@ class FsspecSource(Source):
                 told += "" if problem is None else f"; the last one failed: {problem}"
                 raise OSError(errno.EIO, told, self.name) from problem
             patience.pause(failures, problem)
-        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def check(self) -> None:
         """Ask for a byte, and by that for the version; see `Source.check`."""
@@ -431,9 +453,12 @@ class FsspecSource(Source):
         """Request the first bytes; None where the answer does not tell size and version."""
         return None
 
-    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
-        """Make one request for a range; what it gives may be shorter."""
+    def _fetch(
+        self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
+    ) -> int:
+        """Make one request for a range, and return how much it gave; `came` is told meanwhile."""
         self._check_unchanged(patience, trusted=_TRUSTED_SECONDS)
+        nbytes = len(memory)
         fs, path = self._file_system()
 
         def cat() -> bytes:
@@ -448,7 +473,9 @@ class FsspecSource(Source):
 
         # The file systems of a chain may have to read all of a file.
         most = self.size if "::" in self.name else nbytes
-        return memoryview(self._blocking(cat, patience, most))
+        data = self._blocking(cat, patience, most)[:nbytes]
+        memory[: len(data)] = data
+        return len(data)
 
     def _blocking(self, call: Callable[[], T], patience: Patience, nbytes: int = 0) -> T:
         """Call a function of fsspec, for as long as there is patience."""
@@ -534,7 +561,10 @@ class FsspecSource(Source):
 
     def _digest_of_beginning(self, known: memoryview | bytes = b"") -> str:
         nbytes = min(self.size, _BEGINNING_NBYTES)
-        data = known[:nbytes] if len(known) >= nbytes else self._read(0, nbytes)
+        data = memoryview(known)[:nbytes]
+        if len(data) < nbytes:
+            data = empty(nbytes)
+            self._fill(0, data)
         return blake2b(data, digest_size=16).hexdigest()
 
     def _check_beginning(self) -> None:

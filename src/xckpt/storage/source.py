@@ -15,7 +15,7 @@ from xckpt.errors import CheckpointError, FileChangedError, FormatError, Missing
 from xckpt.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from xckpt.index import Shard
@@ -98,9 +98,18 @@ class Source(ABC):
         """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
 
-    def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes by one request, where it is one; what is read ahead is not used."""
-        return self.read(offset, nbytes)
+    def take(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range of bytes that are read ahead, in memory of its own; None for others."""
+        return None
+
+    def fetch_into(
+        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
+    ) -> None:
+        """Read a range of bytes by one request, where it is one; what is read ahead is not used.
+
+        `came` is told, on any thread, how many of the bytes are there.
+        """
+        self.read_into(offset, memory)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into memory that is there already."""
@@ -258,6 +267,11 @@ class ShardSource(Source):
         """Return a range of bytes without a copy where the shard is mapped; see `Source.view`."""
         with self._file() as file:
             return file.view(offset, nbytes)
+
+    def take(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return what is read ahead of the shard; see `Source.take`."""
+        with self._file() as file:
+            return file.take(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from xckpt.errors import shown
 from xckpt.storage.ahead import IN_FLIGHT
 from xckpt.storage.cancelling import run
-from xckpt.storage.local import empty
+from xckpt.storage.limits import empty
 from xckpt.storage.remote import (
     BusyError,
     FsspecSource,
@@ -68,35 +68,40 @@ class HttpSource(FsspecSource):
                 return None  # what is wrong, if something is, asking without a range tells better
             return {"size": size, **{key: headers.get(key) for key in ("ETag", "Last-Modified")}}
 
-        return self._requested(0, first, patience, told)
+        memory = empty(first)
+        found = self._requested(0, memory, patience, told)
+        return found and (found[0], memory[: found[1]])
 
-    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
+    def _fetch(
+        self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
+    ) -> int:
         def checked(response: ClientResponse) -> dict[str, Any]:
             self._check_status(response)
             self._check_answer(response.headers)
-            self._check_body(response, offset, nbytes)
-            return {"size": offset + nbytes, "skip": offset * (response.status == _WHOLE)}
+            self._check_body(response, offset, len(memory))
+            return {"size": self.size, "skip": offset * (response.status == _WHOLE)}
 
-        found: Any = self._requested(offset, nbytes, patience, checked)
-        return cast("memoryview", found[1])
+        found: Any = self._requested(offset, memory, patience, checked, came)
+        return cast("int", found[1])
 
     def _requested(
         self,
         offset: int,
-        nbytes: int,
+        memory: memoryview,
         patience: Patience,
         look: Callable[[ClientResponse], dict[str, Any] | None],
-    ) -> tuple[dict[str, Any], memoryview] | None:
+        came: Callable[[int], None] | None = None,
+    ) -> tuple[dict[str, Any], int] | None:
         """Request a range, and read its body if what `look` makes of the headers is something."""
         fs, url = self._file_system()
         options = dict(fs.kwargs)
         options["headers"] = {
             **options.get("headers", {}),
-            "Range": f"bytes={offset}-{offset + nbytes - 1}",
+            "Range": f"bytes={offset}-{offset + len(memory) - 1}",
             "Accept-Encoding": "identity",
         }
 
-        async def request() -> tuple[dict[str, Any], memoryview] | None:
+        async def request() -> tuple[dict[str, Any], int] | None:
             from aiohttp import ClientTimeout
 
             if "timeout" not in fs.client_kwargs:
@@ -108,10 +113,9 @@ class HttpSource(FsspecSource):
                 found = look(response)
                 if found is None:
                     return None
-                skip = found.get("skip", 0)
-                wanted = skip + min(nbytes, found["size"] - offset)
-                data = await _body(response.content.iter_any(), wanted, patience)
-                return found, data[skip:]
+                wanted = memory[: found["size"] - offset]
+                pieces, skip = response.content.iter_any(), found.get("skip", 0)
+                return found, await _body(pieces, wanted, patience, came, skip=skip)
 
         return run(fs.loop, request)
 
@@ -186,7 +190,8 @@ class S3Source(FsspecSource):
 
     def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
         try:
-            answer, data = self._get(0, first, {}, patience)
+            memory = empty(first)
+            answer, count = self._get(0, memory, {}, patience)
         except OSError as error:
             # An object of no byte has no range; of what is missing, asking tells more.
             if not isinstance(error, FileNotFoundError) and _refusal(error)[1] not in _SHORTER:
@@ -196,41 +201,49 @@ class S3Source(FsspecSource):
         if found is None or found[0] != 0 or found[2] is None:
             return None
         told = {key: answer.get(key) for key in ("ETag", "LastModified", "VersionId")}
-        return {"size": found[2], **told}, data
+        return {"size": found[2], **told}, memory[:count]
 
-    def _fetch(self, offset: int, nbytes: int, patience: Patience) -> memoryview:
+    def _fetch(
+        self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
+    ) -> int:
         identity: Any = self.identity
         said = dict(identity[1:])
         condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
         try:
-            answer, data = self._get(offset, nbytes, condition, patience)
+            return self._get(offset, memory, condition, patience, came)[1]
         except OSError as error:
             how = (_CHANGED | _SHORTER).get(_refusal(error)[1])
             if how is not None:
                 raise self._changed(how) from error
             raise
-        self._check_answer(answer)  # not all that speak the protocol know conditions
-        return data
 
     def _get(
-        self, offset: int, nbytes: int, condition: dict[str, str], patience: Patience
-    ) -> tuple[dict[str, Any], memoryview]:
+        self,
+        offset: int,
+        memory: memoryview,
+        condition: dict[str, str],
+        patience: Patience,
+        came: Callable[[int], None] | None = None,
+    ) -> tuple[dict[str, Any], int]:
         fs, path = self._file_system()
         bucket, key, version = fs.split_path(path)
-        which = {"Bucket": bucket, "Key": key, "Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        asked = f"bytes={offset}-{offset + len(memory) - 1}"
+        which = {"Bucket": bucket, "Key": key, "Range": asked}
         which |= condition if version is None else {**condition, "VersionId": version}
 
         async def pieces(body: Any) -> AsyncIterator[bytes]:
             while piece := await body.read(_PIECE_NBYTES):
                 yield piece
 
-        async def get() -> tuple[dict[str, Any], memoryview]:
+        async def get() -> tuple[dict[str, Any], int]:
             from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
 
             async with asyncio.timeout(patience.silence()):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
             async with answer["Body"] as body:
-                return answer, await _body(pieces(body), nbytes, patience, BotoCoreError)
+                if came is not None:
+                    self._check_answer(answer)  # not all that speak the protocol know conditions
+                return answer, await _body(pieces(body), memory, patience, came, BotoCoreError)
 
         try:
             return run(fs.loop, get)
@@ -253,22 +266,30 @@ def _refusal(error: BaseException) -> tuple[int, str]:
 
 
 async def _body(
-    pieces: AsyncIterator[bytes], nbytes: int, patience: Patience, *others: type[Exception]
-) -> memoryview:
-    """Read a body, or no more than its beginning; shorter where the body is."""
+    pieces: AsyncIterator[bytes],
+    memory: memoryview,
+    patience: Patience,
+    came: Callable[[int], None] | None,
+    *others: type[Exception],
+    skip: int = 0,
+) -> int:
+    """Read a body, or no more than its beginning, into memory; return how much came of it."""
     from aiohttp import ClientError
 
-    memory = empty(nbytes)
     done = 0
     # What came before a connection broke is not requested again.
     with contextlib.suppress(ClientError, ConnectionError, TimeoutError, *others):
         async with asyncio.timeout(patience.silence()) as limit:
             async for piece in pieces:
-                count = min(len(piece), nbytes - done)
-                memory[done : done + count] = piece[:count]
+                new = memoryview(piece)[skip:]
+                skip = max(0, skip - len(piece))
+                count = min(len(new), len(memory) - done)
+                memory[done : done + count] = new[:count]
                 done += count
-                if count < len(piece):
+                if came is not None:
+                    came(done)
+                if count < len(new):
                     break  # the rest of the file: the connection is dropped with it
-                patience.arrived(count)
+                patience.arrived(len(piece))
                 limit.reschedule(asyncio.get_running_loop().time() + patience.silence())
-    return memory[:done]
+    return done

@@ -56,7 +56,8 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
         pairs = {n: pair for n in left if (pair := cases[n].pair) is not None}
         told, alike = _aligned(pairs, bar)
         facts = {n: one for n, one in told.items() if one.verified}
-        turned = [n for n in left if n not in facts and alike.get(n, 0.0) < _ALIGNED]
+        # Where rows moved, as many may have stayed: heads that changed places.
+        turned = [n for n in left if n not in facts and alike.get(n, 0.0) < _ALIKE]
         search = Search({n: (cases[n].ours, cases[n].theirs) for n in turned}, bar)
         facts |= search.run()
         # What is left over on both sides, and alike.

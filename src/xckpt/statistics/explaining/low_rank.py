@@ -136,6 +136,15 @@ def _rank_of(difference: Array, values: Array, kind: str, highest: int) -> tuple
     return (rank, True) if is_low and gap else (0, False)
 
 
+def _spanned(update: _Update, projected: Array, step: int) -> tuple[Array, Array]:
+    """Return an orthonormal basis of some columns, and the difference in it."""
+    span = np.linalg.qr(projected)[0]
+    inside = np.zeros((span.shape[1], prod(update.b.shape[1:])))
+    for start, x, y in update.blocks(step):
+        inside += span[start : start + len(y)].T.astype(y.dtype) @ (y - x)
+    return span, inside
+
+
 def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | None:
     rows, columns = update.b.shape[0], prod(update.b.shape[1:])
     step = max(1, _BLOCK_NBYTES // (8 * columns))
@@ -153,10 +162,12 @@ def _verified(update: _Update, rank: int, *, is_noisy: bool) -> Explanation | No
     # A few rows that changed have a low rank as well, but nobody made them so.
     if not np.isfinite(total) or min(lines, int(touched.sum())) <= _WIDE * rank:
         return None
-    span = np.linalg.qr(projected)[0]
-    inside = np.zeros((width, columns))
-    for start, x, y in update.blocks(step):
-        inside += span[start : start + len(y)].T.astype(y.dtype) @ (y - x)
+    span, inside = _spanned(update, projected, step)
+    if is_noisy:
+        # Random directions lead into the noise of rounding, too; those that were found, hardly.
+        for start, x, y in update.blocks(step):
+            projected[start : start + len(y)] = (y - x) @ inside.T.astype(y.dtype)
+        span, inside = _spanned(update, projected, step)
     u, values, v = np.linalg.svd(inside, full_matrices=False)
     left = np.maximum(total - np.cumsum(np.square(values)), 0.0) / total
     if not is_noisy:
