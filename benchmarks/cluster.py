@@ -44,7 +44,7 @@ def graph_nbytes(path: Path) -> tuple[float, int]:
 
 def own_sums() -> list[Any]:
     """Give sums of as many arrays that are made in memory."""
-    return [da.full(SHAPE, n, np.float32, chunks=-1).sum() for n in range(TENSORS)]  # type: ignore[no-untyped-call]
+    return [da.full(SHAPE, n, np.float32, chunks=-1).sum() for n in range(TENSORS)]
 
 
 def cluster(path: Path, workers: int) -> tuple[float, float, float]:

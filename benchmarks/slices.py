@@ -117,7 +117,7 @@ def run() -> list[Result]:
         safetensors.numpy.save_file({"w": np.zeros(SHAPE, np.float32)}, peer)
         ds = xr.open_dataset(path, engine="ztensor")
         lazy = ds.variables["w"].data.dask.lazy
-        own = da.zeros(SHAPE, np.float32, chunks=(8192, -1))  # type: ignore[no-untyped-call]
+        own = da.zeros(SHAPE, np.float32, chunks=(8192, -1))
         in_memory = xr.DataArray(own, dims=ds["w"].dims)
         with safetensors.safe_open(peer, "numpy") as file:
             ways = {
