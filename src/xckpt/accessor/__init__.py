@@ -510,6 +510,11 @@ class CheckpointAccessor(Generic[Obj]):
         -------
         xarray.Dataset
             Every variable along ``bin`` and its stacked dimensions.
+
+        Examples
+        --------
+        >>> counts = ds.ckpt.histogram(bins=[-1, -0.1, 0, 0.1, 1])  # doctest: +SKIP
+        >>> counts["lm_head.weight"].values  # doctest: +SKIP
         """
         from xckpt.statistics import histogram
 
@@ -694,7 +699,12 @@ class CheckpointAccessor(Generic[Obj]):
         Raises
         ------
         TypeError, ValueError
-            If these are no statistics.
+            If these are not statistics.
+
+        Examples
+        --------
+        >>> table = ds.ckpt.stats().ckpt.table()  # doctest: +SKIP
+        >>> table.query("absmax > 10").sort_values("std", ascending=False)  # doctest: +SKIP
         """
         from xckpt.statistics import table
 
@@ -738,6 +748,12 @@ class CheckpointAccessor(Generic[Obj]):
         -----
         CheckpointWarning
             If widgets are not installed.
+
+        Examples
+        --------
+        >>> explorer = ds.ckpt.explore()  # doctest: +SKIP
+        >>> explorer.selected  # doctest: +SKIP
+        'lm_head.weight'
         """
         from xckpt.accessor.exploring import explore
         from xckpt.datasets.tensors import OpenTensors
