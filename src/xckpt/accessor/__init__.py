@@ -1131,7 +1131,7 @@ class CheckpointAccessor(Generic[Obj]):
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.index import paused_collector
-        from xckpt.notebook.summary import new_summary, shared_notes
+        from xckpt.notebook.summary import new_summary, shared_notes, unread_errors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()
@@ -1142,6 +1142,7 @@ class CheckpointAccessor(Generic[Obj]):
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
+                errors=unread_errors(tensors.rows),
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,
