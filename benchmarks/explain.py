@@ -13,6 +13,7 @@ from benchmarks.checkpoints import WRITERS
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
 from xckpt.opening import read_index
 from xckpt.statistics import compare
+from xckpt.statistics import table as frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def cost(folder: Path) -> list[Result]:
     what = "2 GiB of float32 with 2 GiB of it in which there is every cause, explained"
     read = "a comparison that reads all bytes of both, {:.2f} s"
     half = "a plain comparison of the same files, which reads {:.0%} of them, {:.2f} s"
-    told = found.ckpt.table()
+    told = frame(found)
     share = told["count"][told["status"].isin(["same", "changed"])].sum() / told["count"].sum()
     return [
         Result(what, seconds / whole, "x", read.format(whole), 2.5),
