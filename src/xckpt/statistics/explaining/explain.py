@@ -177,7 +177,9 @@ def _tied(cases: Sequence[Case], alone: Sequence[int], bar: Progress) -> dict[in
     for n in alone:
         case = cases[n]
         reader = case.ours if case.status == "only_a" else case.theirs
-        some = () if reader is None else owners.get((case.status, reader.array.shape), ())
+        if reader is None:
+            continue
+        some = owners.get((case.status, reader.array.shape), ())
         for owner in some if len(some) <= _MOST_OWNERS else ():
             pair = pair_of(owner, reader)
             x, y = sample(pair)
