@@ -9,10 +9,7 @@ BIN := $(VENV)/bin
 UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,\
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install)
-# One process more than there are cores: some tests wait for a browser, a server or the disk.
-PYTEST_FLAGS ?= --dist worksteal \
-	--numprocesses $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)' \
-	2>/dev/null || echo auto)
+PYTEST_FLAGS ?= --numprocesses auto --dist worksteal
 # make torture MINUTES=5 SEED=1 PARTS=reading PAGE=no
 MINUTES ?= 10
 
