@@ -20,6 +20,7 @@ NAMES = (
     "statistics",
     "gguf",
     "compare",
+    "explain",
     "spectrum",
     "writing",
     "explorer",

@@ -1,7 +1,7 @@
 """A cluster on this machine: bytes of graph for each task, and what a task costs in all.
 
-2,000 tensors of 64 KiB are summed by dask, with 2 and with 4 workers, and read by threads for
-comparison.
+2,000 tensors of 64 KiB are summed by dask, on threads and with 2 and 4 workers, and so are as many
+arrays of dask's own, which nothing is read for. `stats` joins small tensors in tasks.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import pickle
 import tempfile
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import dask
+import dask.array as da
+import numpy as np
 import xarray as xr
 
+import xckpt
 from benchmarks.checkpoints import write_ztensor
-from benchmarks.measuring import Result, table
+from benchmarks.measuring import Result, best_of, table
 
 TENSORS = 2000
 SHAPE = [128, 128]
@@ -40,8 +42,16 @@ def graph_nbytes(path: Path) -> tuple[float, int]:
     return len(pickle.dumps(tasks)) / len(tasks), max(sizes)
 
 
-def cluster(path: Path, workers: int) -> float:
-    """Give the seconds of the sums on a cluster; the first time workers import what they need."""
+def own_sums() -> list[Any]:
+    """Give sums of as many arrays that are made in memory."""
+    return [da.full(SHAPE, n, np.float32, chunks=-1).sum() for n in range(TENSORS)]
+
+
+def cluster(path: Path, workers: int) -> tuple[float, float, float]:
+    """Give the seconds of the sums, of dask's own and of statistics on a cluster.
+
+    The first time workers import what they need.
+    """
     import distributed
 
     # Untyped.
@@ -50,9 +60,19 @@ def cluster(path: Path, workers: int) -> float:
     options: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "processes": True}
     with start_cluster(dashboard_address=None, **options) as local, connect(local) as client:
         client.compute(sums(path)[: 4 * workers], sync=True)
-        start = perf_counter()
-        client.compute(sums(path), sync=True)
-        return perf_counter() - start
+        statistics(path)
+        tasks = {
+            "ours": lambda: client.compute(sums(path), sync=True),
+            "theirs": lambda: client.compute(own_sums(), sync=True),
+            "stats": lambda: statistics(path),
+        }
+        ours, theirs, stats = (best_of(task, 3) for task in tasks.values())
+        return ours, theirs, stats
+
+
+def statistics(path: Path) -> None:
+    """Find all statistics of all tensors."""
+    xckpt.stats(path, cache=False, progress=False)
 
 
 def run() -> list[Result]:
@@ -61,20 +81,25 @@ def run() -> list[Result]:
         path = Path(folder) / "m.zt"
         write_ztensor(path, {f"layers.{n}.w": SHAPE for n in range(TENSORS)}, "float32")
         mean, largest = graph_nbytes(path)
-        start = perf_counter()
-        dask.compute(*sums(path), scheduler="threads")
-        threads = perf_counter() - start
+        threads = best_of(lambda: dask.compute(*sums(path), scheduler="threads"), 3)
+        floor = best_of(lambda: dask.compute(*own_sums(), scheduler="threads"), 3)
+        stats = best_of(lambda: statistics(path), 3)
         results = [
             Result("reading task, in the graph", mean, "bytes", "", BOUND_OF_TASK),
             Result("reading task, alone", largest, "bytes", "", BOUND_OF_TASK),
-            Result("threads, in all", threads / TENSORS * 1e6, "µs per tensor"),
+            _each("threads, in all", threads, f"dask's own arrays {floor / TENSORS * 1e6:,.0f} µs"),
+            _each("`stats` on threads", stats),
         ]
         for workers in WORKERS:
-            seconds = cluster(path, workers)
-            against = f"{TENSORS:,} tensors in {seconds:.1f} s"
-            what = f"{workers} workers, in all"
-            results.append(Result(what, seconds / TENSORS * 1e6, "µs per tensor", against))
+            ours, theirs, stats = cluster(path, workers)
+            own = f"dask's own arrays {theirs / TENSORS * 1e6:,.0f} µs"
+            results.append(_each(f"{workers} workers, in all", ours, own))
+            results.append(_each(f"`stats` on {workers} workers", stats))
     return results
+
+
+def _each(what: str, seconds: float, against: str = "") -> Result:
+    return Result(what, seconds / TENSORS * 1e6, "µs per tensor", against)
 
 
 if __name__ == "__main__":

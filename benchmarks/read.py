@@ -1,9 +1,14 @@
-"""Reading 1 GiB of raw data whole: time beside numpy.fromfile, and peak memory."""
+"""Reading 1 GiB of raw data whole: time beside numpy.fromfile, and peak memory; a cold file."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import dask
 import numpy as np
@@ -11,6 +16,10 @@ import xarray as xr
 
 from benchmarks.checkpoints import write_ztensor
 from benchmarks.measuring import Result, best_of, in_fresh_process, table
+from xckpt.statistics import stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NBYTES = 1 << 30
 
@@ -24,7 +33,7 @@ def _fill(path: Path) -> None:
             file.write(block)
 
 
-def one_file(path: Path, what: str, chunk: str = "128MiB") -> list[Result]:
+def one_file(path: Path, what: str, chunk: str = "128MiB", bound: float = 1.3) -> list[Result]:
     """Measure a file."""
     floor = best_of(lambda: np.fromfile(path, np.float32), 7)
     with dask.config.set({"array.chunk-size": chunk}):
@@ -40,7 +49,7 @@ print(json.dumps({{"peak": after["resident"] - before}}))
 """)
     against = f"np.fromfile, {floor:.2f} s"
     return [
-        Result(f"ds.compute() of 1 GiB, {what}", ours / floor, "x", against, 1.5),
+        Result(f"ds.compute() of 1 GiB, {what}", ours / floor, "x", against, bound),
         Result(
             f"peak resident memory of that, {what}",
             memory["peak"] / NBYTES,
@@ -49,6 +58,53 @@ print(json.dumps({{"peak": after["resident"] - before}}))
             1.1,
         ),
     ]
+
+
+def _cold(path: Path, function: Callable[[], Any]) -> tuple[float, int]:
+    """Return the time of a call, and the bytes that it read from the disk, of a file that is cold.
+
+    Counted are those of this process.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before, start = _from_disk(), time.perf_counter()
+    function()
+    return time.perf_counter() - start, _from_disk() - before
+
+
+def _from_disk() -> int:
+    lines = Path("/proc/self/io").read_text("ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def cold_file(path: Path) -> list[Result]:
+    """Measure a file that is not in the page cache, in turn with dd."""
+    uses: dict[str, Callable[[], Any]] = {
+        "stats": lambda: stats(path, progress=False, cache=False),
+        "ds.compute()": lambda: xr.open_dataset(path, engine="ztensor").compute(),
+    }
+    dd = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "status=none"]
+    read = partial(subprocess.run, dd, check=True)
+    times: dict[str, list[float]] = {name: [] for name in ("dd", *uses)}
+    nbytes = {}
+    for use in uses.values():
+        use()  # compiled
+    for _ in range(4):
+        times["dd"].append(_cold(path, read)[0])
+        for name, use in uses.items():
+            seconds, nbytes[name] = _cold(path, use)
+            times[name].append(seconds)
+    floor = min(times["dd"])
+    results = []
+    for name in uses:
+        speed = f"dd with blocks of 16 MiB, {NBYTES / floor / 1e9:.2f} GB/s"
+        what = f"{name} of 1 GiB, cold"
+        results += [
+            Result(what, min(times[name]) / floor, "x", speed, 1 / 0.9),
+            Result(f"{what}: from the disk", nbytes[name] / path.stat().st_size, "x", "the file"),
+        ]
+    return results
 
 
 def run() -> list[Result]:
@@ -64,7 +120,9 @@ def run() -> list[Result]:
             _fill(path)
             results += one_file(path, what)
             if len(tensors) == 1:
-                results += one_file(path, "one tensor in 128 chunks", "8MiB")
+                results += one_file(path, "one tensor in 128 chunks", "8MiB", 1.5)
+            else:
+                results += cold_file(path)
     return results
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
 from hypothesis import settings
 
@@ -27,10 +28,32 @@ _ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where th
 
 @pytest.fixture(autouse=True, scope="session")
 def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep headers of remote files out of the user's cache, and do not wait for networks."""
+    """Keep headers of remote files out of the user's cache; wait for no network and no disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("xckpt.storage.remote._FIRST_DELAY", 0.001)
+        patch.setattr("os.fsync", _not_waiting)
+        yield
+
+
+_fsync = os.fsync
+
+
+def _not_waiting(fileno: int) -> None:
+    """Stand for `os.fsync`; what comes to the disk, and when, is tried by those who record it."""
+    os.fstat(fileno)  # which refuses what is not open
+
+
+@pytest.fixture
+def to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the disk as users do."""
+    monkeypatch.setattr("os.fsync", _fsync)
+
+
+@pytest.fixture
+def in_this_thread() -> Iterator[None]:
+    """Compute thousands of small arrays without waking a thread for each of them."""
+    with dask.config.set(scheduler="sync"):
         yield
 
 

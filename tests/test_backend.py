@@ -331,6 +331,12 @@ def test_unknown_keywords(path: Path) -> None:
         xr.open_dataset(path, engine="ztensor", layout="aligned")
 
 
+@pytest.mark.parametrize("keyword", ["decode", "sparse", "verify", "mmap"])
+def test_switches_are_true_or_false(path: Path, keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"{keyword} is True or False, not 'no'"):
+        xr.open_dataset(path, engine="ztensor", **{keyword: "no"})  # type: ignore[arg-type]
+
+
 def test_stored_types(sample: Path) -> None:
     decoded = xr.open_dataset(sample, engine="ztensor")
     stored = xr.open_dataset(sample, engine="ztensor", decode=False)

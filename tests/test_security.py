@@ -31,7 +31,7 @@ LIMITS = {
     " formats.torch.pickles._LONGEST_LINE",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
-    "`*.index.json`": "sharding._LARGEST_INDEX sharding._LARGEST_CONFIG",
+    "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
     "characters of a pattern": "quantized.config._LONGEST_PATTERN",
     "headers kept": "storage.header._LARGEST_ENTRY storage.header._MOST_NBYTES",
 }

@@ -187,6 +187,8 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
         ds["head"].compute()
     assert caught.value.tensor == "head"
     assert "head" in repr(ds)
+    for shown in (repr(ds.ckpt), ds.ckpt._repr_html_()):
+        assert f"{len(B)} tensors cannot be read" in shown
     with pytest.warns(CheckpointWarning) as warned:
         st = ds.ckpt.stats()
     assert set(st.data_vars) == set(A)

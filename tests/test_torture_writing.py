@@ -127,7 +127,9 @@ def test_a_name_that_does_not_come_to_the_disk_is_found(
     assert tally.failures > 0, "it returned, and the old one may be back"
 
 
-@pytest.mark.parametrize(("part", "only"), [("writing", CASE), ("together", "append")])
+@pytest.mark.parametrize(
+    ("part", "only"), [("writing", CASE), ("together", "append"), ("changing", "forked")]
+)
 def test_parts_run(part: str, only: str, tmp_path: Path) -> None:
     _, tallies = torture.part(f"torture.{part}", 1, 1.0, only=only, kept=tmp_path)
     assert tallies

@@ -61,8 +61,11 @@ figures were committed, those before a failure was mended as well.
 Every failure that was found has a test. In reading these were: a head of a NumPy file whose digits
 took time without end; four bytes of the end of an archive that raised an error of Python's; errors
 of MLCP and PyTorch files that did not say where; a damaged Zstandard header under a digest that
-made an empty array of a list in place of an `IntegrityError`; and a malformed digest that reading
-refused and `verify` did not.
+made an empty array of a list in place of an `IntegrityError`; a malformed digest that reading
+refused and `verify` did not; pickles whose calls have arguments that are no tuple, and names of
+items that are lists in lists, which raised errors of Python's; an error about the name of a file
+that did not name its rule; an array of NumPy's called like a member that was left out; and a wrong
+digest of a tensor without elements, which statistics noticed and reading did not.
 
 In writing: after a power failure, an old index next to new shards, on file systems that do not keep
 the order of renames; a reader that opened an index of shards while it was replaced; errors for new

@@ -4,19 +4,30 @@ A file of three tensors is read, converted, described or compared (raw, with dig
 and at a random read of it something happens to it. Either all values are those that the file had
 when it was opened, or an error names the file. What is kept in caches may be damaged, swapped or
 cut at any time, and changes no result.
+
+A process that has Datasets open forks while its threads read them: the child reads the same values,
+and waits for nobody. Of a cluster a worker is killed in the middle of a computation: it goes on.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 import time
+import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import dask
+import numpy as np
 import xarray as xr
 
 import xckpt
@@ -27,7 +38,6 @@ from xckpt.errors import CheckpointError, CheckpointWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from torture.trial import Trial
 
@@ -107,11 +117,17 @@ def run(trial: Trial) -> Iterator[Tally]:
     warnings.simplefilter("ignore", RuntimeWarning)
     os.environ["XCKPT_CACHE_DIR"] = str(trial.folder / "cache")
     with dask.config.set(scheduler="sync"):
+        if trial.only in _PROCESSES:
+            yield _PROCESSES[trial.only](trial, trial.seconds)
+            return
         whole = _prepared(trial.folder)
         for number, (what, change) in enumerate(_CHANGES.items()):
             if hasattr(os, "preadv"):
-                left = max(1.0, trial.remaining * 0.8) / (len(_CHANGES) - number)
+                left = max(1.0, trial.remaining * 0.6) / (len(_CHANGES) - number)
                 yield _changed(trial, whole, what, change, left)
+        if hasattr(os, "fork"):
+            yield _forked(trial, max(1.0, trial.remaining / 4))
+            yield _killed(trial, max(1.0, trial.remaining / 3))
         yield _damaged_statistics(trial)
         yield _damaged_headers(trial)
 
@@ -170,6 +186,131 @@ def _read_while(
     finally:
         os.preadv = preadv
     return True
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+# Of a child or of a computation, until it is said to hang. In seconds.
+_PATIENCE = 60
+_READERS = 4
+
+
+def _forked(trial: Trial, seconds: float) -> Tally:
+    """Fork while threads read; each child reads what is open, and opens it again."""
+    folder, stopped = trial.folder / "forked", threading.Event()
+    folder.mkdir()
+    paths = []
+    for kind in ("raw", "digest", "zstd"):
+        (folder / kind).mkdir()
+        paths.append(uses.write(folder / kind, kind))
+    opened = [xr.open_dataset(path, verify=True) for path in paths]
+    lazies = [
+        (str(name), each.data.dask.lazy) for ds in opened for name, each in ds.variables.items()
+    ]
+
+    def read() -> None:
+        # Not by graphs: Python 3.11 has locks of its own in them, which a fork copies.
+        while not stopped.is_set():
+            for name, lazy in lazies:
+                _check_rows(lazy[3:9, :], uses.VALUES[name][3:9])
+
+    start, cases, failures = time.monotonic(), 0, 0
+    with ThreadPoolExecutor(_READERS) as pool:
+        readers = [pool.submit(read) for _ in range(_READERS)]
+        try:
+            while not cases or time.monotonic() < start + seconds:
+                cases += 1
+                if told := _told_by_a_fork(lambda: _read_all(opened, paths)):
+                    failures += 1
+                    trial.fail("forked", {"case.txt": b"forked"}, told)
+        finally:
+            stopped.set()
+        for reader in readers:
+            reader.result()
+    for ds in opened:
+        ds.close()
+    said = f"{_READERS} threads read meanwhile; all children read the same values"
+    return Tally("forked", cases, failures, time.monotonic() - start, said)
+
+
+def _read_all(opened: list[xr.Dataset], paths: list[Path]) -> None:
+    for ds in (*opened, *map(xr.open_dataset, paths)):
+        for name, variable in ds.variables.items():
+            _check_rows(variable.values, uses.VALUES[str(name)])
+
+
+def _check_rows(found: Any, wanted: Any) -> None:
+    if found.tobytes() != wanted.tobytes():
+        raise AssertionError("wrong values")
+
+
+def _told_by_a_fork(work: Callable[[], None]) -> str:
+    """Work in a child; return what went wrong there."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that a fork does not have
+        child = os.fork()
+    if child == 0:
+        signal.alarm(_PATIENCE)
+        told = ""
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  nobody else is there
+            told = traceback.format_exc()
+        os.write(writer, told.encode()[:60_000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8", errors="replace") as file:
+        told = file.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return told if code == 0 else f"the child hangs, or was ended: {code}"
+
+
+def slow_sum(block: Any) -> Any:
+    """Return the sum of a block, after a while in which a worker may die."""
+    time.sleep(0.02)
+    return block.sum(keepdims=True, dtype="f8")
+
+
+def _slow_total(array: Any) -> Any:
+    chunks = tuple([(1,) * len(sizes) for sizes in array.chunks])
+    return array.map_blocks(slow_sum, chunks=chunks, dtype="f8").sum()
+
+
+def _killed(trial: Trial, seconds: float) -> Tally:
+    """Kill a worker of a cluster at any moment of a computation."""
+    distributed: Any = import_module("distributed")
+    random, folder = trial.random("killed"), trial.folder / "killed"
+    folder.mkdir()
+    path = uses.write(folder, "digest")
+    wanted = {name: array.sum(dtype="f8") for name, array in uses.VALUES.items()}
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
+    with (
+        dask.config.set({"distributed.worker.memory.terminate": False}),
+        distributed.LocalCluster(dashboard_address=None, silence_logs=50, **options) as cluster,
+        distributed.Client(cluster) as client,
+        dask.config.set({"array.chunk-size": "16KiB"}),
+        xr.open_dataset(path, verify=True) as ds,
+    ):
+        start, cases, failures = time.monotonic(), 0, 0
+        while not cases or time.monotonic() < start + seconds:
+            cases += 1
+            client.wait_for_workers(2, timeout=_PATIENCE)
+            victim = random.choice(sorted(client.run(os.getpid).values()))
+            futures = client.compute([_slow_total(ds.variables[name].data) for name in wanted])
+            time.sleep(random.uniform(0, 0.5))
+            os.kill(victim, signal.SIGKILL)
+            try:
+                distributed.wait(futures, timeout=_PATIENCE)
+                np.testing.assert_allclose(client.gather(futures), [*wanted.values()], 1e-12)
+            except Exception as error:  # noqa: BLE001
+                failures += 1
+                trial.fail("killed", {"case.txt": b"killed"}, error)
+        took = time.monotonic() - start
+    return Tally("workers killed", cases, failures, took, "all sums are right")
+
+
+_PROCESSES = {"forked": _forked, "killed": _killed}
 
 
 # --- caches ---------------------------------------------------------------------------------------
@@ -247,7 +388,16 @@ def again(path: Path) -> None:
     from torture.trial import left
 
     files = left(path)
-    name, _, moment, seed = files.pop("case.txt").decode().split()
+    case = files.pop("case.txt").decode()
+    if case in _PROCESSES:  # what happens depends on what else runs
+        from torture.trial import Trial
+
+        with TemporaryDirectory() as scratch, dask.config.set(scheduler="sync"):
+            trial = Trial(0, 60.0, Path(scratch), path.parent.parent, "torture.changing")
+            if (tally := _PROCESSES[case](trial, 60.0)).failures:
+                raise AssertionError(tally)
+        return
+    name, _, moment, seed = case.split()
     what = next(w for w in _CHANGES if path.name.startswith(f"changing-{w.replace(' ', '-')}-"))
     folder = path / "again"
     folder.mkdir(exist_ok=True)

@@ -217,6 +217,8 @@ def _array(name: str, load: Callable[[], Any]) -> dict[str, bytes]:
         return {}
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return {}
+    if array.dtype.kind == "b":
+        array = array.view(np.uint8) != 0  # as it is counted and printed; a byte can be any
     return {name: array.astype(array.dtype.newbyteorder("=")).tobytes()}
 
 

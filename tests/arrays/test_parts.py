@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from hashlib import sha256
+from typing import Any
+
 import pytest
 
 from xckpt.arrays.parts import PartReader
 from xckpt.errors import FormatError, IntegrityError
 from xckpt.index import Part
-from xckpt.storage import open_source
+from xckpt.storage import digests, open_source
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,33 @@ def test_the_digest_of_a_raw_part_is_compared_where_wanted() -> None:
     with pytest.raises(IntegrityError) as info:
         list(reader.blocks(4, 3, compare=True))
     assert info.value.offset == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_what_its_parent_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = b"of a tensor"
+    part = Part("uint8", (len(data),), 0, len(data), digest=f"sha256:{sha256(data).hexdigest()}")
+    reader = PartReader(open_source(data), part, verify=True)
+    checking, done = threading.Event(), threading.Event()
+    check, parent = digests.check, os.getpid()
+
+    def slow(*of: Any) -> None:
+        if os.getpid() == parent:
+            checking.set()
+            done.wait(30)
+        check(*of)
+
+    monkeypatch.setattr(digests, "check", slow)
+    thread = threading.Thread(target=reader.read, args=(0, len(data), len(data)))
+    thread.start()
+    checking.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(bytes(reader.read(0, len(data), len(data))) != data)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done.set()
+    thread.join()

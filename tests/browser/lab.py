@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
-    from playwright.sync_api import Browser, Page, Route
+    from playwright.sync_api import Browser, BrowserContext, Page, Request
 
 __all__ = [
     "CHROMIUM",
@@ -197,18 +197,19 @@ def launched_browser() -> Iterator[Browser]:
 
 @contextmanager
 def guarded_page(
-    browser: Browser, allowed: Sequence[str] = (), **options: Any
+    browser: Browser | BrowserContext, allowed: Sequence[str] = (), **options: Any
 ) -> Iterator[tuple[Page, list[str]]]:
     """Open a page, and list what should not happen.
 
     Parameters
     ----------
-    browser : Browser
-        Running.
+    browser : Browser or BrowserContext
+        Running. The pages of one context share what they loaded.
     allowed : sequence of str
-        How URLs may begin; requests for others are noted and refused.
+        How URLs may begin; requests for others are noted. The browser itself refuses those for
+        other machines.
     **options
-        Of the page.
+        Of the page, if it has a context for itself.
 
     Yields
     ------
@@ -219,16 +220,16 @@ def guarded_page(
     """
     complaints: list[str] = []
 
-    def guard(route: Route) -> None:
-        if route.request.url.startswith((*allowed, "data:", "blob:")):
-            route.continue_()
-        else:
-            complaints.append(f"request: {route.request.url}")
-            route.abort()
+    # A route would see them as well, but nothing is cached where there is one.
+    def guard(request: Request) -> None:
+        if not request.url.startswith((*allowed, "data:", "blob:")):
+            complaints.append(f"request: {request.url}")
 
-    context = browser.new_context(**{"viewport": {"width": 1200, "height": 1000}} | options)
-    context.route("**/*", guard)
-    page = context.new_page()
+    if not hasattr(browser, "new_context"):
+        page = browser.new_page()
+    else:
+        page = browser.new_page(**{"viewport": {"width": 1200, "height": 1000}} | options)
+    page.on("request", guard)
     page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
 
@@ -240,7 +241,7 @@ def guarded_page(
     try:
         yield page, complaints
     finally:
-        context.close()
+        page.close()
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:

@@ -93,7 +93,7 @@ def explorer_page(
         "explorer.css": ((_SOURCE / "explorer.css").read_text("utf-8"), "text/css"),
         "state.json": (_state(rows), "application/json"),
     }
-    with guarded_page(browser, **options) as (page, complaints):
+    with guarded_page(browser, [_ADDRESS], **options) as (page, complaints):
 
         def answer(route: Route) -> None:
             body, kind = answers[route.request.url.removeprefix(_ADDRESS)]

@@ -554,7 +554,7 @@ def test_a_hundred_thousand_rows_make_few_elements(browser: Browser) -> None:
         page.locator(".xckpt-list").press("End")
         assert shown_rows(page)[-1] == rows[-1].name
         page.get_by_role("searchbox").fill("layers.63.mlp.experts.255")
-        assert page.locator(".xckpt-status").inner_text().startswith("6 of 98,883 tensors")
+        page.locator(".xckpt-status", has_text="6 of 98,883 tensors").wait_for()
         assert complaints == []
 
 

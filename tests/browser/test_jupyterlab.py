@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page
 
 pytestmark = pytest.mark.slow
 
@@ -65,11 +65,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> BrowserContext:
+    """Keep JupyterLab in one cache: to load and compile it takes longer than most tests."""
+    return browser.new_context(viewport={"width": 1300, "height": 1500})
+
+
 @pytest.fixture
-def page(browser: Browser, lab: Lab) -> Iterator[Page]:
+def page(context: BrowserContext, lab: Lab) -> Iterator[Page]:
     """Open a page that asks nobody but the server, and on which nothing goes wrong."""
-    size = {"width": 1300, "height": 1500}
-    with guarded_page(browser, [lab.url], viewport=size) as (page, complaints):
+    with guarded_page(context, [lab.url]) as (page, complaints):
         yield page
         assert complaints == []
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import dask
 import numpy as np
 import xarray as xr
 
@@ -190,6 +191,12 @@ def assert_same(got: Array, wanted: Array | bytes, *, exact: bool = True) -> Non
         assert got.tobytes() == wanted.tobytes()
     else:
         np.testing.assert_array_equal(got, wanted)
+
+
+def computed(variables: Mapping[Any, xr.Variable]) -> dict[Any, Array]:
+    """Compute many variables at once: one by one, most of the time is dask's."""
+    (found,) = dask.compute({name: variable.data for name, variable in variables.items()})
+    return {name: np.asarray(values) for name, values in found.items()}
 
 
 def outcome(declared: Declared, data: bytes) -> Index | CheckpointError:

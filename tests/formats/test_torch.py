@@ -315,6 +315,16 @@ class TestFolders:
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
 
+    @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
+    def test_a_file_of_items_is_in_the_folder(self, name: str, tmp_path: Path) -> None:
+        path = self.folder(tmp_path) / ".metadata"
+        wanted = files.text("__1_0.distcp")
+        assert wanted in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(wanted, files.text(name)))
+        with pytest.raises(xckpt.FormatError, match="not the name of a file") as caught:
+            xr.open_dataset(tmp_path)
+        assert caught.value.rule == "FileName"
+
     def test_an_item_whose_name_is_no_text(self, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
         named = files.text("fqn") + files.text("w")

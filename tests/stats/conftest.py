@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from xckpt.statistics import results, scan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -18,6 +21,21 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def kill_one(client: Any) -> Iterator[Callable[..., None]]:
+    """Return what kills a worker of the cluster when it is first told of progress; it must be."""
+    victim = min(client.run(os.getpid).values())
+    killed: list[int] = []
+
+    def kill(*_: int) -> None:
+        if not killed:
+            killed.append(victim)
+            os.kill(victim, signal.SIGKILL)
+
+    yield kill
+    assert killed
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
     if "transposed" in causes:
         z = z.T
     if z.ndim == 3:  # rows are those of the last axis
-        z, y = z.reshape(-1, z.shape[-1]), y.reshape(-1, y.shape[-1])
+        z, y = (u.reshape(-1, u.shape[-1] if u.ndim > 1 else 1) for u in (z, y))
     if "rope_permuted" in causes:
         heads = int(row["heads"])
         pairs = [(z, y), (y, z), (z.T, y.T), (y.T, z.T)]
@@ -65,6 +65,8 @@ def _arranged(z: Array, y: Array, causes: set[str], row: pd.Series) -> list[Arra
         return [y] if same else []
     if "padded" in causes or "cut" in causes:
         small, large = (z, y) if "padded" in causes else (y, z)
+        if small.ndim == 1 < large.ndim:  # each element is a row
+            small = small[:, None]
         if 3 in {small.ndim, large.ndim}:  # rows are those of the last axis
             small, large = (each.reshape(-1, each.shape[-1]) for each in (small, large))
         same = _equal(large[tuple(slice(0, size) for size in small.shape)], small, pruned=False)
@@ -162,6 +164,8 @@ def _pruned(rng: np.random.Generator, x: Array) -> Array:
 
 
 def _updated(rng: np.random.Generator, x: Array) -> Array:
+    if not x.size:
+        return x
     flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
     update = rng.standard_normal((flat.shape[0], 1)) @ rng.standard_normal((1, flat.shape[1]))
     return (flat + update.astype(np.float32)).reshape(x.shape)
@@ -181,7 +185,7 @@ def _extended(rng: np.random.Generator, x: Array) -> Array:
 
 
 def _coarse(rng: np.random.Generator, x: Array) -> Array:  # noqa: ARG001
-    return quantized(x, levels=8, block=x.size, symmetric=False) if np.ptp(x) > 0 else x
+    return quantized(x, levels=8, block=x.size, symmetric=False) if x.size and np.ptp(x) > 0 else x
 
 
 _STEPS = (

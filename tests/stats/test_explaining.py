@@ -150,6 +150,22 @@ class TestAllTensors:
             "all 3 tensors are equal after: 1 transposed, 1 renamed, 1 equal as they are"
         )
 
+    def test_are_tied_on_one_side(self) -> None:
+        weight = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+        almost = weight.copy()
+        almost[-1, -1] += 1
+        tied = {"embed": weight, "head": weight, "almost": almost, "zeros": np.zeros_like(weight)}
+        for ours, theirs, side in (
+            (tied, {"embed": weight}, "a"),
+            ({"embed": weight}, tied, "b"),
+        ):
+            result = xckpt.compare(dataset(ours), dataset(theirs), explain=True)
+            table = xckpt.table(result).drop("embed")
+            assert set(table["cause"]) == {f"only_{side}"}
+            told = table["explanation"]
+            assert told.pop("head") == f"its numbers are those of 'embed' of {side}"
+            assert told.str.startswith("nothing on the other side").all()
+
     def test_have_nothing_in_common(self) -> None:
         a = {"w": np.arange(6.0)}
         b = {"v": np.arange(12.0).reshape(3, 4) - 100, "u": np.ones(3)}
@@ -210,6 +226,13 @@ def test_dask_arrays(models: list[Made], chunk: int) -> None:
     table = explained(dataset(ours, chunk), dataset(theirs, chunk))
     wanted = {n: models[1].causes[n] for n in {**ours, **theirs}}
     assert table["cause"].to_dict() == wanted
+
+
+def test_a_type_that_was_computed_in_is_said_where_the_numbers_are_of_a_finer_one() -> None:
+    x = np.arange(1, 40, dtype=np.int8)
+    y = (x + np.float32(0.1)).astype(np.float64)
+    row = explained(dataset({"w": x}), dataset({"w": y})).loc["w"]
+    assert row["explanation"] == "b is a + 0.1 rounded to float32"
 
 
 def test_special_numbers() -> None:

@@ -71,6 +71,7 @@ def test_a_single_row_asks_for_nothing(source: LocalSource, asked: list[tuple[in
     assert asked == []
 
 
+@pytest.mark.usefixtures("to_the_disk")
 def test_what_is_asked_for_comes(tmp_path: Path) -> None:
     path = tmp_path / "cold"
     path.write_bytes(os.urandom(3 * MIB))

@@ -28,6 +28,8 @@ from xckpt.storage.local import LocalSource
 from xckpt.storage.partial import PARTIAL_SUFFIX, alone
 from xckpt.storage.sink import Sink, UploadSink, publish
 
+pytestmark = pytest.mark.usefixtures("to_the_disk")
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

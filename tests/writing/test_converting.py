@@ -68,6 +68,7 @@ def test_values_types_and_axes(engine: str, model: Path, tmp_path: Path) -> None
     assert stored == next(t for t in ("bfloat16", "float32") if t in writable(engine).can.types)
 
 
+@pytest.mark.usefixtures("in_this_thread")
 @pytest.mark.parametrize("path", golden_files("*/*", with_suffix=".expected.json"))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_golden_files(

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -84,8 +85,11 @@ def dataset(arrays: dict[str, Any]) -> xr.Dataset:
 
 def assert_equal_to(ds: xr.Dataset, engine: str, expected: dict[str, Any]) -> None:
     assert set(ds.variables) == set(expected)
-    for name, array in expected.items():
-        found, values = ds.variables[name].values, np.asarray(array)
+    values_of, arrays_of = dask.compute(
+        {name: variable.data for name, variable in ds.variables.items()}, expected, scheduler="sync"
+    )
+    for name in expected:
+        found, values = np.asarray(values_of[name]), np.asarray(arrays_of[name])
         if engine in NO_SCALARS:
             # A number is an array of one, or trailing axes of length 1 are left out.
             assert prod(found.shape) == prod(values.shape)

@@ -180,11 +180,7 @@ def test_writers_at_once_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("before", ["a checkpoint", "nothing", "raw data"])
-def test_an_end_at_any_step(
-    before: str, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What this process writes in between need not come to the disk. The writers are other ones.
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     target = tmp_path / "m.metadata.json"
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
     seen: list[str] = []
@@ -245,7 +241,11 @@ def test_what_is_left_over_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*FILES, *others.values(), *alike])
 
 
-def interrupt_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a checkpoint whose second save was interrupted after the switch."""
+    target = tmp_path / "m.metadata.json"
+    save(dataset(1), target, "mlcp")
     take_name, taken = Sink.take_name, list[str]()
 
     def once(sink: Sink) -> None:
@@ -254,42 +254,31 @@ def interrupt_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(sink.name)
         take_name(sink)
 
-    monkeypatch.setattr(Sink, "take_name", once)
-
-
-def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "m.metadata.json"
-    save(dataset(1), target, "mlcp")
-
     with monkeypatch.context() as patch:
-        interrupt_after_the_switch(patch)
-        with pytest.raises(KeyboardInterrupt):
-            save(dataset(2), target, "mlcp", overwrite=True)
-    with pytest.warns(CheckpointWarning, match=r"checkpoint is complete.*Save it again"):
-        assert values(target) == {2}
-    assert as_upstream(target) is None
-    with pytest.warns(CheckpointWarning, match="Save it again"):
-        convert(target, target, overwrite=True)
-    assert values(target) == {2}
-    assert as_upstream(target) is not None
-    assert names(tmp_path) == FILES
-
-
-def test_one_file_ends_what_several_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "m.metadata.json"
-    save(dataset(1), target, "mlcp")
-    with monkeypatch.context() as patch:
-        interrupt_after_the_switch(patch)
+        patch.setattr(Sink, "take_name", once)
         with pytest.raises(KeyboardInterrupt):
             save(dataset(2), target, "mlcp", overwrite=True)
     assert len(names(tmp_path)) == len(FILES) + RANKS
+    return target
+
+
+def test_an_interrupted_save_is_told_of_and_saving_again_ends_it(interrupted: Path) -> None:
+    with pytest.warns(CheckpointWarning, match=r"checkpoint is complete.*Save it again"):
+        assert values(interrupted) == {2}
+    assert as_upstream(interrupted) is None
     with pytest.warns(CheckpointWarning, match="Save it again"):
-        found = xr.load_dataset(target, engine="mlcp")
-    save(found, target, "mlcp", multi_shard=False, overwrite=True)
-    assert values(target) == {2}
-    assert names(tmp_path) == FILES
+        convert(interrupted, interrupted, overwrite=True)
+    assert values(interrupted) == {2}
+    assert as_upstream(interrupted) is not None
+    assert names(interrupted.parent) == FILES
+
+
+def test_one_file_ends_what_several_left(interrupted: Path) -> None:
+    with pytest.warns(CheckpointWarning, match="Save it again"):
+        found = xr.load_dataset(interrupted, engine="mlcp")
+    save(found, interrupted, "mlcp", multi_shard=False, overwrite=True)
+    assert values(interrupted) == {2}
+    assert names(interrupted.parent) == FILES
 
 
 def test_an_error_after_the_switch_is_a_warning(

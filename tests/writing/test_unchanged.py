@@ -149,6 +149,7 @@ GOLDEN = [
 ]
 
 
+@pytest.mark.usefixtures("in_this_thread")
 @pytest.mark.parametrize("path", GOLDEN or golden_files("absent"), ids=lambda path: path.name)
 def test_golden_files(path: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():

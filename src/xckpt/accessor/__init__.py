@@ -510,6 +510,11 @@ class CheckpointAccessor(Generic[Obj]):
         -------
         xarray.Dataset
             Every variable along ``bin`` and its stacked dimensions.
+
+        Examples
+        --------
+        >>> counts = ds.ckpt.histogram(bins=[-1, -0.1, 0, 0.1, 1])  # doctest: +SKIP
+        >>> counts["lm_head.weight"].values  # doctest: +SKIP
         """
         from xckpt.statistics import histogram
 
@@ -694,7 +699,12 @@ class CheckpointAccessor(Generic[Obj]):
         Raises
         ------
         TypeError, ValueError
-            If these are no statistics.
+            If these are not statistics.
+
+        Examples
+        --------
+        >>> table = ds.ckpt.stats().ckpt.table()  # doctest: +SKIP
+        >>> table.query("absmax > 10").sort_values("std", ascending=False)  # doctest: +SKIP
         """
         from xckpt.statistics import table
 
@@ -738,6 +748,12 @@ class CheckpointAccessor(Generic[Obj]):
         -----
         CheckpointWarning
             If widgets are not installed.
+
+        Examples
+        --------
+        >>> explorer = ds.ckpt.explore()  # doctest: +SKIP
+        >>> explorer.selected  # doctest: +SKIP
+        'lm_head.weight'
         """
         from xckpt.accessor.exploring import explore
         from xckpt.datasets.tensors import OpenTensors
@@ -1131,7 +1147,7 @@ class CheckpointAccessor(Generic[Obj]):
     def _summary(self, tensors: OpenTensors | None = None, notes: Sequence[str] = ()) -> Summary:
         from xckpt.datasets.tensors import OpenTensors
         from xckpt.index import paused_collector
-        from xckpt.notebook.summary import new_summary, shared_notes
+        from xckpt.notebook.summary import new_summary, shared_notes, unread_errors
 
         tensors = OpenTensors(self._obj) if tensors is None else tensors
         findings = self._known_findings()
@@ -1142,6 +1158,7 @@ class CheckpointAccessor(Generic[Obj]):
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,
+                errors=unread_errors(tensors.rows),
                 findings=findings,
                 dims={dim: n for dim, n in tensors.dims.items() if not _SIZE_NAME.fullmatch(dim)},
                 stacked=tensors.stacks,

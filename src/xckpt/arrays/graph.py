@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
+    from dask.callbacks import Callback
+
     from xckpt.arrays.lazy import LazyArray
     from xckpt.arrays.selection import AxisKey, Chunks
 
@@ -105,11 +107,10 @@ def _has_client() -> bool:
 
 
 @cache
-def _read_ahead() -> None:
-    """Have dask's own schedulers say what they compute, from the first remote file on."""
+def _ahead() -> Callback:
     from xckpt.arrays.ahead import ReadingAhead
 
-    ReadingAhead().register()
+    return ReadingAhead()
 
 
 class TensorGraph(HighLevelGraph):
@@ -121,8 +122,6 @@ class TensorGraph(HighLevelGraph):
 
     def __init__(self, lazy: LazyArray, name: str, chunks: Chunks) -> None:
         self._tensor = (lazy, name, chunks)
-        if lazy.source.concurrency > 1:
-            _read_ahead()
 
     def __getattr__(self, attribute: str) -> Any:
         # Called for what is not there yet: the attributes that HighLevelGraph.__init__ sets.
@@ -187,6 +186,10 @@ class TensorLayer(Layer):
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
+        if self.lazy.source.concurrency > 1:
+            # For each computation: of two that overlap, dask loses what was registered
+            # (`dask.callbacks.local_callbacks`).
+            _ahead().register()
         if self.result is not None:
             return Task(key, _read_into, self.result, DataNode(self.name, self.lazy), key, index)
         lazy, index = self.lazy.narrowed(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from xckpt.arrays.strided import Strided, runs_of
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
 from xckpt.storage import digests, encodings
-from xckpt.storage.pool import Pool
+from xckpt.storage.pool import Locks, Pool
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _tables: Pool[encodings.SeekTable] = Pool(limit=256)
 
 # Parts whose digests this process has checked; a part is hashed once however many tasks read it.
 _verified: set[Hashable] = set()
-_verifying = tuple(threading.Lock() for _ in range(64))
+_verifying = Locks(64)
 
 # Read of a compressed part to find the headers of its frames.
 _HEAD_NBYTES = 4096
@@ -248,7 +247,7 @@ class PartReader:
     def _verify_once(self, digest: str, nbytes: int) -> None:
         part = self.part
         key = (self.source.name, self.source.identity, part)
-        with _verifying[hash(key) % len(_verifying)]:
+        with _verifying.of(key):
             if key in _verified:
                 return
             if not digests.is_known(digest):

@@ -8,7 +8,6 @@ compressed from its start to its end, are read as a whole and sorted once; what 
 from __future__ import annotations
 
 import sys
-import threading
 from abc import abstractmethod
 from dataclasses import replace
 from math import prod
@@ -23,7 +22,7 @@ from xckpt.elements import decoded_dtype, nbytes_of
 from xckpt.errors import FormatError, TooLargeError
 from xckpt.storage import is_mapped
 from xckpt.storage.limits import require_memory
-from xckpt.storage.pool import Pool
+from xckpt.storage.pool import Locks, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -73,7 +72,7 @@ class StoredElements(NamedTuple):
 
 _kept: Pool[StoredElements] = Pool(_KEPT_NBYTES, lambda each: each.nbytes)
 # Chunks that are read at the same time wait for one of them to read what they share.
-_loading = tuple(threading.Lock() for _ in range(16))
+_loading = Locks(16)
 
 
 class SparseArray(LazyArray):
@@ -209,7 +208,7 @@ class SparseArray(LazyArray):
             for role, each in self.readers.items()
         )
         key = (type(self), self.shape, self.strict, parts)
-        with _loading[hash(key) % len(_loading)]:
+        with _loading.of(key):
             return _kept.get(key, self._load)
 
     def _in_order(self, coords: Sequence[Array], values: Array) -> tuple[list[Array], Array]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["commands", "main"]
 
 _INTERRUPTED = 130
+_UNREAD = 141  # as shells say of what SIGPIPE ended
 
 _STATUSES = """\b
 Exit status:
@@ -28,6 +29,7 @@ Exit status:
   1    findings, differences or damage, including malformed files
   2    no result: wrong usage, or a file that cannot be opened or written
   130  interrupted
+  141  nobody reads the output any more, as with | head
 """
 
 
@@ -61,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except click.Abort:
         return _INTERRUPTED
+    except SystemExit:  # which click raises for a pipe that is closed, and for nothing else here
+        return _UNREAD
     except (FormatError, IntegrityError, PayloadMissingError) as error:
         complain(str(error))
         return DAMAGED

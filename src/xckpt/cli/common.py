@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -205,7 +206,18 @@ class Column(NamedTuple):
 
 def complain(message: str) -> None:
     """Print a message on standard error, with unprintable characters escaped."""
-    click.echo(f"xckpt: {printable(message)}", err=True)
+    click.echo(f"xckpt: {printable(_IN_PYTHON.sub(_as_option, message))}", err=True)
+
+
+# What messages advise, as somebody writes it in Python.
+_IN_PYTHON = re.compile(
+    rf"\b(cast|names|engine|version)='(exact|allow|never|auto|[0-9.]+|{'|'.join(names())})'"
+)
+
+
+def _as_option(found: re.Match[str]) -> str:
+    keyword, value = found.groups()
+    return f"--option version={value}" if keyword == "version" else f"--{keyword} {value}"
 
 
 def is_terminal() -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenOptions"]
 
+_SWITCHES = frozenset({"decode", "mmap", "sparse", "verify"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
@@ -98,4 +100,8 @@ class OpenOptions:
                 hint = f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(known)}"
                 raise TypeError(f"engine {engine!r} has no option {keyword!r}; {hint}")
         shared = {k: v for k, v in keywords.items() if k not in own}
+        for keyword in _SWITCHES & shared.keys():
+            value = shared[keyword]
+            if not isinstance(value, bool) and not (value is None and keyword == "verify"):
+                raise TypeError(f"{keyword} is True or False, not {value!r}")
         return cls(**shared, format_options={k: v for k, v in keywords.items() if k in own})

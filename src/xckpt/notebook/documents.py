@@ -32,6 +32,7 @@ _STYLE = (
     ".t th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:600}"
     ".t .n{text-align:right;white-space:nowrap}"
     ".t code{font:12px/1.5 Menlo,Consolas,monospace;overflow-wrap:anywhere}"
+    ".t td:has(code){min-width:20em}"
     "figure{margin:12px 0}figure>*{max-width:100%;height:auto;background:#fff}"
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -247,6 +247,12 @@ def _first_of(messages: Sequence[str], fact: str) -> list[str]:
     return [f"{fact}{first}: {messages[0]}"] if messages else []
 
 
+def unread_errors(rows: Iterable[Row]) -> list[str]:
+    """Say which tensors cannot be read, nor is their type known: of files that are missing."""
+    names = [shown(row.name) for row in rows if row.dtype == "unknown"]
+    return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
+
+
 def shared_notes(shared: Mapping[str, str]) -> list[str]:
     """Say which tensors have the bytes of others."""
     some = [f"{shown(name)} is {shown(owner)}" for name, owner in shared.items()]

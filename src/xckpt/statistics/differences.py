@@ -260,7 +260,10 @@ def compare(
     if not entries and tensors is not None:
         _warn_of_no_match([*every, *others], tensors)
     if not explain and _have_no_names_in_common(rows):
-        text = "no tensor of a has the name of one of b: names='auto' finds which belong together"
+        text = (
+            "no tensor of a has the name of one of b: names='auto' finds, and names= says, which "
+            "belong together"
+        )
         if names == "auto":
             text = "no tensor of a was found in b, neither by its name nor by its content"
         warnings.warn(text, CheckpointWarning, stacklevel=2)

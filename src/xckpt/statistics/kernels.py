@@ -65,15 +65,13 @@ def _extremes(signed: Any, unsigned: Any, magnitude: Any) -> Any:
 
 @within
 def _halve(lanes: Any) -> Any:
-    """Add the upper half of the lanes to the lower half, again and again; two halves at a time."""
-    # With widths that are known, vectors take a fifth of the time to compile.
-    for j in range(64):
-        lanes[j] = (lanes[j] + lanes[128 + j]) + (lanes[64 + j] + lanes[192 + j])
-    for j in range(16):
-        lanes[j] = (lanes[j] + lanes[32 + j]) + (lanes[16 + j] + lanes[48 + j])
-    for j in range(4):
-        lanes[j] = (lanes[j] + lanes[8 + j]) + (lanes[4 + j] + lanes[12 + j])
-    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
+    """Add the upper half of the lanes to the lower half, again and again."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            lanes[j] += lanes[width + j]
+    return lanes[0]
 
 
 @within

@@ -17,9 +17,11 @@ from xckpt.storage.local import (
     is_mapped,
     local_path,
 )
-from xckpt.storage.remote import FsspecSource, is_url
+from xckpt.storage.remote import FsspecSource
 from xckpt.storage.source import Source
 
+# Two letters at least: "C:" is a drive.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
 # What browsers show of repositories of the Hub, of their folders and files.
 _HUB_PAGE = re.compile(
     r"https://(?:huggingface\.co|hf\.co)/(?P<repo>(?:(?:datasets|spaces)/)?[^/?#]+/[^/?#]+)"
@@ -131,4 +133,4 @@ def hub_url(obj: object) -> str | None:
 
 def is_remote(obj: object) -> bool:
     """Return whether something is a URL that is opened through fsspec."""
-    return isinstance(obj, str) and is_url(obj) and not is_file_url(obj)
+    return isinstance(obj, str) and _URL.match(obj) is not None and not is_file_url(obj)

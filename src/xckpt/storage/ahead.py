@@ -74,16 +74,19 @@ class _Run:
 
     def __init__(self, start: int, stop: int, once: set[tuple[int, int]]) -> None:
         self.start, self.stop = start, stop
-        self.once = once  # ranges in it that are wanted once, and overlap no other
+        # Ranges in it, most of it, that are wanted once and overlap no other.
+        self.once = {each for each in once if 2 * (each[1] - each[0]) >= stop - start}
         self.given: list[tuple[int, int]] = []  # of these, what others have now
         self.left = 0  # of its requests, how many are not done with
         self.held = 0  # what counts as memory until then
         self.memory: memoryview | None = None
 
-    def gives(self, start: int, stop: int) -> bool:
-        """Return whether the memory of a range can be had for good, and give it away if so."""
-        is_worth_it = 2 * (stop - start) >= self.stop - self.start
-        if not is_worth_it or (start - self.start) % _ALIGNMENT or (start, stop) not in self.once:
+    def lends(self, start: int, stop: int, *, shared: bool) -> bool:
+        """Return whether a range can be had where it is: to be looked at, or for good."""
+        if shared:  # what somebody looks at is not given away
+            self.once = {each for each in self.once if each[1] <= start or stop <= each[0]}
+            return True
+        if (start - self.start) % _ALIGNMENT or (start, stop) not in self.once:
             return False
         self.once.discard((start, stop))
         self.given.append((start, stop))
@@ -410,12 +413,10 @@ class _Ahead:
                 self._asked.extend(waiting)
                 _memory.changed.notify_all()
             is_there = memory is None and needed[-1].run is run
-            if is_there and (shared or run.gives(offset, stop)):
+            is_copied = not is_there or not run.lends(offset, stop, shared=shared)
+            if not is_copied:
                 needed[0].memory  # noqa: B018  it is made
                 memory = memoryview(run.memory or b"")[offset - run.start : stop - run.start]
-                is_copied = False
-            else:
-                is_copied = True
         if memory is None:
             memory = empty(nbytes)
         for span in needed:

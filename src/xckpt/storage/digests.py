@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import warnings
 import zlib
 from importlib import import_module
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
+from xckpt.storage.pool import Locks
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ class _Crc:
         return self._value.to_bytes(4, "big")
 
 
-_importing = threading.Lock()
+_importing = Locks(1)
 
 
 def _crc32c() -> _Crc:
     # Without its C extension the package warns on import that it is slow. Nobody who opens a file
     # can do anything about that, and where warnings are errors the import would fail.
-    with _importing, warnings.catch_warnings():
+    with _importing.of(None), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         from google_crc32c import extend
     # The C extension refuses memoryviews (googleapis/python-crc32c), but takes arrays.

@@ -1,4 +1,4 @@
-"""What a process holds open: descriptors and memory maps, shared, bounded in number."""
+"""What a process holds open, shared and bounded in number, and locks; a fork has its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,27 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-__all__ = ["Pool"]
+__all__ = ["Locks", "Pool"]
 
 T = TypeVar("T")
+
+
+class Locks:
+    """Locks by key, some of which are shared; a forked child waits for no thread of its parent."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._locks = [threading.Lock() for _ in range(self._count)]
+
+    def of(self, key: Hashable) -> threading.Lock:
+        """Return the lock of a key."""
+        return self._locks[hash(key) % self._count]
+
 
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 

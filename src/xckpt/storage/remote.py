@@ -46,7 +46,6 @@ __all__ = [
     "as_os_error",
     "is_of_one_opening",
     "is_transient_status",
-    "is_url",
     "own_options",
     "words_of",
 ]
@@ -75,9 +74,6 @@ _NETWORK = {
 # Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _LONGEST_VERSION = 1024
-
-# Two letters at least: "C:" is a drive.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
 
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hub"}
 
@@ -307,11 +303,6 @@ def is_of_one_opening(identity: Any) -> bool:
     return isinstance(identity, tuple) and (
         identity[:1] == (_OPENING,) or any(map(is_of_one_opening, identity))
     )
-
-
-def is_url(path: str) -> bool:
-    """Return whether a text is a URL, as opposed to a path."""
-    return _URL.match(path) is not None
 
 
 class FsspecSource(Source):

@@ -48,7 +48,8 @@ def components(name: str) -> list[str]:
     """
     parts = name.split("/")
     if _UNSAFE.search(name) or any(part in {"", ".", ".."} for part in parts):
-        raise FormatError(f"{shown(name)} is not the name of a file in the same folder")
+        reason = f"{shown(name)} is not the name of a file in the same folder"
+        raise FormatError(reason, rule="FileName")
     return parts
 
 

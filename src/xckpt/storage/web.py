@@ -276,7 +276,7 @@ async def _body(
     """Read a body, or no more than its beginning, into memory; return how much came of it."""
     from aiohttp import ClientError
 
-    done = 0
+    done, clock = 0, asyncio.get_running_loop().time
     # What came before a connection broke is not requested again.
     with contextlib.suppress(ClientError, ConnectionError, TimeoutError, *others):
         async with asyncio.timeout(patience.silence()) as limit:
@@ -291,5 +291,9 @@ async def _body(
                 if count < len(new):
                     break  # the rest of the file: the connection is dropped with it
                 patience.arrived(len(piece))
-                limit.reschedule(asyncio.get_running_loop().time() + patience.silence())
+                wait = patience.silence()
+                due = clock() + wait
+                # Pieces are small, and there are thousands of them in a second.
+                if abs(due - (limit.when() or 0)) > wait / 16:
+                    limit.reschedule(due)
     return done

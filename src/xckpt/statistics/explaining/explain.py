@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.progress import Progress
+from xckpt.statistics.explaining.fingerprints import Transform
 from xckpt.statistics.explaining.low_rank import low_ranks
 from xckpt.statistics.explaining.relations import (
     INEXACT,
     LIKELY,
     Evidence,
+    Relation,
     correlation,
     levels,
     likely,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.explaining.relations import Relation
     from xckpt.statistics.pairs import ChunkedPair, PairReader
     from xckpt.statistics.readers import Reader
 
@@ -43,6 +44,10 @@ _ALIKE = 0.9
 # Of what is compared to find out which tensors are alike: elements, and tensors of one shape.
 _HEAD = 1024
 _MOST_ALIKE = 2048
+# Statuses of what only `a`, and what only `b` has.
+_ALONE = ("only_a", "only_b")
+# Of a shape: tied weights are few.
+_MOST_OWNERS = 8
 
 
 def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation | None]:
@@ -77,10 +82,12 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
             related = new.get(n)
             if alike_by >= _ALIKE or (related is not None and related.verified):
                 facts |= _renamed(cases, n, other, related)
+        alone = [n for n in left if cases[n].status in _ALONE and n not in facts and n not in told]
+        told |= _tied(cases, alone, bar)
     for n in left:
         case = cases[n]
         one: Explanation | None = facts.get(n) or told.get(n)
-        if one is None and case.status in {"only_a", "only_b"}:
+        if one is None and case.status in _ALONE:
             one = Explanation((case.status,), "nothing on the other side has its name or numbers")
         found[n] = one or changed(case.measures, case.shapes)
     return [one and _with_names(case, one) for case, one in zip(cases, found, strict=True)]
@@ -157,6 +164,43 @@ def _alike(
             if is_best and a is not None and b is not None:
                 found[n] = theirs[to], pair_of(a, b, a.name), float(table[at, to])
     return found
+
+
+def _tied(cases: Sequence[Case], alone: Sequence[int], bar: Progress) -> dict[int, Explanation]:
+    """Say what is equal to a tensor of its own side that has a partner, as tied weights are."""
+    owners: dict[tuple[str, tuple[int, ...]], list[Reader]] = defaultdict(list)
+    for n in set(range(len(cases))).difference(alone):
+        for status, reader in zip(_ALONE, (cases[n].ours, cases[n].theirs), strict=True):
+            if reader is not None and reader.size > 1:
+                owners[status, reader.array.shape].append(reader)
+    pairs, names = {}, {}
+    for n in alone:
+        case = cases[n]
+        reader = case.ours if case.status == "only_a" else case.theirs
+        if reader is None:
+            continue
+        some = owners.get((case.status, reader.array.shape), ())
+        for owner in some if len(some) <= _MOST_OWNERS else ():
+            pair = pair_of(owner, reader)
+            x, y = sample(pair)
+            if np.array_equal(x, y) and x.min() < x.max():
+                pairs[n], names[n] = pair, quoted([owner.name])
+                break
+    equal = (Relation(Transform()),)
+    evidence = gather(
+        list(pairs.values()),
+        Evidence,
+        lambda _, one: one,
+        bar,
+        arguments=[equal] * len(pairs),
+    )
+    told = {}
+    for n, one in zip(pairs, evidence, strict=True):
+        if one.held[0] == one.count:
+            status = cases[n].status
+            text = f"its numbers are those of {names[n]} of {status[-1]}"
+            told[n] = Explanation((status,), text)
+    return told
 
 
 def _heads(readers: Sequence[Reader | None]) -> Array:

@@ -212,6 +212,8 @@ def _likely(x: Array, y: Array, kinds: tuple[str, str]) -> list[tuple[float, Rel
             tried += [Relation(Transform(s, 0.0, exact)) for s in _scales(u, v, spacing)]
     found = []
     own_bits = FRACTION_BITS.get(kinds[0], FRACTION_BITS["float32"])
+    if kinds[1] == "float64":
+        own_bits = FRACTION_BITS["float64"]
     for relation in tried:
         transform = relation.transform
         is_coarser = any(FRACTION_BITS[name] < own_bits for name in transform.types)

@@ -99,7 +99,10 @@ def related(relation: Relation, count: int, held: int, zeros: int) -> Explanatio
     if transform.scale != 1.0:
         causes.append("scaled")
         told = f"{transform.scale:.9g} * {of}"
-    types = [name for name in transform.types if name not in {"float32", "float64"} or not causes]
+    types = list(transform.types)
+    if causes:
+        # What is computed in need not be said where it is not the coarsest type.
+        types = [name for name in types if name not in {"float32", "float64"}] or types[:1]
     if relation.rounds and types:
         causes.append("rounded")
         told += f" rounded to {' and then to '.join(types)}"
