@@ -13,6 +13,7 @@ import xarray as xr
 
 import xckpt
 from tests.conftest import GOLDEN
+from tests.contracts.declared import arrays_in
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.opening import open_index
 from xckpt.quantized import with_weights
@@ -67,7 +68,7 @@ def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def expected(name: str) -> tuple[dict[str, Any], Any]:
     folder = MODELS / name
-    return json.loads((folder / "expected.json").read_text()), np.load(folder / "expected.npz")
+    return json.loads((folder / "expected.json").read_text()), arrays_in(folder / "expected.npz")
 
 
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -168,11 +168,17 @@ def golden_json(path: Path, suffix: str = ".expected.json") -> dict[str, Any]:
     return found
 
 
+def arrays_in(path: Path) -> dict[str, Array]:
+    """Load all arrays of an ``.npz`` file, which does not stay open."""
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
 def golden_arrays(path: Path) -> dict[str, Array]:
     """Load the arrays that a golden file should hold; none where there are none."""
     beside = path.with_name(f"{path.name}.expected.npz")
     beside = beside if beside.exists() else path.with_suffix(".expected.npz")
-    return dict(np.load(beside)) if beside.exists() else {}
+    return arrays_in(beside) if beside.exists() else {}
 
 
 def widened(bits: Array) -> Array:

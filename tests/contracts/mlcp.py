@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.contracts.declared import Bad, Declared, Expected, Want, golden_json, widened
+from tests.contracts.declared import (
+    Bad,
+    Declared,
+    Expected,
+    Want,
+    arrays_in,
+    golden_json,
+    widened,
+)
 from tests.formats.mlcp_files import checkpoint, tensor
 
 if TYPE_CHECKING:
@@ -74,7 +82,7 @@ def _arrays(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     prefix = path.name.partition(".")[0]
     own = path.parent / named
     found = own if own.exists() else path.parent / f"{prefix}.metadata.json.expected.npz"
-    return dict(np.load(found))
+    return arrays_in(found)
 
 
 def _listed(path: Path, expected: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
