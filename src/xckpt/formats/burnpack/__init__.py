@@ -55,7 +55,6 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
-from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
 from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
@@ -132,7 +131,7 @@ class Burnpack(Format):
             start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
             _check_ranges(entries, start, end, source.size)
             tensors = {entry.name: _tensor(entry, start) for entry in entries}
-            names = ScalarNames(frozenset(tensors))
+            names = cbor.ScalarNames(frozenset(tensors))
             for name, value in cbor.mapping("scalars", root.get("scalars", {})).items():
                 free = names.shown(name)
                 tensors[free] = _scalar(free, value)
@@ -184,11 +183,11 @@ class Burnpack(Format):
             fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
             param_id = _param_id(tensor, make=param_ids == "make")
             descriptors[name] = fields if param_id is None else {**fields, "param_id": param_id}
-        names = ScalarNames(tensors)
+        names = cbor.ScalarNames(tensors)
         scalars = {}
         for scalar in inline:
             kit.check_text("the name", scalar.name, scalar.name)
-            scalars[names.stored(scalar.name)] = kind_and_value(scalar)
+            scalars[names.stored(scalar.name)] = cbor.kind_and_value(scalar)
         as_read = dict(sorted(tensors.items()))
         as_read |= {
             each.name: each for each in sorted(inline, key=lambda of: names.stored(of.name))
@@ -424,10 +423,10 @@ def _scalar(name: str, value: Any) -> Tensor:
     what, attrs = f"scalar {shown(name)}", {}
     kind, content = cbor.variant(what, value)
     attrs = {"scalar": kind}
-    if kind not in KINDS:
+    if kind not in cbor.KINDS:
         none = {"data": Part("uint8", (0,), _HEADER.size, 0)}
         return _unreadable(Tensor(name, kind, (), none, attrs=attrs), cbor.unknown("scalar", kind))
-    dtype, python_type, form = KINDS[kind]
+    dtype, python_type, form = cbor.KINDS[kind]
     if type(content) is not python_type:
         raise cbor.mistyped(what, content, kind)
     try:

@@ -52,9 +52,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import BLOCK_TYPES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.gguf import values
-from xckpt.formats.gguf.axes import AxisSizes
-from xckpt.formats.gguf.values import BOOL, DEEPEST, LIST, NUMBERS, TEXT
+from xckpt.formats.gguf import metadata
+from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, AxisSizes
 from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
@@ -146,7 +145,7 @@ class Gguf(Format):
         ends = accumulate([kit.aligned(_nbytes(tensor), alignment) for tensor in tensors])
         starts = [0, *ends]
         types = {**draft.attr_types, _ALIGNED: "uint32"}
-        entries = [values.entry(str(key), attrs[key], types.get(key)) for key in attrs]
+        entries = [metadata.entry(str(key), attrs[key], types.get(key)) for key in attrs]
         infos = [
             self._info(tensor, at, long_names=long_names)
             for tensor, at in zip(tensors, starts, strict=False)
@@ -308,7 +307,7 @@ class _HeadReader:
         value = self.cursor.number(self._struct(code), "a number")
         if kind == BOOL:
             return self._bools([value], key)[0]
-        if dtype != values.default_type([value], in_list=False):
+        if dtype != metadata.default_type([value], in_list=False):
             self.types[key] = dtype
         return value
 
