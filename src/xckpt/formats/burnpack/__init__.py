@@ -192,7 +192,7 @@ class Burnpack(Format):
         as_read |= {
             each.name: each for each in sorted(inline, key=lambda of: names.stored(of.name))
         }
-        metadata = cbor.encode(descriptors, _attributes(draft, as_read), scalars)
+        metadata = cbor.encode(descriptors, kit.attribute_texts(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
         placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
@@ -456,18 +456,6 @@ def _param_id(tensor: WantedTensor, *, make: bool) -> int | None:
     reason = f"the param_id {shown(text)} is not an unsigned integer of 64 bits"
     hint = "Give it in decimal digits, or leave it out"
     raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
-
-
-def _attributes(draft: Draft, as_read: Mapping[str, WantedTensor]) -> dict[str, str]:
-    """Return the metadata of the file: texts, and what is none as JSON."""
-    texts = {}
-    for key, value in draft.attrs.items():
-        if type(key) is not str:
-            reason = f"an attribute is named by a {type(key).__name__}"
-            raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
-        kit.check_text("the attribute", key)
-        texts[key] = kit.check_text("an attribute", kit.as_text(key, value, nan=True))
-    return texts | kit.arrangement_texts(draft, as_read, only_texts=True)
 
 
 # --- names of axes --------------------------------------------------------------------------------
