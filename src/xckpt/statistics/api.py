@@ -349,12 +349,11 @@ def table(result: xr.Dataset) -> pd.DataFrame:
     whole = [c for c in _WHOLE_NUMBERS if c in columns and frame[c].notna().all()]
     frame = frame.astype(dict.fromkeys(whole, np.int64))
     stated = {key for variable in result.variables.values() for key in variable.attrs}
-    columns_stated = [*_PARTNERS, *(COLUMNS if "cause" in stated else ())]
-    if stated.isdisjoint(columns_stated):
-        return ranked(frame) if "status" in frame else frame
-    said = said_of_tensors(result, {key: _STATED[key] for key in columns_stated})
+    wanted = [*_PARTNERS, *(COLUMNS if "cause" in stated else ())]
+    is_said = not stated.isdisjoint(wanted)
+    said = said_of_tensors(result, {key: _STATED[key] for key in wanted}) if is_said else {}
     for key in _PARTNERS:
-        if any(said[key]):
+        if any(said.get(key, ())):
             frame[key] = said[key]
     if "cause" in said:
         frame.insert(1, "cause", said["cause"])
