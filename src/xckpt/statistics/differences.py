@@ -44,8 +44,6 @@ from xckpt.storage.limits import require_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import pandas as pd
-
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
@@ -61,9 +59,6 @@ MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
-
-# What counts as the larger change, last.
-_SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
 
 
 def compare(
@@ -498,20 +493,3 @@ def _decibels(signal: float, noise: float) -> float:
     ratio = signal / noise
     is_held = 0.0 < ratio < math.inf
     return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))
-
-
-def ranked(frame: pd.DataFrame) -> pd.DataFrame:
-    """Name what is said of tensors, and sort them."""
-    import pandas as pd
-
-    frame = frame[frame["status"].notna()]
-    codes = frame["status"].to_numpy(np.int64)
-    severity = np.array([_SEVERITY.index(status) for status in STATUSES])
-    keys: dict[str, Any] = {"severity": severity[codes]}
-    if {"nan", "inf", "count"} <= set(frame.columns):
-        keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).to_numpy()
-    keys |= {name: frame[name].to_numpy() for name in ("rel_l2", "max_abs") if name in frame}
-    # By position: nothing keeps two tensors from having one name.
-    order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
-    names = pd.Categorical.from_codes(codes, list(STATUSES))
-    return frame.assign(status=names).iloc[order]
