@@ -37,8 +37,8 @@ from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert
-from xckpt.writing.data import ArrayData, as_bytes
-from xckpt.writing.gathering import Computed, Stored
+from xckpt.writing.data import ArrayData, Stored, as_bytes
+from xckpt.writing.gathering import Computed
 from xckpt.writing.sparse_parts import densified, is_sparse, stored_elements
 
 if TYPE_CHECKING:
@@ -122,9 +122,8 @@ def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Itera
         return
     tensor, readers, _ = item
     if tensor.stored is not None:
-        for stored_role, each in tensor.stored.items():
-            data = replace(readers[stored_role], part=each.parts["data"])
-            yield from contents_of(Stored(each, {"data": data}), verify=verify)
+        for each in item.apart():
+            yield from contents_of(each, verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)

@@ -14,23 +14,22 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.datasets.listing import free_name
-from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Arrangement, is_json
-from xckpt.writing.casting import choose_type
+from xckpt.writing.casting import Cast, holds
 from xckpt.writing.data import ArrayData, Payload, StoredData
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats import Can, Format
-    from xckpt.writing.casting import Cast
 
-__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "fit"]
+__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "check_cast", "choose_type", "fit"]
 
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
@@ -66,6 +65,12 @@ class Changes:
 
 
 # --- what is asked for ---------------------------------------------------------------------------
+
+
+def check_cast(cast: str) -> None:
+    """Refuse what is not a way to convert."""
+    if cast not in get_args(Cast):
+        raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
 
 
 class Requests:
@@ -305,6 +310,30 @@ def _typed(
     if dtype != part.dtype:
         parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
     return dtype, parts
+
+
+def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
+    """Choose what element type a tensor is written as."""
+    if name in writes:
+        return name
+    kind = ELEMENT_TYPES[name].kind
+    types = [ELEMENT_TYPES[each] for each in writes]
+    if cast != "never":
+        holding = [each for each in types if holds(each.name, name)]
+        if holding:
+            return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
+    if cast == "allow":
+        alike = [each for each in types if each.kind == kind]
+        alike = alike or [each for each in types if each.kind == "float"]
+        if alike and kind != "complex":
+            return max(alike, key=lambda each: each.bits).name
+    hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
+    raise UnsupportedError(
+        f"{name} elements have no place in this format, which has {', '.join(writes)}",
+        tensor=tensor,
+        rule="Dtype",
+        hint="Convert it with .astype(...), or leave it out" if cast == "allow" else hint,
+    )
 
 
 def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:

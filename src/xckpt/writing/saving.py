@@ -18,7 +18,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from xckpt import formats
-from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.lists import read_later
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
@@ -31,10 +30,10 @@ from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
-from xckpt.writing.casting import check_cast, holds
-from xckpt.writing.data import StoredData, lazy_dask_array
-from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, fit
-from xckpt.writing.gathering import gather, source_files, stored_payload
+from xckpt.writing.casting import holds
+from xckpt.writing.data import Stored, StoredData
+from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, check_cast, fit
+from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import WriteJob
 from xckpt.writing.streaming import item_at
 
@@ -314,7 +313,7 @@ def convert(
             sources = sources_of(source, index.shards)
             new = renamed(index.tensors, names)
             chosen = _chosen(index, tensors, new)
-            payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
+            payloads = [Stored.of(each, sources, verify=verify).payload() for each in chosen]
             files = files_of(source)
             arrangement = index.arrangement.renamed(new)
             job = destination.job(
@@ -350,18 +349,6 @@ def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) 
             )
         found.append(after)
     return found
-
-
-def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions) -> Payload:
-    readers = {
-        role: PartReader(sources[part.shard], part, options.verify)
-        for role, part in tensor.parts.items()
-    }
-
-    def values() -> Any:
-        return lazy_dask_array(lazy_arrays(tensor, sources, options)[None])
-
-    return stored_payload(tensor, readers, values)
 
 
 def append(
