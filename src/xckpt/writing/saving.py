@@ -31,14 +31,14 @@ from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, components, files_of, sources_of
 from xckpt.writing.casting import holds
-from xckpt.writing.data import Stored, StoredData
+from xckpt.writing.data import Gathered, Stored, StoredData
 from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, check_cast, fit
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import WriteJob
 from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Unpack
 
     import xarray as xr
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from xckpt.formats import FormatOptions
     from xckpt.formats.plan import Plan
-    from xckpt.index import Arrangement, Index, Tensor
+    from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
     from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
-    from xckpt.writing.data import Payload
     from xckpt.writing.streaming import Item
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
@@ -199,10 +198,8 @@ def save(
         format_options=format_options,
     )
     changes = Changes()
-    payloads, attrs, arrangement = gather(obj, changes, destination.writer.name)
-    types = getattr(obj, "encoding", {}).get("attr_types", {})
-    sources = source_files(payloads)
-    job = destination.job(payloads, attrs, arrangement, changes, sources=sources, attr_types=types)
+    gathered = gather(obj, changes, destination.writer.name)
+    job = destination.job(gathered, changes, sources=source_files(gathered.payloads))
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -314,13 +311,13 @@ def convert(
             new = renamed(index.tensors, names)
             chosen = _chosen(index, tensors, new)
             payloads = [Stored.of(each, sources, verify=verify).payload() for each in chosen]
-            files = files_of(source)
-            arrangement = index.arrangement.renamed(new)
-            job = destination.job(
-                *(payloads, read_later(index.attrs, sources), arrangement, changes),
-                sources=files,
-                attr_types=index.attr_types,
+            gathered = Gathered(
+                payloads,
+                read_later(index.attrs, sources),
+                index.arrangement.renamed(new),
+                index.attr_types,
             )
+            job = destination.job(gathered, changes, sources=files_of(source))
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -436,11 +433,11 @@ def append(
             raise UnsupportedError(reason, rule="Append", hint=hint)
         plan = partial(destination.writer.append, source, replace=replace)
         changes = Changes()
-        payloads, attrs, arrangement = gather(obj, changes)
+        gathered = gather(obj, changes)
         whole = Part("uint8", (source.size,), 0, source.size)
         before = item_at(0, StoredData(PartReader(source, whole), source.size, (source.size,)))
         how: Any = {"sources": [source], "plan": plan, "before": before}
-        job = destination.job(payloads, attrs, arrangement, changes, **how)
+        job = destination.job(gathered, changes, **how)
         changes.warn(destination.path, stacklevel=2)
         with _alone(source):
             job.run(progress)
@@ -584,28 +581,22 @@ class Destination:
 
     def job(
         self,
-        payloads: Sequence[Payload],
-        attrs: Mapping[str, Any],
-        arrangement: Arrangement,
+        gathered: Gathered,
         changes: Changes,
         *,
         sources: Iterable[Source],
         plan: Callable[..., Plan] | None = None,
         before: Item | None = None,
-        attr_types: Mapping[str, str] | None = None,
     ) -> WriteJob:
         """Lay the file out; nothing is written yet."""
         try:
             draft, fitted = fit(
-                payloads,
-                attrs,
+                gathered,
                 self.path,
                 writer=self.writer,
                 requests=self._requests,
                 cast=self._cast,
                 changes=changes,
-                arrangement=arrangement,
-                attr_types=attr_types or {},
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
