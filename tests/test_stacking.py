@@ -488,7 +488,7 @@ def test_a_node_of_a_tree_unstacks_too() -> None:
 @pytest.fixture
 def flax(tmp_path: Path) -> Path:
     """Write the tree of parameters of a transformer as those who use JAX do."""
-    arrays = {"params/embed/embedding": np.ones((5, 4), "f4")}
+    arrays: dict[str, Any] = {"params/embed/embedding": np.ones((5, 4), "f4")}
     for layer in range(12):
         module = f"params/encoder/layers_{layer}"
         roles = ("attn/q", "attn/k", "mlp/wi_0", "mlp/wi_1")
