@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from xckpt.labels.numbering import numbered
-from xckpt.statistics.api import named_tensors, said_of_tensors, tensor_rows
+from xckpt.statistics.tables import named_tensors, said_of_tensors, tensor_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,12 +1,12 @@
 """Ranges of files that are requested before they are asked for.
 
 Whoever knows what is read next says so (`reading_ahead`): ranges that are near each other make one
-request, long ones make several, and up to 32 requests are under way at a time. The first and the
-last are for less: all of those under way share the line, so that equal ones would come at the same
-time, with nothing to do before and all at once after it. What a request brings is there as it
-comes, not when it ends. What has come and is not taken yet is at most 256 MiB in this process, or
-what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody announced are requests of
-their own, as are those of what was taken before.
+request, long ones make several, and up to 32 requests are under way at a time. The first ones are
+for less, each for no less than the one before: all of those under way share the line, so that equal
+ones would end together, and the line be idle until those after them are answered. What a request
+brings is there as it comes, not when it ends. What has come and is not taken yet is at most 256 MiB
+in this process, or what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody
+announced are requests of their own, as are those of what was taken before.
 
 Of local files nothing is held here: as they are read, the operating system is asked for what comes
 next, so that the disk is never idle. It has its own reading ahead, which several threads in one
@@ -109,10 +109,12 @@ class _Span:
         "stop",
     )
 
-    def __init__(self, source: Source, start: int, stop: int, wanted: int, run: _Run) -> None:
+    def __init__(
+        self, source: Source, start: int, stop: int, wanted: int, run: _Run, *, at: int
+    ) -> None:
         self.source, self.start, self.stop, self.run = source, start, stop, run
         self.left = wanted  # of what is announced, as often as it is
-        self.at = 0  # among all that is announced
+        self.at = at  # among all that is announced
         self.state = _WAITING
         self.done = 0  # how many of its bytes have come
         self.awaited = sys.maxsize  # how many of them somebody waits for
@@ -287,16 +289,10 @@ def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
             near, nbytes = {}, 0
     runs += _joined(near)
     spans: list[_Span] = []
-    at, total = 0, sum(stop - members[0][0] for _, members, stop in runs)
-    for source, members, stop in runs:
-        nbytes = stop - members[0][0]
-        edge = max(0, min(at, total - at - nbytes)) // IN_FLIGHT
-        spans += _cut(source, members, stop, min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + edge))
-        at += nbytes
     at = 0
-    for span in spans:
-        span.at = at
-        at += span.stop - span.start
+    for source, members, stop in runs:
+        spans += _cut(source, members, stop, at)
+        at += stop - members[0][0]
     return spans
 
 
@@ -319,20 +315,23 @@ def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
         yield source, run, end
 
 
-def _cut(
-    source: Source, members: list[tuple[int, int, int]], end: int, target: int
-) -> Iterator[_Span]:
+def _cut(source: Source, members: list[tuple[int, int, int]], end: int, at: int) -> Iterator[_Span]:
+    """Make requests for some ranges and what is between them; `at` bytes come before."""
     start = members[0][0]
-    count = max(1, round((end - start) / target))
-    bounds = [start + (end - start) * n // count for n in range(count + 1)]
+    bounds = [start]
+    while bounds[-1] < end:
+        left = end - bounds[-1]
+        nbytes = REQUEST_NBYTES // 2 + (at + bounds[-1] - start) // IN_FLIGHT
+        bounds.append(bounds[-1] + left // max(1, round(left / min(REQUEST_NBYTES, nbytes))))
     run = None
     if end - start <= _LARGEST_RUN:
         apart = all(one[1] <= other[0] for one, other in pairwise(members))
-        once = {(at, stop) for at, stop, times in members if apart and times == 1}
+        once = {(one, stop) for one, stop, times in members if apart and times == 1}
         run = _Run(start, end, once)
     for first, last in pairwise(bounds):
-        taken = (max(0, min(stop, last) - max(at, first)) * times for at, stop, times in members)
-        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()))
+        taken = (max(0, min(stop, last) - max(one, first)) * times for one, stop, times in members)
+        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()), at=at)
+        at += last - first
 
 
 class _Ahead:

@@ -117,7 +117,7 @@ class HttpSource(FsspecSource):
                 pieces, skip = response.content.iter_any(), found.get("skip", 0)
                 return found, await _body(pieces, wanted, patience, came, skip=skip)
 
-        return run(fs.loop, request)
+        return run(fs.loop, request, memory)
 
     async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
         session = await fs.set_session()
@@ -246,7 +246,7 @@ class S3Source(FsspecSource):
                 return answer, await _body(pieces(body), memory, patience, came, BotoCoreError)
 
         try:
-            return run(fs.loop, get)
+            return run(fs.loop, get, memory)
         except OSError as error:
             status = _refusal(error)[0]
             if status >= 500:
