@@ -243,7 +243,7 @@ def _encoding(
 
 
 def _writer(new: str, engine: str | None) -> Format:
-    from xckpt.writing.saving import Destination
+    from xckpt.writing.job import Destination
 
     try:
         return Destination(new, engine).writer

@@ -378,10 +378,7 @@ def compare(
     for text in said.values():
         print_text(printable(text))
     _print_comparison((frame if everything else different).head(limit), chosen)
-    counts = Counter(frame["status"])
-    facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-    what = "channels" if dims else "tensors"
-    complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
+    _print_counts(frame, "channels" if dims else "tensors")
     return int(not different.empty)
 
 
@@ -416,6 +413,12 @@ def _lengths(dims: tuple[str, ...]) -> Any:
         key = int(name) if re.fullmatch(r"-?\d+", name) else name
         found[key] = int(length) if colon else None
     return found
+
+
+def _print_counts(frame: pd.DataFrame, what: str) -> None:
+    counts = Counter(frame["status"])
+    facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
+    complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
 
 
 def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:

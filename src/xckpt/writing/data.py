@@ -109,6 +109,11 @@ class Stored(NamedTuple):
     readers: Mapping[str, PartReader]
     values: Callable[[], Any] | None = None
 
+    @property
+    def name(self) -> str:
+        """As it is to be in the new file."""
+        return self.tensor.name
+
     @classmethod
     def of(
         cls,
