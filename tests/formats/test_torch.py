@@ -16,6 +16,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import GOLDEN, golden_files
 from tests.formats import torch_files as files
+from tests.formats.safetensors_files import safetensors_file
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.formats.torch import pickles
@@ -312,6 +313,13 @@ class TestFolders:
         ds = xr.open_dataset(tmp_path)
         assert ds["w"].shape == (3, 3)
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
+            ds["w"].values  # noqa: B018
+
+    def test_a_file_of_safetensors_is_listed(self, tmp_path: Path) -> None:
+        """`FileSystemWriter` can write them, with offsets that are none of the file."""
+        (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
+        ds = xr.open_dataset(tmp_path)
+        with pytest.raises(xckpt.UnsupportedError, match="safetensors"):
             ds["w"].values  # noqa: B018
 
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])

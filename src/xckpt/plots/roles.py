@@ -14,7 +14,7 @@ from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
 
@@ -50,26 +50,42 @@ class Chosen:
         """What is said of numbers that are none of weights."""
         return " of codes" if self.scales else ""
 
+    @property
+    def codes_note(self) -> str:
+        """That the numbers are codes, if they are."""
+        return codes_drawn(next(iter(self.scales.values()), None))
+
 
 def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     """Choose the tensors of a picture; codes are never on an axis with weights."""
     tensors = OpenTensors(obj)
     chosen = tensors.select(names)
-    require_any(chosen, tensors, names)
-    codes = scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    require_any(chosen, [row.name for row in tensors.rows], names)
+    codes = codes_of(tensors)
     weights = [name for name in chosen if name not in codes]
     if not weights:
         return Chosen(tensors, chosen, {name: codes[name] for name in chosen}, "")
     return Chosen(tensors, weights, {}, codes_left_out([n for n in chosen if n in codes], codes))
 
 
-def require_any(chosen: Sequence[str], tensors: OpenTensors, names: TensorFilter | None) -> None:
+def require_any(
+    chosen: Collection[str], known: Collection[str], names: TensorFilter | None
+) -> None:
     """Refuse names that no tensor has."""
-    known = [row.name for row in tensors.rows]
     if not chosen and (names is None or not known):
         raise ValueError("there are no tensors")
     if not chosen:
         raise ValueError(f"no tensor is called {names!r}{similar(known, names or ())}")
+
+
+def codes_of(tensors: OpenTensors) -> dict[str, str]:
+    """Return the tensors that have codes, and the names of their scales."""
+    return scales_of_codes({row.name: row.dtype for row in tensors.rows})
+
+
+def codes_drawn(scales: str | None) -> str:
+    """Say that the numbers of a picture are codes; nothing if they are not."""
+    return f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
 
 
 def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:

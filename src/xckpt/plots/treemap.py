@@ -71,7 +71,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     tensors = OpenTensors(obj)
     rows = {row.name: row for row in tensors.rows}
     chosen = tensors.select(names)
-    require_any(chosen, tensors, names)
+    require_any(chosen, rows, names)
     root = _tree(rows[name] for name in chosen)
     if not root.nbytes:
         raise ValueError("all tensors are empty")
