@@ -139,8 +139,8 @@ class TestScans:
             found = [bytes(source.read(*each[1:])) for each in ranges]
         data = web.behaviour.files["/m.zt"]
         assert found == [data[at : at + nbytes] for _, at, nbytes in ranges]
-        beside = [each for each in web.gets if each and int(each[6:].split("-")[0]) >= 9 * large]
-        assert beside == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
+        asked = [each for each in web.gets if each and int(each[6:].split("-")[0]) >= 9 * large]
+        assert asked == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
 
     @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
