@@ -29,6 +29,7 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning, locating, shown, some
 from xckpt.index import Index
 from xckpt.labels import flat_name
+from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
@@ -91,7 +92,7 @@ class Subject:
             known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
             asked = str(min(unknown, key=str))
             hint = similar(known, asked)
-            if not hint and any(asked in str(name).split(".") for name in self.variables):
+            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
                 hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
             raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
         found = []
