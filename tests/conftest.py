@@ -59,8 +59,9 @@ def to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_a_disk(to_the_disk: None) -> Iterator[Path]:
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder of whose files the system keeps in memory what it likes to."""
+    monkeypatch.setattr("os.fsync", _fsync)
     disk = "/var/tmp" if tempfile.gettempdir() == str(_MEMORY) else None  # noqa: S108  the same
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         yield Path(folder)
