@@ -86,9 +86,7 @@ def exact_stats(values: Array) -> dict[str, float]:
     n, total = len(numbers), sum(numbers)
     squares = Fraction(sum([x * x for x in numbers])) * scale**2
     apart = [n * x - total for x in numbers]  # from the mean, n times
-    m2, m3, m4 = (
-        Fraction(sum([x**p for x in apart]), n ** (p + 1)) * scale**p for p in (2, 3, 4)
-    )
+    m2, m3, m4 = (Fraction(sum([x**p for x in apart]), n ** (p + 1)) * scale**p for p in (2, 3, 4))
     found |= {
         "mean": float(Fraction(total, n) * scale),
         "std": root(m2),
