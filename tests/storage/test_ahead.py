@@ -127,6 +127,21 @@ class TestScans:
         # The rest looks for the config of a model next to it. A comparison opens two.
         assert len([each for each in web.gets if each]) <= (4 if scan is SCANS["compare"] else 3)
 
+    def test_small_ranges_that_are_wanted_between_large_ones(self, web: WebServer) -> None:
+        source = open_source(f"{web.url}/m.zt")
+        large, small = REQUEST, 100
+        places = [(n * large, 0 if n else 5, 9 * large + n * small) for n in range(8)]
+        ranges = []
+        for at, skipped, beside in places:
+            ranges += [(source, at + skipped, large - skipped), (source, beside, small)]
+        web.requests.clear()
+        with reading_ahead(ranges):
+            found = [bytes(source.read(*each[1:])) for each in ranges]
+        data = web.behaviour.files["/m.zt"]
+        assert found == [data[at : at + nbytes] for _, at, nbytes in ranges]
+        asked = [each for each in web.gets if each and int(each[6:].split("-")[0]) >= 9 * large]
+        assert asked == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
+
     @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
         wanted = scan(str(path), tmp_path)

@@ -99,7 +99,7 @@ class FileInput:
 
     engine: str | None  # the format; None detects it from the content
     tensors: tuple[str, ...]  # globs of names; none for all
-    storage_options: dict[str, Any]  # for fsspec
+    storage_options: dict[str, Any] | None  # for fsspec
 
     @property
     def wanted(self) -> list[str] | None:
@@ -111,7 +111,7 @@ class FileInput:
         from xckpt.labels.selection import select, similar
         from xckpt.opening import open_index
 
-        source, index = open_index(file, self.engine, storage_options=self.storage_options or None)
+        source, index = open_index(file, self.engine, storage_options=self.storage_options)
         source.close()
         if not self.tensors:
             return index
@@ -133,7 +133,7 @@ class FileInput:
                 file,
                 engine=index.format,
                 tensors=self.wanted,
-                storage_options=self.storage_options or None,
+                storage_options=self.storage_options,
             )
 
 
@@ -166,7 +166,7 @@ def _reading_options(command: Callable[..., Any], *flags: str) -> Any:
     def with_reading(
         engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
     ) -> Any:
-        return command(reading=FileInput(engine, tensors, storage_options), **others)
+        return command(reading=FileInput(engine, tensors, storage_options or None), **others)
 
     return with_reading
 

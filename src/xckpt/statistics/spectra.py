@@ -159,7 +159,7 @@ def spectrum(
     entries = replace(contents, variables=variables).entries()
     matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
-    is_quick = not values and set(names) <= _OF_THE_LARGEST and _has_scipy()
+    is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
     found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
     if values:
         return _laid_out_values(entries, found, contents)
@@ -416,10 +416,6 @@ def blas_threads(count: int) -> Any:
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     return threadpool_limits(count, user_api="blas")
-
-
-def _has_scipy() -> bool:
-    return find_spec("scipy") is not None
 
 
 def _estimate(matrices: Sequence[Matrix]) -> str:
