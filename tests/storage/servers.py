@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from socketserver import BaseServer
-    from types import TracebackType
 
 
 class Listening:
@@ -28,12 +27,7 @@ class Listening:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.closing.set()
         for server, thread in zip(self._servers, self._threads, strict=True):
             server.shutdown()
