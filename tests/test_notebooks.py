@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from importlib.util import find_spec
@@ -22,8 +23,7 @@ _LONGEST_SECONDS = 60
 
 
 def read(path: Path) -> Any:
-    import nbformat
-
+    nbformat: Any = importlib.import_module("nbformat")
     return nbformat.read(path, as_version=4)
 
 
