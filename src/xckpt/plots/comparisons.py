@@ -11,7 +11,7 @@ import xarray as xr
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import select
-from xckpt.labels.stacking import numbered
+from xckpt.labels.numbering import numbered, without_front
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe, whole_numbers
@@ -186,12 +186,15 @@ def _channels_of(
 
 def _title_and_labels(names: list[str]) -> tuple[str, list[str]]:
     """Return what all names have, with a star for the rest, which is the label of each."""
-    split = [name.split(".") for name in names]
+    split = [numbered(name).pieces for name in names]
     head = _common(split)
     tail = _common([each[len(head) :][::-1] for each in split])[::-1]
-    labels = [".".join(each[len(head) : len(each) - len(tail)]) for each in split]
-    star = ["*"] if any(labels) else []
-    return ".".join([*head, *star, *tail]), labels if star else names
+    rest = ["".join(each[len(head) : len(each) - len(tail)]) for each in split]
+    labels = list(map(without_front, rest))
+    if not any(labels):
+        return names[0], names
+    front = {text.removesuffix(label) for text, label in zip(rest, labels, strict=True)}
+    return "".join([*head, *(front if len(front) == 1 else ()), "*", *tail]), labels
 
 
 def _common(lists: list[list[str]]) -> list[str]:
@@ -302,10 +305,8 @@ def _norm(norms: Any) -> Any:
 
 def _layer(name: str) -> str:
     """Return a name up to its first number, or its module where there is none."""
-    parts = name.split(".")
-    template = numbered(parts).template
-    depth = template.index(None) + 1 if None in template else max(1, len(parts) - 1)
-    return ".".join(parts[:depth])
+    found = numbered(name)
+    return found.outermost or "".join(found.pieces[:-1]) or name
 
 
 def _label(axis: Any, labels: list[str]) -> None:

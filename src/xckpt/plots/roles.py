@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product, starmap, takewhile
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, similar
-from xckpt.labels.stacking import numbered, words
+from xckpt.labels.numbering import bare, numbered, without_front, words
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
 
@@ -119,11 +120,11 @@ class Role:
     @property
     def bare(self) -> str:
         """The first name without numbers."""
-        return ".".join(words(numbered(self.names[0].split(".")).template))
+        return bare(numbered(self.names[0]).template)
 
     def place(self, name: str) -> str:
         """Say which of them a tensor is: ``layer 17, expert 3``."""
-        found = numbered(name.split("."))
+        found = numbered(name)
         places = zip(found.bases, found.indices, strict=True)
         own = [word for word in words(found.template) if word not in self.shared]
         return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
@@ -140,7 +141,7 @@ def groups_of(names: Iterable[str]) -> list[_Siblings]:
     """Group tensors by their names without numbers."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-        groups.setdefault(numbered(name.split(".")).template, []).append(name)
+        groups.setdefault(numbered(name).template, []).append(name)
     return list(starmap(_Siblings, groups.items()))
 
 
@@ -170,14 +171,14 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
     """Unite groups whose names differ in one word, but not weights with biases or gains."""
     # A row stands for each group.
     rows = {
-        Row(".".join(part or "0" for part in template), kind, (), 0): at
+        Row("".join("0" if part is None else part for part in template), kind, (), 0): at
         for at, (template, names) in enumerate(groups)
         for kind in [f"{template[-1]} {ndims.get(names[0])}"]
     }
     bundles = []
     for family in united(families_of(rows)):
-        words = ([part] if isinstance(part, str) else part for part in family.components)
-        spelled = (Row(".".join(name), family.dtype, (), 0) for name in product(*words))
+        pieces = ([part] if isinstance(part, str) else part for part in family.components)
+        spelled = (Row("".join(name), family.dtype, (), 0) for name in product(*pieces))
         bundles.append(sorted(rows[row] for row in spelled))
     return [[groups[at] for at in some] for some in sorted(bundles)]
 
@@ -197,22 +198,31 @@ def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[
     columns = zip(*(group.template[:-1] for group in every), strict=False)
     depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
     labels = [_end(_label(bundle, depth)) for bundle in bundles]
-    names = [name.split(".", depth)[:depth] for group in every for name in group.names]
+    names = [name for group in every for name in group.names]
     if not depth:
         return counted(len(names), "tensor"), labels
-    return _patterns(".".join([*parts, "*"]) for parts in names)[0], labels
+    starred = []
+    for name in names:
+        rest = _inside(name, depth)
+        starred.append(name.removesuffix(without_front(rest)) + "*")
+    return _patterns(starred)[0], labels
 
 
 def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
-    names = [name.split(".", depth)[depth] for group in bundle for name in group.names]
+    names = [without_front(_inside(n, depth)) for group in bundle for n in group.names]
     if len(names) == 1:
         return names[0]
     found = _patterns(names)
     if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
-        starred = [[part or "*" for part in group.template[depth:]] for group in bundle]
-        found = _patterns(map(".".join, starred))
+        starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
+        found = _patterns(without_front("".join(pieces)) for pieces in starred)
     return " | ".join(found)
+
+
+def _inside(name: str, depth: int) -> str:
+    """Return a name without its first pieces."""
+    return "".join(numbered(name).pieces[depth:])
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
@@ -221,19 +231,15 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 def _end(text: str) -> str:
     """Leave out the outer modules of a long name."""
-    parts = text.split(".")
     starts = [0]
-    for start in range(1, len(parts)):
+    for start in [match.end() for match in re.finditer("[./]", text)]:
         # Not inside of a range, where two dots are, and not at one.
-        short = ".".join(parts[start:])
+        short = text[start:]
         if short.count("{") == short.count("}") and not short.startswith("{"):
             starts.append(start)
-    for start in starts[:-1]:
-        short = ".".join(parts[start:])
-        if len(short) <= _LONGEST_LABEL:
-            return f"…{short}" if start else text
-    start = starts[-2:][0]
-    return "…" + ".".join(parts[start:]) if start else text
+    fitting = [start for start in starts[:-1] if len(text) - start <= _LONGEST_LABEL]
+    start = fitting[0] if fitting else starts[-2:][0]
+    return f"…{text[start:]}" if start else text
 
 
 def _one_of(base: str) -> str:
@@ -243,13 +249,13 @@ def _one_of(base: str) -> str:
 
 def numbers_of(name: str) -> dict[str, int]:
     """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
-    found = numbered(name.split("."))
+    found = numbered(name)
     pairs = zip(reversed(found.bases), reversed(found.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 
 def outermost(names: Iterable[str]) -> str | None:
     """Return the module that most tensors are numbered in first."""
-    first = Counter(next(iter(numbered(name.split(".")).bases), None) for name in names)
+    first = Counter(next(iter(numbered(name).bases), None) for name in names)
     first.pop(None, None)
     return first.most_common(1)[0][0] if first else None
