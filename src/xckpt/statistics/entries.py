@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from math import prod
 from operator import getitem
@@ -32,6 +34,7 @@ from xckpt.labels.selection import similar
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
+from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
@@ -224,7 +227,11 @@ def contents_of_all(
     if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
         raise TypeError(text)
-    return [_contents_of(obj, storage_options) for obj in objects]
+    if len(objects) == 1 or not any(map(is_remote, objects)):
+        return [_contents_of(obj, storage_options) for obj in objects]
+    # While one of them waits for an answer, another one is opened.
+    with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
+        return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
 
 
 def _is_open(obj: Any) -> bool:

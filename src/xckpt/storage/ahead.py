@@ -23,14 +23,14 @@ from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xckpt.errors import CheckpointError
 from xckpt.storage.cancelling import Cancellation
 from xckpt.storage.limits import empty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.storage.source import Source
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Range = tuple[Source, int, int]
     #: A file, ranges of it with how often they are wanted, and where they end.
     _Wanted = tuple[Source, list[tuple[int, int, int]], int]
+
+T = TypeVar("T")
 
 __all__ = [
     "IN_FLIGHT",
@@ -279,21 +281,53 @@ class _OnDisk:
 def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
     """Make requests of ranges; only ranges that are wanted at about the same time are joined."""
     runs: list[_Wanted] = []
-    near: dict[Range, int] = {}
-    nbytes = 0
-    for each, count in ranges.items():
-        near[each] = count
-        nbytes += each[2]
-        if nbytes >= REQUEST_NBYTES:
-            runs += _joined(near)
-            near, nbytes = {}, 0
-    runs += _joined(near)
+    for near in _groups(ranges, lambda each: each[2], REQUEST_NBYTES):
+        runs += _joined({each: ranges[each] for each in near})
     spans: list[_Span] = []
     at = 0
-    for source, members, stop in runs:
-        spans += _cut(source, members, stop, at)
-        at += stop - members[0][0]
+    for window in _groups(runs, _extent, 16 * REQUEST_NBYTES):
+        for run in _small_ones_joined(window):
+            spans += _cut(*run, at)
+            at += _extent(run)
     return spans
+
+
+def _groups(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Return what follows each other, in groups that have so many bytes with their last item."""
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        group.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes >= most:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _extent(run: _Wanted) -> int:
+    _, members, stop = run
+    return stop - members[0][0]
+
+
+def _small_ones_joined(window: list[_Wanted]) -> list[_Wanted]:
+    """Join small runs with neighbours that are wanted later: to keep these costs less than to ask.
+
+    Those of the layers of a model are often next to each other, and wanted layer by layer.
+    """
+    first: dict[tuple[Source, int], int] = {}
+    small: dict[Range, int] = {}
+    placed: list[tuple[int, _Wanted]] = []
+    for place, (source, members, stop) in enumerate(window):
+        if stop - members[0][0] >= REQUEST_NBYTES // 8:
+            placed.append((place, (source, members, stop)))
+            continue
+        for start, end, times in members:
+            first[source, start] = place
+            small[source, start, end - start] = times
+    placed += [(min(first[run[0], each[0]] for each in run[1]), run) for run in _joined(small)]
+    return [run for _, run in sorted(placed, key=lambda each: each[0])]
 
 
 def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
