@@ -96,3 +96,9 @@ def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
     with pytest.warns(xckpt.CheckpointWarning, match="left out"):
         ds = xr.open_dataset(tmp_path / "m.npz")
     assert list(ds) == ["x.npy", "y"]
+
+
+def test_attributes_that_are_no_text(tmp_path: Path) -> None:
+    ds = xr.Dataset({"w": ("x", np.ones(2))}, attrs={"a": "\ud800"})
+    with pytest.raises(xckpt.UnsupportedError, match="lone surrogates"):
+        xckpt.save(ds, tmp_path / "m.npz")

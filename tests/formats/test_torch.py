@@ -16,6 +16,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import GOLDEN, golden_files
 from tests.formats import torch_files as files
+from tests.formats.safetensors_files import safetensors_file
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.formats.torch import pickles
@@ -314,6 +315,13 @@ class TestFolders:
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
 
+    def test_a_file_of_safetensors_is_listed(self, tmp_path: Path) -> None:
+        """`FileSystemWriter` can write them, with offsets that are none of the file."""
+        (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
+        ds = xr.open_dataset(tmp_path)
+        with pytest.raises(xckpt.UnsupportedError, match="safetensors"):
+            ds["w"].values  # noqa: B018
+
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
     def test_a_file_of_items_is_in_the_folder(self, name: str, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
@@ -542,6 +550,16 @@ def test_what_is_there_many_times_takes_no_longer(kind: str) -> None:
         FORMAT.read(CountingSource(data))
     except xckpt.UnsupportedError as error:
         assert error.rule in {"Paths", "Name"}  # noqa: PT017  or it is read
+    assert time.process_time() - start < 5
+
+
+def test_many_tensors_of_one_name_take_no_longer() -> None:
+    item = files.text("a") + b"q\1" + files.storage("0", 2) + b"q\2"
+    data = files.archive(b"}(" + item + b"h\1h\2" * 20_000 + b"u", {"0": bytes(8)})
+    start = time.process_time()
+    tensors = FORMAT.read(CountingSource(data)).tensors
+    assert list(tensors)[:3] == ["a", "a#2", "a#3"]
+    assert len(tensors) == 20_001
     assert time.process_time() - start < 5
 
 

@@ -407,6 +407,12 @@ def as_text(name: str, value: Any, *, nan: bool = False) -> str:
         raise UnsupportedError(reason, rule="Metadata", hint=hint) from None
 
 
+def file_name(path: str) -> str:
+    """Return the last component of a path or a URL."""
+    path = path.partition("?")[0] if "://" in path else path
+    return re.split(r"[/\\]", path)[-1]
+
+
 def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
     """Find ranges of bytes that begin within another one: where, whose, and whose that is.
 
@@ -554,6 +560,18 @@ def arrangement_texts(
     }
     what = "a name of an axis or a coordinate"
     return {key: check_text(what, text) for key, text in texts.items() if text is not None}
+
+
+def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, str]:
+    """Return the attributes of a file that has texts only, and those of `arrangement_texts`."""
+    texts = {}
+    for key, value in draft.attrs.items():
+        if type(key) is not str:
+            reason = f"an attribute is named by a {type(key).__name__}"
+            raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
+        check_text("the attribute", key)
+        texts[key] = check_text("an attribute", as_text(key, value, nan=True))
+    return texts | arrangement_texts(draft, tensors, only_texts=True)
 
 
 def _positions(order: list[str], names: list[str], coords: Container[str]) -> list[int]:

@@ -132,12 +132,9 @@ class Npz(Format):
 
 
 def _extra(draft: Draft) -> bytes:
-    texts = {str(key): kit.as_text(key, value, nan=True) for key, value in draft.attrs.items()}
-    said = kit.arrangement_texts(
-        draft, {t.name: t for t in draft.tensors.values()}, only_texts=True
-    )
-    said.pop(kit.DIMS_KEY, None)  # which are comments
-    return json.dumps(texts | said, ensure_ascii=False).encode() if texts or said else b""
+    texts = kit.attribute_texts(draft, {t.name: t for t in draft.tensors.values()})
+    texts.pop(kit.DIMS_KEY, None)  # which are comments
+    return json.dumps(texts, ensure_ascii=False).encode() if texts else b""
 
 
 def _attrs(extra: bytes) -> dict[str, Any]:

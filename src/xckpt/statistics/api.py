@@ -134,22 +134,22 @@ def stats(
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
     with paused_collector():
         entries = contents.entries(dim)
-    request = _Request(quantiles, exact_quantiles, channels, cache)
+    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
-        found, every = _describe_all(entries, request, progress)
+        found, every = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, every, strict=True):
             if dead and None not in dead:
                 attr["dead_rows"] = dead if entry.dims else dead[0]
     else:
-        shapes = [(len(request.names), *entry.shape) for entry in entries]
-        find = partial(_statistics, request=request, progress=progress)
+        shapes = [(len(options.names), *entry.shape) for entry in entries]
+        find = partial(_statistics, options=options, progress=progress)
         found = deferred(find, entries, shapes)
     with paused_collector():
-        return laid_out(request.names, entries, found, attrs, contents)
+        return laid_out(options.names, entries, found, attrs, contents)
 
 
-class _Request(NamedTuple):
+class _StatsOptions(NamedTuple):
     """What is asked of `stats`."""
 
     quantiles: tuple[float, ...]
@@ -197,27 +197,27 @@ def _checked_quantiles(quantiles: Any) -> tuple[float, ...]:
 
 
 def _statistics(
-    entries: Sequence[Described], request: _Request, progress: ProgressOption
+    entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
 ) -> list[Array]:
     """Leave out how many rows are zeros, which has no place in a dask array."""
-    return _describe_all(entries, request, progress)[0]
+    return _describe_all(entries, options, progress)[0]
 
 
 def _describe_all(
-    entries: Sequence[Described], request: _Request, progress: ProgressOption
+    entries: Sequence[Described], options: _StatsOptions, progress: ProgressOption
 ) -> tuple[list[Array], list[list[int | None]]]:
     """Return the statistics of each variable, and how many rows of its tensors are zeros."""
     readers = [reader for entry in entries for reader in entry.readers]
-    quantiles, more = request.quantiles, request.of_channels
-    about = ("statistics", statistic_names(quantiles), quantiles, request.exact)
+    quantiles, more = options.quantiles, options.of_channels
+    about = ("statistics", statistic_names(quantiles), quantiles, options.exact)
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             readers,
             (*about, more) if more else about,
-            len(request.names) + 1,
-            lambda some: _describe_tensors([readers[number] for number in some], request, bar),
+            len(options.names) + 1,
+            lambda some: _describe_tensors([readers[number] for number in some], options, bar),
             are_plausible=partial(are_statistics, quantiles=quantiles, more=more),
-            enabled=request.cache,
+            enabled=options.cache,
         )
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]
     values = rows[:, :-1]
@@ -254,14 +254,14 @@ def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
 
 
 def _describe_tensors(
-    readers: Sequence[Reader], request: _Request, bar: Progress
+    readers: Sequence[Reader], options: _StatsOptions, bar: Progress
 ) -> list[list[float]]:
     """Return the statistics of each tensor, and how many of its rows are zeros; NaN if unknown."""
-    quantiles, exact = request.quantiles, request.exact
+    quantiles, exact = options.quantiles, options.exact
     wanted: list[Any] = [()] * len(readers)
     first, std_at = len(statistic_names(())) - 1, statistic_names(()).index("std")
-    operation = ChannelSketch if request.channels else Sketch
-    widths = [width_of(reader) for reader in readers] if request.channels else None
+    operation = ChannelSketch if options.channels else Sketch
+    widths = [width_of(reader) for reader in readers] if options.channels else None
 
     def finish(number: int, sketch: Sketch) -> list[float]:
         if exact and not readers[number].complex:
@@ -278,7 +278,7 @@ def _describe_tensors(
         return [*values, sketch.rows.dead if sketch.rows.length else np.nan]
 
     described = gather(
-        readers, operation, finish, bar, arguments=widths, cache=request.cache, stretched=True
+        readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True
     )
     if exact:
         refined = refine(readers, wanted, bar)

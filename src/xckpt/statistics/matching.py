@@ -257,10 +257,6 @@ def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str, str]]:
 # --- what is equal of two tensors that belong together -------------------------------------------
 
 
-def _values(one: Fingerprint) -> list[Hashable]:
-    return [one.contents]
-
-
 def _transposed(one: Fingerprint) -> list[Hashable]:
     return [(one.elements, _digest(each)) for each in (one.rows, one.columns) if each is not None]
 
@@ -270,17 +266,13 @@ def _rows(one: Fingerprint) -> list[Hashable]:
     return [(one.elements, _digest(np.sort(each))) for each in sides]
 
 
-def _elements(one: Fingerprint) -> list[Hashable]:
-    return [(one.elements, one.count)]
-
-
 def _digest(hashes: np.ndarray[Any, Any]) -> bytes:
     return blake2b(hashes.tobytes(), digest_size=16).digest()
 
 
 _KEYS: tuple[tuple[str, Callable[[Fingerprint], list[Hashable]]], ...] = (
-    ("values", _values),
+    ("values", lambda one: [one.contents]),
     ("transposed", _transposed),
     ("rows", _rows),
-    ("elements", _elements),
+    ("elements", lambda one: [(one.elements, one.count)]),
 )

@@ -25,7 +25,7 @@ from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.formats.plan import WantedPart, WantedTensor
-from xckpt.index import Quantization
+from xckpt.index import Arrangement, Quantization
 from xckpt.storage.encodings import STREAMS
 from xckpt.writing.casting import convert
 from xckpt.writing.sparse_parts import canonical_parts
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PIECE_NBYTES",
     "ArrayData",
+    "Gathered",
     "LiteralData",
     "PartData",
     "Payload",
@@ -89,12 +90,29 @@ class Payload:
         return ArrayData(source, part.dtype, cast, self.tensor.name, order)
 
 
+class Gathered(NamedTuple):
+    """All that is to be written: tensors, and what is said of the file and of how they belong.
+
+    `attr_types` are element types that attributes had where they come from.
+    """
+
+    payloads: list[Payload]
+    attrs: Mapping[str, Any]
+    arrangement: Arrangement
+    attr_types: Mapping[str, str]
+
+
 class Stored(NamedTuple):
     """A tensor as a file has it; `values` makes a dense array of it, where it is not dense."""
 
     tensor: Tensor
     readers: Mapping[str, PartReader]
     values: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """As it is to be in the new file."""
+        return self.tensor.name
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, s
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Arrangement, is_json
 from xckpt.writing.casting import Cast, holds
-from xckpt.writing.data import ArrayData, Payload, StoredData
+from xckpt.writing.data import ArrayData, Gathered, Payload, StoredData
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -133,24 +133,21 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fit(
-    payloads: Sequence[Payload],
-    attrs: Mapping[str, Any],
+    gathered: Gathered,
     path: str,
     *,
     writer: Format,
     requests: Requests,
     cast: Cast,
     changes: Changes,
-    arrangement: Arrangement,
-    attr_types: Mapping[str, str],
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     can = writer.can_in(path)
     fitted: dict[str, Payload] = {}
     more: dict[str, dict[str, Any]] = {}
-    names = {payload.tensor.name for payload in payloads}
+    names = {payload.tensor.name for payload in gathered.payloads}
     places: set[Hashable] = set()
-    for payload, wanted in _asked_for(payloads, requests):
+    for payload, wanted in _asked_for(gathered.payloads, requests):
         place = _place(payload)
         if place in places:
             changes.add(_SHARED, payload.tensor.name)
@@ -171,12 +168,12 @@ def fit(
             fitted[name] = shaped
     requests.check_used([*names, *fitted])
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept, rest = _kept_attrs(attrs, can.file_attrs)
+    kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
     for name in rest:
         changes.add(_OF_FILE, name)
-    arrangement = _kept_arrangement(arrangement.of(fitted), can, changes)
+    arrangement = _kept_arrangement(gathered.arrangement.of(fitted), can, changes)
     tensors = {name: p.tensor for name, p in fitted.items()}
-    return Draft(tensors, kept, path, arrangement, more, attr_types), fitted
+    return Draft(tensors, kept, path, arrangement, more, gathered.attr_types), fitted
 
 
 def _asked_for(

@@ -30,7 +30,7 @@ from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNames, stated_name
 from xckpt.storage.source import files_of
 from xckpt.writing.casting import element_type
-from xckpt.writing.data import Payload, Stored, StoredData
+from xckpt.writing.data import Gathered, Payload, Stored, StoredData
 from xckpt.writing.sparse_parts import densified, is_sparse, sparse_parts
 
 if TYPE_CHECKING:
@@ -81,10 +81,8 @@ class Computed(NamedTuple):
         return Payload(wanted, {"data": array})
 
 
-def gather(
-    obj: Any, changes: Changes, format: str | None = None
-) -> tuple[list[Payload], dict[str, Any], Arrangement]:
-    """List the tensors of an xarray object, the attributes of the file, and how both belong."""
+def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
+    """List all that an xarray object is to be written as."""
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, changes, format)
     payloads = [each.payload() for each in tensors]
@@ -98,7 +96,8 @@ def gather(
     # The order of a file is no order of its own.
     ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
     order = [payload.tensor.name for payload in payloads] if ordered else ()
-    return payloads, attrs, Arrangement(tuple(coords), tuple(order), modules)
+    arrangement = Arrangement(tuple(coords), tuple(order), modules)
+    return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
 
 
 def listed(

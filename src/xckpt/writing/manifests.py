@@ -295,7 +295,7 @@ def manifest(
             raise TypeError(
                 "engine and storage_options are for a path or URL, not for what is open"
             )
-        every = {_name_of(each): each for each in listed(obj, Changes())[0]}
+        every = {each.name: each for each in listed(obj, Changes())[0]}
         chosen = [every[name] for name in select_some(every, tensors)]
         return _hashed(list(chain.from_iterable(map(contents_of, chosen))), progress)
     path: Any = obj
@@ -309,11 +309,6 @@ def manifest(
             tensors_there = (Stored.of(index.tensors[name], sources) for name in names)
             contents = list(chain.from_iterable(map(contents_of, tensors_there)))
         return _hashed(contents, progress)
-
-
-def _name_of(item: Any) -> str:
-    name: str = item.tensor.name if isinstance(item, Stored) else item.name
-    return name
 
 
 def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest:
