@@ -8,8 +8,9 @@ operation whatever the width of the machine's vectors is. So all machines get th
 
 Elements of 8 and 16 bits are only counted by their bit patterns.
 
-Each function is optimised again within whatever calls it, so calls are nested but once: the first
-use of a type shall not take long.
+The first use of a type shall not take long. Each function is optimised again within whatever calls
+it, so calls are nested but once, and what is called in one place is inlined. Each access to an array
+costs about a millisecond of compiling, each loop that is vectorised ten.
 """
 
 # min and max are compiled anew for each type, and take longer than what they are called in.
@@ -49,7 +50,7 @@ _STRIDE = 1024
 _merged = inlined(moments.merged)
 
 
-@within
+@inlined
 def _extremes(signed: Any, unsigned: Any, magnitude: Any) -> Any:
     """Find the smallest and the largest key; keys are integers in the order of the floats."""
     # Without a sign, the largest pattern is that of the float farthest below zero, if there is one.
@@ -131,7 +132,7 @@ def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: 
     node[6] = 0.0
 
 
-@within
+@inlined
 def _count(bits: Any, how: Any, tables: Any) -> Any:
     """Count the upper bits of each element of a leaf; return how many have the code of a zero."""
     shift, minus = how
