@@ -17,12 +17,12 @@ LIMITS = {
     "zTensor: ": "formats.ztensor.manifest.LARGEST formats.ztensor.manifest._DEEPEST_2"
     " formats.ztensor.v2._LONGEST_NAME",
     "Burnpack: ": "formats.burnpack.cbor._LONGEST_KEY",
-    "GGUF: ": "formats.gguf.values.DEEPEST formats.gguf._MOST_NESTED",
+    "GGUF: ": "formats.gguf.metadata.DEEPEST formats.gguf._MOST_NESTED",
     "gpt.rs: ": "formats.gptrs.models.LARGEST_CONFIG formats.gptrs.models._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"
     " formats.mlcp.records._MOST_SHARDS",
-    "primitiv: ": "formats.primitiv._MOST_DIMS formats.primitiv.packed._LONGEST_TEXT"
-    " formats.primitiv._LONGEST_NAMES",
+    "primitiv: ": "formats.primitiv.packed.MOST_DIMS formats.primitiv.packed._LONGEST_TEXT"
+    " formats.primitiv.models._LONGEST_NAMES",
     "NumPy: ": "formats.npz._LONGEST_TEXT",
     "PyTorch: bytes of the pickle": "formats.torch.containers._LARGEST_PICKLE"
     " formats.torch.objects._DEEPEST formats.torch.objects._LONGEST_NAME",

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMPONENTS = st.sampled_from(
-    ["0", "1", "2", "10", "00", "²", "9" * 20, "a", "b", "layers", "experts", "index", "", "%", "/"]
+    [
+        *("0", "1", "2", "10", "00", "²", "9" * 20, "a", "b", "layers", "experts", "index", ""),
+        *("%", "/", "layers_0", "layers_1", "a/0/b", "h0", "h1_a", "block-01", "layer_._1"),
+    ]
 )
 NAMES = st.lists(COMPONENTS, min_size=1, max_size=5).map(".".join)
 KINDS = st.sampled_from([("float32", (2,)), ("float32", (2, 2)), ("bfloat16", (2,)), ("int16", ())])
@@ -127,9 +130,9 @@ def test_every_tensor_is_at_one_position() -> None:
     assert sorted(found.tolist()) == sorted(expected.tolist())
 
 
-def test_every_one_of_ninety_thousand_tensors_is_at_one_position(tmp_path: Path) -> None:
+def test_every_one_of_ten_thousand_tensors_is_at_one_position(tmp_path: Path) -> None:
     path = tmp_path / "moe.zt"
-    write_ztensor(path, dict(mixture_of_experts()))
+    write_ztensor(path, dict(mixture_of_experts(layers=10)))
     index = xckpt.read_index(path)
     ds = xr.open_dataset(path, engine="ztensor", stack=True)
     found = []
@@ -146,7 +149,7 @@ def test_every_one_of_ninety_thousand_tensors_is_at_one_position(tmp_path: Path)
     assert len(found) == len(index.tensors)
     assert set(found) == set(index.tensors)
     joined = xr.open_dataset(path, engine="ztensor", stack=True, join="outer")
-    assert {v.sizes["layers"] for v in joined.variables.values() if "experts" in v.dims[1:]} == {61}
+    assert {v.sizes["layers"] for v in joined.variables.values() if "experts" in v.dims[1:]} == {10}
     assert set(OpenTensors(joined).stacked) == set(OpenTensors(ds).stacked)
 
 
@@ -477,3 +480,74 @@ def test_a_node_of_a_tree_unstacks_too() -> None:
     node = tree["layers"].ckpt.unstack()
     assert node["1"]["norm"].values.tolist() == moe()["layers.1.norm"].tolist()
     assert node.ckpt.stack()["norm"].sizes == {"index": LAYERS, "d4": 4}
+
+
+# --- names with slashes --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flax(tmp_path: Path) -> Path:
+    """Write the tree of parameters of a transformer as those who use JAX do."""
+    arrays: dict[str, Any] = {"params/embed/embedding": np.ones((5, 4), "f4")}
+    for layer in range(12):
+        module = f"params/encoder/layers_{layer}"
+        roles = ("attn/q", "attn/k", "mlp/wi_0", "mlp/wi_1")
+        arrays |= {f"{module}/{role}/kernel": np.full((4, 4), layer, "f4") for role in roles}
+        arrays[f"{module}/norm_1/scale"] = np.full(4, layer, "f4")
+    np.savez(tmp_path / "flax.npz", **arrays)
+    return tmp_path / "flax.npz"
+
+
+def written(obj: Any, folder: Path) -> list[str]:
+    xckpt.save(obj, folder / "new.npz", overwrite=True)
+    with np.load(folder / "new.npz") as archive:
+        return list(archive)
+
+
+def test_layers_of_flax_are_a_dimension(flax: Path) -> None:
+    flat = xr.open_dataset(flax, engine="npz")
+    ds = xr.open_dataset(flax, engine="npz", stack=True)
+    roles = ("attn/q/kernel", "attn/k/kernel", "mlp/wi_0/kernel", "mlp/wi_1/kernel", "norm_1/scale")
+    assert list(ds)[1:] == [f"params/encoder/layers/{role}" for role in roles]
+    kernel = ds["params/encoder/layers/mlp/wi_1/kernel"]
+    assert kernel.sizes == {"layers": 12, "d4": 4, "d4_1": 4}
+    assert kernel.mean(["d4", "d4_1"]).values.tolist() == list(range(12))
+    assert_same(ds.ckpt.unstack(), flat)
+    assert_same(flat.ckpt.stack().ckpt.unstack(), flat)
+    name = "params/encoder/layers_7/attn/q/kernel"
+    assert float(ds.ckpt[name][0, 0]) == 7
+    assert list(ds.ckpt.sel(layers=7)) == list(ds)[1:]
+    assert next(iter(flat.ckpt.sel(layers=7))) == name
+    (modules,) = ds.ckpt.modules().itertuples()
+    assert modules[1:4] == ("params/encoder/layers", "{0..11}", 12)
+
+
+def test_what_is_written_has_its_slashes_again(flax: Path, tmp_path: Path) -> None:
+    with np.load(flax) as archive:
+        names = list(archive)
+    for stack in (False, True):
+        ds = xr.open_dataset(flax, engine="npz", stack=stack)
+        assert written(ds, tmp_path) == written(ds * 2, tmp_path) == names
+        tree = xr.open_datatree(flax, engine="npz", stack=stack)
+        assert written(tree, tmp_path) == names
+    # What is computed remembers nothing but the layers that it has.
+    tree = xr.open_datatree(flax, engine="npz", stack=True)
+    assert {*written(tree * 2, tmp_path)} - {*names} == {"params.embed.embedding"}
+
+
+def test_modules_of_flax_are_nodes(flax: Path) -> None:
+    tree: Any = xr.open_datatree(flax, engine="npz", stack=True)
+    assert tree["params/encoder/layers/attn/q/kernel"].sizes == {"layers": 12, "d4": 4, "d4_1": 4}
+    flat: Any = xr.open_datatree(flax, engine="npz")
+    assert float(flat["params/encoder/layers_7/norm_1/scale"][0]) == 7
+    for obj in (tree, flat):
+        assert "params/encoder/layers_{0..11}/attn/{q,k}/kernel" in repr(obj.ckpt)
+        assert "params/encoder/layers_3/norm_1/scale" in OpenTensors(obj).names
+
+
+def test_a_name_with_dots_and_one_with_slashes_are_two_tensors() -> None:
+    data = zt({"a/b": np.zeros(1, "<f4"), "a.b": np.ones(1, "<f4"), "c/d": np.ones(2, "<f4")})
+    tree: Any = xr.open_datatree(data, engine="ztensor")
+    assert set(tree.ckpt.find("*").groups) == {"/", "/a", "/c"}
+    assert float(tree["a/b"][0]) == 1
+    assert sorted(row.name for row in OpenTensors(tree).rows) == ["a.b", "a/b", "c/d"]

@@ -32,10 +32,13 @@ __all__ = [
     "PayloadMissingError",
     "TooLargeError",
     "UnsupportedError",
+    "locating",
+    "named",
+    "shown",
+    "some",
 ]
 
 _LONGEST_SHOWN_NAME = 200
-_MOST_SHOWN_NAMES = 5
 
 
 def shown(name: str) -> str:
@@ -45,10 +48,10 @@ def shown(name: str) -> str:
     return repr(name)
 
 
-def some(names: Sequence[str], what: str = "tensors") -> str:
+def some(names: Sequence[str], what: str = "tensors", most: int = 5) -> str:
     """Quote the first of several names that came from a file, and say how many more there are."""
-    quoted = ", ".join(map(shown, names[:_MOST_SHOWN_NAMES]))
-    more = len(names) - _MOST_SHOWN_NAMES
+    quoted = ", ".join(map(shown, names[:most]))
+    more = len(names) - most
     return quoted if more <= 0 else f"{quoted} and {more:,} more {what}".rstrip()
 
 

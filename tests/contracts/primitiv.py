@@ -23,7 +23,7 @@ from tests.formats.primitiv_files import (
     uint32,
 )
 from tests.formats.primitiv_files import text as text_of
-from xckpt.formats.primitiv.names import variable_name
+from xckpt.formats.primitiv.models import variable_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

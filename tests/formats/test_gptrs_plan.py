@@ -322,6 +322,7 @@ def test_configs_that_are_too_deep_or_too_long(monkeypatch: pytest.MonkeyPatch) 
         {"weight_streaming": {"device_budget_bytes": 2**64}},
         {"weight_streaming": {"cache_budget_cap_bytes": True}},
         {"weight_streaming": {"device_weights_percent": "0.5"}},
+        {"weight_streaming": {"device_weights_percent": 1.5}},
     ],
 )
 def test_runtimes(runtime: Any) -> None:

@@ -36,7 +36,7 @@ from tests.formats.primitiv_files import (
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import FormatError, UnsupportedError
-from xckpt.formats.primitiv.names import variable_name
+from xckpt.formats.primitiv.models import variable_name
 from xckpt.index import Index, Tensor
 from xckpt.labels import tree_paths
 

@@ -20,7 +20,7 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor
-from xckpt.formats.primitiv.names import key_and_stat, variable_name
+from xckpt.formats.primitiv.models import key_and_stat, variable_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,6 +16,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import GOLDEN, golden_files
 from tests.formats import torch_files as files
+from tests.formats.safetensors_files import safetensors_file
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.formats.torch import pickles
@@ -78,7 +79,6 @@ HOSTILE = {
 
 REFUSED = {
     "a shape": "Shape",
-    "a function to apply": "Tensor",
     "before the magic number": "Container",
 }
 
@@ -315,6 +315,13 @@ class TestFolders:
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
 
+    def test_a_file_of_safetensors_is_listed(self, tmp_path: Path) -> None:
+        """`FileSystemWriter` can write them, with offsets that are none of the file."""
+        (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
+        ds = xr.open_dataset(tmp_path)
+        with pytest.raises(xckpt.UnsupportedError, match="safetensors"):
+            ds["w"].values  # noqa: B018
+
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
     def test_a_file_of_items_is_in_the_folder(self, name: str, tmp_path: Path) -> None:
         path = self.folder(tmp_path) / ".metadata"
@@ -384,6 +391,92 @@ def test_names_and_attributes() -> None:
     }
 
 
+WEIGHT = files.whole("0", np.ones((2, 3), "f4"))
+VIEW = files.storage("0", 6), files.number(0), files.sizes(2, 3), files.sizes(3, 1)
+HOOKS = files.name("collections", "OrderedDict") + b")R"
+OLD = files.name("torch", "FloatTensor") + b")\x81" + files.several(*VIEW) + b"b"
+FROM_TYPE = files.name("torch._tensor", "_rebuild_from_type_v2")
+DTENSOR = files.called(
+    FROM_TYPE,
+    files.name("torch._utils", "_rebuild_wrapper_subclass"),
+    files.name("torch.distributed.tensor", "DTensor"),
+    files.several(files.name("torch.distributed.tensor", "DTensor"), files.sizes(2, 3)),
+    files.mapping({"_local_tensor": WEIGHT}),
+)
+PARAMETER = files.name("torch.nn.parameter", "Parameter")
+OLD_STATE = files.several(OLD, b"\x89", b"N", b"\x88", b"\x89")
+CLASSES: dict[str, tuple[bytes, dict[str, dict[str, Any]]]] = {
+    "a class of tensors": (DTENSOR, {"w._local_tensor": {}}),
+    "a parameter of such a class": (
+        files.called(files.name("torch._utils", "_rebuild_parameter"), DTENSOR, b"\x88", HOOKS),
+        {"w._local_tensor": {}},
+    ),
+    "a function of another package": (
+        files.called(
+            FROM_TYPE, files.name("m", "f"), files.name("m", "C"), files.several(WEIGHT), b"N"
+        ),
+        {"w.0": {}},
+    ),
+    "a state that is a tuple": (
+        files.name("m", "C") + b")\x81" + files.several(WEIGHT, b"N") + b"b",
+        {"w.0": {}},
+    ),
+    "a tensor of 0.1": (OLD, {"w": {}}),
+    "a variable of 0.1": (
+        files.name("torch.autograd.variable", "Variable") + b")\x81" + OLD_STATE + b"b",
+        {"w": {"requires_grad": True}},
+    ),
+    "a variable of 0.3": (
+        files.called(files.name("torch.autograd.variable", "Variable"), OLD)
+        + files.several(b"\x88", b"\x89", HOOKS)
+        + b"b",
+        {"w": {"requires_grad": True}},
+    ),
+    "a parameter of 0.1": (
+        PARAMETER + b")\x81" + OLD_STATE + b"b",
+        {"w": {"requires_grad": True, "parameter": True}},
+    ),
+    "a tensor of another device": (
+        files.called(
+            files.name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
+            WEIGHT,
+            files.name("torch", "bfloat16"),
+            files.text("xla:0"),
+            b"\x88",
+        ),
+        {"w": {"torch_dtype": "bfloat16", "requires_grad": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("label", CLASSES)
+def test_tensors_in_other_classes_are_found(label: str) -> None:
+    value, expected = CLASSES[label]
+    data = files.archive(files.mapping({"w": value, "v": WEIGHT}), {"0": bytes(24)})
+    tensors = FORMAT.read(CountingSource(data)).tensors
+    assert {name: dict(each.attrs) for name, each in tensors.items()} == {**expected, "v": {}}
+    assert all(each.shape == (2, 3) for each in tensors.values())
+
+
+@pytest.mark.parametrize("count", [1, 1025, 1 << 18])
+def test_arrays_of_numpy_have_their_values(count: int) -> None:
+    values = np.arange(count, dtype="f4")
+    ds = xr.open_dataset(files.archive(files.mapping({"a": files.ndarray(values)})), engine="torch")
+    np.testing.assert_array_equal(ds["a"], values)
+
+
+def test_large_arrays_of_numpy_are_listed() -> None:
+    """Each alone, and all that are there: they are in memory as long as the Index is."""
+    large, array = (
+        files.ndarray(np.zeros((1 << 18) + 1, "f4")),
+        files.ndarray(np.ones(1 << 18, "f4")),
+    )
+    data = files.archive(b"](" + large + array + b"q\1" + b"h\1" * 20 + b"e")
+    tensors = [*FORMAT.read(CountingSource(data)).tensors.values()]
+    assert [each.problem is None for each in tensors] == [False] + 16 * [True] + 5 * [False]
+    assert "in the pickle itself" in str(tensors[0].problem)
+
+
 @pytest.mark.parametrize(
     ("data", "rule"),
     [
@@ -438,6 +531,7 @@ SHARED = {
     "a list of lists": (b"](" + b"]" * 50_000 + b"eq\1", b"h\1"),
     "arguments": (b"(" + b"N" * 50_000 + b"tq\1", b"cm\nf\nh\1R"),
     "arguments with keywords": (b"(" + b"N" * 50_000 + b"tq\1", b"cm\nf\nh\1}\x92"),
+    "values of a list": (b"](" + b"N" * 50_000 + b"eq\1", b"cbuiltins\nlist\nh\1\x85R"),
     "a state": (b"}(" + b"NN" * 50_000 + b"uq\1", b"cm\nf\n)Rh\1b"),
     "a text": (files.text("x" * 100_000) + b"q\1", b"cm\nf\nh\1\x85R"),
     "a text as a value": (files.text("x" * 100_000) + b"q\1", b"h\1"),
@@ -456,6 +550,16 @@ def test_what_is_there_many_times_takes_no_longer(kind: str) -> None:
         FORMAT.read(CountingSource(data))
     except xckpt.UnsupportedError as error:
         assert error.rule in {"Paths", "Name"}  # noqa: PT017  or it is read
+    assert time.process_time() - start < 5
+
+
+def test_many_tensors_of_one_name_take_no_longer() -> None:
+    item = files.text("a") + b"q\1" + files.storage("0", 2) + b"q\2"
+    data = files.archive(b"}(" + item + b"h\1h\2" * 20_000 + b"u", {"0": bytes(8)})
+    start = time.process_time()
+    tensors = FORMAT.read(CountingSource(data)).tensors
+    assert list(tensors)[:3] == ["a", "a#2", "a#3"]
+    assert len(tensors) == 20_001
     assert time.process_time() - start < 5
 
 

@@ -69,6 +69,20 @@ def whole(key: str, array: np.ndarray[Any, Any]) -> bytes:
     return view(storage(key, array.size, kind), 0, array.shape, steps)
 
 
+def ndarray(array: np.ndarray[Any, Any]) -> bytes:
+    """Write an array of numpy, which has its bytes in the pickle as protocol 2 spells them."""
+
+    def encoded(data: bytes) -> bytes:
+        return called(name("_codecs", "encode"), text(data.decode("latin-1")), text("latin1"))
+
+    kind = called(name("numpy", "dtype"), text(array.dtype.str[1:]), b"\x89", b"\x88")
+    kind += several(number(3), text("<"), b"N", b"N", b"N") + b"b"
+    start = name("numpy", "ndarray"), sizes(0), encoded(b"b")
+    state = number(1), sizes(*array.shape), kind, b"\x89", encoded(array.tobytes())
+    made = called(name("numpy.core.multiarray", "_reconstruct"), *start)
+    return made + several(*state) + b"b"
+
+
 def pickled(value: bytes) -> bytes:
     return b"\x80\x02" + value + b"."
 

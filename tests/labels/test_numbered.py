@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from xckpt.labels.stacking import flat_names, is_index, numbered, numbered_modules, stack
+from xckpt.labels.numbering import (
+    bare,
+    is_index,
+    numbered,
+    numbered_bases,
+    numbered_modules,
+    numbered_places,
+)
+from xckpt.labels.stacking import flat_names, stack
 from xckpt.notebook.folding import Row, families_of
 from xckpt.notebook.modules import ModuleTree
 from xckpt.notebook.summary import sizes_table
@@ -25,7 +35,7 @@ def test_all_agree_on_what_an_index_is(component: str) -> None:
     # Next to it another one of the same form, so that both can be one.
     other = component[:-1] + "8" if expected else component + "x"
     names = [f"layers.{component}.w", f"layers.{other}.w"]
-    found = numbered(names[0].split("."))
+    found = numbered(names[0])
     assert found.indices == ((component,) if expected else ())
     assert bool(stack(dict.fromkeys(names, 0))) is expected
     assert numbered_modules(names[:1]) == (["layers"] if expected else [])
@@ -37,14 +47,14 @@ def test_all_agree_on_what_an_index_is(component: str) -> None:
 
 
 def test_only_some_modules() -> None:
-    found = numbered(["layers", "1", "experts", "2", "w"], {"experts"})
-    assert found.template == ("layers", "1", "experts", None, "w")
+    found = numbered("layers.1.experts.2.w", {"experts"})
+    assert found.template == ("layers.", "1", ".experts.", None, ".w")
     assert (found.bases, found.indices) == (("experts",), ("2",))
 
 
 def test_an_index_that_stands_first_or_after_another() -> None:
-    assert numbered(["0", "1", "w"]).bases == ("index", "index")
-    assert numbered(["a", "0", "1"]).bases == ("a", "a")
+    assert numbered("0.1.w").bases == ("index", "index")
+    assert numbered("a.0.1").bases == ("a", "a")
 
 
 def stacked(*names: str) -> list[tuple[tuple[int, ...], list[str]]]:
@@ -81,3 +91,77 @@ def test_zeros_along_one_of_two_axes() -> None:
     (found,) = stack(dict.fromkeys(names, 0))
     assert found.shape == (2, 3)
     assert flat_names(found.template, found.indices) == names
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "rest"),
+    [
+        ("params/encoder/layers_3/attn/kernel", "layers", "params/encoder/layers/attn/kernel"),
+        (
+            "target.decoder.layers_3.mlp.wi_0.kernel",
+            "layers",
+            "target.decoder.layers.mlp.wi_0.kernel",
+        ),
+        ("params/layer/3/dense_1/kernel", "layer", "params/layer/dense_1/kernel"),
+        ("Transformer/encoderblock_3/LayerNorm_0/scale", "encoderblock", None),
+        ("bert/encoder/layer_3/output/dense/kernel:0", "layer", None),
+        ("bert/encoder/layer_._3/output/kernel", "layer", "bert/encoder/layer/output/kernel"),
+        ("model/h3/attn/c_attn/w", "h", "model/h/attn/c_attn/w"),
+        ("transformer/h3_attn/linear/w", "h", "transformer/h_attn/linear/w"),
+        ("h_3.ln_1.weight", "h", "h.ln_1.weight"),
+        ("layer_with_weights-3/kernel", "layer_with_weights", "layer_with_weights/kernel"),
+        ("ResNetBlock_3/Conv_0/kernel", "ResNetBlock", "ResNetBlock/Conv_0/kernel"),
+        ("down_blocks.3.w", "down_blocks", "down_blocks.w"),
+        ("3/w", "index", "w"),
+    ],
+)
+def test_how_projects_number_their_layers(name: str, base: str, rest: str | None) -> None:
+    found = numbered(name)
+    assert (found.bases, found.indices) == ((base,), ("3",))
+    assert "".join(found.pieces) == name
+    assert bare(found.template) == (rest or name.replace("_3", "", 1))
+    names = [name.replace("3", str(number), 1) for number in (3, 4, 11)]
+    (one,) = stack(dict.fromkeys(names, 0))
+    assert (one.name, one.dims, one.indices) == (bare(found.template), (base,), ((3, 4, 11),))
+    assert flat_names(one.template, one.indices) == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp/wi_0/kernel", "norm_1.weight", "linear_2.bias", "Dense_0/kernel", "fc1.weight"),
+        *("w1", "conv2d_3/kernel", "LayerNorm_0/scale", "lstm/h0", "h0", "player_1/w", "bias_1"),
+        *("layer1.conv", "layer_norm_2.weight", "x3/w", "3x/w", "layers_3b/w", "moment_1", "a/1b"),
+    ],
+)
+def test_numbers_that_tell_roles_apart_stay_in_the_name(name: str) -> None:
+    assert numbered(name).indices == ()
+    assert bare(numbered(name).template) == name
+
+
+def test_a_caller_knows_which_modules_are_numbered() -> None:
+    names = [f"net/Dense_{number}/kernel" for number in range(3)]
+    assert stack(dict.fromkeys(names, 0)) == []
+    (found,) = stack(dict.fromkeys(names, 0), {"Dense"})
+    assert (found.name, found.dims, found.members) == ("net/Dense/kernel", ("Dense",), (*names,))
+
+
+def test_an_index_that_all_have_is_no_dimension() -> None:
+    names = [f"blocks.{block}.to_out.0.w" for block in range(3)]
+    (found,) = stack(dict.fromkeys(names, 0))
+    assert (found.name, found.dims) == ("blocks.to_out.0.w", ("blocks",))
+    assert found.places == ("blocks", None)
+    assert flat_names(found.template, found.indices) == names
+
+
+@given(st.text(st.sampled_from("ah0129._-/ layers"), max_size=16))
+def test_the_pieces_of_a_name_spell_it(name: str) -> None:
+    found = numbered(name)
+    assert "".join(found.pieces) == name
+    assert bare(found.pieces) == name
+    # What was taken apart is the same again.
+    assert len(numbered_places(found.pieces)) == len(found.indices) == len(found.bases)
+    assert tuple(numbered_bases(found.template)) == found.bases

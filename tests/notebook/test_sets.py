@@ -51,8 +51,8 @@ def test_a_dimension_is_named_with_its_set() -> None:
     rows = [row(f"layers.{n}.a", "int8", 2) for n in range(6)]
     rows += [row(f"layers.{n}.b", "int8", 2) for n in range(4, 6)]
     stacked = [
-        StackedNames(("layers", None, "a"), ("layers",), (tuple(range(6)),)),
-        StackedNames(("layers", None, "b"), ("layers_1",), ((4, 5),)),
+        StackedNames(("layers.", None, ".a"), ("layers",), (tuple(range(6)),)),
+        StackedNames(("layers.", None, ".b"), ("layers_1",), ((4, 5),)),
     ]
     assert sets_of(rows, *stacked) == [
         ModuleSet("layers", "{0..5}", "layers", ("a",)),
@@ -75,7 +75,8 @@ def test_modules_of_one_name_in_several_places_are_told_apart() -> None:
 def test_the_same_name_in_two_shapes_is_one_set_unless_it_is_stacked() -> None:
     rows = [row(f"h.{n}.w", "int8", 2 + n % 2) for n in range(8)]
     assert sets_of(rows) == []
-    parts = [StackedNames(("h", None, "w"), (f"h_{k}",), (tuple(range(k, 8, 2)),)) for k in (0, 1)]
+    numbers = [tuple(range(k, 8, 2)) for k in (0, 1)]
+    parts = [StackedNames(("h.", None, ".w"), (f"h_{n[0]}",), (n,)) for n in numbers]
     assert [(each.dim, each.parts) for each in sets_of(rows, *parts)] == [
         ("h_0", ("w",)),
         ("h_1", ("w",)),

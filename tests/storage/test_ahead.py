@@ -105,12 +105,12 @@ class TestScans:
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path
     ) -> None:
         opened(web)  # the header is kept
-        web.behaviour.latency = 0.2
+        web.behaviour.together, web.behaviour.patience = 9, 0.3
         web.requests.clear()
         web.nbytes_sent = web.at_once = 0
         found = scan(f"{web.url}/m.zt", tmp_path)
         assert_same(found, scan(str(path), tmp_path))
-        assert web.at_once > 8
+        assert web.at_once >= 9
         size = path.stat().st_size * (2 if scan is SCANS["compare"] else 1)
         assert web.nbytes_sent < size + size // 10 + REQUEST  # the head is read when it is opened
         assert len(web.gets) < size // REQUEST * 2 + 10
@@ -126,6 +126,21 @@ class TestScans:
         assert_same(found, scan(str(path), tmp_path))
         # The rest looks for the config of a model next to it. A comparison opens two.
         assert len([each for each in web.gets if each]) <= (4 if scan is SCANS["compare"] else 3)
+
+    def test_small_ranges_that_are_wanted_between_large_ones(self, web: WebServer) -> None:
+        source = open_source(f"{web.url}/m.zt")
+        large, small = REQUEST, 100
+        places = [(n * large, 0 if n else 5, 9 * large + n * small) for n in range(8)]
+        ranges = []
+        for at, skipped, beside in places:
+            ranges += [(source, at + skipped, large - skipped), (source, beside, small)]
+        web.requests.clear()
+        with reading_ahead(ranges):
+            found = [bytes(source.read(*each[1:])) for each in ranges]
+        data = web.behaviour.files["/m.zt"]
+        assert found == [data[at : at + nbytes] for _, at, nbytes in ranges]
+        asked = [each for each in web.gets if each and int(each[6:].split("-")[0]) >= 9 * large]
+        assert asked == [f"bytes={9 * large}-{9 * large + 8 * small - 1}"]
 
     @every_scan
     def test_faults(self, scan: Any, web: WebServer, path: Path, tmp_path: Path) -> None:
@@ -221,8 +236,7 @@ class TestAnythingElse:
 
     def test_a_long_read_is_several_requests(self, web: WebServer, path: Path) -> None:
         with closing(open_source(f"{web.url}/m.zt")) as source:
-            web.behaviour.latency = 0.2
-            web.at_once = 0
+            web.behaviour.together, web.at_once = 5, 0
             assert source.read(5, 10 * REQUEST) == path.read_bytes()[5 : 5 + 10 * REQUEST]
             assert web.at_once > 4
 

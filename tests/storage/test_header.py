@@ -67,7 +67,7 @@ def assert_opens(web: WebServer, requests: int) -> None:
 
 
 def test_a_second_open_is_one_request(web: WebServer, tmp_path: Path) -> None:
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     assert_opens(web, 1)
     (entry,) = (tmp_path / "headers").iterdir()
     assert entry.stat().st_mode & 0o077 == 0
@@ -79,15 +79,15 @@ def test_what_has_no_sure_version_is_not_kept(
     web: WebServer, tmp_path: Path, etag: str | None
 ) -> None:
     web.behaviour.etag = etag
-    assert_opens(web, 3)
-    assert_opens(web, 3)
+    assert_opens(web, 2)
+    assert_opens(web, 2)
     assert not (tmp_path / "headers").exists()
 
 
 def test_another_version_is_read_anew(web: WebServer) -> None:
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     web.behaviour.etag = '"second"'
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     # A server that gives one ETag to all its files.
     web.behaviour.files["/m.zt"] = b"\0" + web.behaviour.files["/m.zt"][1:]
     with pytest.raises(ValueError, match=r"m\.zt"):
@@ -96,7 +96,7 @@ def test_another_version_is_read_anew(web: WebServer) -> None:
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "head", "of another", "garbage"])
 def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) -> None:
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     (entry,) = (tmp_path / "headers").iterdir()
     data = bytearray(entry.read_bytes())
     data[len(data) // 2] ^= damage == "flipped"
@@ -106,7 +106,7 @@ def test_a_damaged_entry_is_none(web: WebServer, tmp_path: Path, damage: str) ->
     if damage == "of another":
         changed = changed.replace(b"m.zt", b"n.zt")
     entry.write_bytes(changed)
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     assert_opens(web, 1)
 
 
@@ -114,21 +114,21 @@ def test_nothing_is_kept_where_that_is_not_wanted(
     web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XCKPT_CACHE_DIR", "")
-    assert_opens(web, 3)
-    assert_opens(web, 3)
+    assert_opens(web, 2)
+    assert_opens(web, 2)
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("no folder")
-    assert_opens(web, 3)
+    assert_opens(web, 2)
 
 
 def test_the_oldest_entries_make_room(
     web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     (first,) = (tmp_path / "headers").iterdir()
     monkeypatch.setattr(header, "_MOST_NBYTES", first.stat().st_size + 10)
     web.behaviour.etag = '"second"'
-    assert_opens(web, 3)
+    assert_opens(web, 2)
     assert len(list((tmp_path / "headers").iterdir())) == 1
     assert not first.exists()
 

@@ -53,6 +53,26 @@ def test_nothing_is_there_before_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == ["m.zt"]
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="there is nothing to tell the disk by")
+def test_the_disk_begins_before_the_last_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def advise(_: int, offset: int, nbytes: int, advice: int) -> None:
+        told.append((offset, nbytes, advice))
+        raise OSError(errno.EINVAL, "this file system takes no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    data = os.urandom(3 << 20)
+    sink = Sink(tmp_path / "m.zt")
+    sink.write(b"few", len(data))
+    sink.write(data, 0)
+    assert told == [(0, len(data), os.POSIX_FADV_DONTNEED)]
+    sink.commit()
+    assert (tmp_path / "m.zt").read_bytes() == data + b"few"
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_abort_leaves_what_was_there(tmp_path: Path, *, overwrite: bool) -> None:
     target = tmp_path / "m.zt"

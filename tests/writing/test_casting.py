@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as nps
 from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import UnsupportedError
-from xckpt.writing.casting import check_cast, choose_type, convert, element_type
+from xckpt.writing.casting import convert, element_type
+from xckpt.writing.fitting import check_cast, choose_type
 
 # Of one byte or two: all their values can be tried.
 SMALL = [name for name, e in ELEMENT_TYPES.items() if e.bits <= 16]

@@ -20,7 +20,7 @@ from tests.writing.saved import NO_SCALARS, OPTIONS
 from xckpt import CheckpointError, CheckpointWarning, formats, read_index
 from xckpt.formats.kit import DIMS_KEY
 from xckpt.writing import convert, save
-from xckpt.writing.casting import choose_type
+from xckpt.writing.fitting import choose_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping

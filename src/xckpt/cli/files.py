@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.common import (
+    COLOURS,
     DAMAGED,
     FAILED,
     FileInput,
@@ -37,12 +38,10 @@ if TYPE_CHECKING:
 
     from xckpt.formats import Format
     from xckpt.index import Index, Part, Tensor
-    from xckpt.writing import Manifest
+    from xckpt.writing import Conversion, Manifest
     from xckpt.writing.verifying import Report
 
 __all__ = ["convert", "info", "manifest", "verify"]
-
-_COLOURS = {"error": "red", "warning": "yellow"}
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -183,17 +182,12 @@ def convert(
     them; one warning lists what it cannot. Element types that change are listed, with what that
     means for the size. NEW appears once it is complete. FILE may be larger than memory.
     """
-    from xckpt.opening import read_index
     from xckpt.writing import convert as write
 
-    writer = _writer(new, to)
-    format_options = pairs(texts)
-    if max_shard_size is not None:
-        format_options["max_shard_size"] = max_shard_size
-    options = _format_options(format_options, writer)
+    shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    options = _format_options(pairs(texts) | shards, _writer(new, to))
     index = reading.index(file)
     encoding = _encoding(requests, encodings)
-    storage_options = reading.storage_options or None
     new_names = None if names is None else read_names(names)
     with usage_errors(output=new):
         done = write(
@@ -206,26 +200,30 @@ def convert(
             encoding=encoding,
             cast=cast,
             overwrite=overwrite,
-            storage_options=storage_options,
+            storage_options=reading.storage_options,
             progress=is_terminal(),
             **options,
         )
-    if not as_json:
-        for line in repr(done).splitlines():
-            complain(line)
+    if as_json:
+        print_document(_conversion_document(index.source, done, reading))
         return 0
-    print_document(
-        {
-            "source": index.source,
-            "destination": done.path,
-            "format": done.format,
-            "version": read_index(done.path, storage_options=storage_options).version,
-            "nbytes": done.nbytes,
-            "tensors": done.tensors,
-            "recasts": [recast._asdict() for recast in done.recasts],
-        }
-    )
+    for line in repr(done).splitlines():
+        complain(line)
     return 0
+
+
+def _conversion_document(source: str, done: Conversion, reading: FileInput) -> dict[str, Any]:
+    from xckpt.opening import read_index
+
+    return {
+        "source": source,
+        "destination": done.path,
+        "format": done.format,
+        "version": read_index(done.path, storage_options=reading.storage_options).version,
+        "nbytes": done.nbytes,
+        "tensors": done.tensors,
+        "recasts": [recast._asdict() for recast in done.recasts],
+    }
 
 
 def _encoding(
@@ -244,7 +242,7 @@ def _encoding(
 
 
 def _writer(new: str, engine: str | None) -> Format:
-    from xckpt.writing.saving import Destination
+    from xckpt.writing.job import Destination
 
     try:
         return Destination(new, engine).writer
@@ -301,7 +299,7 @@ def manifest(file: str, reading: FileInput) -> int:
             file,
             reading.engine,
             tensors=reading.wanted,
-            storage_options=reading.storage_options or None,
+            storage_options=reading.storage_options,
             progress=is_terminal(),
         )
     print_text(found.to_json().rstrip("\n"))
@@ -354,7 +352,7 @@ def verify(
                     reading.engine,
                     tensors=reading.wanted,
                     manifest=expected,
-                    storage_options=reading.storage_options or None,
+                    storage_options=reading.storage_options,
                     progress=is_terminal(),
                 )
         except OSError as error:
@@ -382,7 +380,7 @@ def _manifest(path: str, reading: FileInput) -> Manifest:
     from xckpt.writing import Manifest
 
     try:
-        return Manifest.read(path, storage_options=reading.storage_options or None)
+        return Manifest.read(path, storage_options=reading.storage_options)
     except (CheckpointError, OSError) as error:  # says nothing of the files
         raise click.UsageError(f"--manifest: {one_line(error)}") from error
 
@@ -396,7 +394,7 @@ def _print_report(file: str, report: Report) -> None:
     ]
     print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
     for finding in report.findings:
-        severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
+        severity = click.style(finding.severity, COLOURS[finding.severity], bold=True)
         place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
         if finding.file is not None:
             place = f"{place} in {finding.file.rpartition('/')[2]}".strip()

@@ -35,6 +35,8 @@ from xckpt.cli.common import (
 from xckpt.notebook.formatting import figure, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
 
     from xckpt.index import Index
@@ -115,11 +117,7 @@ def stats(
     from xckpt.statistics import stats as compute
 
     known = [*_FACTS, *statistic_names(quantiles or QUANTILES)]
-    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
-    # Before the pass, which may take an hour.
-    if sort is not None and sort not in (*_NAMES, *chosen):
-        chosen.append(sort)  # what rows are sorted by is seen
-    require_columns(chosen, known)
+    chosen = _chosen(columns, known, None if sort in _NAMES else sort)
     require_rules(ignore)
     index = reading.index(file)
     options: dict[str, Any] = {
@@ -143,6 +141,14 @@ def stats(
     else:
         _print_statistics(frame, chosen)
     return int(only_findings and calls_for_action(found))
+
+
+def _chosen(columns: str, known: Sequence[str], *also: str | None) -> list[str]:
+    """Return the columns to print; what rows are sorted by is seen."""
+    chosen = list(known) if columns == "all" else [each.strip() for each in columns.split(",")]
+    chosen += [each for each in also if each is not None and each not in chosen]
+    require_columns(chosen, known)  # before the pass, which may take an hour
+    return chosen
 
 
 def _with_facts(frame: pd.DataFrame, index: Index) -> pd.DataFrame:
@@ -204,7 +210,9 @@ def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> d
 @click.command
 @click.argument("file")
 @click.option("--minus", metavar="FILE", help="Describe the differences to this checkpoint.")
-@click.option("--columns", metavar="A,B,...", help="Columns to print; by default all.")
+@click.option(
+    "--columns", default="all", metavar="A,B,...", help="Columns to print; by default all."
+)
 @click.option(
     "--sort", metavar="COLUMN", help="Largest first, names from A to Z; by default in file order."
 )
@@ -218,7 +226,7 @@ def spectrum(
     reading: FileInput,
     *,
     minus: str | None,
-    columns: str | None,
+    columns: str,
     sort: str | None,
     ascending: bool,
     limit: int | None,
@@ -233,12 +241,8 @@ def spectrum(
     from xckpt.statistics import OF_MATRICES, table
     from xckpt.statistics import spectrum as compute
 
-    chosen = list(OF_MATRICES)
-    if columns is not None:
-        chosen = [column.strip() for column in columns.split(",")]
-    if sort is not None and sort not in (*_NAMES, *_FACTS, *chosen):
-        chosen.append(sort)  # what rows are sorted by is seen
-    require_columns(chosen, OF_MATRICES)
+    is_shown = sort in {*_NAMES, *_FACTS}
+    chosen = _chosen(columns, OF_MATRICES, None if is_shown else sort)
     index = reading.index(file)
     result = compute(
         reading.dataset(file),
@@ -337,13 +341,11 @@ def compare(
     if dims and (write_names is not None or explain or codes):
         option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
-    more = list(OF_CODES) if codes else []
-    known = [*MEASURES, *more, *(COLUMNS if explain else ())]
-    columns = ",".join(_EXPLAINED) if explain and columns == ",".join(_MEASURES) else columns
-    chosen = known if columns == "all" else [column.strip() for column in columns.split(",")]
-    own = [] if explain else ["status"]
-    chosen = list(dict.fromkeys([*own, *chosen, *more, *([sort] if sort else [])]))
-    require_columns(chosen, known)
+    more = OF_CODES if codes else ()
+    if columns == ",".join(_MEASURES) and explain:
+        columns = ",".join(_EXPLAINED)
+    chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
+    chosen = list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
     if write_names is not None and os.path.lexists(write_names):  # said before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
@@ -368,18 +370,15 @@ def compare(
     if sort is not None:
         frame = frame.sort_values(sort, ascending=False, kind="stable")
     different = frame[frame["status"] != "same"]
+    said = {"explanation": result.attrs["explanation"]} if explain else {}
     if as_json:
         same = bool(different.empty)
-        said = {"explanation": result.attrs["explanation"]} if explain else {}
         print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
-    else:
-        if explain:
-            print_text(printable(result.attrs["explanation"]))
-        _print_comparison((frame if everything else different).head(limit), chosen)
-        counts = Counter(frame["status"])
-        facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
-        what = "channels" if dims else "tensors"
-        complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
+        return int(not same)
+    for text in said.values():
+        print_text(printable(text))
+    _print_comparison((frame if everything else different).head(limit), chosen)
+    _print_counts(frame, "channels" if dims else "tensors")
     return int(not different.empty)
 
 
@@ -414,6 +413,12 @@ def _lengths(dims: tuple[str, ...]) -> Any:
         key = int(name) if re.fullmatch(r"-?\d+", name) else name
         found[key] = int(length) if colon else None
     return found
+
+
+def _print_counts(frame: pd.DataFrame, what: str) -> None:
+    counts = Counter(frame["status"])
+    facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
+    complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
 
 
 def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
@@ -477,6 +482,6 @@ def report(
             overwrite=overwrite,
             progress=is_terminal(),
             cache=not no_cache,
-            storage_options=reading.storage_options or None,
+            storage_options=reading.storage_options,
         )
     return 0

@@ -9,8 +9,9 @@ from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.labels.numbering import numbered_modules, words
 from xckpt.labels.selection import similar
-from xckpt.labels.stacking import Stack, numbered_modules, stack, stack_in_tree, words
+from xckpt.labels.stacking import Stack, stack, stack_in_tree
 from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _stacks(
         return can_be_absent(lazy.empty((0,) * lazy.ndim))
 
     def stacks(
-        tensors: Collection[Tensor], wanted: Mapping[str, tuple[str, ...]] | None = None
+        tensors: Collection[Tensor], wanted: Mapping[str, tuple[str | None, ...]] | None = None
     ) -> list[Stack]:
         kinds = {tensor.name: kind_of(tensor, axes, options) for tensor in tensors}
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
@@ -257,7 +258,7 @@ def _stacks(
     if len(tensors) < len(index.tensors):
         # A dimension has the name that it has where nothing is left out.
         whole = stacks(index.tensors.values())
-        wanted = {member: each.dims for each in whole for member in each.members}
+        wanted = {member: each.places for each in whole for member in each.members}
     found = stacks(tensors, wanted)
     return {min(each.members, key=order.__getitem__): each for each in found}
 
@@ -293,7 +294,7 @@ def warn_of_unknown_modules(
     names: Collection[str], modules: Collection[str] | None, stacklevel: int = 4
 ) -> None:
     """Warn of modules to stack that no name has, with those that there are."""
-    there = numbered_modules(names) if modules is not None else []
+    there = numbered_modules(names, modules) if modules is not None else []
     unknown = [module for module in modules or () if module not in there]
     if not unknown:
         return

@@ -50,6 +50,11 @@ class StackMarks(dict[str, StackRecord]):
 
     __slots__ = ()
 
+    def add(self, name: str, record: StackRecord) -> None:
+        """Add a variable, also by the name that it has in a tree when it has been computed."""
+        self.setdefault(name.replace("/", "."), record)
+        self[name] = record
+
     # xarray copies encodings deeply with their Dataset; these do not change.
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -237,9 +242,10 @@ def _group(
         attrs = stacked_attrs([None if tensor is None else tensor.attrs for tensor in places])
         group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
         stack = each.stacked.stack
-        marks[each.name] = StackRecord(
+        record = StackRecord(
             stack.template, stack.dims, each.suffix, stack.indices, present=stack.present
         )
+        marks.add(each.name, record)
         add_coords(group.coords, leaf, each.stacked.stack, attrs, taken, marks=marks)
         if attrs.dropped:
             group.dropped_attrs[each.name] = attrs.dropped

@@ -26,16 +26,8 @@ from xckpt.datasets.tensors import Flat, Obj, flatten, member_numbers, member_va
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
-from xckpt.labels.stacking import (
-    Stack,
-    is_index,
-    numbered,
-    numbered_bases,
-    stack,
-    stack_in_tree,
-    stacked_attrs,
-    words,
-)
+from xckpt.labels.numbering import bare, is_index, numbered, numbered_places, words
+from xckpt.labels.stacking import Stack, stack, stack_in_tree, stacked_attrs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -127,33 +119,35 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     """
     flat = flatten(obj)
     indexes = {path: flat.indexes(path) for path in flat.coords}
-    # By the words of a name: the numbers along each index, by module, position and dimension.
-    names: dict[tuple[str, ...], dict[tuple[str, int, str | None], set[int]]] = {}
+    # By a name without numbers: the numbers along each index, by module, position and dimension.
+    names: dict[str, dict[tuple[str, int, str | None], set[int]]] = {}
+    known: dict[tuple[str | int | None, ...], tuple[str, list[str]]] = {}
     for name, variable in flat.variables.items():
         record = variable.encoding.get("stack")
         left: Iterator[tuple[str, set[int]]] = iter(())
-        template: Sequence[str | int | None] = str(name).split(".")
-        if record is not None:
+        if record is None:
+            pieces: Sequence[str | int | None] = numbered(str(name)).pieces
+        else:
             try:
                 members = member_numbers(str(name), variable, indexes[flat.nodes[name]])
             except ValueError:  # it cannot be told which are left
                 continue
             along = map(set, zip(*members, strict=True)) if members else [set()] * len(record.dims)
-            left, template = zip(record.dims, along, strict=True), record.template
-        path: list[str] = []
-        axes: list[tuple[tuple[str, int, str | None], set[int]]] = []
-        for part in template:
-            if isinstance(part, str) and not is_index(part):
-                path.append(part)
-                continue
-            dim, numbers = (None, {int(part)}) if isinstance(part, str) else next(left)
-            axes.append(((".".join(path) or "index", len(axes), dim), numbers))
-        for axis, numbers in axes:
-            names.setdefault(tuple(path), {}).setdefault(axis, set()).update(numbers)
+            left, pieces = zip(record.dims, along, strict=True), record.template
+        template = tuple([None if isinstance(p, str) and is_index(p) else p for p in pieces])
+        at = [place for place, piece in enumerate(template) if not isinstance(piece, str)]
+        if template not in known:
+            modules = [bare(template[: place + 1]) or "index" for place in at]
+            known[template] = bare(template), modules
+        plain, modules = known[template]
+        for axis, (place, module) in enumerate(zip(at, modules, strict=True)):
+            piece = pieces[place]
+            dim, numbers = (None, {int(piece)}) if isinstance(piece, str) else next(left)
+            names.setdefault(plain, {}).setdefault((module, axis, dim), set()).update(numbers)
     sets: dict[tuple[str, tuple[int, ...], str | None], list[str]] = {}
-    for parts, of in names.items():
+    for plain, of in names.items():
         for (module, _, dim), numbers in of.items():
-            sets.setdefault((module, tuple(sorted(numbers)), dim), []).append(".".join(parts))
+            sets.setdefault((module, tuple(sorted(numbers)), dim), []).append(plain)
     found = [NumberSet(*each, tuple(variables)) for each, variables in sets.items() if each[1]]
     order = {each.module: at for at, each in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda each: (order[each.module], -len(each.numbers)))
@@ -220,9 +214,8 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
         attrs = stacked_attrs([*each.spread([flat.variables[n].attrs for n in each.members])])
         variables[each.name] = _stack_variable(each, flat, attrs.shared)
         path, leaf = places[each.name]
-        marks[each.name] = StackRecord(
-            each.template, each.dims, indices=each.indices, present=each.present
-        )
+        record = StackRecord(each.template, each.dims, indices=each.indices, present=each.present)
+        marks.add(each.name, record)
         add_coords(coords.setdefault(path, {}), leaf, each, attrs, flat.variables, marks=marks)
         if attrs.dropped:
             dropped[each.name] = attrs.dropped
@@ -387,16 +380,13 @@ def _numbers_of(
     """Return, for each numbered module that a variable is in, a dimension or its number."""
     found: dict[str, list[Any]] = {}
     record = variable.encoding.get("stack")
-    path = name.split(".")
-    if record is not None:
-        for base, dim in zip(numbered_bases(record.template), record.dims, strict=True):
-            if dim in indexes:
-                found.setdefault(base, []).append(dim)
-        # Of modules that were left apart, the numbers are still in the template.
-        path = [part for part in record.template if isinstance(part, str)]
-    _, bases, indices = numbered(path)
-    for base, number in zip(bases, indices, strict=True):
-        found.setdefault(base, []).append(int(number))
+    dims = iter(() if record is None else record.dims)
+    # Of modules that were left apart, the numbers are still in the template.
+    template = numbered(name).pieces if record is None else record.template
+    for base, number in numbered_places(template):
+        place: Any = int(number) if isinstance(number, str) else next(dims)
+        if isinstance(place, int) or place in indexes:
+            found.setdefault(base, []).append(place)
     return found
 
 

@@ -16,6 +16,7 @@ from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
+from xckpt.labels.numbering import bare
 from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
 from xckpt.notebook.modules import StackedNames
@@ -97,8 +98,10 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
 
 def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
     """Return the flat name of a variable of a tree: that of its tensor, if it is in its place."""
-    name, encoding = flat_name(path, leaf), variable.encoding
-    stated = encoding.get("path")
+    encoding = variable.encoding
+    stated, record = encoding.get("path"), encoding.get("stack")
+    known = encoding.get("tensor", "") if record is None else bare(record.template)
+    name = flat_name(path, leaf, known if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
         return name
     own: str = encoding["tensor"]

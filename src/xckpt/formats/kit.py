@@ -175,9 +175,11 @@ def decode_json(
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            for key, times in Counter(key for key, _ in pairs).items():
-                if times > 1:
-                    (repeated or _refuse_repeated)(key)
+            times = Counter(key for key, _ in pairs)
+            for key in [key for key in times if times[key] > 1]:
+                if repeated is None:
+                    raise ValueError(f"duplicate key {shown(key)}")
+                repeated(key)
         return found
 
     try:
@@ -200,10 +202,6 @@ def decode_json(
         reason = f"{what} is nested deeper than {deepest} levels"
         raise FormatError(reason, offset=offset, rule=rule)
     return value
-
-
-def _refuse_repeated(key: str) -> None:
-    raise ValueError(f"duplicate key {shown(key)}")
 
 
 def finite(digits: str) -> float:
@@ -407,6 +405,12 @@ def as_text(name: str, value: Any, *, nan: bool = False) -> str:
         raise UnsupportedError(reason, rule="Metadata", hint=hint) from None
 
 
+def file_name(path: str) -> str:
+    """Return the last component of a path or a URL."""
+    path = path.partition("?")[0] if "://" in path else path
+    return re.split(r"[/\\]", path)[-1]
+
+
 def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
     """Find ranges of bytes that begin within another one: where, whose, and whose that is.
 
@@ -476,16 +480,12 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
         named = None
     if type(named) is not dict:
         return tensors
-    return {
-        name: replace(tensor, dims=tuple(named[name]))
-        if name in named and _fits(named[name], tensor)
-        else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _fits(dims: Any, tensor: Tensor) -> bool:
-    return type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims))
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        dims = named.get(name)
+        if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
+            found[name] = replace(tensor, dims=tuple(dims))
+    return found
 
 
 def _is_name(value: Any) -> bool:
@@ -554,6 +554,18 @@ def arrangement_texts(
     }
     what = "a name of an axis or a coordinate"
     return {key: check_text(what, text) for key, text in texts.items() if text is not None}
+
+
+def attribute_texts(draft: Draft, tensors: Mapping[str, Tensor | WantedTensor]) -> dict[str, str]:
+    """Return the attributes of a file that has texts only, and those of `arrangement_texts`."""
+    texts = {}
+    for key, value in draft.attrs.items():
+        if type(key) is not str:
+            reason = f"an attribute is named by a {type(key).__name__}"
+            raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
+        check_text("the attribute", key)
+        texts[key] = check_text("an attribute", as_text(key, value, nan=True))
+    return texts | arrangement_texts(draft, tensors, only_texts=True)
 
 
 def _positions(order: list[str], names: list[str], coords: Container[str]) -> list[int]:

@@ -119,7 +119,9 @@ class Npz(Format):
 
     def _member(self, tensor: WantedTensor) -> archive.NewMember:
         name, part = tensor.name + _SUFFIX, tensor.parts["data"]
-        comment = (kit.dims_text({tensor.name: tensor}) or "").encode()
+        kit.check_text("the name", tensor.name, tensor.name)
+        dims = kit.check_text("a name of an axis", kit.dims_text({tensor.name: tensor}) or "")
+        comment = dims.encode()
         return archive.NewMember(name, tensor.name, self._head(tensor), part, comment)
 
     def _head(self, tensor: WantedTensor) -> bytes:
@@ -132,12 +134,9 @@ class Npz(Format):
 
 
 def _extra(draft: Draft) -> bytes:
-    texts = {str(key): kit.as_text(key, value, nan=True) for key, value in draft.attrs.items()}
-    said = kit.arrangement_texts(
-        draft, {t.name: t for t in draft.tensors.values()}, only_texts=True
-    )
-    said.pop(kit.DIMS_KEY, None)  # which are comments
-    return json.dumps(texts | said, ensure_ascii=False).encode() if texts or said else b""
+    texts = kit.attribute_texts(draft, {t.name: t for t in draft.tensors.values()})
+    texts.pop(kit.DIMS_KEY, None)  # which are comments
+    return json.dumps(texts, ensure_ascii=False).encode() if texts else b""
 
 
 def _attrs(extra: bytes) -> dict[str, Any]:

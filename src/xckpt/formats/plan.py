@@ -16,7 +16,7 @@ from xckpt.elements import nbytes_of
 from xckpt.index import Arrangement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from xckpt.index import Layout, Quantization
 
@@ -29,6 +29,7 @@ __all__ = [
     "WantedTensor",
     "Written",
     "by_source",
+    "placed",
 ]
 
 
@@ -214,6 +215,12 @@ class Written(NamedTuple):
     offset: int
     nbytes: int
     digest: str | None = None
+
+
+def placed(tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int = 0) -> list[Extent]:
+    """Return where dense data go, by offsets that count from `start`."""
+    pairs = zip(tensors, offsets, strict=False)
+    return [Extent(each.name, "data", each.parts["data"], start + at) for each, at in pairs]
 
 
 def by_source(tensors: Mapping[str, WantedTensor]) -> dict[str, WantedTensor]:

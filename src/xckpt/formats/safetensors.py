@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import Draft, Literal, Plan, WantedTensor, placed
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
@@ -137,23 +137,23 @@ class Safetensors(Format):
 
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
-        metadata = {
-            str(key): kit.as_text(key, value, nan=True) for key, value in draft.attrs.items()
-        }
-        as_read = {tensor.name: tensor for tensor in tensors}
-        metadata |= kit.arrangement_texts(draft, as_read, only_texts=True)
+        metadata = kit.attribute_texts(draft, {tensor.name: tensor for tensor in tensors})
         entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         ends = [0, *accumulate(map(_nbytes, tensors))]
         for tensor, offsets in zip(tensors, pairwise(ends), strict=True):
             entry = {"dtype": self.spelled[tensor.dtype], "shape": tensor.shape}
             entries[tensor.name] = entry | {"data_offsets": offsets}
-        head = _encoded(entries, draft)
-        starts = zip(tensors, ends, strict=False)
-        extents = [Extent(t.name, "data", t.parts["data"], len(head) + at) for t, at in starts]
+        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(header) > _LARGEST_HEADER:
+            reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
+            raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
+        header += b" " * (-len(header) % 8)
+        head = len(header).to_bytes(8, "little") + header
+        extents = placed(tensors, ends, len(head))
         return Plan((Literal(0, head),), tuple(extents), nbytes=len(head) + ends[-1])
 
     def _in_several(self, draft: Draft, shards: list[Draft]) -> Plan:
-        name = re.split(r"[/\\]", draft.path)[-1]
+        name = kit.file_name(draft.path)
         stem = name[: -len(".safetensors")] if name.lower().endswith(".safetensors") else name
         files = {
             f"{stem}-{number:05}-of-{len(shards):05}.safetensors": shard
@@ -275,6 +275,7 @@ def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
 def _nbytes(tensor: WantedTensor) -> int:
     """Return how many bytes a tensor takes, if it can be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
+    kit.check_text("the name", tensor.name, tensor.name)
     if tensor.name == "__metadata__":
         reason, rule = "the name has another meaning here: rename it", "Name"
     elif bits % 8:
@@ -282,17 +283,3 @@ def _nbytes(tensor: WantedTensor) -> int:
     else:
         return bits // 8
     raise UnsupportedError(reason, tensor=tensor.name, rule=rule)
-
-
-def _encoded(entries: dict[str, Any], draft: Draft) -> bytes:
-    try:
-        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        for name in draft.tensors:
-            kit.check_text("the name", name, name)
-        raise UnsupportedError("an attribute has a lone surrogate", rule="Metadata") from None
-    if len(header) > _LARGEST_HEADER:
-        reason = f"a header of {len(header)} > {_LARGEST_HEADER} bytes"
-        raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header

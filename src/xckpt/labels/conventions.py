@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels.stacking import is_index
+from xckpt.labels.numbering import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -136,12 +136,12 @@ def _of_gguf(name: str, architecture: Any) -> str | None:
 
 def _kind(name: str) -> tuple[str, str | None]:
     """Return a name with 0 for the number of its layer, and the number."""
-    components = name.split(".")
-    for at, component in enumerate(components):
-        if is_index(component):
-            components[at] = "0"
-            return ".".join(components), component
-    return name, None
+    found = numbered(name)
+    if not found.indices:
+        return name, None
+    pieces = found.pieces
+    pieces[found.template.index(None)] = "0"
+    return "".join(pieces), found.indices[0]
 
 
 @lru_cache(maxsize=1 << 16)

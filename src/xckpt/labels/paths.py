@@ -1,13 +1,14 @@
-"""Dotted names as paths of a tree: one function that splits them, and its inverse.
+"""Names as paths of a tree: one function that splits them, and its inverse.
 
-Tensor ``a.b.c`` is variable ``c`` of node ``/a/b``. Names are free text, so some need an escape
-that neither the path syntax nor DataTree trips over:
+Tensor ``a.b.c`` is variable ``c`` of node ``/a/b``, and so is ``a/b/c``, but not where both are
+there: the inverse gives dots, and only what else is known of a variable says that it had slashes.
+Names are free text, so some need an escape that neither the path syntax nor DataTree trips over:
 
 ===================  ==========================================================
 in a name            in the tree
 ===================  ==========================================================
 ``%``                ``%25``
-``/``, NUL           ``%2F``, ``%00``
+``/``, NUL           ``%2F``, ``%00`` (a slash that separates no words)
 a byte that is not   ``%80`` to ``%FF`` (a lone surrogate in Python's text,
 UTF-8                which cannot be printed)
 ``.`` or ``..``      ``%2E``, ``%2E%2E`` (of a tensor that states its path)
@@ -16,14 +17,16 @@ a tensor that is     variable ``%self`` of the module's node: DataTree has no
 also a module        room for a variable and a child of one name
 ===================  ==========================================================
 
-Components beyond the 64th stay joined by dots in the variable's name, so that no name makes a
-tree too deep to walk.
+Components beyond the 64th stay joined in the variable's name, so that no name makes a tree too deep
+to walk.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ __all__ = ["child_nodes", "flat_name", "tree_paths"]
 
 _DEEPEST = 64
 _SELF = "%self"
+_SEPARATOR = re.compile("[./]")
 # Of Python's error handler "surrogateescape": byte 0x80 is U+DC80 and so on.
 _BYTES = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
 _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"}) | _BYTES
@@ -44,7 +48,13 @@ def tree_paths(
 ) -> dict[str, tuple[str, str]]:
     """Place flat names in a tree."""
     stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    split = {name: _components(path or name.split(".", _DEEPEST)) for name, path in stated.items()}
+    split = {name: _components(path or _split(name)) for name, path in stated.items()}
+    if len(set(split.values())) < len(split):
+        # Of a/b and a.b, the slash is no separator.
+        times = Counter(split.values())
+        for name, path in stated.items():
+            if path is None and "/" in name and times[split[name]] > 1:
+                split[name] = _components(name.split(".", _DEEPEST))
     modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
     placed = {}
     for name, (node, leaf) in split.items():
@@ -56,8 +66,23 @@ def tree_paths(
     return placed
 
 
-def flat_name(path: str, variable: str) -> str:
-    """Return the flat name of a variable in the tree, the inverse of `tree_paths`."""
+def _split(name: str) -> list[str]:
+    return _SEPARATOR.split(name, _DEEPEST) if "/" in name else name.split(".", _DEEPEST)
+
+
+def flat_name(path: str, variable: str, known: str = "") -> str:
+    """Return the flat name of a variable in the tree, the inverse of `tree_paths`.
+
+    As far as it is that of a `known` tensor, it has the slashes of this one.
+    """
+    name = _dotted_name(path, variable)
+    if "/" in known:
+        same = len(commonprefix([known.replace("/", "."), name]))  # noqa: RUF071  by character
+        name = known[:same] + name[same:]
+    return name
+
+
+def _dotted_name(path: str, variable: str) -> str:
     components = [part for part in path.split("/") if part]
     if variable != _SELF:
         components.append(variable)

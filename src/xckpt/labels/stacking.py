@@ -1,8 +1,8 @@
 """Numbered modules as dimensions: which tensors are one array with one more axis.
 
-A path component that is a whole number is an index; the component before it names the dimension.
-``layers.0.w``, ``layers.1.w``, ... of one kind are the variable ``layers.w`` with the dimension
-``layers``, whose coordinate has the indices. Zeros in front of them are kept in the template, where
+The word before an index names the dimension: ``layers.0.w``, ``layers.1.w``, ... of one kind are
+the variable ``layers.w`` with the dimension ``layers``, whose coordinate has the indices. An index
+that all of them have stays in the name. Zeros in front of indices are kept in the template, where
 one number of digits spells them all. Every tensor is in exactly one group at one position, or in
 none and keeps its own name. A group is a full grid, or, in an outer join, lies on the indices that
 its modules have anywhere, so that some of its places are empty.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from xckpt.labels.numbering import bare, numbered, numbered_places, words
 from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
@@ -30,25 +31,12 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-__all__ = [
-    "Numbered",
-    "Stack",
-    "StackedAttrs",
-    "flat_names",
-    "is_index",
-    "numbered",
-    "numbered_bases",
-    "numbered_modules",
-    "stack",
-    "stack_in_tree",
-    "stacked_attrs",
-    "words",
-]
+__all__ = ["Stack", "StackedAttrs", "flat_names", "stack", "stack_in_tree", "stacked_attrs"]
 
 _Item = TypeVar("_Item")
 _Path = tuple[str, ...]
 _Position = tuple[int, ...]
-# Components, None where an index stands, or its number of digits where zeros stand in front of it.
+# Pieces, None where an index stands, or its number of digits where zeros stand in front of it.
 _Template = tuple[str | int | None, ...]
 # In an outer join, places in a grid for each tensor in it. Where more are empty, as they can be in
 # a file that was made to take long, tensors have dimensions of their own.
@@ -64,8 +52,8 @@ class Stack:
     name : str
         Name of the variable: the common path without its indices.
     template : tuple of (str, int or None)
-        The path of every member, None where an index stands, or its number of digits where zeros
-        stand in front of it.
+        The pieces of the name of every member, None where an index stands, or its number of digits
+        where zeros stand in front of it.
     dims : tuple of str
         Names of the dimensions that the indices make, in their order.
     indices : tuple of tuple of int
@@ -82,6 +70,13 @@ class Stack:
     indices: tuple[tuple[int, ...], ...]
     members: tuple[str, ...]
     present: frozenset[_Position] | None = None
+
+    @property
+    def places(self) -> tuple[str | None, ...]:
+        """The dimension of each number in the names, None where all members have it."""
+        dims = iter(self.dims)
+        places = numbered_places(self.template)
+        return tuple([None if isinstance(part, str) else next(dims) for _, part in places])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,13 +112,13 @@ def stack(
     only: Collection[str] | None = None,
     paths: Mapping[str, _Path] | None = None,
     reserved: Collection[str] = (),
-    wanted: Mapping[str, tuple[str, ...]] | None = None,
+    wanted: Mapping[str, tuple[str | None, ...]] | None = None,
     *,
     outer: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
     """Group tensors by all but their modules' numbers.
 
-    `wanted` names the dimensions of members; `outer` says of a tensor whether others of its kind
+    `wanted` has the `Stack.places` of members; `outer` says of a tensor whether others of its kind
     may be absent: these have all indices that their modules have.
     """
     families: dict[tuple[_Numbering, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
@@ -131,10 +126,10 @@ def stack(
         stated = None if paths is None else paths.get(name)
         if stated is not None and ".".join(stated) != name:
             continue
-        found = _split(stated or tuple(name.split(".")), only)
-        if found is not None:
-            pattern, spelled = found
-            families[pattern, kind].append((spelled, name))
+        found = numbered(name, only, stated)
+        if found.indices and found.has_words:
+            pattern = _Numbering(found.template, found.bases)
+            families[pattern, kind].append((found.indices, name))
     alike = [
         each
         for (family, _), spelled_members in families.items()
@@ -148,7 +143,7 @@ def stack(
         for indices in _full_grids(list(members))
     ]
     order = {name: number for number, name in enumerate(kinds)}
-    grids = [grid for grid in grids if len(grid.members) > 1]
+    grids = [_without_shared(grid) for grid in grids if len(grid.members) > 1]
     return _named(grids, order, reserved, wanted or {})
 
 
@@ -159,7 +154,7 @@ def stack_in_tree(
     reserved: Collection[str] = (),
     *,
     others: Collection[str] = (),
-    wanted: Mapping[str, tuple[str, ...]] | None = None,
+    wanted: Mapping[str, tuple[str | None, ...]] | None = None,
     outer: Callable[[str], bool] | None = None,
 ) -> list[Stack]:
     """Group tensors as `stack` does, for a tree of modules."""
@@ -172,38 +167,12 @@ def stack_in_tree(
         refused |= clashes
 
 
-def numbered_modules(names: Iterable[str]) -> list[str]:
-    """List what the indices in names would name dimensions, most frequent first."""
-    counted: Counter[str] = Counter()
-    for name in names:
-        found = _split(tuple(name.split(".")), None)
-        counted.update(found[0].bases if found else ())
-    return [base for base, _ in counted.most_common()]
-
-
 def flat_names(
     template: Iterable[str | int | None], indices: tuple[tuple[int, ...], ...]
 ) -> list[str]:
     """Return the names of the members of a stack, the inverse of `stack`."""
-    form = ".".join(map(_form, template))
+    form = "".join(map(_form, template))
     return [form % place for place in _product(indices)]
-
-
-def numbered_bases(template: Iterable[str | int | None]) -> list[str]:
-    """Return what the indices of a template number: the component before each."""
-    bases: list[str] = []
-    base = _FIRST
-    for part in template:
-        if isinstance(part, str):
-            base = part or _FIRST
-        else:
-            bases.append(base)
-    return bases
-
-
-def words(template: Iterable[str | int | None]) -> tuple[str, ...]:
-    """Return the components of a template that are no indices."""
-    return tuple([part for part in template if isinstance(part, str)])
 
 
 def _form(part: str | int | None) -> str:
@@ -241,14 +210,6 @@ def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[
     return below
 
 
-def _split(path: _Path, only: Collection[str] | None) -> tuple[_Numbering, _Path] | None:
-    """Take the indices out of a path, as they are written; None if there are none."""
-    template, bases, indices = numbered(path, only)
-    if not indices or len(indices) == len(path):
-        return None
-    return _Numbering(template, bases), indices
-
-
 def _spelled_alike(
     family: _Numbering, members: Sequence[tuple[_Path, str]]
 ) -> Iterator[tuple[_Numbering, dict[_Position, str]]]:
@@ -281,6 +242,30 @@ def _fits(spelled: _Path, widths: _Position) -> bool:
         len(index) == width if _padding(index) else len(index) >= width
         for index, width in zip(spelled, widths, strict=True)
     )
+
+
+def _without_shared(grid: _Grid) -> _Grid:
+    """Put indices that all members have into the name: they are no axis of length one."""
+    if all(len(along) > 1 for along in grid.indices):
+        return grid
+    each = iter(zip(grid.indices, grid.pattern.bases, strict=True))
+    template: list[str | int | None] = []
+    bases, indices = [], []
+    for piece in grid.pattern.template:
+        if isinstance(piece, str):
+            template.append(piece)
+            continue
+        along, base = next(each)
+        if len(along) == 1:
+            template.append(_form(piece) % along[0])
+        else:
+            template.append(piece)
+            bases.append(base)
+            indices.append(along)
+    kept = [at for at, along in enumerate(grid.indices) if len(along) > 1]
+    present = grid.present and frozenset(tuple([at[n] for n in kept]) for at in grid.present)
+    pattern = _Numbering(tuple(template), tuple(bases))
+    return _Grid(pattern, tuple(indices), grid.members, present)
 
 
 def _full_grids(places: list[_Position]) -> list[tuple[tuple[int, ...], ...]]:
@@ -355,12 +340,12 @@ def _named(
     grids: list[_Grid],
     order: Mapping[str, int],
     reserved: Collection[str],
-    wanted: Mapping[str, tuple[str, ...]],
+    wanted: Mapping[str, tuple[str | None, ...]],
 ) -> list[Stack]:
     """Name variables and dimensions; nothing is named like a tensor."""
     grids = sorted(grids, key=lambda grid: (-len(grid.members), order[grid.members[0]]))
     free = _FreeNames(order)
-    named = [(free.take(".".join(words(grid.pattern.template))), grid) for grid in grids]
+    named = [(free.take(bare(grid.pattern.template)), grid) for grid in grids]
     keys = [_dimension_keys(grid, wanted) for grid in grids]
     free = _FreeNames({*order, *reserved, *(name for name, _ in named)})
     dims = _dimensions({key for each in keys for key in each}, free)
@@ -378,10 +363,13 @@ def _named(
     return sorted(stacks, key=lambda each: order[each.members[0]])
 
 
-def _dimension_keys(grid: _Grid, wanted: Mapping[str, tuple[str, ...]]) -> list[_Dimension]:
+def _dimension_keys(grid: _Grid, wanted: Mapping[str, tuple[str | None, ...]]) -> list[_Dimension]:
     asked = {wanted.get(member) for member in grid.members} if wanted else {None}
-    names = asked.pop() if len(asked) == 1 else None
-    bases = names if names and len(names) == len(grid.indices) else grid.pattern.bases
+    bases = grid.pattern.bases
+    if len(asked) == 1 and (names := asked.pop()):
+        places = numbered_places(grid.pattern.template)
+        here = [n for n, (_, part) in zip(names, places, strict=True) if not isinstance(part, str)]
+        bases = tuple([name or base for name, base in zip(here, bases, strict=True)])
     seen: Counter[str] = Counter()
     keys = []
     for base, along in zip(bases, grid.indices, strict=True):
@@ -421,44 +409,6 @@ class _FreeNames:
             name = f"{wanted}_{self._numbers[wanted]}"
         self._taken.add(name)
         return name
-
-
-# What an index stands after where it stands first, as the layers of a bare sequence do.
-_FIRST = "index"
-# Digits of an index: coordinates have 64-bit integers, and int refuses more than 4300 digits.
-_LONGEST_INDEX = 18
-
-
-class Numbered(NamedTuple):
-    """A name taken apart: its components with None for indices, what these number, and they."""
-
-    template: tuple[str | None, ...]
-    bases: tuple[str, ...]
-    indices: tuple[str, ...]
-
-
-def is_index(component: str) -> bool:
-    """Return whether a component of a name is a whole number; zeros may stand in front."""
-    # isdigit alone takes "³" and other scripts.
-    return component.isdigit() and component.isascii() and len(component) <= _LONGEST_INDEX
-
-
-def numbered(components: Sequence[str], only: Collection[str] | None = None) -> Numbered:
-    """Find the indices in a name: all, or those that stand after certain components."""
-    template: list[str | None] = []
-    bases: list[str] = []
-    indices: list[str] = []
-    base = _FIRST
-    for component in components:
-        # Asked first, because of a hundred thousand names most components are words.
-        if component.isdigit() and is_index(component) and (only is None or base in only):
-            template.append(None)
-            bases.append(base or _FIRST)
-            indices.append(component)
-        else:
-            template.append(component)
-            base = component
-    return Numbered(tuple(template), tuple(bases), tuple(indices))
 
 
 _MISSING = object()

@@ -46,14 +46,15 @@ function shortened(text, width) {
   return `${text.slice(0, head)}…${text.slice(-tail)}`;
 }
 
-const INDEX = /^\d+$/;
+const WORDS = /(?<=[./])/; // each with the separator behind it
+const INDEX = /(?:^|[_-]|^h)\d+$/;
 
 /**
  * Leave out words at the beginning of a name until it fits, and never a number: of many layers it
  * says which one a row is of. The last word stays, too.
  */
 export function elided(name, width, prefix = 0) {
-  const parts = name.split(/(?<=\.)/);
+  const parts = name.split(WORDS);
   const left = parts.map(() => false);
   let length = name.length;
   let start = 0;
@@ -72,7 +73,7 @@ export function elided(name, width, prefix = 0) {
 /** Count the characters of the words that names begin with, up to a number. */
 export function sharedPrefix(names) {
   if (names.length < 2) return 0;
-  let shared = names[0].split(/(?<=\.)/).slice(0, -1);
+  let shared = names[0].split(WORDS).slice(0, -1);
   const number = shared.findIndex((part) => INDEX.test(part.slice(0, -1)));
   if (number >= 0) shared = shared.slice(0, number);
   let text = shared.join("");
@@ -261,8 +262,8 @@ class Tree {
     this.home = new Int32Array(names.length); // the module of each row
     const known = [new Map()];
     names.forEach((name, row) => {
-      const parts = name.split(".");
-      parts.pop();
+      const parts = name.split(WORDS);
+      if (!/[./]$/.test(name)) parts.pop();
       let node = 0;
       for (const part of parts.slice(0, DEEPEST)) {
         let child = known[node].get(part);
@@ -336,7 +337,7 @@ class Tree {
     for (; parent > 0 && this.counts[parent] === this.counts[node]; parent = this.parents[parent]) {
       parts.unshift(this.labels[parent]);
     }
-    return parts.join(".");
+    return parts.join("").slice(0, -1);
   }
 
   /** Count the characters of a name that the rows above it have: its module that is open. */
@@ -344,7 +345,7 @@ class Tree {
     let node = this.home[row];
     while (node > 0 && this.counts[node] === 1) node = this.parents[node];
     let length = 0;
-    for (; node > 0; node = this.parents[node]) length += this.labels[node].length + 1;
+    for (; node > 0; node = this.parents[node]) length += this.labels[node].length;
     return length;
   }
 
@@ -656,8 +657,7 @@ export class List {
 
 /** Say how much of a name is the path of the module, which many names share. */
 function mutedLength(name) {
-  const leaf = name.lastIndexOf(".");
-  return leaf > 0 ? name.lastIndexOf(".", leaf - 1) + 1 : 0;
+  return name.split(WORDS).slice(0, -2).join("").length;
 }
 
 // --- the tensor that is selected -----------------------------------------------------------------
@@ -694,7 +694,7 @@ class Detail {
     const { names, kinds, kind, shapes, shape, nbytes } = this.tensors;
     const head = element("div", "head");
     const name = element("div", "title xckpt-name");
-    for (const part of (printable(names[this.row]) || '""').split(/(?<=\.)/)) {
+    for (const part of (printable(names[this.row]) || '""').split(WORDS)) {
       name.append(part, element("wbr"));
     }
     const copy = element("button", "button", { type: "button", textContent: "Copy code" });

@@ -6,8 +6,8 @@ A deep model repeats its modules, so the names of 25,000 tensors say little more
 
 Two steps make a pattern:
 
-1. Path components that are whole numbers become sets of indices, ``{0..63}`` or ``{0..2,5}``.
-   Rows that differ in these numbers only are one family.
+1. The numbers of modules become sets of indices, ``{0..63}`` or ``{0..2,5}``. Rows that differ in
+   these numbers only are one family.
 2. Families that differ in one word and have the same index sets and number of tensors are united:
    ``{q,k,v,o}_proj``.
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.labels import scales_of_codes
-from xckpt.labels.stacking import is_index
+from xckpt.labels.numbering import is_index, numbered, without_front
 from xckpt.notebook.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ _MOST_MEMBERS = 6
 _LONGEST_MEMBERS = 48
 _LONGEST_LISTED_RUN = 2
 _DEEPEST_MERGE = 16
-_JOINTS = "_-:/"
+_JOINTS = "_-:/."
 _NUMBER = re.compile(r"([0-9]+)")
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
-# A word, the alternatives of a merged word, or the indices (in digits) of a repeated module.
+# A piece of a name, the alternatives of a merged one, or the indices (in digits) of a module.
 _Component = str | tuple[str, ...] | frozenset[str]
 
 
@@ -109,7 +109,7 @@ class Family:
 
     @property
     def template(self) -> tuple[str | None, ...]:
-        """The components, None where an index stands."""
+        """The pieces of the names, None where an index stands."""
         return tuple([part if isinstance(part, str) else None for part in self.components])
 
     @property
@@ -163,7 +163,7 @@ def ascending(names: Sequence[str]) -> list[int]:
 
 
 def families_of(rows: Iterable[Row]) -> list[Family]:
-    """Group tensors of one kind whose names differ in whole-number components only."""
+    """Group tensors of one kind whose names differ in the numbers of their modules only."""
     columns: Any = list(zip(*rows, strict=True)) or [()] * len(Row._fields)
     names, dtypes, shapes, nbytes, storages = columns
     # With zeros for all digits the names of a deep model are some dozens, and their components
@@ -174,26 +174,24 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
     families: dict[tuple[Any, ...], Family] = {}
     indices: dict[tuple[Any, ...], list[set[str]]] = {}
     for places in alike.values():
-        numbered, spelled = _cut(names[places[0]])
+        cuts, spelled = _cut(names[places[0]])
         for some in _spelled_alike(names, places, spelled):
             first = names[some[0]]
-            parts = first.split(".")
-            template = tuple([None if is_index(part) else part for part in parts])
+            template = numbered(first).template
             of = (dtypes[some[0]], shapes[some[0]], storages[some[0]])
             key = (template, *of)
             if key not in families:
-                families[key] = Family(tuple(parts), *of, first, some[0])
-                indices[key] = [set() for _ in numbered]
+                families[key] = Family((), *of, first, some[0])
+                indices[key] = [set() for _ in cuts]
             family = families[key]
             family.count += len(some)
             family.nbytes += sum([nbytes[place] for place in some])
-            spellings = [names[place] for place in some] if numbered else []
-            for cut, values in zip(numbered, indices[key], strict=True):
+            spellings = [names[place] for place in some] if cuts else []
+            for cut, values in zip(cuts, indices[key], strict=True):
                 values.update(map(itemgetter(cut), spellings))
     for key, family in families.items():
         found = map(frozenset, indices[key])
-        words = family.first.split(".")
-        family.components = tuple([next(found) if is_index(word) else word for word in words])
+        family.components = tuple([next(found) if part is None else part for part in key[0]])
     return sorted(families.values(), key=lambda family: family.place)
 
 
@@ -211,16 +209,17 @@ def _with_zeros(text: str) -> str:
 
 
 def _cut(name: str) -> tuple[list[slice], list[slice]]:
-    """Return where components stand that are indices, and those that have digits otherwise."""
-    numbered, spelled, start = [], [], 0
-    for part in name.split("."):
-        cut = slice(start, start + len(part))
-        if is_index(part):
-            numbered.append(cut)
-        elif _NUMBER.search(part):
+    """Return where indices stand, and pieces that have digits otherwise."""
+    cuts, spelled, start = [], [], 0
+    found = numbered(name)
+    for part, piece in zip(found.template, found.pieces, strict=True):
+        cut = slice(start, start + len(piece))
+        if part is None:
+            cuts.append(cut)
+        elif _NUMBER.search(piece):
             spelled.append(cut)
-        start += len(part) + 1
-    return numbered, spelled
+        start += len(piece)
+    return cuts, spelled
 
 
 def _spelled_alike(
@@ -281,15 +280,27 @@ def indices_text(indices: Iterable[str]) -> str:
 
 def _text(components: Sequence[_Component]) -> str:
     parts = list(map(_component_text, components))
-    text = ".".join(parts) or '""'
+    text = "".join(parts) or '""'
     if columns(text) <= _LONGEST_TEXT:
         return text
-    # Cutting through braces would turn "{0..63}.{0..63}" into "{0…63}": leave out whole parts.
+    # Cutting through braces would turn "{0..63}.{0..63}" into "{0…63}": leave out whole words.
+    parts = _words(parts)
     for kept in range(min(len(parts) - 1, _LONGEST_TEXT), 1, -1):
-        text = ".".join([*parts[: kept // 2], "…", *parts[kept // 2 - kept :]])
+        text = "".join([*parts[: kept // 2], ".…", *parts[kept // 2 - kept :]])
         if columns(text) <= _LONGEST_TEXT:
             return text
     return shortened(text, _LONGEST_TEXT)
+
+
+def _words(parts: Iterable[str]) -> list[str]:
+    """Join what is written of pieces to words, each with its number."""
+    found: list[str] = []
+    for part in parts:
+        if not found or part.startswith((".", "/")):
+            found.append(part)
+        else:
+            found[-1] += part
+    return found
 
 
 def _component_text(component: _Component) -> str:
@@ -297,9 +308,12 @@ def _component_text(component: _Component) -> str:
         return _literal(component)
     if isinstance(component, frozenset):
         return str(*component) if len(component) == 1 else _braced(_ranges(component))
-    head, members, tail = _stripped(component)
+    bare = list(map(without_front, component))
+    fronts = {word.removesuffix(text) for word, text in zip(component, bare, strict=True)}
+    front = fronts.pop() if len(fronts) == 1 else ""
+    head, members, tail = _stripped(bare if front else component)
     listed = _ranges(members) if all(map(is_index, members)) else members
-    return _literal(head) + _braced(listed) + _literal(tail)
+    return front + _literal(head) + _braced(listed) + _literal(tail)
 
 
 def _literal(word: str, also: str = "") -> str:
@@ -387,7 +401,7 @@ def mark_codes(families: Iterable[Family]) -> None:
     """Say the same of families, in no time: there are few of them."""
     templates: dict[str, list[Family]] = {}
     for family in families:
-        name = ".".join(["0" if part is None else part for part in family.template])
+        name = "".join(["0" if part is None else part for part in family.template])
         templates.setdefault(name, []).append(family)
     # Of some names there are several types, as where the first layers are not quantised.
     smallest = {name: min(some, key=_bits).dtype for name, some in templates.items()}

@@ -13,7 +13,14 @@ from itertools import islice
 from keyword import iskeyword
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.labels.stacking import numbered, numbered_bases
+from xckpt.labels.numbering import (
+    is_index,
+    numbered,
+    numbered_bases,
+    numbered_places,
+    spans,
+    without_front,
+)
 from xckpt.notebook.folding import Family, Row, ascending, fold, indices_text
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, shortened
 
@@ -62,14 +69,15 @@ def module_sets(
     """List the sets of modules, where modules of one name are not all alike."""
     # By the path of the numbered module: its sets, and what is in the modules of each.
     found: dict[_Words, dict[_Numbers, dict[_Words, None]]] = {}
-    for template, numbers in [*_of_families(families, stacked := list(stacked)), *_of(stacked)]:
+    stacked = list(stacked)
+    for template, numbers in [*_of_families(families, stacked), *_of(stacked)]:
         at = [place for place, part in enumerate(template) if part is None]
         for place, after, each in zip(at, [*at[1:], len(template)], numbers, strict=True):
             parts = found.setdefault(template[:place], {}).setdefault(each, {})
             parts[template[place + 1 : after]] = None
     named: dict[str, list[_Words]] = {}
     for path in found:
-        named.setdefault(numbered_bases([*path, None])[-1], []).append(path)
+        named.setdefault(numbered_bases((*path, None))[-1], []).append(path)
     sets: list[ModuleSet] = []
     for base, paths in named.items():
         different = {each for path in paths for each in found[path]}
@@ -78,8 +86,7 @@ def module_sets(
             _LONGEST_SEQUENCE
         ):
             for path in paths:
-                whole = ".".join([part or "*" for part in path])
-                name = base if len(paths) == 1 else whole
+                name = base if len(paths) == 1 else _text(path)
                 owners = _owners(found[path])
                 for each in sorted(found[path], key=_first_and_longest):
                     few = len(sets) < _MOST_DESCRIBED
@@ -103,16 +110,15 @@ def _of_families(
 
 
 def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
-    return [
-        (
-            _words(each.template),
-            [
-                _Numbers(frozenset(map(str, along)), dim)
-                for dim, along in zip(each.dims, each.indices, strict=True)
-            ],
-        )
-        for each in stacked
-    ]
+    found = []
+    for each in stacked:
+        along = iter(zip(each.indices, each.dims, strict=True))
+        numbers = []
+        for _, part in numbered_places(each.template):
+            indices, dim = ((part,), "") if isinstance(part, str) else next(along)
+            numbers.append(_Numbers(frozenset(map(str, indices)), dim))
+        found.append((_words(each.template), numbers))
+    return found
 
 
 def _first_and_longest(each: _Numbers) -> tuple[int, int, str]:
@@ -120,7 +126,13 @@ def _first_and_longest(each: _Numbers) -> tuple[int, int, str]:
 
 
 def _words(template: Iterable[str | int | None]) -> _Words:
-    return tuple([part if isinstance(part, str) else None for part in template])
+    return tuple([p if isinstance(p, str) and not is_index(p) else None for p in template])
+
+
+def _text(pieces: Iterable[str | None]) -> str:
+    """Write pieces from inside of names, with a star for each index."""
+    found = spans((*pieces, None))[:-1]
+    return without_front("".join([f"{front}{part or '*'}" for front, part in found]))
 
 
 def _owners(sets: Mapping[_Numbers, Iterable[_Words]]) -> dict[_Words, _Numbers | None]:
@@ -140,7 +152,7 @@ def _parts(here: Iterable[_Words], owners: Mapping[_Words, _Numbers | None]) -> 
     for words in here:
         deepest = min(len(words), _DEEPEST)
         length = next((n for n in range(1, deepest) if owners[words[:n]] is not None), len(words))
-        names[".".join([word or "*" for word in words[:length]])] = None
+        names[_text(words[:length])] = None
     texts = [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names if name)]
     more = [f"… {len(texts) - _MOST_PARTS:,} more"] if len(texts) > _MOST_PARTS + 1 else []
     return tuple(texts[:_MOST_PARTS] + more if more else texts)
@@ -189,13 +201,15 @@ class ModuleTree:
         self._root = _Modules()
         for row in rows:
             node = self._root
-            parts = row.name.split(".")[:depth]
-            for part, word in zip(parts, numbered(parts).template, strict=True):
+            found = numbered(row.name)
+            indices = iter(found.indices)
+            for _, part in spans(found.template)[:depth]:
+                word = part if isinstance(part, str) else None
                 node = node.children.setdefault(word, _Modules())
                 node.count += 1
                 node.nbytes += row.nbytes
                 if word is None:
-                    node.indices.add(part)
+                    node.indices.add(next(indices))
 
     def __repr__(self) -> str:
         lines = list(islice(_lines(self._root, 0), _MOST_LINES + 1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
-from xckpt.labels.stacking import numbered
+from xckpt.labels.numbering import numbered
 from xckpt.notebook.folding import (
     Pattern,
     Row,
@@ -301,7 +301,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
     elif by in {"dtype", "layer"}:
         totals: dict[str, list[int]] = {}
         for row in rows:
-            key = row.dtype if by == "dtype" else _layer(row.name)
+            key = row.dtype if by == "dtype" else numbered(row.name).outermost
             total = totals.setdefault(key, [0, 0, 0])
             total[0] += 1
             total[1] += row.size
@@ -318,10 +318,3 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
     frame["share"] = frame["nbytes"] / whole
     frame = frame.iloc[ascending(names)]
     return frame.sort_values("nbytes", ascending=False, kind="stable")
-
-
-def _layer(name: str) -> str:
-    """Return a name up to its first number; empty where there is none."""
-    parts = name.split(".")
-    template = numbered(parts).template
-    return ".".join(parts[: template.index(None) + 1]) if None in template else ""

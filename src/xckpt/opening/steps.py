@@ -16,7 +16,8 @@ from xckpt.datasets.options import OpenOptions
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNames, select
-from xckpt.labels.stacking import is_index, stacked_attrs
+from xckpt.labels.numbering import is_index
+from xckpt.labels.stacking import stacked_attrs
 from xckpt.opening import format_of, open_index
 from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
 

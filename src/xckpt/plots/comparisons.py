@@ -10,13 +10,13 @@ import numpy as np
 import xarray as xr
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels import scales_of_codes, select, similar
-from xckpt.labels.stacking import numbered
+from xckpt.labels import select
+from xckpt.labels.numbering import numbered, without_front
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe, whole_numbers
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
-from xckpt.plots.roles import codes_left_out, require_any
+from xckpt.plots.roles import codes_left_out, codes_of, require_any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,13 +60,13 @@ def draw_differences(
     else:
         frame = table(compare(obj, other, tensors=names))
     tensors = OpenTensors(obj)
-    require_any(frame.index.tolist(), tensors, names)
+    require_any(frame.index.tolist(), [row.name for row in tensors.rows], names)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _STATUS_WORDS.items() if counts[kind]]
     summary = f"{counted(len(frame), 'tensor')}: {', '.join(facts)}"
     changed = frame[frame["status"] == "changed"]
     note, of_codes = "", ""
-    codes = scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    codes = codes_of(tensors)
     is_code = changed.index.isin(list(codes))
     if is_code.all() and is_code.size:
         of_codes = " of codes"
@@ -133,7 +133,7 @@ def draw_error(
     **style: Any,
 ) -> Axes:
     """Draw a statistic of each channel; see `xckpt.plots.Plots.error`."""
-    from xckpt.statistics import MEASURES, channel_values, compare
+    from xckpt.statistics import MEASURES, compare
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     require_statistic(statistic, [each for each in MEASURES if each != "status"])
@@ -143,17 +143,7 @@ def draw_error(
         raise TypeError("plot.error() takes a checkpoint to compare with, or is of a comparison")
     if not is_result:
         result = compare(obj, other, tensors=names, dim=dim)
-    every = channel_values(result, statistic)
-    found = {name: every[name] for name in select(every, names)}
-    if not found:
-        known = f"{names!r}{similar(every, names or ())}"
-        raise ValueError(f"no tensor is called {known}" if every else "there are no tensors")
-    rows = {name: each for name, each in found.items() if not np.isnan(each).all()}
-    rows = {name: each for name, each in rows.items() if each.size > 1} or rows
-    if not rows:
-        raise ValueError(f"none of {counted(len(found), 'tensor')} is in both with the same shape")
-    if max(each.size for each in rows.values()) == 1:
-        raise ValueError("there is one value for each tensor: compare with dim=-1 for channels")
+    rows, left_out = _channels_of(result, statistic, names)
     values = np.full((len(rows), max(each.size for each in rows.values())), np.nan)
     for row, each in zip(values, rows.values(), strict=True):
         row[: each.size] = each
@@ -172,18 +162,39 @@ def draw_error(
         ax.set_ylabel("tensor")
     whole_numbers(ax.xaxis)
     ax.set_xlabel("channel")
-    add_heading(ax, title, *_notes(values, shown.shape, len(found) - height))
+    add_heading(ax, title, *_notes(values, shown.shape, left_out))
     return ax
+
+
+def _channels_of(
+    result: xr.Dataset, statistic: str, names: TensorFilter | None
+) -> tuple[dict[str, Array], int]:
+    """Return the values of the channels of tensors, and how many tensors have none."""
+    from xckpt.statistics import channel_values
+
+    every = channel_values(result, statistic)
+    found = {name: every[name] for name in select(every, names)}
+    require_any(found, every, names)
+    rows = {name: each for name, each in found.items() if not np.isnan(each).all()}
+    rows = {name: each for name, each in rows.items() if each.size > 1} or rows
+    if not rows:
+        raise ValueError(f"none of {counted(len(found), 'tensor')} is in both with the same shape")
+    if max(each.size for each in rows.values()) == 1:
+        raise ValueError("there is one value for each tensor: compare with dim=-1 for channels")
+    return rows, len(found) - len(rows)
 
 
 def _title_and_labels(names: list[str]) -> tuple[str, list[str]]:
     """Return what all names have, with a star for the rest, which is the label of each."""
-    split = [name.split(".") for name in names]
+    split = [numbered(name).pieces for name in names]
     head = _common(split)
     tail = _common([each[len(head) :][::-1] for each in split])[::-1]
-    labels = [".".join(each[len(head) : len(each) - len(tail)]) for each in split]
-    star = ["*"] if any(labels) else []
-    return ".".join([*head, *star, *tail]), labels if star else names
+    rest = ["".join(each[len(head) : len(each) - len(tail)]) for each in split]
+    labels = list(map(without_front, rest))
+    if not any(labels):
+        return names[0], names
+    front = {text.removesuffix(label) for text, label in zip(rest, labels, strict=True)}
+    return "".join([*head, *(front if len(front) == 1 else ()), "*", *tail]), labels
 
 
 def _common(lists: list[list[str]]) -> list[str]:
@@ -294,10 +305,8 @@ def _norm(norms: Any) -> Any:
 
 def _layer(name: str) -> str:
     """Return a name up to its first number, or its module where there is none."""
-    parts = name.split(".")
-    template = numbered(parts).template
-    depth = template.index(None) + 1 if None in template else max(1, len(parts) - 1)
-    return ".".join(parts[:depth])
+    found = numbered(name)
+    return found.outermost or "".join(found.pieces[:-1]) or name
 
 
 def _label(axis: Any, labels: list[str]) -> None:

@@ -125,10 +125,7 @@ def _found(obj: Any, chosen: Chosen) -> tuple[list[Distribution], list[str]]:
         total = sum(each.other for each in others)
         where = others[0].name if len(others) == 1 else counted(len(others), "tensor")
         notes.append(f"without {total:,} NaN or infinite in {where}")
-    if chosen.scales:
-        scales = next(iter(chosen.scales.values()))
-        notes.append(f"codes, whose scales are in {scales.rpartition('.')[2]}")
-    return found, notes
+    return found, [*notes, chosen.codes_note]
 
 
 class _Axis:

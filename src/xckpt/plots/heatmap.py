@@ -11,7 +11,6 @@ import numpy as np
 from xckpt.arrays.sparse import dense_values
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import shown
-from xckpt.labels import scales_of_codes
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import (
     add_heading,
@@ -21,6 +20,7 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
+from xckpt.plots.roles import codes_drawn, codes_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -104,7 +104,7 @@ def draw_heatmap(
     )
     bar = ax.figure.colorbar(image, ax=ax, extend="both" if robust else "neither")
     image.set_cmap(image.get_cmap().with_extremes(bad=_NAN_COLOUR))
-    scales = scales_of_codes({row.name: row.dtype for row in tensors.rows}).get(name)
+    scales = codes_of(tensors).get(name)
     if scales is not None:
         bar.set_label("code")
     _mark(ax, sample)
@@ -115,8 +115,8 @@ def draw_heatmap(
         whole_numbers(axis)
         if length == 1:
             axis.set_ticks([])
-    of_codes = f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
-    add_heading(ax, name, sample.describe(), _what_is_known(faults, sample), of_codes)
+    notes = sample.describe(), _what_is_known(faults, sample), codes_drawn(scales)
+    add_heading(ax, name, *notes)
     return ax
 
 

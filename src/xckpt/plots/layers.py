@@ -98,22 +98,12 @@ def draw_layers(
     bands = sum(1 for line in lines if line.extremes)
     named = sum(len(_named(line, bands)) for line in lines)
     ax = new_axes(ax, labels=len(lines) + named)
-    if any(line.number for line in lines):
-        colours = number_colours(ax, [line.number for line in lines], other or "")
-        for line in lines:
-            _draw(ax, line, {"color": colours[line.number], "linewidth": 1.0, **style})
-    else:
-        kinds = {line.role.label: None for line in lines}
-        styles = dict(zip(kinds, line_styles(len(kinds)), strict=True))
-        drawn = [_draw(ax, line, {**styles[line.role.label], **style}) for line in lines]
-        _explain(ax, lines, drawn)
+    _draw_all(ax, lines, other or "", style)
     banded = [line for line in lines if line.most > 1]
     spread = "lines: medians; bands: all" if banded else ""
     if any(line.most >= _FEWEST_QUANTILES for line in banded):
         spread = "lines: medians; bands: 5 to 95 %, and all"
-    scales = next(iter(chosen.scales.values()), "")
-    of_codes = f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
-    add_heading(ax, title, spread, chosen.note, of_codes)
+    add_heading(ax, title, spread, chosen.note, chosen.codes_note)
     ax.set_xlabel(safe(along))
     ax.set_ylabel(safe(statistic) + chosen.of_codes)
     whole_numbers(ax.xaxis)
@@ -163,7 +153,9 @@ def _lines_of(
     title, roles = roles_of(names, most=len(names))
     if kind is not None:
         roles = [Role(str(kind(role.bare)), role.names, role.shared) for role in roles]
-    count = len(roles) if other is None else sum(_count(role, other) for role in roles)
+    count = len(roles)
+    if other is not None:
+        count = sum(len({numbers_of(name)[other] for name in role.names}) for role in roles)
     if count <= MOST_LINES:
         return title, [line for role in roles for line in _lines(role, column, along, other)]
     if kind is None:
@@ -174,10 +166,6 @@ def _lines_of(
             kinds.setdefault(role.label, []).extend(role.names)
         roles = [Role.of(label, groups_of(each)) for label, each in kinds.items()]
     return title, [line for role in roles for line in _lines(role, column, along, None)]
-
-
-def _count(role: Role, other: str) -> int:
-    return len({numbers_of(name)[other] for name in role.names})
 
 
 def _lines(role: Role, column: Mapping[str, float], along: str, other: str | None) -> list[_Line]:
@@ -215,6 +203,19 @@ def _line(role: Role, number: int, points: Mapping[int, list[tuple[float, str]]]
 
 
 # --- drawing -------------------------------------------------------------------------------------
+
+
+def _draw_all(ax: Axes, lines: Sequence[_Line], other: str, style: dict[str, Any]) -> None:
+    """Draw lines in the colours of the numbers of another module, or of their roles."""
+    if any(line.number for line in lines):
+        colours = number_colours(ax, [line.number for line in lines], other)
+        for line in lines:
+            _draw(ax, line, {"color": colours[line.number], "linewidth": 1.0, **style})
+        return
+    kinds = {line.role.label: None for line in lines}
+    styles = dict(zip(kinds, line_styles(len(kinds)), strict=True))
+    drawn = [_draw(ax, line, {**styles[line.role.label], **style}) for line in lines]
+    _explain(ax, lines, drawn)
 
 
 def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product, starmap, takewhile
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, similar
-from xckpt.labels.stacking import numbered, words
+from xckpt.labels.numbering import bare, numbered, without_front, words
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
 
@@ -50,26 +51,42 @@ class Chosen:
         """What is said of numbers that are none of weights."""
         return " of codes" if self.scales else ""
 
+    @property
+    def codes_note(self) -> str:
+        """That the numbers are codes, if they are."""
+        return codes_drawn(next(iter(self.scales.values()), None))
+
 
 def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     """Choose the tensors of a picture; codes are never on an axis with weights."""
     tensors = OpenTensors(obj)
     chosen = tensors.select(names)
-    require_any(chosen, tensors, names)
-    codes = scales_of_codes({row.name: row.dtype for row in tensors.rows})
+    require_any(chosen, [row.name for row in tensors.rows], names)
+    codes = codes_of(tensors)
     weights = [name for name in chosen if name not in codes]
     if not weights:
         return Chosen(tensors, chosen, {name: codes[name] for name in chosen}, "")
     return Chosen(tensors, weights, {}, codes_left_out([n for n in chosen if n in codes], codes))
 
 
-def require_any(chosen: Sequence[str], tensors: OpenTensors, names: TensorFilter | None) -> None:
+def require_any(
+    chosen: Collection[str], known: Collection[str], names: TensorFilter | None
+) -> None:
     """Refuse names that no tensor has."""
-    known = [row.name for row in tensors.rows]
     if not chosen and (names is None or not known):
         raise ValueError("there are no tensors")
     if not chosen:
         raise ValueError(f"no tensor is called {names!r}{similar(known, names or ())}")
+
+
+def codes_of(tensors: OpenTensors) -> dict[str, str]:
+    """Return the tensors that have codes, and the names of their scales."""
+    return scales_of_codes({row.name: row.dtype for row in tensors.rows})
+
+
+def codes_drawn(scales: str | None) -> str:
+    """Say that the numbers of a picture are codes; nothing if they are not."""
+    return f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
 
 
 def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
@@ -103,11 +120,11 @@ class Role:
     @property
     def bare(self) -> str:
         """The first name without numbers."""
-        return ".".join(words(numbered(self.names[0].split(".")).template))
+        return bare(numbered(self.names[0]).template)
 
     def place(self, name: str) -> str:
         """Say which of them a tensor is: ``layer 17, expert 3``."""
-        found = numbered(name.split("."))
+        found = numbered(name)
         places = zip(found.bases, found.indices, strict=True)
         own = [word for word in words(found.template) if word not in self.shared]
         return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
@@ -124,7 +141,7 @@ def groups_of(names: Iterable[str]) -> list[_Siblings]:
     """Group tensors by their names without numbers."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-        groups.setdefault(numbered(name.split(".")).template, []).append(name)
+        groups.setdefault(numbered(name).template, []).append(name)
     return list(starmap(_Siblings, groups.items()))
 
 
@@ -154,14 +171,14 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
     """Unite groups whose names differ in one word, but not weights with biases or gains."""
     # A row stands for each group.
     rows = {
-        Row(".".join(part or "0" for part in template), kind, (), 0): at
+        Row("".join("0" if part is None else part for part in template), kind, (), 0): at
         for at, (template, names) in enumerate(groups)
         for kind in [f"{template[-1]} {ndims.get(names[0])}"]
     }
     bundles = []
     for family in united(families_of(rows)):
-        words = ([part] if isinstance(part, str) else part for part in family.components)
-        spelled = (Row(".".join(name), family.dtype, (), 0) for name in product(*words))
+        pieces = ([part] if isinstance(part, str) else part for part in family.components)
+        spelled = (Row("".join(name), family.dtype, (), 0) for name in product(*pieces))
         bundles.append(sorted(rows[row] for row in spelled))
     return [[groups[at] for at in some] for some in sorted(bundles)]
 
@@ -181,22 +198,31 @@ def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[
     columns = zip(*(group.template[:-1] for group in every), strict=False)
     depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
     labels = [_end(_label(bundle, depth)) for bundle in bundles]
-    names = [name.split(".", depth)[:depth] for group in every for name in group.names]
+    names = [name for group in every for name in group.names]
     if not depth:
         return counted(len(names), "tensor"), labels
-    return _patterns(".".join([*parts, "*"]) for parts in names)[0], labels
+    starred = []
+    for name in names:
+        rest = _inside(name, depth)
+        starred.append(name.removesuffix(without_front(rest)) + "*")
+    return _patterns(starred)[0], labels
 
 
 def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
-    names = [name.split(".", depth)[depth] for group in bundle for name in group.names]
+    names = [without_front(_inside(n, depth)) for group in bundle for n in group.names]
     if len(names) == 1:
         return names[0]
     found = _patterns(names)
     if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
-        starred = [[part or "*" for part in group.template[depth:]] for group in bundle]
-        found = _patterns(map(".".join, starred))
+        starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
+        found = _patterns(without_front("".join(pieces)) for pieces in starred)
     return " | ".join(found)
+
+
+def _inside(name: str, depth: int) -> str:
+    """Return a name without its first pieces."""
+    return "".join(numbered(name).pieces[depth:])
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
@@ -205,19 +231,15 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 def _end(text: str) -> str:
     """Leave out the outer modules of a long name."""
-    parts = text.split(".")
     starts = [0]
-    for start in range(1, len(parts)):
+    for start in [match.end() for match in re.finditer("[./]", text)]:
         # Not inside of a range, where two dots are, and not at one.
-        short = ".".join(parts[start:])
+        short = text[start:]
         if short.count("{") == short.count("}") and not short.startswith("{"):
             starts.append(start)
-    for start in starts[:-1]:
-        short = ".".join(parts[start:])
-        if len(short) <= _LONGEST_LABEL:
-            return f"…{short}" if start else text
-    start = starts[-2:][0]
-    return "…" + ".".join(parts[start:]) if start else text
+    fitting = [start for start in starts[:-1] if len(text) - start <= _LONGEST_LABEL]
+    start = fitting[0] if fitting else starts[-2:][0]
+    return f"…{text[start:]}" if start else text
 
 
 def _one_of(base: str) -> str:
@@ -227,13 +249,13 @@ def _one_of(base: str) -> str:
 
 def numbers_of(name: str) -> dict[str, int]:
     """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
-    found = numbered(name.split("."))
+    found = numbered(name)
     pairs = zip(reversed(found.bases), reversed(found.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 
 def outermost(names: Iterable[str]) -> str | None:
     """Return the module that most tensors are numbered in first."""
-    first = Counter(next(iter(numbered(name.split(".")).bases), None) for name in names)
+    first = Counter(next(iter(numbered(name).bases), None) for name in names)
     first.pop(None, None)
     return first.most_common(1)[0][0] if first else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels.stacking import numbered
+from xckpt.labels.numbering import numbered, without_front
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
@@ -71,7 +72,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     tensors = OpenTensors(obj)
     rows = {row.name: row for row in tensors.rows}
     chosen = tensors.select(names)
-    require_any(chosen, tensors, names)
+    require_any(chosen, rows, names)
     root = _tree(rows[name] for name in chosen)
     if not root.nbytes:
         raise ValueError("all tensors are empty")
@@ -102,7 +103,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
 def _tree(rows: Iterable[Row]) -> _Module:
     root = _Module("")
     for row in rows:
-        template = numbered(row.name.split(".")).template
+        template = numbered(row.name).template
         root.add(row, [_ANY if part is None else part for part in template])
     return _without_chains(root)
 
@@ -115,7 +116,7 @@ def _without_chains(module: _Module) -> _Module:
     (child,) = module.children.values()
     if child.count < module.count:  # there is a tensor of the module's own name
         return module
-    child.name = f"{module.name}.{child.name}" if module.name else child.name
+    child.name = f"{module.name}{child.name}"
     return child
 
 
@@ -150,7 +151,7 @@ class _Canvas:
 
     def _headed(self, module: _Module, box: Tile) -> Tile:
         """Write the name of a module at its top, and return what is left of its box."""
-        name = printable(module.name)
+        name = printable(without_front(module.name))
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
         height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
         if not fits or height > _HIGHEST_HEAD * box.height:
@@ -187,9 +188,11 @@ class _Canvas:
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
     """Return the name, and the number and size of what it stands for, if there is room."""
-    parts = [printable(part) for name in (*path, module.name) for part in name.split(".")]
+    whole = without_front(printable("".join((*path, module.name))))
+    parts = re.split("[./]", whole)
     # The last two say which tensor it is; what is before them is written around the box.
-    wanted = [[".".join(parts)], [".".join(parts[-2:])], parts[-2:]]
+    last = whole[-len(".".join(parts[-2:])) :]
+    wanted = [[whole], [last], parts[-2:]]
     names = next((each for each in wanted if max(map(columns, each)) <= room), None)
     if names is None:
         names = [shortened(wanted[1][0], room)] if room >= _SHORTEST_LABEL else []

@@ -3,17 +3,7 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.statistics.api import (
-    QUANTILES,
-    channel_values,
-    known_stats,
-    matched_names,
-    result_text,
-    stats,
-    table,
-    tensor_names,
-    tensor_rows,
-)
+from xckpt.statistics.api import QUANTILES, known_stats, stats
 from xckpt.statistics.bins import histogram
 from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.describe import statistic_names
@@ -23,6 +13,14 @@ from xckpt.statistics.rules import RULES, examine, findings
 from xckpt.statistics.runs import changes_of
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum
+from xckpt.statistics.tables import (
+    channel_values,
+    matched_names,
+    result_text,
+    table,
+    tensor_names,
+    tensor_rows,
+)
 
 __all__ = [
     "MEASURES",

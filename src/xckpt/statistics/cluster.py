@@ -7,10 +7,14 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
+
+from xckpt.arrays import LazyArray
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["active_client", "on_cluster", "placed"]
+__all__ = ["active_client", "on_cluster", "placed", "send_out"]
 
 
 def active_client() -> Any:
@@ -30,6 +34,29 @@ def active_client() -> Any:
     except ValueError:
         return None
     return None if client.asynchronous else client
+
+
+def send_out(
+    tasks: Sequence[Any],
+    work: Callable[[Any], Any],
+    deliver: Callable[[Any, Any], None],
+    array: Callable[[Any], Any],
+) -> list[Any]:
+    """Do tasks on an active cluster, if there is one; return those that are to be done here.
+
+    `array` returns what a task reads: what is in memory here is not sent. Tasks know their bytes.
+    """
+    client = active_client()
+    if client is None:
+        return list(tasks)
+
+    def place(task: Any) -> tuple[str, int]:
+        read = array(task)
+        return (read.source.name if isinstance(read, LazyArray) else ""), task.nbytes
+
+    there = [task for task in tasks if not isinstance(array(task), np.ndarray)]
+    on_cluster(client, there, work, deliver, place)
+    return [task for task in tasks if isinstance(array(task), np.ndarray)]
 
 
 def on_cluster(

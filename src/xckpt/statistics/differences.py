@@ -7,14 +7,14 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from math import isnan, nan, prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
 
 from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
-from xckpt.labels.selection import renamed, select, similar
+from xckpt.labels.selection import similar
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.channels import (
@@ -34,24 +34,22 @@ from xckpt.statistics.entries import (
     laid,
     laid_out,
 )
-from xckpt.statistics.matching import Partner, partners
-from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, pair_of, stored_pair
+from xckpt.statistics.matching import matched
+from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
 from xckpt.statistics.plausible import are_measures
 from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import pandas as pd
+    from collections.abc import Iterator, Sequence
 
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable
-    from xckpt.statistics.readers import Reader
+    from xckpt.statistics.matching import Match, Partner
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
@@ -61,32 +59,6 @@ MEASURES = (
     *("status", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine", "sqnr_db", "nmse"),
 )
-
-# What counts as the larger change, last.
-_SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
-
-
-class _Match(NamedTuple):
-    """A tensor of either side, or a pair."""
-
-    #: Of the tensor, in `a` if it is there.
-    name: str
-    #: All measures, where nothing has to be read for them; else what has to be read.
-    known: list[float]
-    pair: PairReader | ChunkedPair | None = None
-    #: Both, where they differ.
-    shapes: str = ""
-    #: The tensors that are there.
-    ours: Reader | None = None
-    theirs: Reader | None = None
-    #: In `b`, if there is one.
-    partner: Partner | None = None
-
-    @property
-    def both(self) -> tuple[Reader, Reader] | None:
-        """The tensors, if they are to be compared."""
-        ours, theirs = self.ours, self.theirs
-        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
 
 
 def compare(
@@ -242,31 +214,12 @@ def compare(
         raise ValueError(f"{which}=True is of whole tensors, now: leave out dim and compute=False")
     ours, theirs = contents_of_all([a, b], storage_options)
     with paused_collector():
-        entries = every = ours.entries()
-        others = theirs.entries()
-        if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
-            names = {
-                mine.name: other.name
-                for entry, counterpart in zip(entries, others, strict=False)
-                for mine, other in zip(entry.readers, counterpart.readers, strict=False)
-            }
-    if isinstance(names, str) and names == "auto":
-        known, progress = _found_partners(entries, others, tensors, progress)
-    else:
-        new = renamed([each.name for e in entries for each in e.readers], names)
-        known = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
-    with paused_collector():
-        entries, rows = _matched(entries, others, known, tensors)
-    if not entries and tensors is not None:
-        _warn_of_no_match([*every, *others], tensors)
-    if not explain and _have_no_names_in_common(rows):
-        text = (
-            "no tensor of a has the name of one of b: names='auto' finds, and names= says, which "
-            "belong together"
-        )
-        if names == "auto":
-            text = "no tensor of a was found in b, neither by its name nor by its content"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        sides = ours.entries(), theirs.entries()
+    if isinstance(a, xr.DataArray) and isinstance(b, xr.DataArray) and names is None:
+        both = ([reader.name for entry in side for reader in entry.readers] for side in sides)
+        names = dict(zip(*both, strict=False))
+    entries, rows, progress = matched(*sides, names, tensors, progress)
+    _warn_of_no_match(sides, rows, names, tensors, explain=explain)
     inputs = [(some, each.shape, each.gone) for some, each in zip(rows, entries, strict=True)]
     find: Any = partial(_compare_all, progress=progress, cache=cache)
     if dim is not None:
@@ -287,15 +240,34 @@ def compare(
     return found
 
 
-def _warn_of_no_match(every: Sequence[Described], tensors: TensorFilter) -> None:
-    hint = similar([each.name for entry in every for each in entry.readers], tensors)
-    text = f"tensors={tensors!r} matches no tensor of a or b{hint}"
+def _warn_of_no_match(
+    sides: Sequence[Sequence[Described]],
+    rows: Sequence[Sequence[Match]],
+    names: Any,
+    tensors: TensorFilter | None,
+    *,
+    explain: bool,
+) -> None:
+    """Warn where there is nothing to compare; an explanation says by itself if names differ."""
+    statuses = {row.status for some in rows for row in some if row.is_chosen}
+    if not rows and tensors is not None:
+        every = [reader.name for side in sides for entry in side for reader in entry.readers]
+        text = f"tensors={tensors!r} matches no tensor of a or b{similar(every, tensors)}"
+    elif explain or statuses != {"only_a", "only_b"}:
+        return
+    elif names == "auto":
+        text = "no tensor of a was found in b, neither by its name nor by its content"
+    else:
+        text = (
+            "no tensor of a has the name of one of b: names='auto' finds, and names= says, which "
+            "belong together"
+        )
     warnings.warn(text, CheckpointWarning, stacklevel=3)
 
 
 def _explained(
     entries: Sequence[Described],
-    rows: Sequence[Sequence[_Match]],
+    rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     progress: ProgressOption,
@@ -322,7 +294,7 @@ def _explained(
 
 
 def _compare_all(
-    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any]],
+    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
     *,
     progress: ProgressOption,
     cache: bool,
@@ -332,14 +304,14 @@ def _compare_all(
     found = iter(compare_pairs(pairs, progress=progress, cache=cache))
     values = []
     for rows, shape, gone in inputs:
-        table = [row.known if row.pair is None else next(found) for row in rows]
+        table = [_unread(row) if row.pair is None else next(found) for row in rows]
         measured = np.array(table, np.float64).reshape(len(rows), len(MEASURES))
         values.append(laid(measured, shape, gone))
     return values
 
 
 def _with_codes(
-    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any]],
+    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any]],
     values: Sequence[Any],
     progress: ProgressOption,
     *,
@@ -398,12 +370,12 @@ def _with_same_bytes(
 
 
 def _along(
-    dim: Reduced, entries: Sequence[Described], rows: Sequence[list[_Match]]
-) -> tuple[list[Described], list[list[_Match]], list[Any]]:
+    dim: Reduced, entries: Sequence[Described], rows: Sequence[list[Match]]
+) -> tuple[list[Described], list[list[Match]], list[Any]]:
     """Choose the variables that have some of the dimensions, and lay their channels out."""
     lengths = wanted_lengths(dim, entries)
     found: list[Described] = []
-    kept: list[list[_Match]] = []
+    kept: list[list[Match]] = []
     inputs: list[Any] = []
     for entry, some in zip(entries, rows, strict=True):
         grid = grid_of(entry, lengths)
@@ -428,7 +400,7 @@ def _along(
 
 
 def _compare_channels(
-    inputs: Sequence[tuple[Sequence[_Match], tuple[int, ...], Any, ChannelGrid | None]],
+    inputs: Sequence[tuple[Sequence[Match], tuple[int, ...], Any, ChannelGrid | None]],
     *,
     progress: ProgressOption,
 ) -> list[Any]:
@@ -453,7 +425,7 @@ def _compare_channels(
     for rows, shape, gone, grid in inputs:
         cells = prod(grid.extents) if grid else 1
         table = [
-            np.tile(row.known, cells) if row.both is None or grid is None else next(found)
+            np.tile(_unread(row), cells) if row.both is None or grid is None else next(found)
             for row in rows
         ]
         measured = np.array(table, np.float64).reshape(len(rows), cells * len(MEASURES))
@@ -463,30 +435,8 @@ def _compare_channels(
     return values
 
 
-# --- which tensors belong together ---------------------------------------------------------------
-
-
-def _found_partners(
-    entries: Sequence[Described],
-    others: Sequence[Described],
-    tensors: TensorFilter | None,
-    progress: ProgressOption,
-) -> tuple[dict[str, Partner], ProgressOption]:
-    """Find partners by names and content; return what is to be told of the rest, too."""
-    sides = [{r.name: r for each in side for r in each.readers} for side in (entries, others)]
-    ours, theirs = sides
-    chosen = set(select(ours, tensors))
-    theirs = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
-    with Progress(progress, "matching") as bar:
-        found = partners({name: ours[name] for name in ours if name in chosen}, theirs, bar)
-    if callable(progress):
-        call = progress  # bytes that were read for this count on
-        return found, lambda done, total: call(bar.done + done, bar.done + total)
-    return found, progress
-
-
 def _attrs_of(
-    entries: Sequence[Described], rows: Sequence[Sequence[_Match]], *, has_names: bool
+    entries: Sequence[Described], rows: Sequence[Sequence[Match]], *, has_names: bool
 ) -> list[dict[str, Any]]:
     """Say in attributes what numbers cannot: shapes that differ, and other names."""
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
@@ -509,80 +459,15 @@ def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[st
     return told if entry.dims else {key: texts[0] for key, texts in told.items()}
 
 
-def _matched(
-    entries: Sequence[Described],
-    others: Sequence[Described],
-    partners: Mapping[str, Partner],
-    tensors: TensorFilter | None,
-) -> tuple[list[Described], list[list[_Match]]]:
-    """Find tensors that belong together."""
-    theirs: dict[str, Reader] = {}
-    for member in (member for other in others for member in other.readers):
-        if theirs.setdefault(member.name, member) is not member:
-            raise ValueError(f"two tensors of b are called {shown(member.name)}")
-    ours = [member.name for entry in entries for member in entry.readers]
-    chosen = set(select([*ours, *theirs], tensors))
-    found: list[Described] = []
-    rows: list[list[_Match]] = []
-    used: set[str] = set()
-    for entry in entries:
-        wanted = [partners.get(member.name) for member in entry.readers]
-        used.update(partner.name for partner in wanted if partner)
-        if not any(member.name in chosen for member in entry.readers):
-            continue
-        found.append(entry)
-        rows.append(
-            [
-                _row(member, theirs, partner, member.name in chosen)
-                for member, partner in zip(entry.readers, wanted, strict=True)
-            ]
-        )
-    taken = {entry.name for entry in found}
-    for name, member in theirs.items():
-        if name not in used and name in chosen:
-            own = name
-            while own in taken:
-                own += " (b)"
-            taken.add(own)
-            variable = xr.Variable((), np.nan, encoding={"tensor": name})
-            found.append(Described(own, (), (), (member,), variable))
-            rows.append([_Match(name, _unread("only_b", member.size), theirs=member)])
-    return found, rows
-
-
-def _row(
-    ours: Reader,
-    others: Mapping[str, Reader],
-    partner: Partner | None,
-    is_chosen: bool,  # noqa: FBT001  of a loop
-) -> _Match:
-    if not is_chosen:
-        return _Match(ours.name, [nan] * len(MEASURES))
-    theirs = others.get(partner.name) if partner else None
-    if theirs is None:
-        return _Match(ours.name, _unread("only_a", ours.size), ours=ours)
-    shape, other = ours.array.shape, theirs.array.shape
-    if shape != other:
-        known, shapes = _unread("shape", prod(shape)), f"{shape} and {other}"
-        return _Match(ours.name, known, None, shapes, ours, theirs, partner)
-    pair = pair_of(ours, theirs, ours.name)
-    return _Match(ours.name, [], pair, "", ours, theirs, partner)
-
-
-def _unread(status: str, count: int) -> list[float]:
-    known: dict[str, float] = {"status": STATUSES.index(status), "count": count}
-    return [known.get(measure, nan) for measure in MEASURES]
-
-
-def _have_no_names_in_common(rows: Sequence[Sequence[_Match]]) -> bool:
-    """Return whether each side has tensors, and none of them is on the other."""
-    every = [row for some in rows for row in some]
-    known = {row.known[0] for row in every if row.known and not isnan(row.known[0])}
-    strangers = {float(STATUSES.index(status)) for status in ("only_a", "only_b")}
-    return known == strangers and not any(row.pair for row in every)
-
-
 # --- measures ------------------------------------------------------------------------------------
+
+
+def _unread(row: Match) -> list[float]:
+    """Return the statistics of what is not compared: a status and a count, or nothing at all."""
+    known: dict[str, float] = {}
+    if row.status:
+        known = {"status": STATUSES.index(row.status), "count": row.size}
+    return [known.get(measure, nan) for measure in MEASURES]
 
 
 def measures(found: Comparison) -> list[float]:
@@ -608,20 +493,3 @@ def _decibels(signal: float, noise: float) -> float:
     ratio = signal / noise
     is_held = 0.0 < ratio < math.inf
     return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))
-
-
-def ranked(frame: pd.DataFrame) -> pd.DataFrame:
-    """Name what is said of tensors, and sort them."""
-    import pandas as pd
-
-    frame = frame[frame["status"].notna()]
-    codes = frame["status"].to_numpy(np.int64)
-    severity = np.array([_SEVERITY.index(status) for status in STATUSES])
-    keys: dict[str, Any] = {"severity": severity[codes]}
-    if {"nan", "inf", "count"} <= set(frame.columns):
-        keys["spoilt"] = ((frame["nan"] + frame["inf"]) / frame["count"]).to_numpy()
-    keys |= {name: frame[name].to_numpy() for name in ("rel_l2", "max_abs") if name in frame}
-    # By position: nothing keeps two tensors from having one name.
-    order = pd.DataFrame(keys).sort_values(list(keys), ascending=False, kind="stable").index
-    names = pd.Categorical.from_codes(codes, list(STATUSES))
-    return frame.assign(status=names).iloc[order]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from math import prod
 from operator import getitem
@@ -27,10 +29,12 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning, locating, shown, some
 from xckpt.index import Index
 from xckpt.labels import flat_name
+from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
+from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 
 if TYPE_CHECKING:
@@ -88,7 +92,7 @@ class Subject:
             known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
             asked = str(min(unknown, key=str))
             hint = similar(known, asked)
-            if not hint and any(asked in str(name).split(".") for name in self.variables):
+            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
                 hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
             raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
         found = []
@@ -223,7 +227,11 @@ def contents_of_all(
     if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
         raise TypeError(text)
-    return [_contents_of(obj, storage_options) for obj in objects]
+    if len(objects) == 1 or not any(map(is_remote, objects)):
+        return [_contents_of(obj, storage_options) for obj in objects]
+    # While one of them waits for an answer, another one is opened.
+    with ThreadPoolExecutor(len(objects), "xckpt-open") as threads:
+        return list(threads.map(partial(_contents_of, storage_options=storage_options), objects))
 
 
 def _is_open(obj: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.labels.stacking import numbered
+from xckpt.labels.numbering import numbered
 from xckpt.notebook.formatting import binary_size
 from xckpt.statistics.differences import compare_pairs
 from xckpt.statistics.pairs import pair_of
@@ -106,15 +106,14 @@ def _copied_layers(measured: Measured, twins: dict[int, int]) -> dict[int, tuple
     if not twins:
         return {}
     constant = measured["min"] == measured["max"]
-    layers: dict[tuple[Any, str], list[tuple[str, int]]] = {}
+    layers: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for at, name in enumerate(measured.names):
-        parts = name.split(".")
-        numbers = numbered(parts)
-        if numbers.indices:
-            depth = numbers.template.index(None)
-            layer = (tuple(parts[:depth]), parts[depth])
-            layers.setdefault(layer, []).append((".".join(parts[depth + 1 :]), at))
-    known: dict[Any, tuple[Any, str]] = {}
+        found = numbered(name)
+        if found.indices:
+            module = found.outermost.removesuffix(found.indices[0])
+            layer = (module, found.indices[0])
+            layers.setdefault(layer, []).append((name.removeprefix(found.outermost), at))
+    known: dict[Any, tuple[str, str]] = {}
     copies: dict[int, tuple[str, str]] = {}
     for layer, members in layers.items():
         content = [
@@ -123,6 +122,6 @@ def _copied_layers(measured: Measured, twins: dict[int, int]) -> dict[int, tuple
         ]
         first = known.setdefault((layer[0], tuple(content)), layer)
         if first != layer:
-            words = [".".join([*each[0], each[1]]) for each in (layer, first)]
-            copies |= {at: (words[0], words[1]) for _, at in members if at in twins}
+            names = ("".join(layer), "".join(first))
+            copies |= {at: names for _, at in members if at in twins}
     return copies

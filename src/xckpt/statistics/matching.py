@@ -9,21 +9,31 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import xarray as xr
 
+from xckpt.errors import shown
+from xckpt.index import paused_collector
 from xckpt.labels.conventions import same_tensors
+from xckpt.labels.selection import renamed, select
+from xckpt.progress import Progress
+from xckpt.statistics.entries import Described
 from xckpt.statistics.explaining.fingerprints import fingerprints
+from xckpt.statistics.pairs import pair_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-    from xckpt.progress import Progress
+    from xckpt.labels import TensorFilter
+    from xckpt.labels.selection import Renaming
+    from xckpt.progress import ProgressOption
     from xckpt.statistics.explaining.fingerprints import Fingerprint
+    from xckpt.statistics.pairs import ChunkedPair, PairReader
     from xckpt.statistics.readers import Reader
 
-__all__ = ["Partner", "partners"]
+__all__ = ["Match", "Partner", "matched"]
 
 Prints = dict[str, "Fingerprint"]
 
@@ -35,7 +45,135 @@ class Partner(NamedTuple):
     rule: str
 
 
-def partners(
+class Match(NamedTuple):
+    """A tensor of either side, or two that belong together."""
+
+    #: Of the tensor, in `a` if it is there.
+    name: str
+    #: Those that are there; neither of one that was not chosen.
+    ours: Reader | None = None
+    theirs: Reader | None = None
+    #: In `b`, if there is one.
+    partner: Partner | None = None
+    #: Both, if they are of one shape: to be read.
+    pair: PairReader | ChunkedPair | None = None
+
+    @property
+    def status(self) -> str:
+        """What is known without reading: one of `STATUSES`, or nothing."""
+        if self.theirs is None:
+            return "" if self.ours is None else "only_a"
+        if self.ours is None:
+            return "only_b"
+        return "shape" if self.pair is None else ""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether something is to be said of it."""
+        return self.ours is not None or self.theirs is not None
+
+    @property
+    def size(self) -> int:
+        """Number of elements, in `a` if it is there."""
+        reader = self.theirs if self.ours is None else self.ours
+        return 0 if reader is None else reader.size
+
+    @property
+    def both(self) -> tuple[Reader, Reader] | None:
+        """The tensors, if they are to be compared."""
+        ours, theirs = self.ours, self.theirs
+        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
+
+    @property
+    def shapes(self) -> str:
+        """The shapes, where they differ."""
+        if self.ours is None or self.theirs is None or self.pair is not None:
+            return ""
+        return f"{self.ours.array.shape} and {self.theirs.array.shape}"
+
+
+def matched(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    names: Renaming | Literal["auto"] | None,
+    tensors: TensorFilter | None,
+    progress: ProgressOption,
+) -> tuple[list[Described], list[list[Match]], ProgressOption]:
+    """Find tensors that belong together, by variables; return what is told of the rest, too."""
+    if isinstance(names, str) and names == "auto":
+        partners, progress = _found(entries, others, tensors, progress)
+    else:
+        new = renamed([reader.name for each in entries for reader in each.readers], names)
+        partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
+    with paused_collector():
+        return *_rows_of(entries, others, partners, tensors), progress
+
+
+def _found(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    tensors: TensorFilter | None,
+    progress: ProgressOption,
+) -> tuple[dict[str, Partner], ProgressOption]:
+    """Find partners by names and content."""
+    ours, theirs = (
+        {r.name: r for each in side for r in each.readers} for side in (entries, others)
+    )
+    chosen = set(select(ours, tensors))
+    left = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+    with Progress(progress, "matching") as bar:
+        found = _partners({name: ours[name] for name in ours if name in chosen}, left, bar)
+    if callable(progress):
+        call = progress  # bytes that were read for this count on
+        return found, lambda done, total: call(bar.done + done, bar.done + total)
+    return found, progress
+
+
+def _rows_of(
+    entries: Sequence[Described],
+    others: Sequence[Described],
+    partners: Mapping[str, Partner],
+    tensors: TensorFilter | None,
+) -> tuple[list[Described], list[list[Match]]]:
+    """Return the variables that are compared, and their tensors; those that only `b` has last."""
+    theirs: dict[str, Reader] = {}
+    for member in (member for other in others for member in other.readers):
+        if theirs.setdefault(member.name, member) is not member:
+            raise ValueError(f"two tensors of b are called {shown(member.name)}")
+    ours = [member.name for entry in entries for member in entry.readers]
+    chosen = set(select([*ours, *theirs], tensors))
+
+    def match(reader: Reader) -> Match:
+        if reader.name not in chosen:
+            return Match(reader.name)
+        partner = partners.get(reader.name)
+        other = theirs.get(partner.name) if partner else None
+        if other is None:
+            return Match(reader.name, reader)
+        is_pair = reader.array.shape == other.array.shape
+        pair = pair_of(reader, other, reader.name) if is_pair else None
+        return Match(reader.name, reader, other, partner, pair)
+
+    used = {partners[name].name for name in ours if name in partners}
+    found = [entry for entry in entries if any(each.name in chosen for each in entry.readers)]
+    rows = [[match(reader) for reader in entry.readers] for entry in found]
+    taken = {entry.name for entry in found}
+    for name, member in theirs.items():
+        if name not in used and name in chosen:
+            own = name
+            while own in taken:
+                own += " (b)"
+            taken.add(own)
+            variable = xr.Variable((), np.nan, encoding={"tensor": name})
+            found.append(Described(own, (), (), (member,), variable))
+            rows.append([Match(name, theirs=member)])
+    return found, rows
+
+
+# --- by names and content ------------------------------------------------------------------------
+
+
+def _partners(
     ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
 ) -> dict[str, Partner]:
     """Find for tensors of one side those of the other; values are read where names differ."""
@@ -119,10 +257,6 @@ def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str, str]]:
 # --- what is equal of two tensors that belong together -------------------------------------------
 
 
-def _values(one: Fingerprint) -> list[Hashable]:
-    return [one.contents]
-
-
 def _transposed(one: Fingerprint) -> list[Hashable]:
     return [(one.elements, _digest(each)) for each in (one.rows, one.columns) if each is not None]
 
@@ -132,17 +266,13 @@ def _rows(one: Fingerprint) -> list[Hashable]:
     return [(one.elements, _digest(np.sort(each))) for each in sides]
 
 
-def _elements(one: Fingerprint) -> list[Hashable]:
-    return [(one.elements, one.count)]
-
-
 def _digest(hashes: np.ndarray[Any, Any]) -> bytes:
     return blake2b(hashes.tobytes(), digest_size=16).digest()
 
 
 _KEYS: tuple[tuple[str, Callable[[Fingerprint], list[Hashable]]], ...] = (
-    ("values", _values),
+    ("values", lambda one: [one.contents]),
     ("transposed", _transposed),
     ("rows", _rows),
-    ("elements", _elements),
+    ("elements", lambda one: [(one.elements, one.count)]),
 )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from xckpt.labels.stacking import numbered
-from xckpt.statistics.api import named_tensors, said_of_tensors, tensor_rows
+from xckpt.labels.numbering import numbered
+from xckpt.statistics.tables import named_tensors, said_of_tensors, tensor_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,10 +93,9 @@ class Measured:
         """Return the step, the name without numbers, and the numbers of each tensor."""
         found = []
         for name in self.names:
-            parts, step = name.split("."), ""
-            if self.run is not None and parts[0] == self.run and len(parts) > 2:
-                step, parts = parts[1], parts[2:]
-            numbers = numbered(parts)
+            run, *parts = name.split(".", 2)
+            step, own = parts if run == self.run and len(parts) > 1 else ("", name)
+            numbers = numbered(own)
             found.append((step, numbers.template, tuple(map(int, numbers.indices))))
         return found
 

@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.cluster import active_client, on_cluster
+from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import contents_of_all, laid, laid_out
 from xckpt.statistics.singular import (
     FLOOR,
@@ -159,7 +159,7 @@ def spectrum(
     entries = replace(contents, variables=variables).entries()
     matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
-    is_quick = not values and set(names) <= _OF_THE_LARGEST and _has_scipy()
+    is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
     found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
     if values:
         return _laid_out_values(entries, found, contents)
@@ -370,12 +370,8 @@ def _find_all(
                     store.put(matrix, _ALL, SingularValues(one.values))
                 bar.advance(matrix.nbytes)
 
-            client = active_client()
-            near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
-            names = {matrix.name for matrix in near}
             find = partial(_find, is_quick=is_quick)
-            there = [m for m in left if m.name not in names]
-            on_cluster(client, there, find, deliver, lambda m: (file_of(m.array), m.nbytes))
+            near = send_out(left, find, deliver, lambda matrix: matrix.array)
             _here(near, find, deliver)
     return found
 
@@ -406,20 +402,11 @@ def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
             yield from matrix.array.ranges(...)
 
 
-def file_of(array: Any) -> str:
-    """Return the file of a lazy array or of what was made of one, as far as that is known."""
-    return array.source.name if isinstance(array, LazyArray) else ""
-
-
 def blas_threads(count: int) -> Any:
     """Return a context in which BLAS has so many threads."""
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     return threadpool_limits(count, user_api="blas")
-
-
-def _has_scipy() -> bool:
-    return find_spec("scipy") is not None
 
 
 def _estimate(matrices: Sequence[Matrix]) -> str:

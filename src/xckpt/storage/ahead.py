@@ -1,12 +1,12 @@
 """Ranges of files that are requested before they are asked for.
 
 Whoever knows what is read next says so (`reading_ahead`): ranges that are near each other make one
-request, long ones make several, and up to 32 requests are under way at a time. The first and the
-last are for less: all of those under way share the line, so that equal ones would come at the same
-time, with nothing to do before and all at once after it. What a request brings is there as it
-comes, not when it ends. What has come and is not taken yet is at most 256 MiB in this process, or
-what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody announced are requests of
-their own, as are those of what was taken before.
+request, long ones make several, and up to 32 requests are under way at a time. The first ones are
+for less, each for no less than the one before: all of those under way share the line, so that equal
+ones would end together, and the line be idle until those after them are answered. What a request
+brings is there as it comes, not when it ends. What has come and is not taken yet is at most 256 MiB
+in this process, or what ``xckpt.read-ahead`` of dask's configuration says. Reads that nobody
+announced are requests of their own, as are those of what was taken before.
 
 Of local files nothing is held here: as they are read, the operating system is asked for what comes
 next, so that the disk is never idle. It has its own reading ahead, which several threads in one
@@ -23,14 +23,14 @@ from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xckpt.errors import CheckpointError
 from xckpt.storage.cancelling import Cancellation
 from xckpt.storage.limits import empty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.storage.source import Source
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Range = tuple[Source, int, int]
     #: A file, ranges of it with how often they are wanted, and where they end.
     _Wanted = tuple[Source, list[tuple[int, int, int]], int]
+
+T = TypeVar("T")
 
 __all__ = [
     "IN_FLIGHT",
@@ -109,10 +111,12 @@ class _Span:
         "stop",
     )
 
-    def __init__(self, source: Source, start: int, stop: int, wanted: int, run: _Run) -> None:
+    def __init__(
+        self, source: Source, start: int, stop: int, wanted: int, run: _Run, *, at: int
+    ) -> None:
         self.source, self.start, self.stop, self.run = source, start, stop, run
         self.left = wanted  # of what is announced, as often as it is
-        self.at = 0  # among all that is announced
+        self.at = at  # among all that is announced
         self.state = _WAITING
         self.done = 0  # how many of its bytes have come
         self.awaited = sys.maxsize  # how many of them somebody waits for
@@ -277,27 +281,53 @@ class _OnDisk:
 def _spans(ranges: Mapping[Range, int]) -> list[_Span]:
     """Make requests of ranges; only ranges that are wanted at about the same time are joined."""
     runs: list[_Wanted] = []
-    near: dict[Range, int] = {}
-    nbytes = 0
-    for each, count in ranges.items():
-        near[each] = count
-        nbytes += each[2]
-        if nbytes >= REQUEST_NBYTES:
-            runs += _joined(near)
-            near, nbytes = {}, 0
-    runs += _joined(near)
+    for near in _groups(ranges, lambda each: each[2], REQUEST_NBYTES):
+        runs += _joined({each: ranges[each] for each in near})
     spans: list[_Span] = []
-    at, total = 0, sum(stop - members[0][0] for _, members, stop in runs)
-    for source, members, stop in runs:
-        nbytes = stop - members[0][0]
-        edge = max(0, min(at, total - at - nbytes)) // IN_FLIGHT
-        spans += _cut(source, members, stop, min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + edge))
-        at += nbytes
     at = 0
-    for span in spans:
-        span.at = at
-        at += span.stop - span.start
+    for window in _groups(runs, _extent, 16 * REQUEST_NBYTES):
+        for run in _small_ones_joined(window):
+            spans += _cut(*run, at)
+            at += _extent(run)
     return spans
+
+
+def _groups(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Return what follows each other, in groups that have so many bytes with their last item."""
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        group.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes >= most:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _extent(run: _Wanted) -> int:
+    _, members, stop = run
+    return stop - members[0][0]
+
+
+def _small_ones_joined(window: list[_Wanted]) -> list[_Wanted]:
+    """Join small runs with neighbours that are wanted later: to keep these costs less than to ask.
+
+    Those of the layers of a model are often next to each other, and wanted layer by layer.
+    """
+    first: dict[tuple[Source, int], int] = {}
+    small: dict[Range, int] = {}
+    placed: list[tuple[int, _Wanted]] = []
+    for place, (source, members, stop) in enumerate(window):
+        if stop - members[0][0] >= REQUEST_NBYTES // 8:
+            placed.append((place, (source, members, stop)))
+            continue
+        for start, end, times in members:
+            first[source, start] = place
+            small[source, start, end - start] = times
+    placed += [(min(first[run[0], each[0]] for each in run[1]), run) for run in _joined(small)]
+    return [run for _, run in sorted(placed, key=lambda each: each[0])]
 
 
 def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
@@ -319,20 +349,23 @@ def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
         yield source, run, end
 
 
-def _cut(
-    source: Source, members: list[tuple[int, int, int]], end: int, target: int
-) -> Iterator[_Span]:
+def _cut(source: Source, members: list[tuple[int, int, int]], end: int, at: int) -> Iterator[_Span]:
+    """Make requests for some ranges and what is between them; `at` bytes come before."""
     start = members[0][0]
-    count = max(1, round((end - start) / target))
-    bounds = [start + (end - start) * n // count for n in range(count + 1)]
+    bounds = [start]
+    while bounds[-1] < end:
+        left = end - bounds[-1]
+        nbytes = REQUEST_NBYTES // 2 + (at + bounds[-1] - start) // IN_FLIGHT
+        bounds.append(bounds[-1] + left // max(1, round(left / min(REQUEST_NBYTES, nbytes))))
     run = None
     if end - start <= _LARGEST_RUN:
         apart = all(one[1] <= other[0] for one, other in pairwise(members))
-        once = {(at, stop) for at, stop, times in members if apart and times == 1}
+        once = {(one, stop) for one, stop, times in members if apart and times == 1}
         run = _Run(start, end, once)
     for first, last in pairwise(bounds):
-        taken = (max(0, min(stop, last) - max(at, first)) * times for at, stop, times in members)
-        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()))
+        taken = (max(0, min(stop, last) - max(one, first)) * times for one, stop, times in members)
+        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()), at=at)
+        at += last - first
 
 
 class _Ahead:

@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from xckpt.storage.limits import populate
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -64,9 +66,15 @@ def wait_for(future: Future[T], seconds: float | None = None) -> T:
             ours.future = None
 
 
-def run(loop: asyncio.AbstractEventLoop, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on the loop of another thread."""
-    return wait_for(asyncio.run_coroutine_threadsafe(request(), loop))
+def run(
+    loop: asyncio.AbstractEventLoop,
+    request: Callable[[], Coroutine[Any, Any, T]],
+    memory: memoryview,
+) -> T:
+    """Run a coroutine that fills memory on the loop of another thread."""
+    future = asyncio.run_coroutine_threadsafe(request(), loop)
+    populate(memory)  # before the first byte comes: that thread has enough to do afterwards
+    return wait_for(future)
 
 
 def pause(seconds: float) -> None:

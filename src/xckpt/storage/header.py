@@ -30,8 +30,8 @@ __all__ = ["FIRST_NBYTES", "HeaderSource", "reading_header"]
 #: What is read of the beginning of a file as it is opened.
 FIRST_NBYTES = 1 << 16
 
-# A read near the end brings the end: footers say where headers are.
-_TAIL_NBYTES = 1 << 16
+# A read near the end brings the end: footers say where headers are, which often lie before them.
+_NEAR_END, _TAIL_NBYTES = 1 << 16, 1 << 19
 # Reads that go on where the last one ended, or not far after, bring more each time: 1 MiB, then
 # 16. A format that does not say how long its header is has 17 MiB of it in three requests.
 _SMALLEST_AHEAD, _AHEAD, _LARGEST_AHEAD = 1 << 16, 1 << 20, 16 << 20
@@ -191,7 +191,7 @@ class HeaderSource(Source):
 
     def _widened(self, start: int, stop: int, before: int, after: int) -> tuple[int, int]:
         """Widen a range to what may be wanted next, between what is there already."""
-        if self.size - start <= _TAIL_NBYTES:
+        if self.size - start <= _NEAR_END:
             return max(before, self.size - _TAIL_NBYTES), after
         near = 0 <= start - self._last <= _NEAR
         self._ahead = min(_GROWTH * self._ahead, _LARGEST_AHEAD) if near else _SMALLEST_AHEAD

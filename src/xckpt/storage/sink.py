@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Sink", "UploadSink", "publish", "write_at"]
 
 _WRITE_NBYTES = 64 << 20
+# What is written by one call is brought to the disk at once from this size on.
+_EARLY_NBYTES = 1 << 20
 _O_BINARY = getattr(os, "O_BINARY", 0)
 _NOBODY = 0  # no process has this number
 # File systems that cannot do something say so in different ways.
@@ -173,6 +175,12 @@ class Sink:
         """Write contiguous bytes at a position, all of them."""
         with self.place.named():
             write_at(self.fileno, data, offset)
+        nbytes = memoryview(data).nbytes
+        if nbytes >= _EARLY_NBYTES and hasattr(os, "posix_fadvise") and not self._is_upload:
+            # The disk begins now, and not only when `sync` waits for it: on Linux this writes what
+            # is not written yet, and forgets none of that.
+            with suppress(OSError):
+                os.posix_fadvise(self.fileno, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Make what was written durable, under the name of the temporary file."""

@@ -117,7 +117,7 @@ class HttpSource(FsspecSource):
                 pieces, skip = response.content.iter_any(), found.get("skip", 0)
                 return found, await _body(pieces, wanted, patience, came, skip=skip)
 
-        return run(fs.loop, request)
+        return run(fs.loop, request, memory)
 
     async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
         session = await fs.set_session()
@@ -191,7 +191,7 @@ class S3Source(FsspecSource):
     def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
         try:
             memory = empty(first)
-            answer, count = self._get(0, memory, {}, patience)
+            answer, count = self._get(0, memory, patience)
         except OSError as error:
             # An object of no byte has no range; of what is missing, asking tells more.
             if not isinstance(error, FileNotFoundError) and _refusal(error)[1] not in _SHORTER:
@@ -210,7 +210,8 @@ class S3Source(FsspecSource):
         said = dict(identity[1:])
         condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
         try:
-            return self._get(offset, memory, condition, patience, came)[1]
+            # Not all that speak the protocol know conditions.
+            return self._get(offset, memory, patience, self._check_answer, came, **condition)[1]
         except OSError as error:
             how = (_CHANGED | _SHORTER).get(_refusal(error)[1])
             if how is not None:
@@ -221,15 +222,17 @@ class S3Source(FsspecSource):
         self,
         offset: int,
         memory: memoryview,
-        condition: dict[str, str],
         patience: Patience,
+        look: Callable[[dict[str, Any]], object] = lambda _: None,
         came: Callable[[int], None] | None = None,
+        **condition: str,
     ) -> tuple[dict[str, Any], int]:
+        """Request a range; `look` may raise at what the answer says before its body is read."""
         fs, path = self._file_system()
         bucket, key, version = fs.split_path(path)
         asked = f"bytes={offset}-{offset + len(memory) - 1}"
-        which = {"Bucket": bucket, "Key": key, "Range": asked}
-        which |= condition if version is None else {**condition, "VersionId": version}
+        which = {"Bucket": bucket, "Key": key, "Range": asked, **condition}
+        which |= {} if version is None else {"VersionId": version}
 
         async def pieces(body: Any) -> AsyncIterator[bytes]:
             while piece := await body.read(_PIECE_NBYTES):
@@ -241,12 +244,11 @@ class S3Source(FsspecSource):
             async with asyncio.timeout(patience.silence()):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
             async with answer["Body"] as body:
-                if came is not None:
-                    self._check_answer(answer)  # not all that speak the protocol know conditions
+                look(answer)
                 return answer, await _body(pieces(body), memory, patience, came, BotoCoreError)
 
         try:
-            return run(fs.loop, get)
+            return run(fs.loop, get, memory)
         except OSError as error:
             status = _refusal(error)[0]
             if status >= 500:

@@ -7,7 +7,7 @@ not have by another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from xckpt.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cast", "check_cast", "choose_type", "convert", "element_type", "holds"]
+__all__ = ["Cast", "convert", "element_type", "holds"]
 
 Cast = Literal["exact", "allow", "never"]
 
@@ -31,40 +31,10 @@ _EXPONENT_BITS = {
 }
 
 
-def check_cast(cast: str) -> None:
-    """Refuse what is not a way to convert."""
-    if cast not in get_args(Cast):
-        raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
-
-
 def element_type(dtype: np.dtype[Any]) -> str | None:
     """Name the element type of a numpy dtype."""
     name = dtype.name
     return name if name in ELEMENT_TYPES and dtype.names is None else None
-
-
-def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
-    """Choose what element type a tensor is written as."""
-    if name in writes:
-        return name
-    kind = ELEMENT_TYPES[name].kind
-    types = [ELEMENT_TYPES[each] for each in writes]
-    if cast != "never":
-        holding = [each for each in types if holds(each.name, name)]
-        if holding:
-            return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
-    if cast == "allow":
-        alike = [each for each in types if each.kind == kind]
-        alike = alike or [each for each in types if each.kind == "float"]
-        if alike and kind != "complex":
-            return max(alike, key=lambda each: each.bits).name
-    hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
-    raise UnsupportedError(
-        f"{name} elements have no place in this format, which has {', '.join(writes)}",
-        tensor=tensor,
-        rule="Dtype",
-        hint="Convert it with .astype(...), or leave it out" if cast == "allow" else hint,
-    )
 
 
 def holds(wide: str, narrow: str) -> bool:

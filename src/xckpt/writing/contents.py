@@ -37,8 +37,8 @@ from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
 from xckpt.writing.casting import convert
-from xckpt.writing.data import ArrayData, as_bytes
-from xckpt.writing.gathering import Computed, Stored
+from xckpt.writing.data import ArrayData, Stored, as_bytes
+from xckpt.writing.gathering import Computed
 from xckpt.writing.sparse_parts import densified, is_sparse, stored_elements
 
 if TYPE_CHECKING:
@@ -118,13 +118,15 @@ class TensorContent:
 def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Iterator[TensorContent]:
     """List what is hashed of a tensor: most have one array, some are shown as parts only."""
     if isinstance(item, Computed):
-        yield _computed(item)
+        kind = "nonzero" if item.is_sparse and item.array.ndim else "elements"
+        dtype = "bool" if ELEMENT_TYPES[item.dtype].decoded == "bool" else item.dtype
+        nbytes = nbytes_of(dtype, item.array.size)
+        yield TensorContent(item.name, dtype, kind, item.array, nbytes)
         return
     tensor, readers, _ = item
     if tensor.stored is not None:
-        for stored_role, each in tensor.stored.items():
-            data = replace(readers[stored_role], part=each.parts["data"])
-            yield from contents_of(Stored(each, {"data": data}), verify=verify)
+        for each in item.apart():
+            yield from contents_of(each, verify=verify)
         return
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
@@ -144,13 +146,6 @@ def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Itera
         dtype = "bool" if lazy.dtype == bool else "float32" if kind == "decoded" else dtype
         nbytes = tensor.nbytes if part is None else part.nbytes
         yield TensorContent(name, dtype, kind, lazy, nbytes, lazy.source.name)
-
-
-def _computed(item: Computed) -> TensorContent:
-    array, dtype = item.array, item.dtype
-    kind = "nonzero" if item.is_sparse and array.ndim else "elements"
-    dtype = "bool" if ELEMENT_TYPES[dtype].decoded == "bool" else dtype
-    return TensorContent(item.name, dtype, kind, array, nbytes_of(dtype, array.size))
 
 
 def digest(

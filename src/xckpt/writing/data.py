@@ -12,24 +12,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays import LazyArray
+from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
 from xckpt.arrays.blocks import turned
+from xckpt.arrays.chunked import ChunkedArray
 from xckpt.arrays.dense import DenseArray, elements, unpack_codes
+from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.formats.plan import WantedPart, WantedTensor
+from xckpt.index import Arrangement, Quantization
 from xckpt.storage.encodings import STREAMS
 from xckpt.writing.casting import convert
+from xckpt.writing.sparse_parts import canonical_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from xckpt.arrays.parts import PartReader
-    from xckpt.formats.plan import WantedPart, WantedTensor
+    from xckpt.index import Layout, Tensor
+    from xckpt.storage import Source
     from xckpt.storage.ahead import Range
     from xckpt.storage.digests import Hasher
     from xckpt.storage.sink import Place
@@ -41,10 +46,12 @@ if TYPE_CHECKING:
 __all__ = [
     "PIECE_NBYTES",
     "ArrayData",
+    "Gathered",
     "LiteralData",
     "PartData",
     "Payload",
     "SpooledData",
+    "Stored",
     "StoredData",
     "VerbatimData",
     "as_bytes",
@@ -81,6 +88,102 @@ class Payload:
         if isinstance(source, StoredData):
             return source.written_as(part, order, cast, recompress=self.level is not None)
         return ArrayData(source, part.dtype, cast, self.tensor.name, order)
+
+
+class Gathered(NamedTuple):
+    """All that is to be written: tensors, and what is said of the file and of how they belong.
+
+    `attr_types` are element types that attributes had where they come from.
+    """
+
+    payloads: list[Payload]
+    attrs: Mapping[str, Any]
+    arrangement: Arrangement
+    attr_types: Mapping[str, str]
+
+
+class Stored(NamedTuple):
+    """A tensor as a file has it; `values` makes a dense array of it, where it is not dense."""
+
+    tensor: Tensor
+    readers: Mapping[str, PartReader]
+    values: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """As it is to be in the new file."""
+        return self.tensor.name
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        sources: Mapping[str | None, Source],
+        *,
+        verify: bool | None = None,
+    ) -> Stored:
+        """Return a tensor of an index, with what reads its parts."""
+        readers = {
+            role: PartReader(sources[part.shard], part, verify)
+            for role, part in tensor.parts.items()
+        }
+
+        def values() -> Any:
+            lazy = lazy_arrays(tensor, sources, ReadOptions(verify=verify))
+            return lazy_dask_array(lazy[None])
+
+        return cls(tensor, readers, values)
+
+    def payload(self) -> Payload:
+        """Return the tensor as it is in the file, to be written with its stored bytes."""
+        tensor = self.tensor
+        if tensor.problem is not None:
+            raise tensor.problem.located(tensor=tensor.name)
+        layout: Layout = tensor.layout
+        data: dict[str, Any]
+        if layout == "chunked":
+            # No format that is written has chunks of its own.
+            layout, array = "dense", ChunkedArray(tensor, self.readers, decode=False)
+            offset = min([part.offset for part in tensor.parts.values()])
+            parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
+            data = {"data": lazy_dask_array(array)}
+        else:
+            sparse = canonical_parts(tensor, self.readers) if "sparse" in layout else None
+            parts, data = sparse or self._as_stored()
+        wanted = WantedTensor(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            parts,
+            layout,
+            tensor.order,
+            tensor.attrs,
+            tensor.dims,
+            # Codebooks are in no format: what is stored is written, or the values.
+            tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
+            tensor.path,
+        )
+        apart = tuple([each.payload() for each in self.apart()])
+        return Payload(wanted, data, self.values, stored=apart)
+
+    def apart(self) -> Iterator[Stored]:
+        """Return what a file has in place of a quantised tensor."""
+        for role, each in (self.tensor.stored or {}).items():
+            yield Stored(each, {"data": replace(self.readers[role], part=each.parts["data"])})
+
+    def _as_stored(self) -> tuple[dict[str, WantedPart], dict[str, Any]]:
+        tensor = self.tensor
+        parts, data = {}, {}
+        for role, part in tensor.parts.items():
+            reader = self.readers[role]
+            shape = decoded_shape(tensor, role, reader)
+            wanted = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
+            parts[role] = wanted
+            order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
+            blocks = tensor.dtype if tensor.layout == "blocks" else None
+            about = (order, tensor.strict, tensor.name, blocks)
+            data[role] = StoredData(reader, wanted.nbytes, shape, *about)
+        return parts, data
 
 
 class PartData(ABC):

@@ -14,23 +14,22 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.datasets.listing import free_name
-from xckpt.elements import BLOCK_TYPES, element_type_of, nbytes_of
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor
 from xckpt.index import Arrangement, is_json
-from xckpt.writing.casting import choose_type
-from xckpt.writing.data import ArrayData, Payload, StoredData
+from xckpt.writing.casting import Cast, holds
+from xckpt.writing.data import ArrayData, Gathered, Payload, StoredData
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from xckpt.formats import Can, Format
-    from xckpt.writing.casting import Cast
 
-__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "fit"]
+__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "check_cast", "choose_type", "fit"]
 
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
@@ -66,6 +65,12 @@ class Changes:
 
 
 # --- what is asked for ---------------------------------------------------------------------------
+
+
+def check_cast(cast: str) -> None:
+    """Refuse what is not a way to convert."""
+    if cast not in get_args(Cast):
+        raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
 
 
 class Requests:
@@ -128,24 +133,21 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fit(
-    payloads: Sequence[Payload],
-    attrs: Mapping[str, Any],
+    gathered: Gathered,
     path: str,
     *,
     writer: Format,
     requests: Requests,
     cast: Cast,
     changes: Changes,
-    arrangement: Arrangement,
-    attr_types: Mapping[str, str],
 ) -> tuple[Draft, dict[str, Payload]]:
     """Bring tensors into a form that a format has; the draft is what its plan is made of."""
     can = writer.can_in(path)
     fitted: dict[str, Payload] = {}
     more: dict[str, dict[str, Any]] = {}
-    names = {payload.tensor.name for payload in payloads}
+    names = {payload.tensor.name for payload in gathered.payloads}
     places: set[Hashable] = set()
-    for payload, wanted in _asked_for(payloads, requests):
+    for payload, wanted in _asked_for(gathered.payloads, requests):
         place = _place(payload)
         if place in places:
             changes.add(_SHARED, payload.tensor.name)
@@ -166,12 +168,12 @@ def fit(
             fitted[name] = shaped
     requests.check_used([*names, *fitted])
     _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept, rest = _kept_attrs(attrs, can.file_attrs)
+    kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
     for name in rest:
         changes.add(_OF_FILE, name)
-    arrangement = _kept_arrangement(arrangement.of(fitted), can, changes)
+    arrangement = _kept_arrangement(gathered.arrangement.of(fitted), can, changes)
     tensors = {name: p.tensor for name, p in fitted.items()}
-    return Draft(tensors, kept, path, arrangement, more, attr_types), fitted
+    return Draft(tensors, kept, path, arrangement, more, gathered.attr_types), fitted
 
 
 def _asked_for(
@@ -305,6 +307,30 @@ def _typed(
     if dtype != part.dtype:
         parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
     return dtype, parts
+
+
+def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
+    """Choose what element type a tensor is written as."""
+    if name in writes:
+        return name
+    kind = ELEMENT_TYPES[name].kind
+    types = [ELEMENT_TYPES[each] for each in writes]
+    if cast != "never":
+        holding = [each for each in types if holds(each.name, name)]
+        if holding:
+            return min(holding, key=lambda each: (each.kind != kind, each.bits)).name
+    if cast == "allow":
+        alike = [each for each in types if each.kind == kind]
+        alike = alike or [each for each in types if each.kind == "float"]
+        if alike and kind != "complex":
+            return max(alike, key=lambda each: each.bits).name
+    hint = "Convert it with .astype(...), or pass cast='allow' to lose some precision"
+    raise UnsupportedError(
+        f"{name} elements have no place in this format, which has {', '.join(writes)}",
+        tensor=tensor,
+        rule="Dtype",
+        hint="Convert it with .astype(...), or leave it out" if cast == "allow" else hint,
+    )
 
 
 def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:

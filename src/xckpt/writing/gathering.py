@@ -20,51 +20,38 @@ import xarray as xr
 from dask.highlevelgraph import HighLevelGraph
 from xarray.core.indexing import ExplicitlyIndexed
 
-from xckpt.arrays.chunked import ChunkedArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.arrays.parts import decoded_shape
 from xckpt.datasets.tensors import flatten, member_variables, remembered, tensor_name
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formats.plan import WantedPart, WantedTensor
-from xckpt.index import Arrangement, Quantization, Tensor
+from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNames, stated_name
 from xckpt.storage.source import files_of
 from xckpt.writing.casting import element_type
-from xckpt.writing.data import Payload, StoredData, lazy_dask_array
-from xckpt.writing.sparse_parts import canonical_parts, densified, is_sparse, sparse_parts
+from xckpt.writing.data import Gathered, Payload, Stored, StoredData
+from xckpt.writing.sparse_parts import densified, is_sparse, sparse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
     from xckpt.arrays.parts import PartReader
     from xckpt.datasets.tensors import Flat
-    from xckpt.index import Layout
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
 
 __all__ = [
     "Computed",
-    "Stored",
     "array_of",
     "gather",
     "listed",
     "source_files",
-    "stored_payload",
     "untouched",
 ]
 
 _SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo")
-
-
-class Stored(NamedTuple):
-    """A tensor as a file has it; what makes a dense array of it, where it is not dense."""
-
-    tensor: Tensor
-    readers: Mapping[str, PartReader]
-    values: Callable[[], Any] | None = None
 
 
 class Computed(NamedTuple):
@@ -77,17 +64,28 @@ class Computed(NamedTuple):
     encoding: Mapping[Any, Any]
     about: dict[str, Any]
 
+    def payload(self) -> Payload:
+        """Return the tensor as what it is to be stored as."""
+        name, array, stored, is_stored_sparse, encoding, about = self
+        if is_stored_sparse:
+            is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
+            layout: Any = "sparse_coo" if is_coo else "sparse_csr"
+            parts, arrays = sparse_parts(array, layout, stored, name)
+            wanted = WantedTensor(name, stored, array.shape, parts, layout, **about)
+            return Payload(wanted, arrays, lambda: densified(array))
+        compression, digest = encoding.get("stored_compression"), encoding.get("digest")
+        offset = encoding.get("offset", 0)
+        part = WantedPart.of(stored, array.shape, compression, digest, offset)
+        order: Any = encoding.get("stored_order", "C")
+        wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **about)
+        return Payload(wanted, {"data": array})
 
-def gather(
-    obj: Any, changes: Changes, format: str | None = None
-) -> tuple[list[Payload], dict[str, Any], Arrangement]:
-    """List the tensors of an xarray object, the attributes of the file, and how both belong."""
+
+def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
+    """List all that an xarray object is to be written as."""
     obj = _as_dataset(obj)
     tensors, coords = listed(obj, changes, format)
-    payloads = [
-        stored_payload(*each) if isinstance(each, Stored) else _computed_payload(each)
-        for each in tensors
-    ]
+    payloads = [each.payload() for each in tensors]
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
@@ -98,7 +96,8 @@ def gather(
     # The order of a file is no order of its own.
     ordered = "format" not in whole.encoding or whole.encoding.get("ordered", False)
     order = [payload.tensor.name for payload in payloads] if ordered else ()
-    return payloads, attrs, Arrangement(tuple(coords), tuple(order), modules)
+    arrangement = Arrangement(tuple(coords), tuple(order), modules)
+    return Gathered(payloads, attrs, arrangement, obj.encoding.get("attr_types", {}))
 
 
 def listed(
@@ -212,57 +211,6 @@ def untouched(variable: xr.Variable) -> LazyArray | None:
 def _readers(lazy: Any) -> dict[str, PartReader]:
     """Return the parts of a stored array by role; a dense one, or one part, is ``data``."""
     return {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
-
-
-def stored_payload(
-    tensor: Tensor, readers: Mapping[str, PartReader], values: Callable[[], Any] | None = None
-) -> Payload:
-    """List a tensor as it is in a file, with its stored bytes."""
-    if tensor.problem is not None:
-        raise tensor.problem.located(tensor=tensor.name)
-    layout: Layout = tensor.layout
-    if layout == "chunked":
-        # No format that is written has chunks of its own.
-        layout, array = "dense", lazy_dask_array(ChunkedArray(tensor, readers, decode=False))
-        offset = min([part.offset for part in tensor.parts.values()])
-        parts = {"data": WantedPart.of(tensor.dtype, tensor.shape, source_offset=offset)}
-        data: dict[str, Any] = {"data": array}
-    else:
-        parts, data = canonical_parts(tensor, readers) or _as_stored(tensor, readers)
-    wanted = WantedTensor(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        parts,
-        layout,
-        tensor.order,
-        tensor.attrs,
-        tensor.dims,
-        # Codebooks are in no format: what is stored is written, or the values.
-        tensor.quantization if isinstance(tensor.quantization, Quantization) else None,
-        tensor.path,
-    )
-    stored = tuple(
-        [
-            stored_payload(each, {"data": replace(readers[role], part=each.parts["data"])})
-            for role, each in (tensor.stored or {}).items()
-        ]
-    )
-    return Payload(wanted, data, values, stored=stored)
-
-
-def _as_stored(
-    tensor: Tensor, readers: Mapping[str, PartReader]
-) -> tuple[dict[str, WantedPart], dict[str, Any]]:
-    parts, data = {}, {}
-    for role, part in tensor.parts.items():
-        reader, shape = readers[role], decoded_shape(tensor, role, readers[role])
-        wanted = WantedPart.of(part.dtype, shape, part.encoding, part.digest, part.offset)
-        parts[role] = wanted
-        order = tensor.order if tensor.layout == "dense" and role == "data" else "C"
-        about = (tensor.strict, tensor.name, tensor.dtype if tensor.layout == "blocks" else None)
-        data[role] = StoredData(reader, wanted.nbytes, shape, order, *about)
-    return parts, data
 
 
 def _listed(
@@ -382,22 +330,6 @@ def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Comput
     before = _layout(encoding)
     is_stored_sparse = bool(array.ndim) and (is_sparse(array) or before in _SPARSE)
     return Computed(name, array, _stored_type(encoding, dtype), is_stored_sparse, encoding, about)
-
-
-def _computed_payload(computed: Computed) -> Payload:
-    name, array, stored, is_stored_sparse, encoding, about = computed
-    if is_stored_sparse:
-        is_coo = _layout(encoding) == "sparse_coo" or array.ndim != 2
-        layout: Any = "sparse_coo" if is_coo else "sparse_csr"
-        parts, arrays = sparse_parts(array, layout, stored, name)
-        wanted = WantedTensor(name, stored, array.shape, parts, layout, **about)
-        return Payload(wanted, arrays, lambda: densified(array))
-    compression, digest = encoding.get("stored_compression"), encoding.get("digest")
-    offset = encoding.get("offset", 0)
-    part = WantedPart.of(stored, array.shape, compression, digest, offset)
-    order: Any = encoding.get("stored_order", "C")
-    wanted = WantedTensor(name, stored, array.shape, {"data": part}, order=order, **about)
-    return Payload(wanted, {"data": array})
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A plan and the data of its parts become files: complete, or absent.
+"""Where a checkpoint is written to and as what, and how it gets there: complete, or not at all.
 
 Dask arrays are computed first, each chunk once and straight into its place: in one graph, so that
 what several of them need is computed once. Chunks come in any order and may be cut along any axis;
@@ -12,32 +12,194 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
+from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
-from xckpt.errors import UnsupportedError
+from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.progress import Progress, report
+from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.sink import publish, write_at
+from xckpt.storage.source import components
 from xckpt.writing.data import ArrayData, LiteralData, SpooledData, as_bytes
+from xckpt.writing.fitting import TENSOR_OPTIONS, Requests, check_cast, fit
 from xckpt.writing.streaming import Item, item_at, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from os import PathLike
 
     from xckpt.formats.plan import Extent, Literal, Plan, Written
     from xckpt.storage import Source
     from xckpt.storage.sink import Place, Sink
     from xckpt.writing.casting import Cast
-    from xckpt.writing.data import Payload
+    from xckpt.writing.data import Gathered, Payload
+    from xckpt.writing.fitting import Changes
 
-__all__ = ["WriteJob"]
+__all__ = ["Destination"]
 
+# Those that all formats have.
+_OPTIONS = (
+    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
+    *("tensors", "names", "verify", "source_engine"),
+)
 # Shorter runs are not worth a system call each: they are written through a memory map.
 _SHORTEST_RUN = 1 << 12
+
+
+# --- where to, and as what -----------------------------------------------------------------------
+
+
+class Destination:
+    """A file that is to be written, and what a user asked for; see `save`."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        overwrite: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        format_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_cast(cast)
+        target = os.fspath(path)
+        self.writer = formats.writable(engine or _format_of(target))
+        self._options = format_options or {}
+        has = tuple(self.writer.write_options)
+        for option in self._options:
+            if option not in has:
+                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
+                hint = (
+                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
+                )
+                if option in TENSOR_OPTIONS:
+                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
+                name = self.writer.name
+                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
+        self.path = target if is_remote(target) else local_path(target)
+        self._requests = Requests(encoding)
+        self._cast = cast
+        self._overwrite = overwrite
+        #: ``open_sink(name)`` begins the companion of that name, or the file itself for None.
+        self.open_sink = partial(_open_sink, self.path, overwrite, storage_options)
+
+    def job(
+        self,
+        gathered: Gathered,
+        changes: Changes,
+        *,
+        sources: Iterable[Source],
+        plan: Callable[..., Plan] | None = None,
+        before: Item | None = None,
+    ) -> WriteJob:
+        """Lay the file out; nothing is written yet."""
+        try:
+            draft, fitted = fit(
+                gathered,
+                self.path,
+                writer=self.writer,
+                requests=self._requests,
+                cast=self._cast,
+                changes=changes,
+            )
+            planned = (plan or self.writer.plan)(draft, **self._options)
+            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+            superseded = None
+            if planned.suffix:
+                self.open_sink().abort()  # an existing file is an error, though it is not written
+                superseded = label if self._overwrite else None
+                self.path += planned.suffix
+                self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
+                paths.append(self.path)
+            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
+                changes.add(
+                    "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
+                )
+            targets = {_resolved(path) for path in paths if self._overwrite}
+            replaced = [each for each in sources if _resolved(each.name) in targets]
+            return WriteJob(
+                planned,
+                fitted,
+                self._cast,
+                self.open_sink,
+                label,
+                before=before,
+                replaced=replaced,
+                superseded=superseded,
+            )
+        except CheckpointError as error:
+            raise error.located(path=self.path) from error.__cause__
+
+
+def _open_sink(
+    path: str,
+    overwrite: bool,  # noqa: FBT001  by position, for partial
+    storage_options: dict[str, Any] | None,
+    companion: str | None = None,
+) -> Sink:
+    if companion is not None:
+        path = _companion(path, companion)
+    return new_file(path, overwrite=overwrite, storage_options=storage_options)
+
+
+def _companion(path: str, name: str) -> str:
+    folder, slash, _ = path.rpartition("/")
+    return folder + slash + "/".join(components(name))
+
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+
+
+def _format_of(path: str) -> str:
+    """Find the format that a file name ends like."""
+    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
+    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in named]
+    found = {
+        each.name: suffix
+        for each in every
+        if each.can.types
+        for suffix in each.suffixes
+        if name.endswith(suffix)
+    }
+    if len(found) > 1:
+        own = {each.name: each.own_suffixes for each in every}
+        found = {each: s for each, s in found.items() if s in own[each]} or found
+    shared = [s for each in every for s in each.shared_suffixes]
+    # Of one word, like .bin: who writes it may mean the format of another program.
+    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
+    if len(found) == 1 and not is_common:
+        return next(iter(found))
+    for each in every:
+        if not found and name.endswith(each.own_suffixes):
+            formats.writable(each.name)  # says which formats are
+    hint, engines = "", ", ".join(map(repr, found))
+    if not found:
+        known = [each for each in map(formats.get, formats.names()) if each.can.types]
+        suffixes = [suffix for each in known for suffix in each.suffixes]
+        ending = os.path.splitext(name)[1]  # noqa: PTH122
+        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
+            hint = f" (did you mean {alike!r}?)"
+        engines = ", ".join(repr(each.name) for each in known)
+    which = "several programs use" if found else "no format that is written has"
+    raise ValueError(
+        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
+    )
+
+
+# --- into files ----------------------------------------------------------------------------------
 
 
 class _File(NamedTuple):
@@ -193,7 +355,7 @@ class WriteJob:
             ends.append(end)
         nbytes = 0
         for file, sink, end in zip(self._files, sinks, ends, strict=False):
-            nbytes += _end(file.plan, sink, end, written)
+            nbytes += _complete(file.plan, sink, end, written)
         named = {file.name or "": sink for file, sink in zip(self._files, sinks, strict=False)}
         main = named.pop("")
         plan = self._files[-1].plan
@@ -206,7 +368,7 @@ class WriteJob:
             renamed = plan.renamed(names)
             sink = main.another()
             try:
-                _end(renamed, sink, _put(renamed.literals, sink, 0), written)
+                _complete(renamed, sink, _put(renamed.literals, sink, 0), written)
             except BaseException:
                 sink.abort()
                 raise
@@ -240,7 +402,7 @@ def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:
     return end
 
 
-def _end(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> int:
+def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], Written]) -> int:
     """Write what depends on where the parts went; return the size of the file."""
     end = _put(plan.finish(written), sink, end)
     nbytes = end if plan.nbytes is None else plan.nbytes

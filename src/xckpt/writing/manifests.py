@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
-from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, locating, shown
 from xckpt.index import Index, paused_collector
@@ -40,18 +39,17 @@ from xckpt.progress import Progress
 from xckpt.storage import new_file, open_source
 from xckpt.storage.source import sources_of
 from xckpt.writing.contents import KINDS, TensorDigest, contents_of, digest, side_by_side
+from xckpt.writing.data import Stored
 from xckpt.writing.fitting import Changes
-from xckpt.writing.gathering import Stored, listed
+from xckpt.writing.gathering import listed
 
 if TYPE_CHECKING:
-    from xckpt.index import Tensor
     from xckpt.labels import TensorFilter
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
-    from xckpt.storage import Source
     from xckpt.writing.contents import TensorContent
 
-__all__ = ["Manifest", "differences", "manifest", "stored"]
+__all__ = ["Manifest", "differences", "manifest"]
 
 _FORMAT, _VERSION = "xckpt-manifest", 1
 # 100,000 tensors take 20 MB.
@@ -297,7 +295,7 @@ def manifest(
             raise TypeError(
                 "engine and storage_options are for a path or URL, not for what is open"
             )
-        every = {_name_of(each): each for each in listed(obj, Changes())[0]}
+        every = {each.name: each for each in listed(obj, Changes())[0]}
         chosen = [every[name] for name in select_some(every, tensors)]
         return _hashed(list(chain.from_iterable(map(contents_of, chosen))), progress)
     path: Any = obj
@@ -308,21 +306,9 @@ def manifest(
         sources = sources_of(source, index.shards)
         names = select_some(index.tensors, tensors)
         with paused_collector():
-            contents = [
-                each for name in names for each in contents_of(stored(index.tensors[name], sources))
-            ]
+            tensors_there = (Stored.of(index.tensors[name], sources) for name in names)
+            contents = list(chain.from_iterable(map(contents_of, tensors_there)))
         return _hashed(contents, progress)
-
-
-def _name_of(item: Any) -> str:
-    name: str = item.tensor.name if isinstance(item, Stored) else item.name
-    return name
-
-
-def stored(tensor: Tensor, sources: Mapping[str | None, Source]) -> Stored:
-    """Return a tensor with what reads its parts."""
-    readers = {role: PartReader(sources[part.shard], part) for role, part in tensor.parts.items()}
-    return Stored(tensor, readers)
 
 
 def _hashed(contents: list[TensorContent], progress: ProgressOption) -> Manifest:

@@ -19,8 +19,8 @@ import xarray as xr
 
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
-from xckpt.writing.casting import choose_type, convert, element_type
-from xckpt.writing.fitting import Changes
+from xckpt.writing.casting import convert, element_type
+from xckpt.writing.fitting import Changes, choose_type
 from xckpt.writing.gathering import array_of, untouched
 from xckpt.writing.sparse_parts import densified, is_sparse
 

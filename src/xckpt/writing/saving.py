@@ -8,17 +8,13 @@ can share blocks between files (Btrfs, XFS, bcachefs, NFS 4.2, SMB) they are not
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from xckpt import formats
-from xckpt.arrays import ReadOptions, lazy_arrays
 from xckpt.arrays.lists import read_later
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES
@@ -27,46 +23,34 @@ from xckpt.index import Part, paused_collector
 from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
-from xckpt.opening.sharding import INDEX_SUFFIX
-from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.local import LocalSource, OpenFile
-from xckpt.storage.source import ShardedSource, components, files_of, sources_of
-from xckpt.writing.casting import check_cast, holds
-from xckpt.writing.data import StoredData, lazy_dask_array
-from xckpt.writing.fitting import TENSOR_OPTIONS, Changes, Requests, fit
-from xckpt.writing.gathering import gather, source_files, stored_payload
-from xckpt.writing.job import WriteJob
+from xckpt.storage.source import ShardedSource, files_of, sources_of
+from xckpt.writing.casting import holds
+from xckpt.writing.data import Gathered, Stored, StoredData
+from xckpt.writing.fitting import Changes
+from xckpt.writing.gathering import gather, source_files
+from xckpt.writing.job import Destination
 from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from typing import Unpack
 
     import xarray as xr
     from dask.delayed import Delayed
 
     from xckpt.formats import FormatOptions
-    from xckpt.formats.plan import Plan
-    from xckpt.index import Arrangement, Index, Tensor
+    from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.storage.sink import Sink
     from xckpt.writing.casting import Cast
-    from xckpt.writing.data import Payload
-    from xckpt.writing.streaming import Item
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
 
-__all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
-
-# Those that all formats have.
-_OPTIONS = (
-    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "names", "verify", "source_engine"),
-)
+__all__ = ["Conversion", "Recast", "append", "convert", "save"]
 
 
 @overload
@@ -200,10 +184,8 @@ def save(
         format_options=format_options,
     )
     changes = Changes()
-    payloads, attrs, arrangement = gather(obj, changes, destination.writer.name)
-    types = getattr(obj, "encoding", {}).get("attr_types", {})
-    sources = source_files(payloads)
-    job = destination.job(payloads, attrs, arrangement, changes, sources=sources, attr_types=types)
+    gathered = gather(obj, changes, destination.writer.name)
+    job = destination.job(gathered, changes, sources=source_files(gathered.payloads))
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -314,14 +296,14 @@ def convert(
             sources = sources_of(source, index.shards)
             new = renamed(index.tensors, names)
             chosen = _chosen(index, tensors, new)
-            payloads = [_payload(tensor, sources, ReadOptions(verify=verify)) for tensor in chosen]
-            files = files_of(source)
-            arrangement = index.arrangement.renamed(new)
-            job = destination.job(
-                *(payloads, read_later(index.attrs, sources), arrangement, changes),
-                sources=files,
-                attr_types=index.attr_types,
+            payloads = [Stored.of(each, sources, verify=verify).payload() for each in chosen]
+            gathered = Gathered(
+                payloads,
+                read_later(index.attrs, sources),
+                index.arrangement.renamed(new),
+                index.attr_types,
             )
+            job = destination.job(gathered, changes, sources=files_of(source))
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -350,18 +332,6 @@ def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) 
             )
         found.append(after)
     return found
-
-
-def _payload(tensor: Tensor, sources: Mapping[str | None, Source], options: ReadOptions) -> Payload:
-    readers = {
-        role: PartReader(sources[part.shard], part, options.verify)
-        for role, part in tensor.parts.items()
-    }
-
-    def values() -> Any:
-        return lazy_dask_array(lazy_arrays(tensor, sources, options)[None])
-
-    return stored_payload(tensor, readers, values)
 
 
 def append(
@@ -449,11 +419,11 @@ def append(
             raise UnsupportedError(reason, rule="Append", hint=hint)
         plan = partial(destination.writer.append, source, replace=replace)
         changes = Changes()
-        payloads, attrs, arrangement = gather(obj, changes)
+        gathered = gather(obj, changes)
         whole = Part("uint8", (source.size,), 0, source.size)
         before = item_at(0, StoredData(PartReader(source, whole), source.size, (source.size,)))
         how: Any = {"sources": [source], "plan": plan, "before": before}
-        job = destination.job(payloads, attrs, arrangement, changes, **how)
+        job = destination.job(gathered, changes, **how)
         changes.warn(destination.path, stacklevel=2)
         with _alone(source):
             job.run(progress)
@@ -554,154 +524,3 @@ class Conversion:
         size = f"{binary_size(self.nbytes)}, was {binary_size(self.source_nbytes)}"
         head = f"{self.path}: {self.format}, {counted(self.tensors, 'tensor')}, {size}"
         return "\n".join([head, *(f"  {recast}" for recast in self.recasts)])
-
-
-# --- where to, and as what ------------------------------------------------------------------------
-
-
-class Destination:
-    """A file that is to be written, and what a user asked for; see `save`."""
-
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        overwrite: bool = False,
-        storage_options: dict[str, Any] | None = None,
-        format_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_cast(cast)
-        target = os.fspath(path)
-        self.writer = formats.writable(engine or _format_of(target))
-        self._options = format_options or {}
-        has = tuple(self.writer.write_options)
-        for option in self._options:
-            if option not in has:
-                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
-                hint = (
-                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
-                )
-                if option in TENSOR_OPTIONS:
-                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-                name = self.writer.name
-                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
-        self.path = target if is_remote(target) else local_path(target)
-        self._requests = Requests(encoding)
-        self._cast = cast
-        self._overwrite = overwrite
-        #: ``open_sink(name)`` begins the companion of that name, or the file itself for None.
-        self.open_sink = partial(_open_sink, self.path, overwrite, storage_options)
-
-    def job(
-        self,
-        payloads: Sequence[Payload],
-        attrs: Mapping[str, Any],
-        arrangement: Arrangement,
-        changes: Changes,
-        *,
-        sources: Iterable[Source],
-        plan: Callable[..., Plan] | None = None,
-        before: Item | None = None,
-        attr_types: Mapping[str, str] | None = None,
-    ) -> WriteJob:
-        """Lay the file out; nothing is written yet."""
-        try:
-            draft, fitted = fit(
-                payloads,
-                attrs,
-                self.path,
-                writer=self.writer,
-                requests=self._requests,
-                cast=self._cast,
-                changes=changes,
-                arrangement=arrangement,
-                attr_types=attr_types or {},
-            )
-            planned = (plan or self.writer.plan)(draft, **self._options)
-            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
-            superseded = None
-            if planned.suffix:
-                self.open_sink().abort()  # an existing file is an error, though it is not written
-                superseded = label if self._overwrite else None
-                self.path += planned.suffix
-                self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
-                paths.append(self.path)
-            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
-                changes.add(
-                    "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
-                )
-            targets = {_resolved(path) for path in paths if self._overwrite}
-            replaced = [each for each in sources if _resolved(each.name) in targets]
-            return WriteJob(
-                planned,
-                fitted,
-                self._cast,
-                self.open_sink,
-                label,
-                before=before,
-                replaced=replaced,
-                superseded=superseded,
-            )
-        except CheckpointError as error:
-            raise error.located(path=self.path) from error.__cause__
-
-
-def _open_sink(
-    path: str,
-    overwrite: bool,  # noqa: FBT001  by position, for partial
-    storage_options: dict[str, Any] | None,
-    companion: str | None = None,
-) -> Sink:
-    if companion is not None:
-        path = _companion(path, companion)
-    return new_file(path, overwrite=overwrite, storage_options=storage_options)
-
-
-def _companion(path: str, name: str) -> str:
-    folder, slash, _ = path.rpartition("/")
-    return folder + slash + "/".join(components(name))
-
-
-def _resolved(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
-
-
-def _format_of(path: str) -> str:
-    """Find the format that a file name ends like."""
-    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
-    every = [formats.get(known) for known in named]
-    found = {
-        each.name: suffix
-        for each in every
-        if each.can.types
-        for suffix in each.suffixes
-        if name.endswith(suffix)
-    }
-    if len(found) > 1:
-        own = {each.name: each.own_suffixes for each in every}
-        found = {each: s for each, s in found.items() if s in own[each]} or found
-    shared = [s for each in every for s in each.shared_suffixes]
-    # Of one word, like .bin: who writes it may mean the format of another program.
-    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
-    if len(found) == 1 and not is_common:
-        return next(iter(found))
-    for each in every:
-        if not found and name.endswith(each.own_suffixes):
-            formats.writable(each.name)  # says which formats are
-    hint, engines = "", ", ".join(map(repr, found))
-    if not found:
-        known = [each for each in map(formats.get, formats.names()) if each.can.types]
-        suffixes = [suffix for each in known for suffix in each.suffixes]
-        ending = os.path.splitext(name)[1]  # noqa: PTH122
-        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
-            hint = f" (did you mean {alike!r}?)"
-        engines = ", ".join(repr(each.name) for each in known)
-    which = "several programs use" if found else "no format that is written has"
-    raise ValueError(
-        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
-    )

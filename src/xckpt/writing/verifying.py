@@ -32,8 +32,8 @@ from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of
 from xckpt.writing.contents import contents_of, digest, side_by_side
-from xckpt.writing.data import StoredData
-from xckpt.writing.manifests import Manifest, differences, stored
+from xckpt.writing.data import Stored, StoredData
+from xckpt.writing.manifests import Manifest, differences
 
 if TYPE_CHECKING:
     import os
@@ -335,7 +335,7 @@ def _check(
         with locating(tensor=tensor.name):
             contents: list[TensorContent] = []
             if compared is not None:
-                contents += contents_of(stored(tensor, sources), verify=None)
+                contents += contents_of(Stored.of(tensor, sources), verify=None)
             # What is hashed as it is stored is checked by that.
             is_hashed = len(contents) == 1 and contents[0].is_plain
             for role, part in tensor.parts.items():

@@ -55,7 +55,6 @@ from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
-from xckpt.formats.burnpack.scalars import KINDS, ScalarNames, kind_and_value
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
 from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
@@ -132,7 +131,7 @@ class Burnpack(Format):
             start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
             _check_ranges(entries, start, end, source.size)
             tensors = {entry.name: _tensor(entry, start) for entry in entries}
-            names = ScalarNames(frozenset(tensors))
+            names = cbor.ScalarNames(frozenset(tensors))
             for name, value in cbor.mapping("scalars", root.get("scalars", {})).items():
                 free = names.shown(name)
                 tensors[free] = _scalar(free, value)
@@ -184,16 +183,16 @@ class Burnpack(Format):
             fields = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
             param_id = _param_id(tensor, make=param_ids == "make")
             descriptors[name] = fields if param_id is None else {**fields, "param_id": param_id}
-        names = ScalarNames(tensors)
+        names = cbor.ScalarNames(tensors)
         scalars = {}
         for scalar in inline:
             kit.check_text("the name", scalar.name, scalar.name)
-            scalars[names.stored(scalar.name)] = kind_and_value(scalar)
+            scalars[names.stored(scalar.name)] = cbor.kind_and_value(scalar)
         as_read = dict(sorted(tensors.items()))
         as_read |= {
             each.name: each for each in sorted(inline, key=lambda of: names.stored(of.name))
         }
-        metadata = cbor.encode(descriptors, _attributes(draft, as_read), scalars)
+        metadata = cbor.encode(descriptors, kit.attribute_texts(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
         placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
@@ -424,10 +423,10 @@ def _scalar(name: str, value: Any) -> Tensor:
     what, attrs = f"scalar {shown(name)}", {}
     kind, content = cbor.variant(what, value)
     attrs = {"scalar": kind}
-    if kind not in KINDS:
+    if kind not in cbor.KINDS:
         none = {"data": Part("uint8", (0,), _HEADER.size, 0)}
         return _unreadable(Tensor(name, kind, (), none, attrs=attrs), cbor.unknown("scalar", kind))
-    dtype, python_type, form = KINDS[kind]
+    dtype, python_type, form = cbor.KINDS[kind]
     if type(content) is not python_type:
         raise cbor.mistyped(what, content, kind)
     try:
@@ -457,18 +456,6 @@ def _param_id(tensor: WantedTensor, *, make: bool) -> int | None:
     reason = f"the param_id {shown(text)} is not an unsigned integer of 64 bits"
     hint = "Give it in decimal digits, or leave it out"
     raise UnsupportedError(reason, tensor=tensor.name, rule="ParamId", hint=hint)
-
-
-def _attributes(draft: Draft, as_read: Mapping[str, WantedTensor]) -> dict[str, str]:
-    """Return the metadata of the file: texts, and what is none as JSON."""
-    texts = {}
-    for key, value in draft.attrs.items():
-        if type(key) is not str:
-            reason = f"an attribute is named by a {type(key).__name__}"
-            raise UnsupportedError(reason, rule="Metadata", hint="Rename it")
-        kit.check_text("the attribute", key)
-        texts[key] = kit.check_text("an attribute", kit.as_text(key, value, nan=True))
-    return texts | kit.arrangement_texts(draft, as_read, only_texts=True)
 
 
 # --- names of axes --------------------------------------------------------------------------------

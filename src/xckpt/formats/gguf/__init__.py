@@ -52,10 +52,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import BLOCK_TYPES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.gguf import values
-from xckpt.formats.gguf.axes import AxisSizes
-from xckpt.formats.gguf.values import BOOL, DEEPEST, LIST, NUMBERS, TEXT
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.gguf import metadata
+from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, AxisSizes
+from xckpt.formats.plan import Draft, Literal, Plan, WantedTensor, placed
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ _MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
 # Longer lists stay in the file; per-layer values are shorter, and nobody has lists of lists.
 _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
+_MOST_ALIKE = 16  # names that are the same once they are escaped
 _MOST_PADDING = 1 << 12  # that is looked at
 _ALIGNED = "general.alignment"
 # The attribute of a tensor that names another one, with which it is still to be multiplied.
@@ -143,10 +143,10 @@ class Gguf(Format):
         }
         attrs |= kit.arrangement_texts(draft, as_read)
         tensors = draft.tensors.values()
-        ends = accumulate([kit.aligned(_nbytes(tensor), alignment) for tensor in tensors])
-        starts = [0, *ends]
+        padded = [kit.aligned(each.parts["data"].nbytes, alignment) for each in tensors]
+        starts = [0, *accumulate(padded)]
         types = {**draft.attr_types, _ALIGNED: "uint32"}
-        entries = [values.entry(str(key), attrs[key], types.get(key)) for key in attrs]
+        entries = [metadata.entry(str(key), attrs[key], types.get(key)) for key in attrs]
         infos = [
             self._info(tensor, at, long_names=long_names)
             for tensor, at in zip(tensors, starts, strict=False)
@@ -155,10 +155,7 @@ class Gguf(Format):
         head += b"".join([*entries, *infos])
         # A file of metadata alone is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
-        extents = [
-            Extent(tensor.name, "data", tensor.parts["data"], start + at)
-            for tensor, at in zip(tensors, starts, strict=False)
-        ]
+        extents = placed(tensors, starts, start)
         return Plan((Literal(0, head),), tuple(extents), nbytes=start + starts[-1])
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
@@ -180,10 +177,6 @@ class Gguf(Format):
 
 def _is_power(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
-
-
-def _nbytes(tensor: WantedTensor) -> int:
-    return tensor.parts["data"].nbytes
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -213,6 +206,7 @@ class _HeadReader:
     types: dict[str, str] = field(default_factory=dict)  # of attributes
     split_at: int = 0  # where the number of files is
     nested: int = 0  # entries of lists in lists
+    escaped: dict[tuple[str, bytes], str] = field(default_factory=dict)  # what is not UTF-8
 
     @classmethod
     def of(cls, source: Readable) -> _HeadReader:
@@ -292,11 +286,16 @@ class _HeadReader:
         return found
 
     def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
-        """Name what has a name that is not UTF-8."""
+        """Name what has a name that is not UTF-8; what has it a second time gets the same."""
+        if (what, data) in self.escaped:
+            return self.escaped[what, data]
         name = data.decode(errors="backslashreplace")
-        while name in taken:
+        for _ in range(_MOST_ALIKE):
+            if name not in taken:
+                break
             name += "_"
         self.notes.add(f"a {what} is not UTF-8, and escaped", shown(name))
+        self.escaped[what, data] = name
         return name
 
     def _value(self, kind: int, key: str) -> Any:
@@ -308,7 +307,7 @@ class _HeadReader:
         value = self.cursor.number(self._struct(code), "a number")
         if kind == BOOL:
             return self._bools([value], key)[0]
-        if dtype != values.default_type([value], in_list=False):
+        if dtype != metadata.default_type([value], in_list=False):
             self.types[key] = dtype
         return value
 
@@ -496,7 +495,7 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
     if type(count) is not int or type(number) is not int or type(total) not in {int, type(None)}:
         reader.notes.add("must be numbers; this file is read alone", "split.*")
         return None
-    name = re.split(r"[/\\]", path.partition("?")[0] if "://" in path else path)[-1]
+    name = kit.file_name(path)
     match = _SPLIT_NAME.fullmatch(name)
     if match is None:
         reader.notes.add(

@@ -275,6 +275,8 @@ def _is_runtime(value: Any) -> bool:
     if type(streaming) is not dict or type(streaming.get("enabled", False)) is not bool:
         return False
     counts = [streaming.get(key) for key in _STREAMING_COUNTS]
-    return type(streaming.get("device_weights_percent")) in {int, float, type(None)} and all(
+    percent = streaming.get("device_weights_percent")
+    is_part = percent is None or (type(percent) in {int, float} and 0 <= percent <= 1)
+    return is_part and all(
         count is None or (type(count) is int and 0 <= count < _COUNTS) for count in counts
     )

@@ -69,7 +69,7 @@ from xckpt.formats.mlcp.records import (
     written_block,
     written_string,
 )
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, placed
 from xckpt.index import Index, Part, Shard, Tensor
 
 if TYPE_CHECKING:
@@ -193,10 +193,9 @@ class Mlcp(Format):
         return _in_one(draft, shards, tensors, custom)
 
 
-def _is_named(name: str) -> bool:
+def _is_named(path: str) -> bool:
     """Whether a file has the name of metadata."""
-    path = name.partition("?")[0] if "://" in name else name
-    return path.lower().endswith(METADATA_SUFFIX)
+    return kit.file_name(path).lower().endswith(METADATA_SUFFIX)
 
 
 def variable_name(name: str, rank: int, *, repeated: bool) -> str:
@@ -408,7 +407,7 @@ def _in_one(
     offset = len(head)
     extents: list[Extent] = []
     for shard, group in zip(shards, tensors, strict=True):
-        extents += _extents(shard, group, offset)
+        extents += placed(group, shard.offsets, offset)
         offset += shard.file_size
     return Plan((Literal(0, head),), tuple(extents), nbytes=offset)
 
@@ -420,38 +419,31 @@ def _in_several(
     custom: Mapping[str, str | None],
 ) -> Plan:
     files = {}
-    placed = []
+    listed = []
     for shard, group in zip(shards, tensors, strict=True):
         path = companions.candidates(draft.path, shard.rank)[0]
         files[path] = _shard_file(shard, group)
         size = HEADER.size + shard.file_size
-        placed.append(shard._replace(file_path=path, file_size=size))
+        listed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(of: Sequence[ShardMetadata]) -> Plan:
         text = metadata.write(draft.attrs, of, {"payload": None, **custom})
         return Plan((Literal(0, text),), (), nbytes=len(text))
 
     def renamed(names: Mapping[str, str]) -> Plan:
-        moving = [s._replace(file_path=names[s.file_path], checksum=MOVING) for s in placed]
+        moving = [s._replace(file_path=names[s.file_path], checksum=MOVING) for s in listed]
         return with_names(moving)
 
-    return replace(with_names(placed), companions=files, renamed=renamed)
+    return replace(with_names(listed), companions=files, renamed=renamed)
 
 
 def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
-    extents, start = _extents(shard, tensors, HEADER.size), HEADER.size
+    extents, start = placed(tensors, shard.offsets, HEADER.size), HEADER.size
     for extent in extents:
         end = (extent.offset or 0) - start + extent.part.nbytes
         _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
     head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
     return Plan((Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
-
-
-def _extents(shard: ShardMetadata, tensors: Sequence[WantedTensor], start: int) -> list[Extent]:
-    return [
-        Extent(tensor.name, "data", tensor.parts["data"], start + offset)
-        for tensor, offset in zip(tensors, shard.offsets, strict=True)
-    ]
 
 
 def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:

@@ -73,24 +73,19 @@ class ShardFile(NamedTuple):
 
 def metadata_name(path: str) -> str:
     """Guess the name of the file that has the metadata of a shard."""
-    found = _SHARD_FILE.fullmatch(_file_name(path))
+    found = _SHARD_FILE.fullmatch(kit.file_name(path))
     return f"{found[1] if found else 'PREFIX'}{METADATA_SUFFIX}"
 
 
 def candidates(path: str, rank: int, stated: ShardMetadata | None = None) -> tuple[str, ...]:
     """Return the names that the file of a shard may have."""
-    prefix = own = _file_name(path)
+    prefix = own = kit.file_name(path)
     for suffix in (".checkpoint", METADATA_SUFFIX):
         if own.lower().endswith(suffix):
             prefix = own[: -len(suffix)]
-    written = "" if stated is None else re.split(r"[/\\]", stated.file_path)[-1]
+    written = "" if stated is None else kit.file_name(stated.file_path)
     names = (written, f"{prefix}_shard_{rank}.shard", f"{prefix}_shard_{rank}.bin")
     return tuple(dict.fromkeys(name for name in names if name not in {"", ".", "..", own}))
-
-
-def _file_name(path: str) -> str:
-    path = path.partition("?")[0] if "://" in path else path
-    return re.split(r"[/\\]", path)[-1]
 
 
 def look_beside(

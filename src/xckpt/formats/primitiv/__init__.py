@@ -36,33 +36,43 @@ only where such a pair agrees: ``y = matmul(w, x) + b`` with ``w {out, in}`` and
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
-from xckpt.formats.primitiv.names import key_and_stat, value_path, variable_name, whole_key
+from xckpt.formats.primitiv.models import (
+    check_utf8,
+    packed_model,
+    packed_parameter,
+    parameters_of,
+    read_model,
+    read_parameter,
+    value_path,
+)
 from xckpt.formats.primitiv.packed import (
-    ARRAY,
-    BIN,
     MAP,
+    MOST_DIMS,
+    U32,
     ObjectCursor,
     packed_float32,
+    packed_shape,
     packed_string,
+    packed_tensor,
     packed_uint32,
+    read_shape,
+    read_tensor,
+    refused,
+    trimmed,
 )
-from xckpt.index import Index, Part, Tensor
+from xckpt.index import Index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    # What is written: bytes, and tensors in the place of their data.
-    Pieces = Iterator[bytes | WantedTensor]
-
-_K = TypeVar("_K", bound="Sequence[str]")
-_N = TypeVar("_N")
+    from xckpt.formats.primitiv.models import Pieces
+    from xckpt.index import Tensor
 
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
 _CODES = {"Shape": 0x000, "Tensor": 0x100, "Parameter": 0x200, "Model": 0x300, "Optimizer": 0x400}
@@ -72,17 +82,12 @@ _OWN_ATTRS = {
     "Shape": ("dims", "batch"),
     "Optimizer": ("uint_configs", "float_configs", "optimizer"),
 }
-_MOST_DIMS = 8
-_U32 = 1 << 32
-# Each statistic repeats the name of its parameter: a small file must not make gigabytes of names.
-_LONGEST_NAMES = 1 << 20
 # The tensor of a Tensor or Parameter file has no name there.
 _UNNAMED = ["value"]
 # The optimizers of primitiv itself; settings have the name of their class before a dot.
 _OPTIMIZERS = frozenset({"SGD", "MomentumSGD", "AdaGrad", "RMSProp", "AdaDelta", "Adam"})
 # What all optimizers have. For two days in November 2017 they were called trainers.
 _COMMON = frozenset({"Optimizer", "Trainer"})
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _WEIGHT = re.compile(r"(p?)w((?:_\w+?)?\d*)", re.ASCII)
 _FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
@@ -192,7 +197,7 @@ def _line_ends(source: Readable, offset: int) -> str | None:
     )
 
 
-# --- shapes and tensors ---------------------------------------------------------------------------
+# --- content, and shapes alone --------------------------------------------------------------------
 
 
 def _read_content(
@@ -215,13 +220,13 @@ def _read_content(
     tensors: list[Tensor] = []
     attrs: dict[str, Any] = {}
     if kind == "Shape":
-        attrs["dims"], attrs["batch"] = _read_shape(objects)
+        attrs["dims"], attrs["batch"] = read_shape(objects)
     elif kind == "Tensor":
-        tensors.append(_read_tensor(objects, _UNNAMED[0], {}, value_path(_UNNAMED)))
+        tensors.append(read_tensor(objects, _UNNAMED[0], {}, value_path(_UNNAMED)))
     elif kind == "Parameter":
-        tensors = _read_parameter(objects, notes, _UNNAMED, {})
+        tensors = read_parameter(objects, notes, _UNNAMED, {})
     elif kind == "Model":
-        tensors = _read_model(objects, notes)
+        tensors = read_model(objects, notes)
     else:
         attrs = _read_optimizer(objects, notes)
     if objects.left:
@@ -236,12 +241,12 @@ def _content(draft: Draft, kind: str) -> Pieces:
         for tensor in draft.tensors.values():
             reason = f"a file of type {kind} has no tensors"
             hint = "Write them to a file of their own, with data_type='Model'"
-            raise _refused(tensor, reason, "Count", hint)
+            raise refused(tensor, reason, "Count", hint)
         yield from (_shape if kind == "Shape" else _optimizer)(draft)
         return
-    parameters = _parameters(draft)
+    parameters = parameters_of(draft)
     if kind == "Model":
-        yield from _model(parameters)
+        yield from packed_model(parameters)
         return
     count = len(draft.tensors) if kind == "Tensor" else len(parameters)
     if count != 1:
@@ -250,220 +255,21 @@ def _content(draft: Draft, kind: str) -> Pieces:
         name = parameters[-1].value.name if parameters else None
         raise UnsupportedError(reason, tensor=name, rule="Count", hint=hint)
     [parameter] = parameters
-    yield from _pieces(parameter.value) if kind == "Tensor" else _packed_parameter(parameter)
-
-
-def _read_shape(objects: ObjectCursor) -> tuple[list[int], int]:
-    """Read dims, without the trailing ones that are 1, and batch."""
-    start = objects.at
-    count = objects.length(ARRAY, "dims")
-    if count > _MOST_DIMS:
-        reason = f"{count} dims are more than {_MOST_DIMS}"
-        raise FormatError(reason, offset=start, rule="ShapeDepth")
-    *dims, batch = objects.uint32s(count + 1, "dims and batch")
-    size = prod(dims) * batch
-    if not 0 < size < _U32:
-        reason = f"dims {dims} and batch {batch} are {size} elements, "
-        reason += f"which must be from 1 to {_U32 - 1}"
-        raise FormatError(reason, offset=start, rule="ShapeSize")
-    return _trimmed(dims), batch
-
-
-def _packed_shape(dims: Sequence[int], batch: int) -> bytes:
-    return ARRAY.pack(len(dims)) + packed_uint32(*dims, batch)
-
-
-def _trimmed(dims: Sequence[int]) -> list[int]:
-    """Leave out the trailing dims that are 1, as primitiv does."""
-    kept = list(dims)
-    while kept and kept[-1] == 1:
-        kept.pop()
-    return kept
-
-
-def _read_tensor(
-    objects: ObjectCursor, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
-) -> Tensor:
-    try:
-        dims, batch = _read_shape(objects)
-        start = objects.at
-        nbytes, expected = objects.length(BIN, "data"), 4 * prod(dims) * batch
-        if nbytes != expected:
-            reason = f"{nbytes} bytes of data, but the shape needs {expected}"
-            raise FormatError(reason, offset=start, rule="DataLength")
-        offset = objects.at
-        objects.skip(nbytes, "data")
-    except CheckpointError as error:
-        raise error.located(tensor=name) from None
-    # No other axis is sure: keys are the user's own words, and a shape does not tell its role.
-    axes = (*(None for _ in dims), "batch") if batch > 1 else None
-    shape = (*dims, batch) if batch > 1 else (*dims,)
-    parts = {"data": Part("float32", shape, offset, nbytes)}
-    return Tensor(name, "float32", shape, parts, order="F", attrs=attrs, dims=axes, path=path)
-
-
-def _pieces(tensor: WantedTensor, *, batched: bool = True) -> tuple[bytes, WantedTensor]:
-    """Write the head of a tensor, after checking that it can be stored."""
-    has_batch = tensor.dims is not None and tensor.dims[-1:] == ("batch",)
-    dims = _trimmed(tensor.shape[:-1] if has_batch else tensor.shape)
-    batch = tensor.shape[-1] if has_batch else 1
-    if 0 in tensor.shape:
-        reason, rule = f"the shape {tensor.shape}: primitiv has no empty tensors", "ShapeSize"
-        hint = "Leave it out"
-    elif 4 * tensor.size >= _U32:
-        reason, rule = f"{tensor.size} elements, but a tensor has at most 2**30 - 1", "ShapeSize"
-        hint = "Split it into several"
-    elif len(dims) > _MOST_DIMS:
-        reason, rule = f"{len(dims)} axes, but primitiv has at most {_MOST_DIMS}", "ShapeDepth"
-        hint = "Reshape it"
-    elif batch > 1 and not batched:
-        reason, rule = f"a batch of {batch}: primitiv would not load the parameter", "Batch"
-        hint = "Rename its axis 'batch', so that it is one like the others"
-    else:
-        return _packed_shape(dims, batch) + BIN.pack(4 * tensor.size), tensor
-    raise _refused(tensor, reason, rule, hint)
+    yield from packed_tensor(parameter.value) if kind == "Tensor" else packed_parameter(parameter)
 
 
 def _shape(draft: Draft) -> Pieces:
     dims, batch = draft.attrs.get("dims", []), draft.attrs.get("batch", 1)
     sizes: list[Any] = [*dims, batch] if isinstance(dims, list | tuple) else [None]
-    if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) >= _U32:
-        reason = f"dims {dims!r} and batch {batch!r} are not a shape of 1 to {_U32 - 1} elements"
+    if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) >= U32:
+        reason = f"dims {dims!r} and batch {batch!r} are not a shape of 1 to {U32 - 1} elements"
         hint = "Correct the attributes dims and batch"
         raise UnsupportedError(reason, rule="ShapeSize", hint=hint)
-    kept = _trimmed(dims)
-    if len(kept) > _MOST_DIMS:
-        reason = f"{len(kept)} dims, but primitiv has at most {_MOST_DIMS}"
+    kept = trimmed(dims)
+    if len(kept) > MOST_DIMS:
+        reason = f"{len(kept)} dims, but primitiv has at most {MOST_DIMS}"
         raise UnsupportedError(reason, rule="ShapeDepth", hint="Correct the attribute dims")
-    yield _packed_shape(kept, batch)
-
-
-# --- parameters and models ------------------------------------------------------------------------
-
-
-def _read_parameter(
-    objects: ObjectCursor, notes: kit.Notes, key: list[str], attrs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Read a value and its statistics, the value first."""
-    name, path = variable_name(key), value_path(key)
-    try:
-        value = _read_tensor(objects, name, attrs, path)
-        stats: dict[str, Tensor] = {}
-        for number in range(objects.uint32("number of statistics")):
-            if number * len(name) > _LONGEST_NAMES:
-                reason = f"more than {number} statistics of a parameter whose name has {len(name)}"
-                reason += " characters"
-                raise UnsupportedError(reason, offset=objects.at, rule="TextLength")
-            stat = objects.string("name of a statistic")
-            _check_utf8(notes, "statistic", stat)
-            full = variable_name(key, stat)
-            more = {**attrs, "stat": full.partition(":")[2]}
-            place = None if path is None else (*path[:-1], f"{path[-1]}:{stat}")
-            tensor = _read_tensor(objects, full, more, place)
-            if stats.setdefault(stat, tensor) is not tensor:
-                notes.add("there twice; the first counts, as for primitiv", _named(full))
-    except CheckpointError as error:
-        raise error.located(tensor=name) from None
-    if value.dims is not None:
-        notes.add("with a batch, which primitiv would not load", _named(name))
-    return [value, *stats.values()]
-
-
-def _packed_parameter(parameter: _Parameter) -> Pieces:
-    yield from _pieces(parameter.value, batched=False)
-    yield packed_uint32(len(parameter.stats))
-    for name, stat in parameter.stats.items():
-        yield packed_string(name)
-        yield from _pieces(stat)
-
-
-def _read_model(objects: ObjectCursor, notes: kit.Notes) -> list[Tensor]:
-    parameters: dict[str, list[Tensor]] = {}
-    for _ in range(objects.uint32("number of parameters")):
-        start = objects.at
-        count = objects.length(ARRAY, "key")
-        if count == 0:
-            raise FormatError("a key without elements", offset=start, rule="Key")
-        key = [objects.string("element of a key") for _ in range(count)]
-        _check_utf8(notes, "key", ".".join(key))
-        tensors = _read_parameter(objects, notes, key, {"key": key})
-        name = tensors[0].name
-        if parameters.pop(name, None) is not None:
-            notes.add("there twice; the last counts, as for primitiv", _named(name))
-        parameters[name] = tensors
-    for key, _ in _modules(sorted(each[0].attrs["key"] for each in parameters.values())):
-        reason = "a parameter and also a module, which no model of primitiv can have"
-        notes.add(reason, _named(variable_name(key)))
-    return [each for tensors in parameters.values() for each in tensors]
-
-
-def _model(parameters: list[_Parameter]) -> Pieces:
-    yield packed_uint32(len(parameters))
-    for parameter in parameters:
-        yield ARRAY.pack(len(parameter.key)) + b"".join(map(packed_string, parameter.key))
-        yield from _packed_parameter(parameter)
-
-
-class _Parameter(NamedTuple):
-    """A parameter that is written: its statistics have the order of their tensors."""
-
-    key: tuple[str, ...]
-    value: WantedTensor
-    stats: dict[str, WantedTensor]
-
-
-def _parameters(draft: Draft) -> list[_Parameter]:
-    """Find the parameters among tensors of any names, and their statistics."""
-    values: dict[tuple[str, ...], WantedTensor] = {}
-    stats: list[tuple[tuple[str, ...], str, WantedTensor]] = []
-    for tensor in draft.tensors.values():
-        key, stat = key_and_stat(tensor)
-        try:
-            _encoded((*key, stat or ""))
-        except UnicodeEncodeError:
-            reason = "half of a surrogate pair in the name is not text"
-            rule = "Key" if stat is None else "Statistic"
-            raise _refused(tensor, reason, rule, "Rename it") from None
-        if stat is None:
-            _add(values, key, tensor)
-        else:
-            stats.append((key, stat, tensor))
-    owned: dict[tuple[str, ...], dict[str, WantedTensor]] = {}
-    for owner, stat, tensor in stats:
-        if owner in values:
-            _add(owned.setdefault(owner, {}), stat, tensor)
-        elif "stat" in tensor.attrs:
-            reason = f"a statistic of {shown(variable_name(owner))}, which is not written"
-            hint = "Write the parameter too, or leave the statistic out"
-            raise _refused(tensor, reason, "Statistic", hint)
-        else:
-            # A colon in a name of another format.
-            _add(values, whole_key(tensor), tensor)
-    found = [_Parameter(key, value, owned.get(key, {})) for key, value in values.items()]
-    found.sort(key=lambda each: _encoded(each.key))
-    for key, following in _modules([each.key for each in found]):
-        reason = f"it is a parameter, and also a module that has {shown(values[following].name)}: "
-        reason += "no model of primitiv can have both"
-        raise _refused(values[key], reason, "Key", "Rename one of them")
-    return found
-
-
-def _encoded(key: Sequence[str]) -> list[bytes]:
-    return [element.encode("utf-8", "surrogateescape") for element in key]
-
-
-def _modules(keys: list[_K]) -> Iterator[tuple[_K, _K]]:
-    """Find keys that others begin with: each is right before such a one in order."""
-    for key, following in pairwise(keys):
-        if following[: len(key)] == key:
-            yield key, following
-
-
-def _add(tensors: dict[_N, WantedTensor], key: _N, tensor: WantedTensor) -> None:
-    other = tensors.setdefault(key, tensor)
-    if other is not tensor:
-        reason = f"its key is that of {shown(other.name)} too"
-        raise _refused(tensor, reason, "DuplicateName", "Rename one of them")
+    yield packed_shape(kept, batch)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -483,7 +289,7 @@ def _read_settings(
     settings: dict[str, float] = {}
     for _ in range(objects.length(MAP, what)):
         name = objects.string(f"name in {what}")
-        _check_utf8(notes, "setting", name)
+        check_utf8(notes, "setting", name)
         value = read(f"value in {what}")
         if name in settings:
             reason = "there twice; the first counts, as for primitiv"
@@ -519,7 +325,7 @@ def _optimizer(draft: Draft) -> Pieces:
 
 
 def _uint32(value: Any) -> bytes:
-    if type(value) is not int or not 0 <= value < _U32:
+    if type(value) is not int or not 0 <= value < U32:
         raise ValueError("which is not an integer of 32 bits without a sign")
     return packed_uint32(value)
 
@@ -556,16 +362,3 @@ def _misplaced(attr: str, owner: str, kind: str) -> UnsupportedError:
     reason = f"the attribute {attr!r} belongs in {article} {owner} file, and this is a {kind} file"
     hint = f"Remove it, or write a file of its own with data_type={owner!r}"
     return UnsupportedError(reason, rule="Attribute", hint=hint)
-
-
-def _refused(tensor: WantedTensor, reason: str, rule: str, hint: str) -> UnsupportedError:
-    return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)
-
-
-def _check_utf8(notes: kit.Notes, what: str, name: str) -> None:
-    if _NOT_UTF8.search(name) is not None:
-        notes.add("not UTF-8", f"{what} {shown(name)}")
-
-
-def _named(name: str) -> str:
-    return f"tensor {shown(name)}"

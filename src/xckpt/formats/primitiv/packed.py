@@ -1,12 +1,25 @@
-"""MessagePack objects, read without the long ones and written as primitiv's own writer does."""
+"""MessagePack objects, and shapes and tensors that are made of them.
+
+They are read without the long ones, and written as primitiv's own writer does.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from struct import Struct, unpack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.errors import FormatError, UnsupportedError
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError
 from xckpt.formats import kit
+from xckpt.index import Part, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from xckpt.formats.plan import WantedTensor
+
+#: Of a shape, and the number of its elements.
+MOST_DIMS, U32 = 8, 1 << 32
 
 # What the bytes of damaged files may claim is no reason to read them as one name.
 _LONGEST_TEXT = 1 << 24
@@ -118,3 +131,84 @@ def packed_string(text: str) -> bytes:
     """Write a str."""
     data = text.encode("utf-8", "surrogateescape")
     return STR.pack(len(data)) + data
+
+
+# --- shapes and tensors ---------------------------------------------------------------------------
+
+
+def read_shape(objects: ObjectCursor) -> tuple[list[int], int]:
+    """Read dims, without the trailing ones that are 1, and batch."""
+    start = objects.at
+    count = objects.length(ARRAY, "dims")
+    if count > MOST_DIMS:
+        reason = f"{count} dims are more than {MOST_DIMS}"
+        raise FormatError(reason, offset=start, rule="ShapeDepth")
+    *dims, batch = objects.uint32s(count + 1, "dims and batch")
+    size = prod(dims) * batch
+    if not 0 < size < U32:
+        reason = f"dims {dims} and batch {batch} are {size} elements, "
+        reason += f"which must be from 1 to {U32 - 1}"
+        raise FormatError(reason, offset=start, rule="ShapeSize")
+    return trimmed(dims), batch
+
+
+def packed_shape(dims: Sequence[int], batch: int) -> bytes:
+    """Write dims and batch."""
+    return ARRAY.pack(len(dims)) + packed_uint32(*dims, batch)
+
+
+def trimmed(dims: Sequence[int]) -> list[int]:
+    """Leave out the trailing dims that are 1, as primitiv does."""
+    kept = list(dims)
+    while kept and kept[-1] == 1:
+        kept.pop()
+    return kept
+
+
+def read_tensor(
+    objects: ObjectCursor, name: str, attrs: Mapping[str, Any], path: tuple[str, ...] | None
+) -> Tensor:
+    """Read the head of a tensor, and go on after its data."""
+    try:
+        dims, batch = read_shape(objects)
+        start = objects.at
+        nbytes, expected = objects.length(BIN, "data"), 4 * prod(dims) * batch
+        if nbytes != expected:
+            reason = f"{nbytes} bytes of data, but the shape needs {expected}"
+            raise FormatError(reason, offset=start, rule="DataLength")
+        offset = objects.at
+        objects.skip(nbytes, "data")
+    except CheckpointError as error:
+        raise error.located(tensor=name) from None
+    # No other axis is sure: keys are the user's own words, and a shape does not tell its role.
+    axes = (*(None for _ in dims), "batch") if batch > 1 else None
+    shape = (*dims, batch) if batch > 1 else (*dims,)
+    parts = {"data": Part("float32", shape, offset, nbytes)}
+    return Tensor(name, "float32", shape, parts, order="F", attrs=attrs, dims=axes, path=path)
+
+
+def packed_tensor(tensor: WantedTensor, *, batched: bool = True) -> tuple[bytes, WantedTensor]:
+    """Write the head of a tensor, after checking that it can be stored."""
+    has_batch = tensor.dims is not None and tensor.dims[-1:] == ("batch",)
+    dims = trimmed(tensor.shape[:-1] if has_batch else tensor.shape)
+    batch = tensor.shape[-1] if has_batch else 1
+    if 0 in tensor.shape:
+        reason, rule = f"the shape {tensor.shape}: primitiv has no empty tensors", "ShapeSize"
+        hint = "Leave it out"
+    elif 4 * tensor.size >= U32:
+        reason, rule = f"{tensor.size} elements, but a tensor has at most 2**30 - 1", "ShapeSize"
+        hint = "Split it into several"
+    elif len(dims) > MOST_DIMS:
+        reason, rule = f"{len(dims)} axes, but primitiv has at most {MOST_DIMS}", "ShapeDepth"
+        hint = "Reshape it"
+    elif batch > 1 and not batched:
+        reason, rule = f"a batch of {batch}: primitiv would not load the parameter", "Batch"
+        hint = "Rename its axis 'batch', so that it is one like the others"
+    else:
+        return packed_shape(dims, batch) + BIN.pack(4 * tensor.size), tensor
+    raise refused(tensor, reason, rule, hint)
+
+
+def refused(tensor: WantedTensor, reason: str, rule: str, hint: str) -> UnsupportedError:
+    """Make the error for a tensor that cannot be written."""
+    return UnsupportedError(reason, tensor=tensor.name, rule=rule, hint=hint)

@@ -218,6 +218,7 @@ class _MetadataReader:
             reason = "items that were transformed (compressed) are not read"
             raise UnsupportedError(reason, rule="Transform")
         if item.offset + item.nbytes > file.size:
+            _refuse_safetensors(item.file, file)
             reason = f"an item ends at byte {item.offset + item.nbytes} of {file.size}"
             raise FormatError(f"{item.file}: {reason}", rule="Truncated")
         try:
@@ -232,6 +233,7 @@ class _MetadataReader:
             objects = ObjectWalk(tensors, content.nbytes, self._notes, base)
             objects.walk(content.value, (name,))
         except CheckpointError as error:
+            _refuse_safetensors(item.file, file)
             # Offsets are those in the item, and `.metadata` is the file that the user opened.
             error.reason = f"the item at byte {item.offset} of {item.file}: {error.reason}"
             error.offset = None
@@ -317,6 +319,14 @@ _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")
 
 def _key(name: str, origin: tuple[int, ...] | None) -> str:
     return f"{name}\0{origin}"
+
+
+def _refuse_safetensors(name: str, file: Readable) -> None:
+    """Say of a file what `FileSystemWriter` made of it when it was to write safetensors."""
+    if file.size > 8 and bytes(file.read(7, 2)) == b"\0{":
+        reason = f"the file {shown(name)} is safetensors, and not items of PyTorch"
+        hint = "Open that file with engine='safetensors'"
+        raise UnsupportedError(reason, rule="Item", hint=hint)
 
 
 def _is_file_name(name: str) -> bool:

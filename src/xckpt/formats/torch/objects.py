@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown
-from xckpt.formats.torch import ndarrays
 from xckpt.formats.torch.records import (
     Call,
     Pairs,
@@ -23,9 +22,10 @@ from xckpt.formats.torch.records import (
     items_of,
     key_text,
     name_of,
+    scalar_of,
     spelled,
 )
-from xckpt.formats.torch.tensors import storage_of
+from xckpt.formats.torch.tensors import storage_of, wrapped
 
 if TYPE_CHECKING:
     from xckpt.formats import kit
@@ -43,6 +43,7 @@ _MAPPINGS = {"collections.OrderedDict", "collections.defaultdict", "collections.
 _MAPPINGS |= {"builtins.dict"}
 _SEQUENCES = {"collections.deque", "builtins.list", "builtins.tuple"}
 _SEQUENCES |= {"builtins.set", "builtins.frozenset"}
+_SIZED = {list, tuple, Pairs, PickledSet}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
 
 
@@ -55,6 +56,7 @@ class ObjectWalk:
         self._maker, self._notes, self._base = tensors, notes, base
         self._visits = _VISITS + _VISITS_PER_BYTE * nbytes
         self._names_nbytes = self._attrs_nbytes = 0
+        self._again: dict[str, int] = {}  # by name, how many have it, and one
 
     def walk(self, root: Any, path: tuple[str, ...] = ()) -> None:
         """List all that is below a value, whose path is given."""
@@ -121,6 +123,10 @@ class ObjectWalk:
         if tensor is not None:
             self._add(tensor)
             return [(key, inner) for key, inner in _attached(call) if not is_plain(inner)]
+        inside = wrapped(call)
+        if inside is not None:
+            # Of a class that is not known: what it is made of, and the tensors in its state.
+            return self._children(path, inside)
         name, args = name_of(call), call.args
         if name in _MAPPINGS:
             first = args[-1] if args else None
@@ -146,7 +152,12 @@ class ObjectWalk:
         ]
         if not inner:
             self._say(path, spelled(call))
-        return inner + [(at, each) for at, each in enumerate(args) if _may_have_tensors(each)]
+        states = call.state if type(call.state) is tuple else (call.state,)
+        unnamed = [
+            *enumerate(args),
+            *enumerate([each for each in states if type(each) is not Pairs]),
+        ]
+        return inner + [(at, each) for at, each in unnamed if _may_have_tensors(each)]
 
     def _add(self, tensor: Tensor) -> None:
         """List a tensor, whose name is changed where another one has it."""
@@ -156,9 +167,10 @@ class ObjectWalk:
             reason = f"names of more than {_LONGEST_NAMES} characters in total"
             raise UnsupportedError(reason, offset=self._base, rule="Name")
         if name in self.tensors:
-            again = 2
+            again = self._again.get(name, 2)
             while f"{name}#{again}" in self.tensors:
                 again += 1
+            self._again[name] = again + 1
             name = f"{name}#{again}"
             tensor = replace(tensor, name=name)
         if tensor.problem is not None:
@@ -184,7 +196,7 @@ def _width(value: Any) -> int:
     """Return how much there is to look at in a value, which may be there many times."""
     kind = type(value)
     if kind is Call:
-        width = len(value.args)
+        width = sum([len(each) for each in value.args if type(each) in _SIZED], len(value.args))
         if value.state is None and value.pairs is None and value.values is None:
             return width  # a tensor, of which there are very many
         inner = value.state if type(value.state) is tuple else (value.state,)
@@ -230,5 +242,5 @@ def _constant(name: str, args: tuple[Any, ...]) -> Any:
     if name == "_codecs.encode" and args and type(args[0]) is str:
         return f"<{len(args[0])} bytes>"
     if name == "numpy.core.multiarray.scalar" and len(args) == 2:
-        return ndarrays.scalar(args)
+        return scalar_of(args)
     return None

@@ -1,9 +1,20 @@
-"""What a pickle holds: values, and records of what it would call; nothing of it is ever run."""
+"""What a pickle holds: values, and records of what it would call; nothing of it is ever run.
+
+Arrays and numbers of NumPy have their bytes in the pickle itself.
+"""
 
 from __future__ import annotations
 
+import re
+import struct
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
+
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import UnsupportedError
+from xckpt.formats import kit
+from xckpt.index import Part, Tensor
 
 __all__ = [
     "Call",
@@ -12,6 +23,7 @@ __all__ = [
     "Pairs",
     "Persistent",
     "PickledSet",
+    "array_of",
     "data_of",
     "dict_of",
     "is_plain",
@@ -19,6 +31,7 @@ __all__ = [
     "key_text",
     "kind_of",
     "name_of",
+    "scalar_of",
     "sizes_of",
     "spelled",
 ]
@@ -112,15 +125,15 @@ def dict_of(items: Any) -> dict[str, Any]:
     return {key: value for key, value in items if type(key) is str}
 
 
-def data_of(value: Any) -> bytes | None:
-    """Return bytes, however the protocol spells them; None if there are many."""
+def data_of(value: Any, most: int = _MOST_BYTES) -> bytes | None:
+    """Return bytes, however the protocol spells them; None if there are more than so many."""
     if type(value) is Call and name_of(value) == "_codecs.encode":
         text, *codec = value.args or ("",)
-        if type(text) is str and len(text) <= _MOST_BYTES and codec in (["latin1"], ["latin-1"]):
+        if type(text) is str and len(text) <= most and codec in (["latin1"], ["latin-1"]):
             value = text.encode("latin-1", "replace")
     if type(value) is Call and name_of(value) == "builtins.bytearray":
         value = next(iter(value.args or (b"",)))
-    return value if type(value) is bytes and len(value) <= _MOST_BYTES else None
+    return value if type(value) is bytes and len(value) <= most else None
 
 
 def sizes_of(value: Any) -> tuple[Any, ...]:
@@ -135,6 +148,74 @@ def sizes_of(value: Any) -> tuple[Any, ...]:
 def is_plain(value: Any) -> bool:
     """Return whether a value can be an attribute."""
     return value is None or type(value) in {bool, int, float, str}
+
+
+# --- arrays and numbers of NumPy ------------------------------------------------------------------
+
+_NUMPY = re.compile(r"([biufc])([1248]|16)")
+_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+_FLOATS = {"float64": "d", "float32": "f", "float16": "e", "bool": "?"}
+# They are held in memory as long as the Index is.
+_LARGEST_ARRAY = 1 << 20
+
+
+def _numpy_type(value: Any) -> tuple[str, Any] | None:
+    """Return element type and byte order of a type of numpy, None if it is not one of numbers."""
+    if type(value) is not Call or name_of(value) != "numpy.dtype":
+        return None
+    code = value.args[0] if value.args else None
+    found = _NUMPY.fullmatch(code) if type(code) is str else None
+    mark = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
+    if found is None or mark not in ("<", ">", "|", "="):
+        return None
+    kind, nbytes = _KINDS[found[1]], int(found[2])
+    name = kind if kind == "bool" else f"{kind}{8 * nbytes}"
+    return (name, "big" if mark == ">" else "little") if name in ELEMENT_TYPES else None
+
+
+def scalar_of(args: tuple[Any, ...]) -> Any:
+    """Return the value of a scalar of numpy."""
+    kind, data = _numpy_type(args[0]), data_of(args[1])
+    if kind is None or data is None or len(data) != nbytes_of(kind[0], 1):
+        return None
+    mark = ">" if kind[1] == "big" else "<"
+    if kind[0] in _FLOATS:
+        return struct.unpack(mark + _FLOATS[kind[0]], data)[0]
+    if "int" in kind[0]:
+        return int.from_bytes(data, kind[1], signed=kind[0][0] == "i")
+    return None
+
+
+def array_of(call: Call, name: str, left: int) -> Tensor | None:
+    """Describe an array of numpy; None if its elements are not numbers.
+
+    One that is large, or has more than `left` bytes, is listed and not read.
+    """
+    state = call.state if type(call.state) is tuple and len(call.state) == 5 else None
+    if name_of(call) == "numpy.core.numeric._frombuffer" and len(call.args) == 4:
+        content, kind, shape, letter = call.args
+        state = (1, shape, kind, letter == "F", content)
+    if state is None:
+        return None
+    _, shape, kind, is_fortran, content = state
+    known, size = _numpy_type(kind), sizes_of(shape)
+    if known is None or not {*map(type, size)} <= {int} or len(size) > kit.MOST_AXES:
+        return None
+    dtype, byteorder = known
+    if any(extent < 0 for extent in size) or kit.is_oversized(size, dtype):
+        return None
+    nbytes = nbytes_of(dtype, prod(size))
+    if nbytes > min(left, _LARGEST_ARRAY):
+        reason = f"an array of {nbytes} bytes, which are in the pickle itself"
+        hint = "Save it as a tensor, with torch.from_numpy(...)"
+        problem = UnsupportedError(reason, rule="Array", hint=hint)
+        return Tensor(name, dtype, size, {}, problem=problem)
+    data = data_of(content, nbytes)
+    if data is None or len(data) != nbytes:
+        return None
+    order: Any = "F" if is_fortran is True else "C"
+    part = Part(dtype, size, 0, nbytes, byteorder=byteorder, inline=data)
+    return Tensor(name, dtype, size, {"data": part}, order=order)
 
 
 # --- as text --------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from xckpt.errors import (
     shown,
 )
 from xckpt.formats import kit
-from xckpt.formats.torch import ndarrays
 from xckpt.formats.torch.records import (
     Call,
     Global,
     Pairs,
     Persistent,
+    array_of,
     dict_of,
     is_plain,
     items_of,
@@ -44,9 +44,10 @@ from xckpt.index import Part, Quantization, Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Region", "Tensors", "dtype_named", "itemsize_of", "storage_of"]
+__all__ = ["Region", "Tensors", "dtype_named", "itemsize_of", "storage_of", "wrapped"]
 
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
+_MOST_INLINE = 1 << 24  # bytes of arrays that are in the pickle itself
 _SHOWN = 200
 
 # --- element types --------------------------------------------------------------------------------
@@ -229,13 +230,15 @@ class Tensors:
         self._place, self._notes = place, notes
         self._byteorder, self._base, self._shard = byteorder, base, shard
         self._is_simple = byteorder == "little" and shard is None
+        self._inline_left = _MOST_INLINE
 
     def tensor(self, call: Any, level: int = 0) -> Tensor | None:
         """Return the tensor that a call makes, None if it makes something else."""
         name = name_of(call) if type(call) is Call else ""
         make = _TENSORS.get(name)
         if make is None:
-            return self._of_class(call, name) if name.endswith("Tensor") else None
+            is_tensor = name.startswith("torch.") and name.endswith("Tensor")
+            return self.of_state(call, level) if is_tensor else None
         if level > _DEEPEST_TENSOR:
             raise self.broken(f"{name} of what is no tensor", "Tensor")
         try:
@@ -252,14 +255,21 @@ class Tensors:
             raise self.broken(f"{spelled(call)} is not a tensor", "Tensor")
         return found
 
-    def _of_class(self, call: Call, name: str) -> Tensor | None:
-        """Return a tensor as it was saved by 0.1: an instance whose state is its view."""
-        state = call.state
-        is_view = type(state) is tuple and len(state) == 4 and storage_of(state[0]) is not None
-        if not is_view or not name.startswith("torch."):
-            return None
-        storage, offset, size, stride = state
-        return self.view(storage, offset, (sizes_of(size), sizes_of(stride)))
+    def of_state(self, call: Any, level: int) -> Tensor | None:
+        """Return a tensor as 0.1 had it: an instance whose state is its view, or has a tensor."""
+        state = call.state if type(call.state) is tuple else ()
+        if len(state) == 4 and storage_of(state[0]) is not None:
+            storage, offset, size, stride = state
+            return self.view(storage, offset, (sizes_of(size), sizes_of(stride)))
+        inner = self.tensor(state[0], level + 1) if len(state) == 5 else None
+        return None if inner is None else _marked(inner, state[3])
+
+    def array(self, call: Call) -> Tensor | None:
+        """Return an array of numpy, whose bytes are in the pickle."""
+        found = array_of(call, self.name, self._inline_left)
+        if found is not None:
+            self._inline_left -= sum([part.nbytes for part in found.parts.values()])
+        return found
 
     def broken(self, reason: str, rule: str) -> FormatError:
         """Make the error for what the pickle says."""
@@ -409,9 +419,14 @@ def _v3(o: Tensors, call: Call, _: int) -> Tensor:
     return _marked(tensor, needed)
 
 
-def _parameter(o: Tensors, call: Call, level: int) -> Tensor:
+def _parameter(o: Tensors, call: Call, level: int) -> Tensor | None:
+    if not call.args:
+        tensor = o.of_state(call, level)
+        return tensor and replace(tensor, attrs={**tensor.attrs, "parameter": True})
     data, *more = call.args
-    tensor = o.inner(data, level)
+    tensor = o.tensor(data, level + 1)
+    if tensor is None:
+        return None
     attrs = {key: value for key, value in tensor.attrs.items() if key != "requires_grad"}
     marked = _marked(replace(tensor, attrs=attrs), _at(more, 0))
     kept = dict_of(items_of(_at(more, 2)))
@@ -419,13 +434,28 @@ def _parameter(o: Tensors, call: Call, level: int) -> Tensor:
     return replace(marked, attrs={**marked.attrs, "parameter": True, **plain})
 
 
-def _typed(o: Tensors, call: Call, level: int) -> Tensor:
-    function, _, args, *_ = call.args
-    return o.inner(Call(function, args, call.at), level)
+def _variable(o: Tensors, call: Call, level: int) -> Tensor | None:
+    """Return what 0.1 to 0.3 had around a tensor."""
+    if not call.args:
+        return o.of_state(call, level)
+    tensor = o.tensor(call.args[0], level + 1)
+    state = call.state if type(call.state) is tuple else ()
+    return None if tensor is None else _marked(tensor, _at(state, 0))
 
 
-def _first_tensor(o: Tensors, call: Call, level: int) -> Tensor:
-    return o.inner(call.args[0], level)
+def _typed(o: Tensors, call: Call, level: int) -> Tensor | None:
+    return o.tensor(wrapped(call), level + 1)
+
+
+def _of_device(o: Tensors, call: Call, level: int) -> Tensor | None:
+    """Return the tensor, or the array, that one of another device was saved as."""
+    inner, kind, _, requires_grad, *_ = call.args
+    tensor, dtype = o.tensor(inner, level + 1), dtype_named(kind)
+    if tensor is None:
+        return None
+    if dtype is not None and dtype != tensor.dtype:
+        tensor = replace(tensor, attrs={**tensor.attrs, "torch_dtype": dtype})
+    return _marked(tensor, requires_grad)
 
 
 def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
@@ -531,12 +561,18 @@ def _nested(o: Tensors, call: Call, level: int) -> Tensor:
 
 
 def _array(o: Tensors, call: Call, _: int) -> Tensor | None:
-    """Return an array of numpy, whose bytes are in the pickle."""
-    state = call.state if type(call.state) is tuple and len(call.state) == 5 else ()
-    if name_of(call) == "numpy.core.numeric._frombuffer" and len(call.args) == 4:
-        content, kind, shape, order = call.args
-        state = (1, shape, kind, order == "F", content)
-    return ndarrays.array(o.name, *state[1:]) if state else None
+    return o.array(call)
+
+
+def wrapped(call: Call) -> Any:
+    """Return what a call only adds to: a tensor, or whatever a class of others is made of."""
+    make, args = _TENSORS.get(name_of(call)), call.args
+    if make is _typed and len(args) > 2 and type(args[2]) is tuple:
+        # The function is one of the file's: it counts if the table has it.
+        made = Call(args[0], args[2], call.at)
+        made.state = _at(args, 3)
+        return made
+    return args[0] if make in _ADDING and args else None
 
 
 def _at(values: Any, position: int) -> Any:
@@ -566,9 +602,11 @@ _TENSORS: dict[str, Callable[[Tensors, Call, int], Tensor | None]] = {
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_nested_tensor": _nested,
-    "torch._utils._rebuild_device_tensor_from_numpy": _first_tensor,
-    "torch._utils._rebuild_xla_tensor": _first_tensor,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first_tensor,
+    "torch._utils._rebuild_device_tensor_from_numpy": _of_device,
+    "torch._utils._rebuild_xla_tensor": _of_device,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _of_device,
+    "torch.autograd.variable.Variable": _variable,
     "numpy.core.multiarray._reconstruct": _array,
     "numpy.core.numeric._frombuffer": _array,
 }
+_ADDING = {_parameter, _of_device, _variable}

@@ -38,15 +38,12 @@ def placement(a: Fingerprint, b: Fingerprint) -> Placement | None:
         if a.shape == b.shape:
             if a.rows is None or b.rows is None:
                 return None
-            return _permuted(a.rows, b.rows) or (_transposed(a, b) if _is_square(a) else None)
+            is_square = a.shape[0] == a.shape[1]
+            return _permuted(a.rows, b.rows) or (_transposed(a, b) if is_square else None)
         if a.shape == b.shape[::-1]:
             return _transposed(a, b)
         return None
     return _extended(a, b)
-
-
-def _is_square(one: Fingerprint) -> bool:
-    return one.shape[0] == one.shape[1]
 
 
 def _transposed(a: Fingerprint, b: Fingerprint) -> Placement | None:

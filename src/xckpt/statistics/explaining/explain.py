@@ -30,7 +30,7 @@ from xckpt.statistics.scan import gather
 from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.progress import ProgressOption
     from xckpt.statistics.pairs import ChunkedPair, PairReader
@@ -109,22 +109,25 @@ def _aligned(
     numbers = [n for n, p in pairs.items() if p.size and not INEXACT & set(p.kinds)]
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads:
         looks = dict(zip(numbers, threads.map(_look, [pairs[n] for n in numbers]), strict=True))
-    tested = [n for n in numbers if looks[n][0]]
-    evidence = gather(
-        [pairs[n] for n in tested],
-        Evidence,
-        lambda _, one: one,
-        bar,
-        arguments=[looks[n][0] for n in tested],
-    )
+    tested = {n: pairs[n] for n in numbers if looks[n][0]}
     found = {}
-    for n, one in zip(tested, evidence, strict=True):
+    for n, one in _evidence(tested, [looks[n][0] for n in tested], bar):
         held = one.held.tolist()
         best = max(range(len(held)), key=lambda at: (held[at], -at))
         if held[best] >= LIKELY * one.count:
             relation = one.relations[best]
             found[n] = related(relation, one.count, held[best], one.zeros)
     return found, {n: looks[n][1] for n in numbers} | {n: 1.0 for n in pairs if n not in looks}
+
+
+def _evidence(
+    pairs: Mapping[int, PairReader | ChunkedPair],
+    relations: Sequence[tuple[Relation, ...]],
+    bar: Progress,
+) -> Iterator[tuple[int, Evidence]]:
+    """Count for how many elements of each pair its relations hold."""
+    found = gather(list(pairs.values()), Evidence, lambda _, one: one, bar, arguments=relations)
+    return zip(pairs, found, strict=True)
 
 
 def _look(pair: PairReader | ChunkedPair) -> tuple[tuple[Relation, ...], float]:
@@ -146,10 +149,9 @@ def _alike(
     """Find tensors of one shape that only one side has, whose first elements are alike."""
     groups: dict[tuple[int, ...], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for n in left:
-        case = cases[n]
-        reader = case.ours if case.status == "only_a" else case.theirs
-        if case.status in {"only_a", "only_b"} and reader is not None and reader.size > 1:
-            groups[reader.array.shape][case.status == "only_b"].append(n)
+        reader = cases[n].alone
+        if reader is not None and reader.size > 1:
+            groups[reader.array.shape][cases[n].status == "only_b"].append(n)
     found = {}
     for ours, theirs in groups.values():
         if not ours or not theirs or len(ours) + len(theirs) > _MOST_ALIKE:
@@ -175,11 +177,10 @@ def _tied(cases: Sequence[Case], alone: Sequence[int], bar: Progress) -> dict[in
                 owners[status, reader.array.shape].append(reader)
     pairs, names = {}, {}
     for n in alone:
-        case = cases[n]
-        reader = case.ours if case.status == "only_a" else case.theirs
+        reader = cases[n].alone
         if reader is None:
             continue
-        some = owners.get((case.status, reader.array.shape), ())
+        some = owners.get((cases[n].status, reader.array.shape), ())
         for owner in some if len(some) <= _MOST_OWNERS else ():
             pair = pair_of(owner, reader)
             x, y = sample(pair)
@@ -187,15 +188,8 @@ def _tied(cases: Sequence[Case], alone: Sequence[int], bar: Progress) -> dict[in
                 pairs[n], names[n] = pair, quoted([owner.name])
                 break
     equal = (Relation(Transform()),)
-    evidence = gather(
-        list(pairs.values()),
-        Evidence,
-        lambda _, one: one,
-        bar,
-        arguments=[equal] * len(pairs),
-    )
     told = {}
-    for n, one in zip(pairs, evidence, strict=True):
+    for n, one in _evidence(pairs, [equal] * len(pairs), bar):
         if one.held[0] == one.count:
             status = cases[n].status
             text = f"its numbers are those of {names[n]} of {status[-1]}"

@@ -5,8 +5,6 @@ as few elements as stay in the cache.
 """
 
 # min and max are compiled anew for each type.
-
-# min and max are compiled anew for each type.
 # ruff: noqa: FURB136
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import shown
+from xckpt.errors import some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,11 @@ class Case:
     #: The name of the other tensor of a pair, if it is another one.
     other_name: str = ""
 
+    @property
+    def alone(self) -> Reader | None:
+        """The tensor, if only one side has it."""
+        return {"only_a": self.ours, "only_b": self.theirs}.get(self.status)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -81,10 +86,8 @@ class Explanation:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Write some names."""
-    more = len(names) - _MOST_NAMES
-    text = ", ".join(map(shown, names[:_MOST_NAMES]))
-    return f"{text} and {more:,} more" if more > 0 else text
+    """Write the first of the names of some tensors."""
+    return some(names, "", _MOST_NAMES)
 
 
 def related(relation: Relation, count: int, held: int, zeros: int) -> Explanation:
