@@ -9,8 +9,8 @@ operation whatever the width of the machine's vectors is. So all machines get th
 Elements of 8 and 16 bits are only counted by their bit patterns.
 
 The first use of a type shall not take long. Each function is optimised again within whatever calls
-it, so calls are nested but once, and what is called in one place is inlined. Each access to an array
-costs about a millisecond of compiling, each loop that is vectorised ten.
+it, so calls are nested but once, and what is called in one place is inlined. Each access to an
+array costs about a millisecond of compiling, each loop that is vectorised ten.
 """
 
 # min and max are compiled anew for each type, and take longer than what they are called in.
