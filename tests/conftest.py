@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 settings.register_profile("xckpt", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "xckpt"))
+
+# Tests write some hundred thousand small files: into memory, where there is room for them, since
+# a disk takes longer for that than most tests for their work. The variable TMPDIR says otherwise.
+_MEMORY = Path("/dev/shm")  # noqa: S108  pytest makes a folder in it that nobody else can write to
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 8 << 30:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)  # of processes that are started too
 
 # Files with expected values and malformed files live beside the checkout, not in it.
 GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
@@ -48,6 +56,15 @@ def _not_waiting(fileno: int) -> None:
 def to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the disk as users do."""
     monkeypatch.setattr("os.fsync", _fsync)
+
+
+@pytest.fixture
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder of whose files the system keeps in memory what it likes to."""
+    monkeypatch.setattr("os.fsync", _fsync)
+    disk = "/var/tmp" if tempfile.gettempdir() == str(_MEMORY) else None  # noqa: S108  the same
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

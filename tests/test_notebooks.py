@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +14,16 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
-pytest.importorskip("ipykernel")
-pytest.importorskip("matplotlib")
+for needed in ("nbformat", "nbclient", "ipykernel", "matplotlib"):
+    if find_spec(needed) is None:  # to import them takes seconds, which all workers would wait
+        pytest.skip(f"{needed} is not installed", allow_module_level=True)
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 _LONGEST_SECONDS = 60
 
 
 def read(path: Path) -> Any:
+    nbformat: Any = importlib.import_module("nbformat")
     return nbformat.read(path, as_version=4)
 
 
@@ -36,10 +38,12 @@ def code(path: Path) -> Iterator[Any]:
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    from nbclient import NotebookClient
+
     notebook = read(path)
     folder = tmp_path / "work"
     folder.mkdir()
-    client = nbclient.NotebookClient(
+    client = NotebookClient(
         notebook,
         timeout=_LONGEST_SECONDS,
         kernel_name="python3",

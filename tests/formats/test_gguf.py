@@ -470,6 +470,16 @@ MALFORMED = {
         "Nesting",
     ),
     "the same name twice": (gguf_file({}, W * 2, bytes(4)), "DuplicateTensor"),
+    "a key that is not UTF-8 twice": (
+        gguf_file({"\xff": u32(1), "\xfe": u32(1)}, W, bytes(4))
+        .replace(b"\xc3\xbf", b"a\xff")
+        .replace(b"\xc3\xbe", b"a\xff"),
+        "DuplicateKey",
+    ),
+    "a name that is not UTF-8 twice": (
+        gguf_file({}, [("\xff", [1], 0, 0)] * 2, bytes(4)).replace(b"\xc3\xbf", b"a\xff"),
+        "DuplicateTensor",
+    ),
     "65 axes": (gguf_file({}, [("w", [1] * 65, 0, 0)], bytes(4)), "Shape"),
     "a product of 2**64": (gguf_file({}, [("w", [1 << 32] * 2, 0, 0)], bytes(4)), "Shape"),
 }

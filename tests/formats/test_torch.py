@@ -553,6 +553,16 @@ def test_what_is_there_many_times_takes_no_longer(kind: str) -> None:
     assert time.process_time() - start < 5
 
 
+def test_many_tensors_of_one_name_take_no_longer() -> None:
+    item = files.text("a") + b"q\1" + files.storage("0", 2) + b"q\2"
+    data = files.archive(b"}(" + item + b"h\1h\2" * 20_000 + b"u", {"0": bytes(8)})
+    start = time.process_time()
+    tensors = FORMAT.read(CountingSource(data)).tensors
+    assert list(tensors)[:3] == ["a", "a#2", "a#3"]
+    assert len(tensors) == 20_001
+    assert time.process_time() - start < 5
+
+
 @pytest.mark.parametrize("opcodes", [b"](", b"(", b"cm\nf\n", b"}K\0"])
 def test_what_is_nested_very_deep_breaks_nothing(opcodes: bytes) -> None:
     ends = {b"](": b"e", b"(": b"t", b"cm\nf\n": b")R", b"}K\0": b"s"}

@@ -74,24 +74,21 @@ def stats_of(values: Array, quantiles: Sequence[float] = QUANTILES) -> dict[str,
 
 
 def exact_stats(values: Array) -> dict[str, float]:
-    """Describe an array with fractions: nothing is rounded before the end."""
+    """Describe an array with integers and fractions: nothing is rounded before the end."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         wide = values.astype(np.float64).reshape(-1)
     found = counted(values)
     finite = wide[np.isfinite(wide)]
     if not finite.size:
         return found
-    exact = (
-        [Fraction(int(x)) for x in values.reshape(-1)]
-        if values.dtype.kind in "iu"
-        else [Fraction(float(x)) for x in finite]
-    )
-    n = len(exact)
-    mean = sum(exact, Fraction(0)) / n
-    m2, m3, m4 = (sum(((x - mean) ** p for x in exact), Fraction(0)) / n for p in (2, 3, 4))
-    squares = sum((x * x for x in exact), Fraction(0))
+    # Integers, times a power of two.
+    numbers, scale = _as_integers(values.reshape(-1) if values.dtype.kind in "iu" else finite)
+    n, total = len(numbers), sum(numbers)
+    squares = Fraction(sum([x * x for x in numbers])) * scale**2
+    apart = [n * x - total for x in numbers]  # from the mean, n times
+    m2, m3, m4 = (Fraction(sum([x**p for x in apart]), n ** (p + 1)) * scale**p for p in (2, 3, 4))
     found |= {
-        "mean": float(mean),
+        "mean": float(Fraction(total, n) * scale),
         "std": root(m2),
         "rms": root(squares / n),
         "l2": root(squares),
@@ -99,6 +96,15 @@ def exact_stats(values: Array) -> dict[str, float]:
         "kurtosis": float(m4 / m2**2 - 3) if m2 else math.nan,
     }
     return found
+
+
+def _as_integers(values: Array) -> tuple[list[int], Fraction]:
+    """Return integers, and what they are to be multiplied with."""
+    if values.dtype.kind in "iu":
+        return [int(x) for x in values], Fraction(1)
+    ratios = [x.as_integer_ratio() for x in values.tolist()]
+    largest = max(below for _, below in ratios)  # all are powers of two
+    return [above * (largest // below) for above, below in ratios], Fraction(1, largest)
 
 
 def counted(values: Array) -> dict[str, float]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import secrets
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from tests.storage.servers import Handler, Listening, http_server, url_of
 
 TOKEN = "hf_of_this_test"  # noqa: S105  it opens nothing
 #: Larger files are not in git itself.
@@ -57,7 +54,7 @@ class Behaviour:
     tampered: dict[str, str] = field(default_factory=dict)  # headers of answers to resolve
 
 
-class HubServer:
+class HubServer(Listening):
     """The Hub at ``url``; ``repositories`` by their names."""
 
     def __init__(self) -> None:
@@ -68,39 +65,13 @@ class HubServer:
         self.blobs: dict[str, bytes] = {}
         self.signed: dict[str, int] = {}  # signature: how often it was used
         self.lock = threading.Lock()
-        self.is_stuck, self.unstick = threading.Event(), threading.Event()
-        self._servers = [
-            ThreadingHTTPServer(
-                ("127.0.0.1", 0), type(name, (_Handler,), {"hub": self, "host": name})
-            )
-            for name in ("hub", "copies")
-        ]
-        self.url, self.copies = (f"http://127.0.0.1:{each.server_port}" for each in self._servers)
+        self.is_stuck = threading.Event()
+        servers = [http_server(_Handler, hub=self, host=name) for name in ("hub", "copies")]
+        self.url, self.copies = map(url_of, servers)
+        super().__init__(*servers)
 
     def count(self, host: str) -> int:
         return sum(request.host == host for request in self.requests)
-
-    def __enter__(self) -> Self:
-        self._threads = [
-            threading.Thread(target=server.serve_forever, args=(0.01,)) for server in self._servers
-        ]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.unstick.set()
-        for server, thread in zip(self._servers, self._threads, strict=True):
-            server.daemon_threads = True
-            server.block_on_close = False
-            server.shutdown()
-            thread.join()
-            server.server_close()
 
 
 class _RefusedError(Exception):
@@ -108,23 +79,11 @@ class _RefusedError(Exception):
         self.status, self.code, self.message = status, code, message
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(Handler):
     hub: HubServer
     host: str
 
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            super().handle()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
+    def answer(self, *, with_body: bool) -> None:
         hub, how = self.hub, self.hub.behaviour
         asked, token = self.headers.get("Range"), self.headers.get("Authorization")
         if self.path == "/api/agent-harnesses":  # of the client itself, once in a process
@@ -245,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub, how = self.hub, self.hub.behaviour
         if how.stuck_after is not None and hub.count("copies") > how.stuck_after:
             hub.is_stuck.set()
-            hub.unstick.wait()
+            hub.closing.wait()
         signature = self.path.rpartition("Signature=")[2]
         with hub.lock:
             used = hub.signed.get(signature)

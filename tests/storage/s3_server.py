@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.storage.servers import Listening, url_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
 BUCKET = "bucket"
 
 
-class S3Server:
+class S3Server(Listening):
     """Serves objects; ``options`` are what fsspec needs to reach it.
 
     Attributes
@@ -47,10 +47,9 @@ class S3Server:
         self._random = np.random.default_rng(0)
         self._lock = threading.Lock()
         self.forget()
-        self._server = make_server(
-            "127.0.0.1", 0, self._answer, threaded=True, request_handler=Silent
-        )
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Silent)
+        super().__init__(server)
+        self.url = url_of(server)
         self.options: dict[str, Any] = {
             "key": "test",
             "secret": "test",
@@ -73,21 +72,6 @@ class S3Server:
         fs.pipe({f"{BUCKET}/{name}": data for name, data in files.items()})
         self.forget()
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         asked = environ.get("HTTP_RANGE")
         with self._lock:
@@ -95,7 +79,7 @@ class S3Server:
             fault = self._random.random() < self.failing
             cut = fault and self._random.random() < 0.5
             self.faults += fault
-        time.sleep(self.latency)
+        self.closing.wait(self.latency)
         if (fault and not cut) or self.refuse(environ["PATH_INFO"], asked):
             start("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]

@@ -105,12 +105,12 @@ class TestScans:
         self, scan: Any, web: WebServer, path: Path, tmp_path: Path
     ) -> None:
         opened(web)  # the header is kept
-        web.behaviour.latency = 0.2
+        web.behaviour.together, web.behaviour.patience = 9, 0.3
         web.requests.clear()
         web.nbytes_sent = web.at_once = 0
         found = scan(f"{web.url}/m.zt", tmp_path)
         assert_same(found, scan(str(path), tmp_path))
-        assert web.at_once > 8
+        assert web.at_once >= 9
         size = path.stat().st_size * (2 if scan is SCANS["compare"] else 1)
         assert web.nbytes_sent < size + size // 10 + REQUEST  # the head is read when it is opened
         assert len(web.gets) < size // REQUEST * 2 + 10
@@ -236,8 +236,7 @@ class TestAnythingElse:
 
     def test_a_long_read_is_several_requests(self, web: WebServer, path: Path) -> None:
         with closing(open_source(f"{web.url}/m.zt")) as source:
-            web.behaviour.latency = 0.2
-            web.at_once = 0
+            web.behaviour.together, web.at_once = 5, 0
             assert source.read(5, 10 * REQUEST) == path.read_bytes()[5 : 5 + 10 * REQUEST]
             assert web.at_once > 4
 

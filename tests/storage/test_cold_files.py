@@ -71,9 +71,8 @@ def test_a_single_row_asks_for_nothing(source: LocalSource, asked: list[tuple[in
     assert asked == []
 
 
-@pytest.mark.usefixtures("to_the_disk")
-def test_what_is_asked_for_comes(tmp_path: Path) -> None:
-    path = tmp_path / "cold"
+def test_what_is_asked_for_comes(on_a_disk: Path) -> None:
+    path = on_a_disk / "cold"
     path.write_bytes(os.urandom(3 * MIB))
     source = LocalSource(str(path))
     file = source.descriptor()

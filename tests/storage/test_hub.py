@@ -442,6 +442,6 @@ class TestCommands:
             process.send_signal(signal.SIGKILL)
         assert not target.exists()
         hub.behaviour.stuck_after = None
-        hub.unstick.set()
+        hub.closing.set()
         xckpt.convert(MODEL, target, storage_options={"token": TOKEN}, progress=False)
         xr.testing.assert_equal(xr.open_dataset(target), xr.open_dataset(folder))

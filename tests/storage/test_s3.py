@@ -85,9 +85,9 @@ def test_reading_all_reads_each_byte_once(s3: S3Server) -> None:
 
 
 def test_requests_that_fail_now_and_then_do_not_show(s3: S3Server) -> None:
-    s3.failing, s3.latency, before = 0.05, 0.005, s3.faults
+    s3.failing, before = 0.1, s3.faults
     ds = opened(s3)
-    for name, values in ARRAYS.items():  # one by one: all of them are one request
+    for name, values in list(ARRAYS.items())[:120]:  # one by one: all of them are one request
         np.testing.assert_array_equal(ds.variables[name], values)
     assert s3.faults - before > 5
 

@@ -7,13 +7,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from tests.storage.servers import Handler, Listening, http_server, url_of
 
 
 @dataclass
@@ -31,7 +28,8 @@ class Behaviour:
     encoding: str | None = None
     status: int | None = None  # for every request
     latency: float = 0.0
-    together: int = 0  # no answer comes before so many requests are there
+    together: int = 0  # no answer comes before so many requests are there,
+    patience: float = 20.0  # or so many seconds have gone
     failing: float = 0.0  # share of requests that fail with 500, or whose body is cut
     trickle: float | None = None  # seconds between the bytes of a body; infinite: none comes
     silent: bool = False  # never answers
@@ -40,7 +38,7 @@ class Behaviour:
     location: str | None = None  # where every request is sent to
 
 
-class WebServer:
+class WebServer(Listening):
     """Serves files from memory at ``url``."""
 
     def __init__(self, **files: bytes) -> None:
@@ -52,40 +50,23 @@ class WebServer:
         self.lock = threading.Lock()
         self.random = np.random.default_rng(0)
         self.faults = 0
-        self.closing = threading.Event()
-        handler = type("Handler", (_Handler,), {"web": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        server = http_server(_Handler, web=self)
+        self.url = url_of(server)
+        super().__init__(server)
 
     @property
     def gets(self) -> list[str | None]:
         """The ranges of all GET requests."""
         return [range_ for method, _, range_ in self.requests if method == "GET"]
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.closing.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         for connection in self.connections:  # those kept alive too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(Handler):
     web: WebServer
     cut: float  # bytes missing at the end of the body, or a share of it
 
@@ -93,26 +74,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.web.connections.append(self.connection)
 
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # a client may hang up at any time
-            super().handle()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
+    def answer(self, *, with_body: bool) -> None:
         web = self.web
         with web.lock:
-            web.now += 1
+            web.now += with_body
             web.at_once = max(web.at_once, web.now)
         try:
-            self._answer(with_body=True)
+            self._answer(with_body=with_body)
         finally:
             with web.lock:
-                web.now -= 1
+                web.now -= with_body
 
     def _answer(self, *, with_body: bool) -> None:
         web, how = self.web, self.web.behaviour
@@ -123,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = web.random.random() < how.failing
             self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
-        time.sleep(how.latency)
-        until = time.monotonic() + 20
+        web.closing.wait(how.latency)
+        until = time.monotonic() + how.patience
         while web.at_once < how.together and time.monotonic() < until:
             time.sleep(0.01)
         if how.silent:

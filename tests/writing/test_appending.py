@@ -343,4 +343,4 @@ def test_kill_at_any_moment_leaves_a_whole_file(version: str, tmp_path: Path) ->
         assert len(left) <= 1, "the next writer removes what is left over"
         save(opened(target)[["w"]], target, version=version, overwrite=True)
 
-    kill_at_random_moments(APPENDER, target, rounds=30, seconds=0.3, check=check, seen=seen)
+    kill_at_random_moments(APPENDER, target, rounds=30, seconds=0.15, check=check, seen=seen)

@@ -52,7 +52,7 @@ def test_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
         left = [path for path in tmp_path.iterdir() if path.name.endswith(PARTIAL_SUFFIX)]
         assert len(left) <= 1, "the next writer removes what is left over"
 
-    kill_at_random_moments(WRITER, target, rounds=ROUNDS, seconds=0.4, check=check, seen=seen)
+    kill_at_random_moments(WRITER, target, rounds=ROUNDS, seconds=0.2, check=check, seen=seen)
     save(xr.Dataset({"w": ("n", np.zeros(3))}), target, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["m.zt"]
 

@@ -64,6 +64,7 @@ _MAGIC, _ALIGNMENT, _LONGEST_NAME, _MOST_WRITTEN_AXES = b"GGUF", 32, 64, 4
 # Longer lists stay in the file; per-layer values are shorter, and nobody has lists of lists.
 _LONGEST_LIST = 256
 _MOST_NESTED = 1 << 16
+_MOST_ALIKE = 16  # names that are the same once they are escaped
 _MOST_PADDING = 1 << 12  # that is looked at
 _ALIGNED = "general.alignment"
 # The attribute of a tensor that names another one, with which it is still to be multiplied.
@@ -205,6 +206,7 @@ class _HeadReader:
     types: dict[str, str] = field(default_factory=dict)  # of attributes
     split_at: int = 0  # where the number of files is
     nested: int = 0  # entries of lists in lists
+    escaped: dict[tuple[str, bytes], str] = field(default_factory=dict)  # what is not UTF-8
 
     @classmethod
     def of(cls, source: Readable) -> _HeadReader:
@@ -284,11 +286,16 @@ class _HeadReader:
         return found
 
     def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
-        """Name what has a name that is not UTF-8."""
+        """Name what has a name that is not UTF-8; what has it a second time gets the same."""
+        if (what, data) in self.escaped:
+            return self.escaped[what, data]
         name = data.decode(errors="backslashreplace")
-        while name in taken:
+        for _ in range(_MOST_ALIKE):
+            if name not in taken:
+                break
             name += "_"
         self.notes.add(f"a {what} is not UTF-8, and escaped", shown(name))
+        self.escaped[what, data] = name
         return name
 
     def _value(self, kind: int, key: str) -> Any:

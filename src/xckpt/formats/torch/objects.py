@@ -56,6 +56,7 @@ class ObjectWalk:
         self._maker, self._notes, self._base = tensors, notes, base
         self._visits = _VISITS + _VISITS_PER_BYTE * nbytes
         self._names_nbytes = self._attrs_nbytes = 0
+        self._again: dict[str, int] = {}  # by name, how many have it, and one
 
     def walk(self, root: Any, path: tuple[str, ...] = ()) -> None:
         """List all that is below a value, whose path is given."""
@@ -166,9 +167,10 @@ class ObjectWalk:
             reason = f"names of more than {_LONGEST_NAMES} characters in total"
             raise UnsupportedError(reason, offset=self._base, rule="Name")
         if name in self.tensors:
-            again = 2
+            again = self._again.get(name, 2)
             while f"{name}#{again}" in self.tensors:
                 again += 1
+            self._again[name] = again + 1
             name = f"{name}#{again}"
             tensor = replace(tensor, name=name)
         if tensor.problem is not None:
