@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -10,30 +10,26 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray
+from xckpt.arrays.graph import active_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["active_client", "on_cluster", "placed", "send_out"]
+__all__ = ["on_cluster", "placed", "send_out", "waiting_client"]
 
 
-def active_client() -> Any:
-    """Return the client of the active cluster; None if there is none, or inside its workers."""
-    distributed = sys.modules.get("distributed")
-    if distributed is None:
+def waiting_client() -> Any:
+    """Return the client of a cluster whose tasks can be waited for; None inside its workers."""
+    client = active_client()
+    if client is None or client.asynchronous:
         return None
-    try:
-        distributed.get_worker()
-    except ValueError:
-        pass
-    else:
+    from distributed import get_worker
+
+    with suppress(ValueError):
+        get_worker()
         # This is a task itself: to wait for others from within it could wait forever.
         return None
-    try:
-        client = distributed.default_client()
-    except ValueError:
-        return None
-    return None if client.asynchronous else client
+    return client
 
 
 def send_out(
@@ -46,7 +42,7 @@ def send_out(
 
     `array` returns what a task reads: what is in memory here is not sent. Tasks know their bytes.
     """
-    client = active_client()
+    client = waiting_client()
     if client is None:
         return list(tasks)
 
