@@ -75,14 +75,14 @@ def entry(key: str, value: Any, dtype: str | None) -> bytes:
 
 def _encoded(value: Any, dtype: str | None) -> bytes | None:
     """Return a value with its type, None if GGUF has nothing like it."""
-    if isinstance(value, str | bytes):
+    if _is_text(value):
         return struct.pack("<I", TEXT) + _text(value)
     if isinstance(value, bool | int | float):
         chosen, data = _as_numbers([value], dtype, in_list=False)
         return None if data is None else struct.pack("<I", _CODES[chosen][0]) + data
     if not isinstance(value, list | tuple):
         return None
-    if all(isinstance(each, str | bytes) for each in value) and (value or dtype == "text"):
+    if all(map(_is_text, value)) and (value or dtype == "text"):
         head = struct.pack("<IIQ", LIST, TEXT, len(value))
         return head + b"".join([_text(each) for each in value])
     if value and all(isinstance(each, list | tuple) for each in value):
@@ -111,6 +111,17 @@ def _as_numbers(
             return dtype, data
     chosen = default_type(values, in_list=in_list)
     return ("", None) if chosen is None else (chosen, _packed(chosen, values))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it comes back as it is: bytes that are UTF-8 would be a str."""
+    if not isinstance(value, bytes):
+        return isinstance(value, str)
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _text(value: str | bytes) -> bytes:
