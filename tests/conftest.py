@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -32,6 +33,12 @@ if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY
 # Files with expected values and malformed files live beside the checkout, not in it.
 GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
 _ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector look no more at what was loaded and collected: all of it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -185,15 +185,18 @@ def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
     seen: list[str] = []
 
+    old: dict[str, bytes] = {}
+    if before != "nothing":
+        save(dataset(0), target, "mlcp")
+        old = {name: (tmp_path / name).read_bytes() for name in FILES}
+        for name, shard in zip(stale, FILES[1:], strict=False):
+            old[name] = old.pop(shard)[20:]
+
     def begin() -> None:
         for name in names(tmp_path):
             (tmp_path / name).unlink()
-        if before != "nothing":
-            save(dataset(0), target, "mlcp")
-        for name, shard in zip(stale, FILES[1:], strict=False):
-            data = (tmp_path / shard).read_bytes()[20:]
+        for name, data in old.items():
             (tmp_path / name).write_bytes(data)
-            (tmp_path / shard).unlink()
 
     def check(_: int) -> None:
         if target.exists():
