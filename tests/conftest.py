@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 # the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("xckpt", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "xckpt"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "xckpt")
+settings.load_profile(_PROFILE)
 
 # Tests write some hundred thousand small files: into memory, where there is room for them, since
 # a disk takes longer for that than most tests for their work. The variable TMPDIR says otherwise.
@@ -48,6 +50,10 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("xckpt.storage.remote._FIRST_DELAY", 0.001)
         patch.setattr("os.fsync", _not_waiting)
+        if _PROFILE == "xckpt" and find_spec("hypothesis.internal.conjecture.providers"):
+            # It would draw what is in modules that are loaded, so in those of other tests too.
+            name = "hypothesis.internal.conjecture.providers.is_local_module_file"
+            patch.setattr(name, lambda _: False, raising=False)
         yield
 
 
