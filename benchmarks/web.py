@@ -62,8 +62,10 @@ class _Answering:
     def __init__(self, folder: Path, latency: float, rate: float) -> None:
         self.latency, self.rate = latency, rate
         self.files = {
-            f"/{path.name}".encode(): memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            for path in folder.iterdir()
+            f"/{path.relative_to(folder)}".encode(): memoryview(
+                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            )
+            for path in folder.rglob("*")
             if path.is_file()
             for file in [path.open("rb")]
         }
@@ -73,7 +75,8 @@ class _Answering:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 request = await reader.readuntil(b"\r\n\r\n")
-                method, path, _ = request.split(b" ", 2)
+                method, target, _ = request.split(b" ", 2)
+                path = target.partition(b"?")[0]
                 if path == b"/-/counts":
                     text = json.dumps([self.requests, self.nbytes, self.at_once]).encode()
                     self.requests = self.nbytes = self.at_once = 0

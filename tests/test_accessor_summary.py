@@ -55,11 +55,52 @@ def test_layers_that_are_not_alike_are_told_with_their_dimensions(mixture: Path)
         assert "  layers {2..5} (dimension layers_2): mlp.experts\n" in text
         choice = f"{name}.ckpt.sel(layers=4, experts=1)"
         assert f"  choose with {choice}, whatever the dimensions are called\n" in text
-        assert choice in obj.ckpt._repr_html_()
+        html = obj.ckpt._repr_html_()
+        assert choice in html
+        assert html.count(".ckpt.sel(") == 1
         chosen = obj.ckpt.sel(layers=4, experts=1).ckpt
         assert "1 tensor" in repr(chosen)
     fewer = flat.ckpt.stack().ckpt.sel(layers=[1, 2, 3, 4, 5])
     assert "  layers {2..5} (dimension layers_2): mlp.experts\n" in repr(fewer.ckpt)
+
+
+@pytest.fixture
+def unet(tmp_path: Path) -> xr.Dataset:
+    """Write the names of a network with blocks of four widths, as those of diffusers are."""
+    widths = (4, 8, 16, 16)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for side, order in (("down", widths), ("up", widths[::-1])):
+        for block, width in enumerate(order):
+            for number in range(2 if side == "down" else 3):
+                inside = f"{side}_blocks.{block}"
+                shapes[f"{inside}.resnets.{number}.conv2.weight"] = (width, width, 3, 3)
+                attention = f"{inside}.attentions.{number}.transformer_blocks.0"
+                shapes[f"{attention}.attn1.to_q.weight"] = (width, width)
+                shapes[f"{attention}.attn1.to_out.0.bias"] = (width,)
+    np.savez(tmp_path / "unet.npz", **{n: np.ones(s, "f4") for n, s in shapes.items()})  # type: ignore[arg-type]
+    return xr.open_dataset(tmp_path / "unet.npz", engine="npz", stack=True)
+
+
+def test_blocks_of_several_widths_have_few_dimensions(unet: xr.Dataset) -> None:
+    stacked = {name: v.dims[: v.ndim - 4] for name, v in unet.items() if "conv2" in str(name)}
+    assert stacked == {
+        "down_blocks.0.resnets.conv2.weight": ("resnets_1",),
+        "down_blocks.1.resnets.conv2.weight": ("resnets_1",),
+        "down_blocks.resnets.conv2.weight": ("down_blocks", "resnets_1"),
+        "up_blocks.resnets.conv2.weight": ("up_blocks", "resnets"),
+        "up_blocks.2.resnets.conv2.weight": ("resnets",),
+        "up_blocks.3.resnets.conv2.weight": ("resnets",),
+    }
+    attention = "up_blocks.attentions.transformer_blocks.0.attn1.to_out.0.bias"
+    assert unet[attention].dims == ("up_blocks", "attentions", "d16")
+    assert set(unet.indexes) == {
+        *("down_blocks", "up_blocks", "resnets", "resnets_1", "attentions", "attentions_1")
+    }
+    lines = [line.strip() for line in repr(unet.ckpt).splitlines() if "_blocks {" in line]
+    assert "down_blocks {0,1}: resnets, attentions" in lines
+    assert "up_blocks {0,1} (dimension up_blocks): resnets, attentions" in lines
+    assert len(unet.ckpt.sel(down_blocks=0).data_vars) == 3
+    assert unet.ckpt.sel(down_blocks=3, resnets=1)["down_blocks.resnets.conv2.weight"].ndim == 4
 
 
 def test_an_index_shows_itself_in_a_notebook(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztenso
 from tests.conftest import GOLDEN
 from tests.formats import torch_files
 from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
+from tests.test_optimizer_numbers import Saved
 from xckpt.sample import write_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -162,7 +163,18 @@ def test_the_state_of_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for path, arrays in files.items():
         named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
         xckpt.save(xr.Dataset(named), f"{path}.safetensors")
-    check("how-to/optimizer.md", examples=8)
+    Path("training.pt").write_bytes(training(weights))
+    check("how-to/optimizer.md", examples=12)
+
+
+def training(weights: dict[str, Any]) -> bytes:
+    """Write a model and the state of its optimizer as PyTorch does."""
+    saved = Saved()
+    arrays = {name: saved.array(array.shape, 1.0) for name, array in weights.items()}
+    shapes = {at: array.shape for at, array in enumerate(weights.values())}
+    value = {"model": torch_files.mapping(arrays)}
+    value["optimizer"] = saved.optimizer(shapes, [[*shapes]], fields=("exp_avg",))
+    return torch_files.archive(torch_files.mapping(value), saved.storages)
 
 
 @pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")

@@ -184,8 +184,8 @@ def test_blocks_of_float8(data: st.DataObject, by_powers: bool) -> None:
 
 
 @FEW
-@given(st.data(), st.booleans())
-def test_four_bits_with_a_table(data: st.DataObject, nested: bool) -> None:
+@given(st.data(), st.booleans(), st.sampled_from([np.uint8, np.int8]))
+def test_four_bits_with_a_table(data: st.DataObject, nested: bool, storage: Any) -> None:
     rng = np.random.default_rng(0)
     shape = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
     block, count = data.draw(st.integers(1, 70)), int(np.prod(shape))
@@ -194,7 +194,7 @@ def test_four_bits_with_a_table(data: st.DataObject, nested: bool) -> None:
     blocks = -(-count // block)
     absmax = some(rng, blocks).astype(np.float32)
     tensors: dict[str, Any] = {
-        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8).view(storage)[:, None],
         "weight.quant_map": table,
         "weight.absmax": absmax,
     }

@@ -27,8 +27,10 @@ LIMITS = {
     "PyTorch: bytes of the pickle": "formats.torch.containers._LARGEST_PICKLE"
     " formats.torch.objects._DEEPEST formats.torch.objects._LONGEST_NAME",
     "PyTorch: values": "formats.torch.objects._VISITS formats.torch.objects._VISITS_PER_BYTE",
-    "PyTorch: bytes of an": "formats.torch.pickles._LONGEST_INT"
+    "PyTorch: bytes of an integer": "formats.torch.pickles._LONGEST_INT"
     " formats.torch.pickles._LONGEST_LINE",
+    "PyTorch: bytes of an array": "formats.torch.records._LARGEST_ARRAY"
+    " formats.torch.tensors._MOST_INLINE",
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
     "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -189,6 +190,10 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
     assert "head" in repr(ds)
     for shown in (repr(ds.ckpt), ds.ckpt._repr_html_()):
         assert f"{len(B)} tensors cannot be read" in shown
+    assert re.search(r"head +unknown +unknown +0 B", repr(ds.ckpt))
+    sizes = ds.ckpt.summary()
+    assert set(sizes.loc[sizes["dtype"] == "unknown", "shape"]) == {"unknown"}
+    assert sizes.loc[sizes["dtype"] == "unknown", "parameters"].sum() == 0
     with pytest.warns(CheckpointWarning) as warned:
         st = ds.ckpt.stats()
     assert set(st.data_vars) == set(A)

@@ -98,7 +98,9 @@ def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
     assert list(ds) == ["x.npy", "y"]
 
 
-def test_attributes_that_are_no_text(tmp_path: Path) -> None:
-    ds = xr.Dataset({"w": ("x", np.ones(2))}, attrs={"a": "\ud800"})
+@pytest.mark.parametrize("place", ["attribute", "name", "axis"])
+def test_what_is_no_text_is_refused(place: str, tmp_path: Path) -> None:
+    text = {"attribute": "a", "name": "w", "axis": "x"} | {place: "\ud800"}
+    ds = xr.Dataset({text["name"]: (text["axis"], np.ones(2))}, attrs={"a": text["attribute"]})
     with pytest.raises(xckpt.UnsupportedError, match="lone surrogates"):
         xckpt.save(ds, tmp_path / "m.npz")

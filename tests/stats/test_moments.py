@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.stats.reference import dtype_of, sketch_of, stats_of
 from xckpt.statistics import stats
-from xckpt.statistics.kernels import merge as compiled_merge
+from xckpt.statistics.kernels import fold
 from xckpt.statistics.moments import EMPTY, LEAF, Tree, merge, runs
 
 VALUES = np.random.default_rng(0).standard_normal(7 * LEAF + 1234).astype(np.float32) * 3 + 1
@@ -52,17 +52,23 @@ def test_leaves_in_any_order(order: list[int]) -> None:
 
 def test_both_versions_of_merge_give_the_same_bits() -> None:
     rng = np.random.default_rng(2)
-    compiled = compiled_merge
-    for _ in range(300):
-        a, b = (
-            (
-                float(rng.integers(0, 4) * 100),
-                *(rng.standard_normal(5) * 10.0 ** rng.integers(-9, 9)).tolist(),
-                float(rng.choice([0, 0, 0, 256, -768])),
-            )
-            for _ in range(2)
-        )
-        assert merge(a, b) == compiled(a, b)
+    for _ in range(40):
+        nodes = rng.standard_normal((8, 7)) * 10.0 ** rng.integers(-9, 9, (8, 7))
+        nodes[:, 0] = rng.integers(1, 4, 8) * 100
+        nodes[:, 6] = rng.choice([0, 256])
+        tree: Tree[Any] = Tree(merge, EMPTY)
+        for number, node in enumerate(nodes.tolist()):
+            tree.add(0, number, tuple(node))
+        fold(nodes, 8)
+        assert tree.total() == tuple(nodes[0].tolist())
+
+
+@pytest.mark.parametrize("rare", [np.nan, np.inf, 1e300])
+def test_leaves_that_need_another_look_among_others(rare: float) -> None:
+    values = np.random.default_rng(3).standard_normal(11 * LEAF)
+    values[[3 * LEAF + 1, 8 * LEAF]] = rare
+    values[5 * LEAF : 6 * LEAF] = rare
+    assert facts(sketch_of(values)) == facts(sketch_of(values, [LEAF * n for n in range(1, 11)]))
 
 
 def test_merging_with_nothing_changes_nothing() -> None:

@@ -122,8 +122,11 @@ class CheckpointAccessor(Generic[Obj]):
         from xckpt.notebook.html import render
 
         obj = self._called
-        calls = (f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()", summary.choose)
-        return render(summary, [call for call in calls if call])
+        calls = [f"{obj}.ckpt.explore()", f"{obj}.ckpt.stats()"]
+        # Where modules are listed, they are followed by the call that chooses some.
+        if summary.choose and not summary.modules:
+            calls.append(summary.choose)
+        return render(summary, calls)
 
     @property
     def format(self) -> str | None:

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["compiled", "inlined", "within"]
 
-# Each wrapper takes as long to make as a short loop, and nobody calls these from C.
-_OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True}
+# Each wrapper takes as long to make as a short loop, and nobody calls these from C. What is divided
+# by is not looked at, as numpy does not either.
+_OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:

@@ -105,8 +105,10 @@ class DenseArray(LazyArray):
     def _select(self, key: tuple[AxisKey, ...]) -> Any:
         if 0 in result_shape(self.shape, key):
             if 0 in self.shape:
-                is_said = self.reader.part.shape is not None  # else its stream says how much it is
-                self.reader.check(0) if is_said else self.reader.read(0, 0, 0)
+                if self.reader.part.shape is not None:
+                    self.reader.check(0)
+                else:
+                    self.reader.read(0, 0, 0)  # its stream says how much it is
             return self.empty(result_shape(self.shape, key))
         if self.reader.is_arranged and self.reader.part.shape == self.shape and self.order == "C":
             chosen = self.reader.select(key)

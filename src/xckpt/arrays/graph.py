@@ -91,19 +91,19 @@ def read_small(array: da.Array) -> Any:
     """
     lazy, meta = array.dask.lazy, array._meta  # noqa: SLF001  `tensor_array` set it
     is_one = all(len(sizes) == 1 for sizes in array.chunks) and isinstance(meta, np.ndarray)
-    is_asked = dask.config.get("scheduler", None) is not None or _has_client()
+    is_asked = dask.config.get("scheduler", None) is not None or active_client() is not None
     if not is_one or is_asked or _nbytes(lazy) > _SMALL:
         return None
     finish, extra = array.__dask_postcompute__()
     return np.asarray(finish([lazy[...]], *extra))
 
 
-def _has_client() -> bool:
-    """Whether a cluster computes what is asked for."""
+def active_client() -> Any:
+    """Return the client of the cluster that computes what is asked for; None if there is none."""
     distributed = sys.modules.get("distributed")
     with suppress(ValueError):
-        return distributed is not None and bool(distributed.default_client())
-    return False
+        return None if distributed is None else distributed.default_client()
+    return None
 
 
 @cache
@@ -318,7 +318,7 @@ def _checked_postcompute(lazy: LazyArray, chunks: Chunks) -> tuple[Any, tuple[An
 
     On a cluster chunks may stay where they are: there it is found out when they come together.
     """
-    if not _has_client():
+    if active_client() is None:
         with locating(path=lazy.source.name, tensor=lazy.name):
             require_memory(_nbytes(lazy), lazy.advice)
     if isinstance(lazy, SlicedArray):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index
 
 __all__ = [
+    "COLOURS",
     "DAMAGED",
     "FAILED",
     "Column",
@@ -64,7 +65,8 @@ _NARROWEST_NAME = 24
 # One long name would make every row as wide.
 _WIDEST_CELL = 120
 _GAP = "  "
-_SEVERITY = {"error": "red", "warning": "yellow", "info": "blue"}
+#: By severity.
+COLOURS = {"error": "red", "warning": "yellow", "info": "blue"}
 
 engine_type = click.Choice(names())
 
@@ -76,19 +78,6 @@ ignore_option = click.option(
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def _storage_options_option(*flags: str) -> Callable[..., Any]:
-    return click.option(
-        *flags,
-        "storage_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-        help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
-        "parsed. May be repeated.",
-    )
-
 
 # --- files ---------------------------------------------------------------------------------------
 
@@ -137,38 +126,46 @@ class FileInput:
             )
 
 
-def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that make a `FileInput`, which the command gets as ``reading``."""
-    with_reading: Callable[..., Any] = _reading_options(command, "-o", "--storage-option")
-    return with_reading
+def _reading_options(*flags: str) -> Callable[[Callable[..., Any]], Any]:
+    def decorated(command: Callable[..., Any]) -> Any:
+        @click.option(
+            "--engine",
+            type=engine_type,
+            help="Format of the file; by default it is detected from the content.",
+        )
+        @click.option(
+            "--tensors",
+            multiple=True,
+            metavar="GLOB",
+            help="Only tensors whose names match. May be repeated.",
+        )
+        @click.option(
+            *flags,
+            "storage_options",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
+            help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON "
+            "is parsed. May be repeated.",
+        )
+        @wraps(command)
+        def with_reading(
+            engine: str | None,
+            tensors: tuple[str, ...],
+            storage_options: dict[str, Any],
+            **others: Any,
+        ) -> Any:
+            return command(reading=FileInput(engine, tensors, storage_options or None), **others)
+
+        return with_reading
+
+    return decorated
 
 
-def reading_options_beside_output(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the same options to a command whose ``-o`` is the file that it writes."""
-    with_reading: Callable[..., Any] = _reading_options(command, "--storage-option")
-    return with_reading
-
-
-def _reading_options(command: Callable[..., Any], *flags: str) -> Any:
-    @click.option(
-        "--engine",
-        type=engine_type,
-        help="Format of the file; by default it is detected from the content.",
-    )
-    @click.option(
-        "--tensors",
-        multiple=True,
-        metavar="GLOB",
-        help="Only tensors whose names match. May be repeated.",
-    )
-    @_storage_options_option(*flags)
-    @wraps(command)
-    def with_reading(
-        engine: str | None, tensors: tuple[str, ...], storage_options: dict[str, Any], **others: Any
-    ) -> Any:
-        return command(reading=FileInput(engine, tensors, storage_options or None), **others)
-
-    return with_reading
+#: Adds the options that make a `FileInput`, which the command gets as ``reading``.
+reading_options = _reading_options("-o", "--storage-option")
+#: The same for a command whose ``-o`` is the file that it writes.
+reading_options_beside_output = _reading_options("--storage-option")
 
 
 def pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -293,7 +290,7 @@ def calls_for_action(found: pd.DataFrame) -> bool:
 def print_findings(found: pd.DataFrame) -> None:
     """Print a line for each finding."""
     for tensor, rule, _, severity, explanation in found.itertuples(index=False):
-        kind = click.style(severity, _SEVERITY[severity], bold=True)
+        kind = click.style(severity, COLOURS[severity], bold=True)
         name = shown(shortened(tensor, _WIDEST_CELL))
         text = shortened(printable(f"tensor {name}: {explanation}"), 2 * _WIDEST_CELL)
         print_text(f"  {kind}: {text} [{rule}]")

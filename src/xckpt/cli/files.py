@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xckpt.cli.common import (
+    COLOURS,
     DAMAGED,
     FAILED,
     FileInput,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from xckpt.writing.verifying import Report
 
 __all__ = ["convert", "info", "manifest", "verify"]
-
-_COLOURS = {"error": "red", "warning": "yellow"}
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -395,7 +394,7 @@ def _print_report(file: str, report: Report) -> None:
     ]
     print_text(printable(f"{file}: {', '.join(fact for fact in facts if fact)}"))
     for finding in report.findings:
-        severity = click.style(finding.severity, _COLOURS[finding.severity], bold=True)
+        severity = click.style(finding.severity, COLOURS[finding.severity], bold=True)
         place = "" if finding.tensor is None else f"tensor {shown(finding.tensor)}"
         if finding.file is not None:
             place = f"{place} in {finding.file.rpartition('/')[2]}".strip()

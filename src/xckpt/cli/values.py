@@ -333,19 +333,14 @@ def compare(
     differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
     --json, all tensors are listed.
     """
-    from xckpt.statistics import MEASURES, OF_CODES, matched_names, table
     from xckpt.statistics import compare as compute
-    from xckpt.statistics.explaining import COLUMNS
+    from xckpt.statistics import matched_names, table
 
     matching = _matching(rename, names)
     if dims and (write_names is not None or explain or codes):
         option = "--explain" if explain else "--codes" if codes else "--write-names"
         raise click.UsageError(f"{option} is of whole tensors: leave --dim out")
-    more = OF_CODES if codes else ()
-    if columns == ",".join(_MEASURES) and explain:
-        columns = ",".join(_EXPLAINED)
-    chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
-    chosen = list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
+    chosen = _compared(columns, sort, codes=codes, explain=explain)
     if write_names is not None and os.path.lexists(write_names):  # said before the pass
         raise click.UsageError(f"{write_names} already exists")
     both = replace(reading, tensors=())
@@ -380,6 +375,18 @@ def compare(
     _print_comparison((frame if everything else different).head(limit), chosen)
     _print_counts(frame, "channels" if dims else "tensors")
     return int(not different.empty)
+
+
+def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> list[str]:
+    """Return the columns of a comparison to print."""
+    from xckpt.statistics import MEASURES, OF_CODES
+    from xckpt.statistics.explaining import COLUMNS
+
+    more = OF_CODES if codes else ()
+    if columns == ",".join(_MEASURES) and explain:
+        columns = ",".join(_EXPLAINED)
+    chosen = _chosen(columns, [*MEASURES, *more, *(COLUMNS if explain else ())], *more, sort)
+    return list(dict.fromkeys([*([] if explain else ["status"]), *chosen]))
 
 
 def _write_names(path: str, names: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.datasets.optimizer_numbers import Numbers, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.identity import next_namespace
@@ -39,15 +40,20 @@ _ABOVE = frozenset(
 )
 
 
-def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
+def join_optimizer(
+    model: xr.Dataset, optimizer: xr.Dataset, *, parameters: Sequence[str] | None = None
+) -> xr.Dataset:
     """Attach the state of an optimizer to the parameters of a model.
 
-    State belongs to a parameter by its name or by its identity. By name: ``fc.weight.exp_avg`` or
-    ``exp_avg.fc.weight`` belongs to ``fc.weight``; what FSDP, DeepSpeed, `torch.compile` and
-    checkpoints of a whole training put in front or in between (``optimizer.state.``, ``module.``,
-    ``_fsdp_wrapped_module.``) does not matter, on either side. By identity: the attribute
-    `param_id` of a variable in `model` is the first component of names in `optimizer`
-    (``"9283.momentum.moment_1"``).
+    State belongs to a parameter by its name, its identity or its number. By name:
+    ``fc.weight.exp_avg`` or ``exp_avg.fc.weight`` belongs to ``fc.weight``; what FSDP, DeepSpeed,
+    `torch.compile` and checkpoints of a whole training put in front or in between
+    (``optimizer.state.``, ``module.``, ``_fsdp_wrapped_module.``) does not matter, on either side.
+    By identity: the attribute `param_id` of a variable in `model` is the first component of names
+    in `optimizer` (``"9283.momentum.moment_1"``). By number: a ``state_dict()`` of `torch.optim`
+    counts parameters (``state.0.exp_avg``) in the order of its ``param_groups``, and those of the
+    model are in the order of its tensors. Every shape has to agree, and no other assignment may be
+    possible.
 
     Parameters
     ----------
@@ -55,6 +61,10 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
         A checkpoint of a module, as it was opened. What is stacked is taken apart first.
     optimizer : xarray.Dataset
         The state of its optimizer.
+    parameters : sequence of str, optional
+        Names of the parameters in the order in which the optimizer was given them, group after
+        group, where it numbers them: ``[name for name, _ in module.named_parameters()]``, for
+        one group. By default, the names that it has itself or the order of the model's tensors.
 
     Returns
     -------
@@ -69,7 +79,8 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     Raises
     ------
     ValueError
-        If none of the state belongs to a parameter of the model.
+        If none of the state belongs to a parameter of the model; if numbered state has another
+        shape than its parameter, or may belong to several.
 
     Warns
     -----
@@ -85,20 +96,22 @@ def join_optimizer(model: xr.Dataset, optimizer: xr.Dataset) -> xr.Dataset:
     True
     """
     model, optimizer = unstack_modules(model), unstack_modules(optimizer)
-    parameters = _Parameters(model)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
+    by_number = numbers_in(states, optimizer.attrs)
+    known = _Parameters(model)
+    numbered = _owners_by_number(by_number, known, parameters)
     found: list[_State] = []
     lost: list[str] = []
     for name, state in states.items():
         tensor = str(state.encoding["tensor"]) if "part" in state.encoding else name
-        owners, field = parameters.owners(tensor)
+        owners, field = numbered.get(tensor) or known.owners(tensor)
         suffix = name.removeprefix(tensor)
         found += [_State(name, state, *owner, field, suffix) for owner in owners.items()]
         if not owners:
             found.append(_State(name, state))
             lost += [name] if _is_state(tensor) else []
     if all(state.parameter is None for state in found):
-        raise ValueError(_nothing_shared(parameters, lost))
+        raise ValueError(_nothing_shared(known, lost))
     if lost:
         text = f"{len(lost)} variables of the optimizer, {shown(lost[0])} the first, belong to no"
         warnings.warn(f"{text} parameter of the model", CheckpointWarning, stacklevel=2)
@@ -171,6 +184,35 @@ class _Parameters:
                 if owners:
                     return owners, rest[0]
         return {}, ""
+
+
+def _owners_by_number(
+    every: Sequence[Numbers], known: _Parameters, parameters: Sequence[str] | None
+) -> dict[str, tuple[_Owners, str]]:
+    """Return the parameters of numbered state by its name, and what it is of them."""
+    if parameters is not None and len(every) != 1:
+        raise ValueError(
+            f"parameters= is for an optimizer that numbers its parameters and has 'param_groups'; "
+            f"there are {len(every)}"
+        )
+    found: dict[str, tuple[_Owners, str]] = {}
+    states = {
+        each.called(at, field) for each in every for at in each.states for field in each.states[at]
+    }
+    model = {
+        name: variable
+        for name, owners in known.by_name.items()
+        for variable in owners.values()
+        if name not in states
+    }
+    for numbers in every:
+        names = parameters
+        if names is None and numbers.names is not None:
+            names = [next(iter(known.owners(f"{n}.state")[0]), n) for n in numbers.names]
+        for number, owner in owners_of(numbers, model, names).items():
+            for field in numbers.states[number]:
+                found[numbers.called(number, field)] = ({owner: model[owner]}, field)
+    return found
 
 
 def _without_wrappers(path: Sequence[str]) -> list[str]:

@@ -175,9 +175,11 @@ def decode_json(
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            for key, times in Counter(key for key, _ in pairs).items():
-                if times > 1:
-                    (repeated or _refuse_repeated)(key)
+            times = Counter(key for key, _ in pairs)
+            for key in [key for key in times if times[key] > 1]:
+                if repeated is None:
+                    raise ValueError(f"duplicate key {shown(key)}")
+                repeated(key)
         return found
 
     try:
@@ -200,10 +202,6 @@ def decode_json(
         reason = f"{what} is nested deeper than {deepest} levels"
         raise FormatError(reason, offset=offset, rule=rule)
     return value
-
-
-def _refuse_repeated(key: str) -> None:
-    raise ValueError(f"duplicate key {shown(key)}")
 
 
 def finite(digits: str) -> float:
@@ -482,16 +480,12 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
         named = None
     if type(named) is not dict:
         return tensors
-    return {
-        name: replace(tensor, dims=tuple(named[name]))
-        if name in named and _fits(named[name], tensor)
-        else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _fits(dims: Any, tensor: Tensor) -> bool:
-    return type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims))
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        dims = named.get(name)
+        if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
+            found[name] = replace(tensor, dims=tuple(dims))
+    return found
 
 
 def _is_name(value: Any) -> bool:

@@ -119,7 +119,9 @@ class Npz(Format):
 
     def _member(self, tensor: WantedTensor) -> archive.NewMember:
         name, part = tensor.name + _SUFFIX, tensor.parts["data"]
-        comment = (kit.dims_text({tensor.name: tensor}) or "").encode()
+        kit.check_text("the name", tensor.name, tensor.name)
+        dims = kit.check_text("a name of an axis", kit.dims_text({tensor.name: tensor}) or "")
+        comment = dims.encode()
         return archive.NewMember(name, tensor.name, self._head(tensor), part, comment)
 
     def _head(self, tensor: WantedTensor) -> bytes:

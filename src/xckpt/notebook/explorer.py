@@ -32,7 +32,7 @@ import traitlets
 from xckpt.errors import shown
 from xckpt.notebook import html, text
 from xckpt.notebook.folding import CODES
-from xckpt.notebook.formatting import binary_size, printable, shape_text, shortened, word
+from xckpt.notebook.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ class _Table(anywidget.AnyWidget):
         ]
         lengths = np.array(units, "<u4")
         kinds, kind = _numbered([(row.dtype, row.storage) for row in rows])
-        shapes, shape = _numbered([row.shape for row in rows])
+        shapes, shape = _numbered([(r.shape, UNKNOWN if r.dtype == UNKNOWN else "") for r in rows])
         nbytes = np.array([float(row.nbytes) for row in rows], "<f8")
         # The same colours as in the summary: by element type, those of most bytes first.
         dtypes, dtype = _numbered([row.dtype for row in rows])
@@ -101,7 +101,7 @@ class _Table(anywidget.AnyWidget):
             _kinds=[word(" ".join(kind).strip()) for kind in kinds],
             _colors=[colors[dtype] for dtype, _ in kinds],
             _shape=shape.tobytes(),
-            _shapes=[shape_text(shape) for shape in shapes],
+            _shapes=[shape_text(*shape) for shape in shapes],
             _nbytes=nbytes.tobytes(),
             _codes=bytes([CODES in row.storage.split() for row in rows]),
             _statistics=list(statistics),

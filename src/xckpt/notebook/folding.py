@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.labels import scales_of_codes
 from xckpt.labels.numbering import is_index, numbered, without_front
-from xckpt.notebook.formatting import columns, printable, shortened
+from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -75,8 +75,8 @@ class Row(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+        """Number of elements; none that is known of a tensor in a file that is missing."""
+        return prod(self.shape) if self.shape or self.dtype != UNKNOWN else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Family:
             dtype=self.dtype,
             storage=self.storage,
             nbytes=self.nbytes,
-            size=self.count * prod(self.shape),
+            size=self.count * Row("", self.dtype, self.shape, 0).size,
             first=self.first,
         )
 

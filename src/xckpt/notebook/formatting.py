@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TIMES",
+    "UNKNOWN",
     "base_name",
     "binary_size",
     "columns",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 TIMES = "×"
+#: The element type of a tensor in a file that is missing.
+UNKNOWN = "unknown"
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNT_UNITS = ("", "K", "M", "B", "T")
@@ -139,8 +142,10 @@ def word(text: str, width: int = _WIDEST_WORD) -> str:
     return shortened(printable(text), width)
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Write a shape."""
+def shape_text(shape: tuple[int, ...], dtype: str = "") -> str:
+    """Write a shape; of a tensor in a file that is missing, neither it nor the type is known."""
+    if not shape and dtype == UNKNOWN:
+        return UNKNOWN
     return shortened(TIMES.join(map(str, shape)) or "scalar", _WIDEST_SHAPE)
 
 

@@ -70,7 +70,7 @@ _NO_BREAK = "\xa0"
 _LONGEST_UNBROKEN = 20
 _WIDTH_OF_SHARE = 40  # pixels
 _LONGEST_PIECE = 40
-_REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}\.")
+_REPEATED = re.compile(r"[^{}]*\{[\d.,…]+\}[./]")
 
 
 def colors_of(kinds: Iterable[str]) -> dict[str, str]:
@@ -228,7 +228,7 @@ def _row(pattern: Pattern, whole: int, color: str, *, folded: bool) -> str:
     return (
         f'<tr><td style="{_NAME}">{_name(pattern.text)}</td>'
         + (_cell(_RIGHT, count_text(pattern)) if folded else "")
-        + _cell(_LEFT, shape_text(pattern.shape))
+        + _cell(_LEFT, shape_text(pattern.shape, pattern.dtype))
         + _cell(_LEFT, kind_text(pattern), _key(color))
         + _cell(_RIGHT, binary_size(pattern.nbytes))
         + _cell(_RIGHT, share(pattern.nbytes, whole))
@@ -260,7 +260,7 @@ def _name(text: str) -> str:
 def _rest(patterns: Iterable[Pattern]) -> Iterator[tuple[str, str]]:
     for pattern in patterns:
         count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
-        figures = f"{count}{shape_text(pattern.shape)}, {kind_text(pattern)}"
+        figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
         yield pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"
 
 

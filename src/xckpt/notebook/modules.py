@@ -110,14 +110,21 @@ def _of_families(
 
 
 def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
+    # Numbers that are in the names of stacks say together which modules are not stacked.
+    apart: dict[tuple[_Words, int], set[str]] = {}
+    placed = [(_words(each.template), each, numbered_places(each.template)) for each in stacked]
+    for words, _, places in placed:
+        for at, (_, part) in enumerate(places):
+            if isinstance(part, str):
+                apart.setdefault((words, at), set()).add(part)
     found = []
-    for each in stacked:
+    for words, each, places in placed:
         along = iter(zip(each.indices, each.dims, strict=True))
         numbers = []
-        for _, part in numbered_places(each.template):
-            indices, dim = ((part,), "") if isinstance(part, str) else next(along)
+        for at, (_, part) in enumerate(places):
+            indices, dim = (apart[words, at], "") if isinstance(part, str) else next(along)
             numbers.append(_Numbers(frozenset(map(str, indices)), dim))
-        found.append((_words(each.template), numbers))
+        found.append((words, numbers))
     return found
 
 

@@ -22,7 +22,7 @@ from xckpt.notebook.folding import (
     one_by_one,
     united,
 )
-from xckpt.notebook.formatting import base_name, binary_size, counted, shape_text
+from xckpt.notebook.formatting import UNKNOWN, base_name, binary_size, counted, shape_text
 from xckpt.notebook.modules import ModuleSet, StackedNames, module_sets, selection
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _first_of(messages: Sequence[str], fact: str) -> list[str]:
 
 def unread_errors(rows: Iterable[Row]) -> list[str]:
     """Say which tensors cannot be read, nor is their type known: of files that are missing."""
-    names = [shown(row.name) for row in rows if row.dtype == "unknown"]
+    names = [shown(row.name) for row in rows if row.dtype == UNKNOWN]
     return _first_of(names, f"{counted(len(names), 'tensor')} cannot be read")
 
 
@@ -290,7 +290,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
         frame = pd.DataFrame(
             {
                 "tensors": [pattern.count for pattern in found],
-                "shape": [shape_text(pattern.shape) for pattern in found],
+                "shape": [shape_text(pattern.shape, pattern.dtype) for pattern in found],
                 "dtype": [pattern.dtype for pattern in found],
                 "storage": [pattern.storage for pattern in found],
                 "parameters": [pattern.size for pattern in found],

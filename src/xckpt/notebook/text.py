@@ -48,7 +48,7 @@ _MOST_NOTES = 5
 _ALIGNMENT = "<<<<>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 #: Where a name may be broken: after a dot that separates components, not after one of "0..63".
-BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])")
+BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
 _WIDEST_KIND = 28
 _WIDEST_VERSION = 16
 _MOST_FINDINGS = 8
@@ -133,7 +133,7 @@ def _table(summary: Summary) -> Iterator[str]:
         [
             pattern.text,
             f"{TIMES}{count_text(pattern)}" if pattern.grid > 1 else "",
-            shape_text(pattern.shape),
+            shape_text(pattern.shape, pattern.dtype),
             kind_text(pattern),
             binary_size(pattern.nbytes),
             share(pattern.nbytes, summary.nbytes),

@@ -65,12 +65,11 @@ def draw_differences(
     facts = [f"{counts[kind]:,} {word}" for kind, word in _STATUS_WORDS.items() if counts[kind]]
     summary = f"{counted(len(frame), 'tensor')}: {', '.join(facts)}"
     changed = frame[frame["status"] == "changed"]
-    note, of_codes = "", ""
     codes = codes_of(tensors)
     is_code = changed.index.isin(list(codes))
-    if is_code.all() and is_code.size:
-        of_codes = " of codes"
-    elif is_code.any():
+    of_codes = " of codes" if is_code.size and is_code.all() else ""
+    note = ""
+    if not of_codes:
         note = codes_left_out(changed.index[is_code].tolist(), codes)
         changed = changed[~is_code]
     bars = changed.head(most)[::-1]

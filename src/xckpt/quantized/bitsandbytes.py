@@ -36,12 +36,11 @@ _LARGEST = 3.4e38
 def bitsandbytes(model: Model, name: str, data: Tensor) -> Weight | None:
     """Read 4-bit codes with a table, or 8-bit integers with a scale for each row."""
     stem = name.removesuffix(".weight")
-    is_known = f"{stem}.SCB" in model.tensors or model.method == "bitsandbytes"
-    if data.dtype == "int8" and stem != name and is_known:
-        return _int8(model, name, stem, data)
     kinds = [kind for kind in ("nf4", "fp4") if f"{name}.{_STATE}{kind}" in model.tensors]
     if not kinds and not {f"{name}.absmax", f"{name}.quant_map"} & model.tensors.keys():
-        return None
+        is_known = f"{stem}.SCB" in model.tensors or model.method == "bitsandbytes"
+        is_int8 = data.dtype == "int8" and stem != name and is_known
+        return _int8(model, name, stem, data) if is_int8 else None
     if len(kinds) != 1:
         raise Unfit("no state", f"there is no {_STATE}nf4, or more than one")
     state = model.need(f"{name}.{_STATE}{kinds[0]}", {"uint8"})

@@ -8,7 +8,6 @@ until another accumulator brings the rest. So results depend on nothing but the 
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
@@ -37,8 +36,6 @@ _MOST_PENDING = 1 << 31
 # Integers up to this are float64.
 _WHOLE = 1 << 53
 _LOWER_BITS = 0x7FF
-
-_NO_WORD = np.uint64(0)
 
 _thread = threading.local()
 
@@ -189,6 +186,10 @@ class Sketch(Accumulator):
                 first = start // LEAF
                 for level, number in runs(first, leaves):
                     nodes = tables.nodes[(number << level) - first :]
+                    if level and tables.rare:
+                        for each, node in enumerate(nodes[: 1 << level].tolist()):
+                            self.tree.add(0, (number << level) + each, tuple(node))
+                        continue
                     if level:
                         kernels.fold(nodes, 1 << level)
                     self.tree.add(level, number, tuple(nodes[0].tolist()))
@@ -247,7 +248,7 @@ class Sketch(Accumulator):
         self.nan, self.inf, self.zero, self.negative_zero = tally
         if low <= high:
             keys = tables.extremes
-            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[0])
+            keys = keys ^ ((keys >> (self.kind.bits - 1)) & tables.how[1])
             self.low, self.high = keys.view(self.kind.dtype).tolist()
         return self
 
@@ -406,10 +407,11 @@ class Tables:
         self.zeros = np.zeros(leaves, np.int64)
         bits = kind.bits if kind.exact else kind.code_bits
         minus = 1 << (bits - 1) if kind.has_negative_zero else 0
-        width = 64 if kind.integer else 8 * kind.itemsize
-        shift = 0 if kind.exact else width - kind.code_bits
-        #: Bits of an element as it is counted, the lowest bit of its code, the code of minus zero.
-        self.layout = (width, shift, minus)
+        #: The type of patterns that are counted: of integers, those of the same as float64.
+        unsigned = np.dtype(np.uint64) if kind.integer else kind.unsigned
+        shift = 0 if kind.exact else 8 * unsigned.itemsize - kind.code_bits
+        #: The lowest bit of a code within a pattern, and the code of minus zero.
+        self.of_codes = (unsigned.type(shift), minus)
         #: Of floats how many are NaN, infinite, zero, and negative zeros; of integers, the sums of
         #: their lower and upper halves.
         self.tally = np.zeros(4, np.int64)
@@ -423,13 +425,20 @@ class Tables:
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
         sums = np.empty(4 * LANES)
-        self.out: tuple[Array, ...] = (self.nodes, self.extremes, sums)
+        self.out: tuple[Array, ...] = (self.zeros, self.nodes, self.extremes, sums)
         if kind.integer:
             self.wide = np.empty(leaves * LEAF)
             self.out = (self.nodes, self.extremes, self.tally, np.empty(LEAF), sums)
             return
+        # Patterns of magnitudes that are described without another look: all but infinity, or those
+        # whose fourth powers do not leave the range of float64.
         infinity = kind.dtype.type(np.inf).view(self.signed)
-        self.how = (self.signed.type(info.max), infinity)
+        least, most = (822 << 52, 1223 << 52) if kind.itemsize == 8 else (0, infinity)
+        keys = (self.signed.type(n) for n in (info.max, least, most, infinity))
+        self.how = (self.of_codes, *keys)
+        # What is looked at once more is not counted once more.
+        self.elsewhere = ((unsigned.type(kind.bits - 1), 0), *self.how[1:])
+        self.uncounted = (*np.zeros((2, 2), np.uint32), np.zeros(1, np.bool_))
 
     def reset(self) -> None:
         """Forget what was counted; the counters are empty unless an error came before `drain`."""
@@ -444,35 +453,26 @@ class Tables:
         """Run the kernels over a block."""
         self.used = True
         kind = self.kind
-        if kind.integer:
+        self.rare = 0
+        if kind.exact:
+            kernels.count_codes(values, self.of_codes, self.counted, self.zeros)
+            if not kind.has_zero:
+                self.zeros[:] = 0
+        elif kind.integer:
             wide = self.wide[: len(values)]
             wide[:] = values
-            self._count_codes(wide)
+            patterns = wide.view(np.uint64)
+            kernels.count_codes(patterns, self.of_codes, self.counted, self.zeros)
             kernels.describe_integers(values, self.out)
-            return
-        self._count_codes(values)
-        if not kind.exact and self._describe_floats(values, self.out):
+        else:
+            self.rare = self._describe(values, self.how, self.counted, self.out)
+        if self.rare:
             for leaf in np.flatnonzero(self.nodes[: -(-len(values) // LEAF), 0] < 0).tolist():
                 self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
 
-    def _count_codes(self, values: Array) -> None:
-        whole = values.nbytes & ~7
-        last, more = _NO_WORD, 0
-        words = values if whole == values.nbytes else values.view(np.uint8)[:whole]
-        words = words.view(np.uint64)
-        if not words.flags.aligned:
-            words = words.copy()
-        if whole < values.nbytes:
-            rest = values[whole // values.itemsize :].tobytes()
-            last = np.uint64(int.from_bytes(rest, sys.byteorder))
-            more = len(rest) // values.itemsize
-        kernels.count_codes(words, last, more, self.layout, self.counted, self.zeros)
-        if not self.kind.has_zero:
-            self.zeros[:] = 0
-
-    def _describe_floats(self, values: Array, out: Any) -> int:
+    def _describe(self, values: Array, how: Any, counted: Any, out: Any) -> int:
         patterns = values.view(self.signed), values.view(self.kind.unsigned)
-        rare: int = kernels.describe_floats(values, *patterns, self.how, out)
+        rare: int = kernels.describe_floats(values, *patterns, how, counted, out)
         return rare
 
     def _look_again(self, values: Array) -> Array:
@@ -480,15 +480,18 @@ class Tables:
         finite = values[np.isfinite(values)]
         nan = int(np.isnan(values).sum())
         self.tally[:2] += nan, len(values) - len(finite) - nan
-        node, exponent = np.zeros((1, 7)), 0
-        if not len(finite) or not self._describe_floats(finite, (node, *self.out[1:])):
+        node, exponent, zeros = np.zeros((1, 7)), 0, np.zeros(1, np.int64)
+        sums = self.out[-1]
+        out = (zeros, node, self.extremes, sums)
+        if not len(finite) or not self._describe(finite, self.elsewhere, self.uncounted, out):
             return node
         # Few different powers, so that leaves seldom have to be brought to a common one.
         exponent = 256 * ((int(np.frexp(np.abs(finite).max())[1]) + 128) // 256)
         # The power of two may itself be out of range.
         first = -exponent // 2
         scaled = finite * 2.0**first * 2.0 ** (-exponent - first)
-        self._describe_floats(scaled, (node, self.extremes.copy(), self.out[-1]))
+        out = (zeros, node, self.extremes.copy(), sums)
+        self._describe(scaled, self.elsewhere, self.uncounted, out)
         node[0, 6] = exponent
         return node
 

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
+
+from xckpt.arrays import LazyArray
+from xckpt.arrays.graph import active_client
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["active_client", "on_cluster", "placed"]
+__all__ = ["on_cluster", "placed", "send_out", "waiting_client"]
 
 
-def active_client() -> Any:
-    """Return the client of the active cluster; None if there is none, or inside its workers."""
-    distributed = sys.modules.get("distributed")
-    if distributed is None:
+def waiting_client() -> Any:
+    """Return the client of a cluster whose tasks can be waited for; None inside its workers."""
+    client = active_client()
+    if client is None or client.asynchronous:
         return None
-    try:
-        distributed.get_worker()
-    except ValueError:
-        pass
-    else:
+    from distributed import get_worker
+
+    with suppress(ValueError):
+        get_worker()
         # This is a task itself: to wait for others from within it could wait forever.
         return None
-    try:
-        client = distributed.default_client()
-    except ValueError:
-        return None
-    return None if client.asynchronous else client
+    return client
+
+
+def send_out(
+    tasks: Sequence[Any],
+    work: Callable[[Any], Any],
+    deliver: Callable[[Any, Any], None],
+    array: Callable[[Any], Any],
+) -> list[Any]:
+    """Do tasks on an active cluster, if there is one; return those that are to be done here.
+
+    `array` returns what a task reads: what is in memory here is not sent. Tasks know their bytes.
+    """
+    client = waiting_client()
+    if client is None:
+        return list(tasks)
+
+    def place(task: Any) -> tuple[str, int]:
+        read = array(task)
+        return (read.source.name if isinstance(read, LazyArray) else ""), task.nbytes
+
+    there = [task for task in tasks if not isinstance(array(task), np.ndarray)]
+    on_cluster(client, there, work, deliver, place)
+    return [task for task in tasks if isinstance(array(task), np.ndarray)]
 
 
 def on_cluster(

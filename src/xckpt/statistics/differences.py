@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable
-    from xckpt.statistics.matching import Match, Partner
+    from xckpt.statistics.pairs import Match, Partner
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
@@ -282,9 +282,7 @@ def _explained(
         for row, numbers in zip(some, there.tolist(), strict=True):
             status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
             known = dict(zip(MEASURES, numbers, strict=True))
-            sides = (row.ours, row.theirs) if status else (None, None)
-            other = row.partner.name if row.partner and row.partner.rule != "name" else ""
-            cases.append(Case(row.name, status, known, *sides, row.pair, row.shapes, other))
+            cases.append(Case(row, status, known))
     found = explain(cases, progress)
     left = iter(found)
     for entry, some, attr in zip(entries, rows, attrs, strict=True):

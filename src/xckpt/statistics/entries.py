@@ -27,7 +27,7 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.tensors import remembered
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning, locating, shown, some
-from xckpt.index import Index
+from xckpt.index import Index, paused_collector
 from xckpt.labels import flat_name
 from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
@@ -267,7 +267,6 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
 def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     from xckpt.datasets.making import described, make_dataset
     from xckpt.datasets.options import OpenOptions
-    from xckpt.index import paused_collector
     from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)

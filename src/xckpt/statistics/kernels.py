@@ -8,8 +8,9 @@ operation whatever the width of the machine's vectors is. So all machines get th
 
 Elements of 8 and 16 bits are only counted by their bit patterns.
 
-Each function is optimised again within whatever calls it, so calls are nested but once: the first
-use of a type shall not take long.
+The first use of a type shall not take long. Each function is optimised again within whatever calls
+it, so calls are nested but once, and what is called in one place is inlined. Each access to an
+array costs about a millisecond of compiling, each loop that is vectorised ten.
 """
 
 # min and max are compiled anew for each type, and take longer than what they are called in.
@@ -34,23 +35,22 @@ SAMPLED = 8
 #: Counters that are looked through together, or not at all: two to this power.
 PAGE_BITS = 6
 PAGE = 1 << PAGE_BITS
-#: Magnitudes beyond two to this power have fourth powers that leave the range of float64.
-WIDE = 200
 #: Sums of a leaf of pairs: of the squares of the differences, of those of both sides, and of the
 #: products.
 SUMS = 4
 #: A sum of squares below this may have lost much of what is in it.
 TINY = 1e-250
+_ONE = np.uint32(1)
 # Elements between looks at whether two leaves are still the same.
 _STRIDE = 1024
 
 
 # numba looks at the time of this file only to tell whether what it keeps is still right: whoever
-# changes `moments.merge` touches this file as well.
-merge = compiled(moments.merge)
+# changes `moments.merged` touches this file as well.
+_merged = inlined(moments.merged)
 
 
-@within
+@inlined
 def _extremes(signed: Any, unsigned: Any, magnitude: Any) -> Any:
     """Find the smallest and the largest key; keys are integers in the order of the floats."""
     # Without a sign, the largest pattern is that of the float farthest below zero, if there is one.
@@ -75,7 +75,7 @@ def _halve(lanes: Any) -> Any:
 
 
 @within
-def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901, PLR0912
+def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901
     """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
     size = x.size
     center = np.float64(x[0])
@@ -89,12 +89,7 @@ def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: 
         for j in range(4 * LANES):
             sums[j] = 0.0
         rows = (size - LANES) // (SAMPLED * LANES) + 1
-        for at in range(0, rows // 2 * 2 * SAMPLED * LANES, 2 * SAMPLED * LANES):
-            for j in range(LANES):
-                a, b = np.float64(x[at + j]), np.float64(x[at + SAMPLED * LANES + j])
-                sums[j] = (sums[j] + a) + b
-        if rows & 1:
-            at = (rows - 1) * SAMPLED * LANES
+        for at in range(0, rows * SAMPLED * LANES, SAMPLED * LANES):
             for j in range(LANES):
                 sums[j] += np.float64(x[at + j])
         center = _halve(sums) / (rows * LANES)
@@ -138,76 +133,36 @@ def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: 
 
 
 @inlined
-def _zeros_so_far(one: Any, other: Any, minus: Any) -> Any:
-    """Return how many elements with the code of a zero were counted."""
-    count = np.int64(one[0]) + np.int64(other[0])
-    if minus:
-        count += np.int64(one[minus]) + np.int64(other[minus])
-    return count
+def _count(bits: Any, how: Any, tables: Any) -> Any:
+    """Count the upper bits of each element of a leaf; return how many have the code of a zero."""
+    shift, minus = how
+    # Two tables by turns: what was counted just now is still on its way to memory.
+    one, other, pages = tables
+    before = one[0] + other[0] + one[minus] + other[minus]
+    if bits.size == LEAF:
+        for i in range(0, LEAF, 4):
+            one[bits[i] >> shift] += _ONE
+            other[bits[i + 1] >> shift] += _ONE
+            one[bits[i + 2] >> shift] += _ONE
+            other[bits[i + 3] >> shift] += _ONE
+        for i in range(pages.size):
+            pages[i] = True
+    else:
+        for i in range(bits.size):
+            code = bits[i] >> shift
+            one[code] += _ONE
+            pages[code >> PAGE_BITS] = True
+    return one[0] + other[0] + one[minus] + other[minus] - before
 
 
 @compiled
-def count_codes(  # noqa: C901, PLR0912, PLR0917
-    words: Any, last: Any, more: Any, how: Any, tables: Any, zeros: Any
-) -> None:
-    """Count the upper bits of each element, in two tables by turns; mark the pages they are on.
+def count_codes(bits: Any, how: Any, tables: Any, zeros: Any) -> None:
+    """Count the codes of a block in two tables; mark the pages they are on.
 
-    Elements of any width come as words of 64 bits, so that there is one function to compile, and
-    few loads; those that fill no word are the lower ones of the last. `zeros` gets, of each leaf,
-    how many have the code of a zero.
+    `zeros` gets, of each leaf, how many have the code of a zero.
     """
-    width, shift, minus = how
-    one, other, pages = tables
-    per_leaf = LEAF * width // 64
-    step = np.uint64(width)
-    bits = np.uint64(shift)
-    mask = np.uint64(one.size - 1)
-    before = _zeros_so_far(one, other, minus)
-    for leaf in range((words.size + (more > 0) + per_leaf - 1) // per_leaf):
-        stop = (leaf + 1) * per_leaf
-        part = words[leaf * per_leaf : stop if stop < words.size else words.size]
-        if part.size < per_leaf:
-            for i in range(part.size):
-                word = part[i]
-                for _ in range(64 // width):
-                    code = (word >> bits) & mask
-                    one[code] += np.uint32(1)
-                    pages[code >> np.uint64(PAGE_BITS)] = True
-                    word >>= step
-            for _ in range(more):
-                code = (last >> bits) & mask
-                one[code] += np.uint32(1)
-                pages[code >> np.uint64(PAGE_BITS)] = True
-                last >>= step
-        elif width == 64:
-            for i in range(0, part.size, 2):
-                one[part[i] >> np.uint64(45)] += np.uint32(1)
-                other[part[i + 1] >> np.uint64(45)] += np.uint32(1)
-        elif width == 32:
-            for i in range(part.size):
-                word = part[i]
-                one[(word >> np.uint64(16)) & np.uint64(0xFFFF)] += np.uint32(1)
-                other[word >> np.uint64(48)] += np.uint32(1)
-        elif width == 16:
-            for i in range(part.size):
-                word = part[i]
-                one[word & np.uint64(0xFFFF)] += np.uint32(1)
-                other[(word >> np.uint64(16)) & np.uint64(0xFFFF)] += np.uint32(1)
-                one[(word >> np.uint64(32)) & np.uint64(0xFFFF)] += np.uint32(1)
-                other[word >> np.uint64(48)] += np.uint32(1)
-        else:
-            for i in range(part.size):
-                word = part[i]
-                for _ in range(4):
-                    one[word & np.uint64(0xFF)] += np.uint32(1)
-                    other[(word >> np.uint64(8)) & np.uint64(0xFF)] += np.uint32(1)
-                    word >>= np.uint64(16)
-        if part.size == per_leaf:
-            for i in range(pages.size):
-                pages[i] = True
-        after = _zeros_so_far(one, other, minus)
-        zeros[leaf] = after - before
-        before = after
+    for leaf in range((bits.size + LEAF - 1) // LEAF):
+        zeros[leaf] = _count(bits[leaf * LEAF : (leaf + 1) * LEAF], how, tables)
 
 
 @compiled
@@ -218,7 +173,7 @@ def drain(one: Any, other: Any, pages: Any, codes: Any, counts: Any) -> Any:
         if pages[page]:
             pages[page] = False
             for code in range(page * PAGE, (page + 1) * PAGE):
-                count = np.int64(one[code]) + np.int64(other[code])
+                count = one[code] + other[code]
                 if count:
                     codes[found] = code
                     counts[found] = count
@@ -229,28 +184,27 @@ def drain(one: Any, other: Any, pages: Any, codes: Any, counts: Any) -> Any:
 
 
 @compiled
-def describe_floats(x: Any, signed: Any, unsigned: Any, how: Any, out: Any) -> Any:
-    """Describe a block of float32 or float64.
+def describe_floats(  # noqa: PLR0917
+    x: Any, signed: Any, unsigned: Any, how: Any, tables: Any, out: Any
+) -> Any:
+    """Describe a block of float32 or float64, and count its codes as `count_codes` does.
 
     A count of -1 is of a leaf that needs another look: some element is not finite, or fourth powers
     leave the range of float64. Returns how many these are.
     """
-    magnitude, infinity = how
-    nodes, extremes, sums = out
+    of_codes, magnitude, least, most, infinity = how
+    zeros, nodes, extremes, sums = out
     rare = 0
     for leaf in range((x.size + LEAF - 1) // LEAF):
-        start = leaf * LEAF
-        stop = start + LEAF if start + LEAF < x.size else x.size
-        low, high = _extremes(signed[start:stop], unsigned[start:stop], magnitude)
-        is_rare = high >= infinity or low <= ~infinity
-        if not is_rare:
+        start, stop = leaf * LEAF, (leaf + 1) * LEAF
+        bits = unsigned[start:stop]
+        zeros[leaf] = _count(bits, of_codes, tables)
+        low, high = _extremes(signed[start:stop], bits, magnitude)
+        largest = high if high > ~low else ~low
+        if largest < infinity:
             extremes[0] = low if low < extremes[0] else extremes[0]
             extremes[1] = high if high > extremes[1] else extremes[1]
-            if x.itemsize == 8:
-                # As a pattern, a magnitude has the exponent above 52 bits of a fraction.
-                largest = max(low, ~low, high, ~high)
-                is_rare = largest != 0 and abs((largest >> 52) - 1022) > WIDE
-        if is_rare:
+        if largest >= most or 0 < largest < least:
             nodes[leaf, 0] = -1.0
             rare += 1
         else:
@@ -369,18 +323,17 @@ def largest_of_channels(  # noqa: PLR0917
 
 @compiled
 def fold(nodes: Any, count: Any) -> None:
-    """Merge neighbours until one node is left, in the first row; `count` is a power of two."""
+    """Merge neighbours until one node is left, in the first row; `count` is a power of two.
+
+    All have elements, and one power of two: see `moments.merge`.
+    """
     while count > 1:
         count //= 2
         for i in range(count):
-            a = nodes[2 * i]
-            b = nodes[2 * i + 1]
-            merged = merge(
-                (a[0], a[1], a[2], a[3], a[4], a[5], a[6]),
-                (b[0], b[1], b[2], b[3], b[4], b[5], b[6]),
+            a, b, c = nodes[2 * i], nodes[2 * i + 1], nodes[i]
+            c[0], c[1], c[2], c[3], c[4], c[5] = _merged(
+                a[0], a[1], a[2], a[3], a[4], a[5], b[0], b[1], b[2], b[3], b[4], b[5]
             )
-            for j in range(7):
-                nodes[i, j] = merged[j]
 
 
 @compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -21,7 +21,7 @@ from xckpt.labels.selection import renamed, select
 from xckpt.progress import Progress
 from xckpt.statistics.entries import Described
 from xckpt.statistics.explaining.fingerprints import fingerprints
-from xckpt.statistics.pairs import pair_of
+from xckpt.statistics.pairs import Match, Partner, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,66 +30,11 @@ if TYPE_CHECKING:
     from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.explaining.fingerprints import Fingerprint
-    from xckpt.statistics.pairs import ChunkedPair, PairReader
     from xckpt.statistics.readers import Reader
 
-__all__ = ["Match", "Partner", "matched"]
+__all__ = ["matched"]
 
 Prints = dict[str, "Fingerprint"]
-
-
-class Partner(NamedTuple):
-    """The tensor of the other side, and what says so: a rule of `compare`."""
-
-    name: str
-    rule: str
-
-
-class Match(NamedTuple):
-    """A tensor of either side, or two that belong together."""
-
-    #: Of the tensor, in `a` if it is there.
-    name: str
-    #: Those that are there; neither of one that was not chosen.
-    ours: Reader | None = None
-    theirs: Reader | None = None
-    #: In `b`, if there is one.
-    partner: Partner | None = None
-    #: Both, if they are of one shape: to be read.
-    pair: PairReader | ChunkedPair | None = None
-
-    @property
-    def status(self) -> str:
-        """What is known without reading: one of `STATUSES`, or nothing."""
-        if self.theirs is None:
-            return "" if self.ours is None else "only_a"
-        if self.ours is None:
-            return "only_b"
-        return "shape" if self.pair is None else ""
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether something is to be said of it."""
-        return self.ours is not None or self.theirs is not None
-
-    @property
-    def size(self) -> int:
-        """Number of elements, in `a` if it is there."""
-        reader = self.theirs if self.ours is None else self.ours
-        return 0 if reader is None else reader.size
-
-    @property
-    def both(self) -> tuple[Reader, Reader] | None:
-        """The tensors, if they are to be compared."""
-        ours, theirs = self.ours, self.theirs
-        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
-
-    @property
-    def shapes(self) -> str:
-        """The shapes, where they differ."""
-        if self.ours is None or self.theirs is None or self.pair is not None:
-            return ""
-        return f"{self.ours.array.shape} and {self.theirs.array.shape}"
 
 
 def matched(

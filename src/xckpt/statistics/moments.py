@@ -48,6 +48,14 @@ def merge(a: Moments, b: Moments) -> Moments:
             scale = other
         else:
             hb, lb, b2, b3, b4 = hb * f, lb * f, b2 * f * f, b3 * f * f * f, b4 * f * f * f * f
+    return *merged(na, ha, la, a2, a3, a4, nb, hb, lb, b2, b3, b4), scale
+
+
+def merged(  # noqa: PLR0917
+    na: float, ha: float, la: float, a2: float, a3: float, a4: float,
+    nb: float, hb: float, lb: float, b2: float, b3: float, b4: float,
+) -> tuple[float, float, float, float, float, float]:  # fmt: skip
+    """Return the moments of two sequences, both with elements, divided by one number."""
     n = na + nb
     ra, rb = na / n, nb / n
     delta = (hb - ha) + (lb - la)
@@ -64,7 +72,7 @@ def merge(a: Moments, b: Moments) -> Moments:
         + 6.0 * delta * delta * (ra * ra * b2 + rb * rb * a2)
         + 4.0 * delta * (ra * b3 - rb * a3)
     )
-    return n, high, low, m2, m3, m4, scale
+    return n, high, low, m2, m3, m4
 
 
 class Tree(Generic[Node]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -458,3 +458,60 @@ def _read_into(part: PartReader, start: int, memory: Array) -> None:
         memory[:] = np.frombuffer(part.part.inline, np.uint8)[start : start + len(memory)]
         return
     part.source.read_into(part.part.offset + start, memory.data)
+
+
+# --- which tensors belong together --------------------------------------------------------------
+
+
+class Partner(NamedTuple):
+    """The tensor of the other side, and what says so: a rule of `compare`."""
+
+    name: str
+    rule: str
+
+
+class Match(NamedTuple):
+    """A tensor of either side, or two that belong together."""
+
+    #: Of the tensor, in `a` if it is there.
+    name: str
+    #: Those that are there; neither of one that was not chosen.
+    ours: Reader | None = None
+    theirs: Reader | None = None
+    #: In `b`, if there is one.
+    partner: Partner | None = None
+    #: Both, if they are of one shape: to be read.
+    pair: PairReader | ChunkedPair | None = None
+
+    @property
+    def status(self) -> str:
+        """What is known without reading: one of `STATUSES`, or nothing."""
+        if self.theirs is None:
+            return "" if self.ours is None else "only_a"
+        if self.ours is None:
+            return "only_b"
+        return "shape" if self.pair is None else ""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether something is to be said of it."""
+        return self.ours is not None or self.theirs is not None
+
+    @property
+    def size(self) -> int:
+        """Number of elements, in `a` if it is there."""
+        reader = self.theirs if self.ours is None else self.ours
+        return 0 if reader is None else reader.size
+
+    @property
+    def both(self) -> tuple[Reader, Reader] | None:
+        """The tensors, if they are to be compared."""
+        ours, theirs = self.ours, self.theirs
+        return None if self.pair is None or ours is None or theirs is None else (ours, theirs)
+
+    @property
+    def shapes(self) -> str:
+        """The shapes, where they differ."""
+        if self.ours is None or self.theirs is None or self.pair is not None:
+            return ""
+        return f"{self.ours.array.shape} and {self.theirs.array.shape}"

@@ -23,7 +23,7 @@ from xckpt.errors import CheckpointError, locating
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import BLOCK_NBYTES
-from xckpt.statistics.cluster import active_client, on_cluster
+from xckpt.statistics.cluster import on_cluster, waiting_client
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
@@ -193,7 +193,7 @@ def _scan(
     receive: Callable[[int, int, Any], None],
     report: Callable[[int], None],
 ) -> None:
-    client = active_client()
+    client = waiting_client()
     chunked = [cut for cut in cuts if isinstance(cut.reader, ChunkedTensor)]
     others = [cut for cut in cuts if not isinstance(cut.reader, ChunkedTensor)]
     here = [cut for cut in others if client is None or cut.reader.local]

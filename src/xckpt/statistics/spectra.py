@@ -21,7 +21,7 @@ from xckpt.errors import CheckpointWarning, locating
 from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.cluster import active_client, on_cluster
+from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import contents_of_all, laid, laid_out
 from xckpt.statistics.singular import (
     FLOOR,
@@ -370,12 +370,8 @@ def _find_all(
                     store.put(matrix, _ALL, SingularValues(one.values))
                 bar.advance(matrix.nbytes)
 
-            client = active_client()
-            near = [m for m in left if client is None or isinstance(m.array, np.ndarray)]
-            names = {matrix.name for matrix in near}
             find = partial(_find, is_quick=is_quick)
-            there = [m for m in left if m.name not in names]
-            on_cluster(client, there, find, deliver, lambda m: (file_of(m.array), m.nbytes))
+            near = send_out(left, find, deliver, lambda matrix: matrix.array)
             _here(near, find, deliver)
     return found
 
@@ -404,11 +400,6 @@ def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
     for matrix in matrices:
         if isinstance(matrix.array, LazyArray | _Difference):
             yield from matrix.array.ranges(...)
-
-
-def file_of(array: Any) -> str:
-    """Return the file of a lazy array or of what was made of one, as far as that is known."""
-    return array.source.name if isinstance(array, LazyArray) else ""
 
 
 def blas_threads(count: int) -> Any:

@@ -6,9 +6,10 @@
     append   an object, a file ├> payloads -> fitting -> the format's plan -> job -> files
     convert  an index          ┘
 
-``gathering`` lists what is to be written of an xarray object. ``fitting`` brings it into a form
-that the format has. ``job`` computes dask arrays straight into their places and streams
-everything else (``streaming``). ``contents`` hashes what is in tensors, whatever their files, and
+``gathering`` lists what is to be written of an xarray object, as tensors with their bytes
+(``data``). ``fitting`` brings them into a form that the format has. ``job`` says where they go,
+computes dask arrays straight into their places and streams everything else (``streaming``).
+``contents`` hashes what is in tensors, whatever their files, and
 ``manifests`` keeps that as JSON. ``plain`` makes an object of what xarray itself can write to
 netCDF and zarr.
 """

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -57,6 +56,24 @@ _SHORTEST_RUN = 1 << 12
 # --- where to, and as what -----------------------------------------------------------------------
 
 
+class _Target(NamedTuple):
+    """Where a file is written, from whatever process."""
+
+    path: str
+    overwrite: bool
+    storage_options: dict[str, Any] | None
+
+    def companion(self, name: str) -> str:
+        """Return the path of another file of the same checkpoint."""
+        folder, slash, _ = self.path.rpartition("/")
+        return folder + slash + "/".join(components(name))
+
+    def open(self, name: str | None = None) -> Sink:
+        """Begin the companion of that name, or the file itself for None."""
+        path = self.path if name is None else self.companion(name)
+        return new_file(path, overwrite=self.overwrite, storage_options=self.storage_options)
+
+
 class Destination:
     """A file that is to be written, and what a user asked for; see `save`."""
 
@@ -86,12 +103,15 @@ class Destination:
                     hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
                 name = self.writer.name
                 raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
-        self.path = target if is_remote(target) else local_path(target)
+        path = target if is_remote(target) else local_path(target)
+        self.target = _Target(path, overwrite, storage_options)
         self._requests = Requests(encoding)
         self._cast = cast
-        self._overwrite = overwrite
-        #: ``open_sink(name)`` begins the companion of that name, or the file itself for None.
-        self.open_sink = partial(_open_sink, self.path, overwrite, storage_options)
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the file, of several the one to open."""
+        return self.target.path
 
     def job(
         self,
@@ -114,25 +134,24 @@ class Destination:
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            paths = [self.path, *(_companion(self.path, name) for name in planned.companions)]
+            paths = [self.path, *map(self.target.companion, planned.companions)]
             superseded = None
             if planned.suffix:
-                self.open_sink().abort()  # an existing file is an error, though it is not written
-                superseded = label if self._overwrite else None
-                self.path += planned.suffix
-                self.open_sink = partial(self.open_sink.func, self.path, *self.open_sink.args[1:])
+                self.target.open().abort()  # an existing file is an error, though it is not written
+                superseded = label if self.target.overwrite else None
+                self.target = self.target._replace(path=self.path + planned.suffix)
                 paths.append(self.path)
             elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
                 changes.add(
                     "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
                 )
-            targets = {_resolved(path) for path in paths if self._overwrite}
+            targets = {_resolved(path) for path in paths if self.target.overwrite}
             replaced = [each for each in sources if _resolved(each.name) in targets]
             return WriteJob(
                 planned,
                 fitted,
                 self._cast,
-                self.open_sink,
+                self.target,
                 label,
                 before=before,
                 replaced=replaced,
@@ -140,22 +159,6 @@ class Destination:
             )
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
-
-
-def _open_sink(
-    path: str,
-    overwrite: bool,  # noqa: FBT001  by position, for partial
-    storage_options: dict[str, Any] | None,
-    companion: str | None = None,
-) -> Sink:
-    if companion is not None:
-        path = _companion(path, companion)
-    return new_file(path, overwrite=overwrite, storage_options=storage_options)
-
-
-def _companion(path: str, name: str) -> str:
-    folder, slash, _ = path.rpartition("/")
-    return folder + slash + "/".join(components(name))
 
 
 def _resolved(path: str) -> str:
@@ -213,11 +216,10 @@ class _File(NamedTuple):
 class WriteJob:
     """All that is known of a save before a byte is written.
 
-    ``open_sink(name)`` begins the companion of that name, or the file itself for None; it must
-    pickle if another process is to write. `label` is shown with the progress, `before` is what the
-    file begins with, and `replaced` are files that are read and replaced: nobody else may have
-    changed them in the meantime. `superseded` is the name of a file in the same folder that the
-    new ones stand for, and that is removed when they are there.
+    `label` is shown with the progress, `before` is what the file begins with, and `replaced` are
+    files that are read and replaced: nobody else may have changed them in the meantime.
+    `superseded` is the name of a file in the same folder that the new ones stand for, and that is
+    removed when they are there.
     """
 
     def __init__(
@@ -225,14 +227,14 @@ class WriteJob:
         plan: Plan,
         payloads: Mapping[str, Payload],
         cast: Cast,
-        open_sink: Callable[[str | None], Sink],
+        target: _Target,
         label: str,
         *,
         before: Item | None = None,
         replaced: Sequence[Source] = (),
         superseded: str | None = None,
     ) -> None:
-        self._open_sink, self._label, self._replaced = open_sink, label, replaced
+        self._target, self._label, self._replaced = target, label, replaced
         self._superseded = superseded
         #: Names of the tensors that are written.
         self.tensors = tuple(payloads)
@@ -315,7 +317,7 @@ class WriteJob:
         sinks: list[Sink] = []
         try:
             for file in self._files:
-                sinks.append(self._open_sink(file.name))
+                sinks.append(self._target.open(file.name))
                 known = file.plan.nbytes
                 if known is None:
                     ends = [

@@ -190,7 +190,7 @@ def save(
     if compute:
         job.run(progress)
         return None
-    destination.open_sink().abort()  # what cannot be written is said now
+    destination.target.open().abort()  # what cannot be written is said now
     delayed: Delayed = job.delayed()
     return delayed
 

@@ -194,6 +194,8 @@ _FORMS = {
     "float32": "f",
     "float64": "d",
     "bool": "?",
+    "bool32": "?",
+    "bfloat16": "f",
 }
 
 _MARK = ":scalar"
@@ -250,22 +252,19 @@ def kind_and_value(tensor: WantedTensor) -> tuple[str, Any]:
         raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")
     if not isinstance(kind, str) or kind not in KINDS:
         raise _unfit(tensor, f"a scalar of the kind {shown(str(kind))}")
+    data = part.inline
+    if part.dtype == "bool32":
+        data = bytes((any(data),))
+    elif part.dtype == "bfloat16":  # the upper half of a float32
+        data = bytes(2) + data
     try:
-        value = _value(part.dtype, part.inline)
+        (value,) = binary.unpack(f"<{_FORMS[part.dtype]}", data)
     except (KeyError, binary.error):
         reason = f"a scalar of the kind {kind} that is {len(part.inline)} bytes of {part.dtype}"
         raise _unfit(tensor, reason) from None
     if not _HELD[kind](value):
         raise _unfit(tensor, f"a scalar of the kind {kind} that is {value!r}")
     return kind, KINDS[kind][1](value)
-
-
-def _value(dtype: str, data: bytes) -> Any:
-    if dtype == "bool32":
-        return any(data)
-    if dtype == "bfloat16":  # the upper half of a float32
-        return binary.unpack("<f", bytes(2) + data)[0]
-    return binary.unpack(f"<{_FORMS[dtype]}", data)[0]
 
 
 def _unfit(tensor: WantedTensor, reason: str) -> UnsupportedError:

@@ -239,7 +239,15 @@ def find_body(
             fits.append(read_body(reading, source, start, count))
         except FormatError as error:
             failure = failure or error
-    agreeing = [body for body in fits if _agrees(body, listed)]
+    agreeing = [
+        body
+        for body in fits
+        # Writers leave lists empty that they do not fill.
+        if all(
+            not tensors or same_tensors(tensors, records)
+            for records, tensors in zip(body.blocks, listed, strict=False)
+        )
+    ]
     if not agreeing and failure:
         raise failure
     if not agreeing:
@@ -253,12 +261,6 @@ def find_body(
         hint = "payload= says which it is"
         raise FormatError(reason, offset=start, rule="Ambiguous", hint=hint)
     return agreeing[0]
-
-
-def _agrees(body: Body, listed: Sequence[list[Record] | None]) -> bool:
-    # Writers leave lists empty that they do not fill.
-    pairs = zip(body.blocks, listed, strict=False)
-    return all(not tensors or same_tensors(tensors, records) for records, tensors in pairs)
 
 
 def read_body(reading: Reading, source: Readable, start: int, count: int | None) -> Body:

@@ -197,14 +197,13 @@ def read_legacy(source: Readable, notes: kit.Notes) -> Contents:
         if storage is not None:
             kinds.setdefault(storage.key, storage)
     regions = _storages(source, machines.at, [str(key) for key in keys], kinds)
-    return Contents(str(version), value, partial(_old_region, regions), nbytes, base)
 
+    def place(key: str) -> Region:
+        if key not in regions:
+            raise FormatError(f"no storage has the key {shown(key)}", rule="Storage")
+        return regions[key]
 
-def _old_region(regions: Mapping[str, Region], key: str) -> Region:
-    found = regions.get(key)
-    if found is None:
-        raise FormatError(f"no storage has the key {shown(key)}", rule="Storage")
-    return found
+    return Contents(str(version), value, place, nbytes, base)
 
 
 def _storages(

@@ -408,17 +408,9 @@ def _mapping(m: Machine) -> None:
     m.set_items(items)
 
 
-def _drop_to_mark(m: Machine) -> None:
-    m.popped()
-
-
-def _read_only(m: Machine) -> None:
-    m.top()
-
-
 _STOP = ord(".")
 # Those that come often first: a dict keeps its order, and this is how pickles look.
-_HANDLERS: dict[int, Callable[[Machine], None]] = {
+_HANDLERS: dict[int, Callable[[Machine], object]] = {
     ord("q"): lambda m: _put(m, m.take(1)[0]),
     ord("r"): lambda m: _put(m, m.number(_U32)),
     ord("h"): lambda m: m.get_record(m.take(1)[0]),
@@ -479,13 +471,13 @@ _HANDLERS: dict[int, Callable[[Machine], None]] = {
     ord("d"): _mapping,
     ord("l"): lambda m: m.stack.append(m.popped()),
     ord("0"): Machine.drop,
-    ord("1"): _drop_to_mark,
+    ord("1"): Machine.popped,
     ord("2"): lambda m: m.stack.append(m.top()),
     0x82: lambda m: m.stack.append(Extension(m.take(1)[0])),
     0x83: lambda m: m.stack.append(Extension(m.number(_U16))),
     0x84: lambda m: m.stack.append(Extension(m.number(_I32))),
     0x97: lambda m: m.stack.append(Extension(-1)),
-    0x98: _read_only,
+    0x98: Machine.top,  # what is there is read-only
 }
 
 # After ``_rebuild_tensor_v2`` from the memo: ("storage", class, key, location, numel), offset,

@@ -15,7 +15,7 @@ from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
@@ -209,6 +209,12 @@ def storable(value: Any, levels: int, tensor: str | None = None) -> Any:
 def _no_attribute(what: str, tensor: str | None) -> UnsupportedError:
     reason, hint = f"an attribute is {what}", "Give it as text, or leave it out"
     return UnsupportedError(reason, tensor=tensor, rule="Attributes", hint=hint)
+
+
+def kept_attributes(root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a file that grows, but for what is written anew."""
+    kept = attributes(root.get("attributes"))
+    return {key: kept[key] for key in kept if key not in {kit.DIMS_KEY, kit.ARRANGEMENT_KEY}}
 
 
 def root_attributes(

@@ -358,10 +358,7 @@ def append(source: Readable, draft: Draft, old: Index) -> Plan:
     added = manifest.root_attributes(draft, _LEVELS, str, old)
     if "generator" in root:
         added.pop("generator", None)
-    kept = manifest.attributes(root.get("attributes"))
-    for key in (kit.DIMS_KEY, kit.ARRANGEMENT_KEY):
-        kept.pop(key, None)
-    root["attributes"] = {**kept, **added}
+    root["attributes"] = manifest.kept_attributes(root) | added
     return _planned(draft, root, (), source.size)
 
 

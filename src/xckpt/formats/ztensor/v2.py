@@ -386,10 +386,8 @@ def append(source: Readable, draft: Draft, old: Index, alignment: int | None) ->
     if found is None:
         raise UnsupportedError("a data shard, which has no manifest", path=source.name)
     root = dict(found[2])
-    kept = dict(root.pop("attributes", {}))
-    for key in (kit.DIMS_KEY, kit.ARRANGEMENT_KEY):
-        kept.pop(key, None)
-    attrs = {**kept, **_root_attributes(draft, old)}
+    attrs = manifest.kept_attributes(root) | _root_attributes(draft, old)
+    root.pop("attributes", None)
     if attrs:
         root["attributes"] = attrs
     return _planned(draft, root, (), source.size, alignment)

@@ -58,12 +58,12 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
         found.append(same if case.status == "same" else None)
     with Progress(progress, "explanation") as bar:
         left = [n for n, case in enumerate(cases) if case.status not in {"same", ""}]
-        pairs = {n: pair for n in left if (pair := cases[n].pair) is not None}
+        pairs = {n: pair for n in left if (pair := cases[n].match.pair) is not None}
         told, alike = _aligned(pairs, bar)
         facts = {n: one for n, one in told.items() if one.verified}
         # Where rows moved, as many may have stayed: heads that changed places.
         turned = [n for n in left if n not in facts and alike.get(n, 0.0) < _ALIKE]
-        search = Search({n: (cases[n].ours, cases[n].theirs) for n in turned}, bar)
+        search = Search({n: (cases[n].match.ours, cases[n].match.theirs) for n in turned}, bar)
         facts |= search.run()
         # What is left over on both sides, and alike.
         renamed = _alike(cases, [n for n in turned if n not in facts])
@@ -74,7 +74,8 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
         sides = {
             n: (a, b)
             for n, other in ranked.items()
-            if (a := cases[n].ours) is not None and (b := cases[other].theirs) is not None
+            if (a := cases[n].match.ours) is not None
+            and (b := cases[other].match.theirs) is not None
         }
         for n, low in low_ranks(sides, bar).items():
             (new if n in renamed else facts)[n] = low
@@ -89,7 +90,7 @@ def explain(cases: Sequence[Case], progress: ProgressOption) -> list[Explanation
         one: Explanation | None = facts.get(n) or told.get(n)
         if one is None and case.status in _ALONE:
             one = Explanation((case.status,), "nothing on the other side has its name or numbers")
-        found[n] = one or changed(case.measures, case.shapes)
+        found[n] = one or changed(case.measures, case.match.shapes)
     return [one and _with_names(case, one) for case, one in zip(cases, found, strict=True)]
 
 
@@ -156,12 +157,12 @@ def _alike(
     for ours, theirs in groups.values():
         if not ours or not theirs or len(ours) + len(theirs) > _MOST_ALIKE:
             continue
-        first = _heads([cases[n].ours for n in ours])
-        second = _heads([cases[n].theirs for n in theirs])
+        first = _heads([cases[n].match.ours for n in ours])
+        second = _heads([cases[n].match.theirs for n in theirs])
         table = first @ second.T
         for at, n in enumerate(ours):
             to = int(np.argmax(table[at]))
-            a, b = cases[n].ours, cases[theirs[to]].theirs
+            a, b = cases[n].match.ours, cases[theirs[to]].match.theirs
             is_best = table[at, to] >= _ALIGNED and int(np.argmax(table[:, to])) == at
             if is_best and a is not None and b is not None:
                 found[n] = theirs[to], pair_of(a, b, a.name), float(table[at, to])
@@ -172,7 +173,8 @@ def _tied(cases: Sequence[Case], alone: Sequence[int], bar: Progress) -> dict[in
     """Say what is equal to a tensor of its own side that has a partner, as tied weights are."""
     owners: dict[tuple[str, tuple[int, ...]], list[Reader]] = defaultdict(list)
     for n in set(range(len(cases))).difference(alone):
-        for status, reader in zip(_ALONE, (cases[n].ours, cases[n].theirs), strict=True):
+        match = cases[n].match
+        for status, reader in zip(_ALONE, (match.ours, match.theirs), strict=True):
             if reader is not None and reader.size > 1:
                 owners[status, reader.array.shape].append(reader)
     pairs, names = {}, {}
@@ -218,7 +220,7 @@ def _renamed(
     one: Explanation | None,
 ) -> dict[int, Explanation]:
     """Say of two tensors of different names what relates them."""
-    names = cases[n].name, cases[other].name
+    names = cases[n].match.name, cases[other].match.name
     if one is None:
         one = Explanation(("changed",), "the first elements are alike", verified=False)
     told = {}

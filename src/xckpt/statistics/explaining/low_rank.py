@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import locating
-from xckpt.statistics.cluster import active_client, on_cluster
+from xckpt.statistics.cluster import send_out
 from xckpt.statistics.explaining.relations import FRACTION_BITS, spacing_of
 from xckpt.statistics.explaining.wording import Explanation
-from xckpt.statistics.spectra import blas_threads, file_of, in_memory
+from xckpt.statistics.spectra import blas_threads, in_memory
 from xckpt.storage.limits import cpu_count
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
         bar.advance(update.nbytes)
 
     bar.expect(sum(update.nbytes for update in updates))
-    client = active_client()
-    here = [u for u in updates if client is None or isinstance(u.b, np.ndarray)]
-    there = [u for u in updates if u not in here]
-    on_cluster(client, there, _low_rank, deliver, lambda u: (file_of(u.b), u.nbytes))
+    here = send_out(updates, _low_rank, deliver, lambda update: update.b)
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
         for update, one in zip(here, threads.map(_low_rank, here), strict=True):
             deliver(update, one)

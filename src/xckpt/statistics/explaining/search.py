@@ -162,7 +162,9 @@ class Search:
             for kind in ("rows", "columns"):
                 hashes = getattr(whole, kind)
                 if hashes is not None:
-                    near |= np.isin(starts["rows"], hashes) | np.isin(starts["columns"], hashes)
+                    # numpy 2.0 cannot make a table of numbers over 2**63; it sorts them instead.
+                    near |= np.isin(starts["rows"], hashes, kind="sort")
+                    near |= np.isin(starts["columns"], hashes, kind="sort")
             some = {
                 str(n): alone[n] for n in numbers[near].tolist() if n not in self.found[1 - side]
             }

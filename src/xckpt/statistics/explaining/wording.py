@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xckpt.statistics.explaining.relations import Relation
-    from xckpt.statistics.pairs import ChunkedPair, PairReader
+    from xckpt.statistics.pairs import Match
     from xckpt.statistics.readers import Reader
 
 #: What may be said of a tensor; several are joined by "+", in this order.
@@ -37,20 +37,21 @@ _UNEXPLAINED = frozenset({"changed", "only_a", "only_b"})
 class Case:
     """A tensor of either side, or two of one name, and how much they differ."""
 
-    name: str
+    match: Match
+    #: One of `STATUSES`; empty if it was not compared.
     status: str
     measures: dict[str, float]
-    ours: Reader | None = None
-    theirs: Reader | None = None
-    pair: PairReader | ChunkedPair | None = None
-    shapes: str = ""
-    #: The name of the other tensor of a pair, if it is another one.
-    other_name: str = ""
+
+    @property
+    def other_name(self) -> str:
+        """The name of the other tensor of a pair, if it is another one."""
+        partner = self.match.partner
+        return partner.name if partner and partner.rule != "name" else ""
 
     @property
     def alone(self) -> Reader | None:
         """The tensor, if only one side has it."""
-        return {"only_a": self.ours, "only_b": self.theirs}.get(self.status)
+        return {"only_a": self.match.ours, "only_b": self.match.theirs}.get(self.status)
 
 
 @dataclass(frozen=True, slots=True)

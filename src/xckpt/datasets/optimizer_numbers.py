@@ -1,0 +1,271 @@
+"""Which parameter has which number in the state of torch.optim.
+
+A ``state_dict()`` counts parameters in the order in which the optimizer was given them, group after
+group: ``state.3.exp_avg`` is of the fourth. Of the model it says nothing, so that the order of its
+tensors has to tell, and every shape has to agree. Where several assignments would do, none is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    import xarray as xr
+
+    Shape = tuple[int, ...]
+
+__all__ = ["Numbers", "numbers_in", "owners_of"]
+
+_STATE = re.compile(r"((?:.+\.)?)state\.([0-9]{1,18})\.(.+)", re.DOTALL)
+_GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
+# What has the shape of its parameter.
+_WHOLE = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+        *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+    }
+)
+# What modules of PyTorch keep besides parameters, in their state_dict.
+_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_REMEDY = "give parameters=[...], the names in the order in which the optimizer was given them"
+
+
+class Numbers(NamedTuple):
+    """The numbered state of one optimizer.
+
+    Parameters
+    ----------
+    prefix : str
+        What stands in front of ``state.0.exp_avg``.
+    groups : list of list of int
+        The numbers of the parameters in each group.
+    names : list of str or None
+        The names of all of these, where the optimizer was given them.
+    states : dict of int to dict of str to Variable
+        What is kept for each, by field.
+    """
+
+    prefix: str
+    groups: list[list[int]]
+    names: list[str] | None
+    states: dict[int, dict[str, xr.Variable]]
+
+    def called(self, number: int, field: str) -> str:
+        """Return the name of a variable."""
+        return f"{self.prefix}state.{number}.{field}"
+
+
+def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> list[Numbers]:
+    """Find the state of optimizers that number their parameters."""
+    groups: dict[str, dict[int, list[int]]] = {}
+    for key in attrs:
+        found = _GROUP.fullmatch(str(key))
+        value = attrs[key] if found else None
+        if found and isinstance(value, list | tuple) and all(type(n) is int for n in value):
+            groups.setdefault(found[1], {})[int(found[2])] = list(value)
+    kept: dict[str, dict[int, dict[str, xr.Variable]]] = {}
+    for name, variable in states.items():
+        found = _STATE.fullmatch(name)
+        if found and found[1] in groups:
+            fields = kept.setdefault(found[1], {}).setdefault(int(found[2]), {})
+            fields[found[3]] = variable
+    result = []
+    for prefix, by_number in kept.items():
+        inside = [groups[prefix][at] for at in sorted(groups[prefix])]
+        listed = Counter(number for group in inside for number in group)
+        strange = [n for n in by_number if listed[n] != 1]
+        if strange:
+            raise ValueError(
+                f"'{prefix}param_groups' of the optimizer list parameter {strange[0]}, which has "
+                f"state, {listed[strange[0]]} times"
+            )
+        names: list[str] = []
+        for at in sorted(groups[prefix]):
+            said = attrs.get(f"{prefix}param_groups.{at}.param_names")
+            names += map(str, said) if isinstance(said, list | tuple) else ()
+        known = names if len(names) == sum(map(len, inside)) else None
+        result.append(Numbers(prefix, inside, known, by_number))
+    return result
+
+
+def owners_of(
+    numbers: Numbers, model: Mapping[str, xr.Variable], parameters: Sequence[str] | None
+) -> dict[int, str]:
+    """Return the name of the parameter that each number with state is of."""
+    order = [number for group in numbers.groups for number in group]
+    shapes = {number: _shape(numbers, number) for number in numbers.states}
+    if parameters is not None:
+        if len(parameters) != len(order):
+            raise ValueError(
+                f"parameters has {len(parameters)} names, and the optimizer {len(order)} parameters"
+            )
+        owners = dict(zip(order, parameters, strict=True))
+    else:
+        candidates = _candidates(model)
+        owners = {}
+        for group, inside in _by_group(numbers, shapes, candidates):
+            owners |= _aligned(numbers, group, shapes, inside)
+    for number, shape in shapes.items():
+        name = owners[number]
+        if name not in model:
+            raise ValueError(f"{_some(numbers, number)} is of {shown(name)}, which the model lacks")
+        _require_shape(numbers, number, shape, name, model[name].shape)
+    return {number: owners[number] for number in shapes}
+
+
+def _shape(numbers: Numbers, number: int) -> Shape | None:
+    """Return the shape that the state of a parameter says it has; None if it does not say."""
+    fields = {field: v.shape for field, v in numbers.states[number].items()}
+    told = {field: shape for field, shape in fields.items() if field in _WHOLE}
+    if not told:  # as of Adafactor, which keeps means of rows and of columns
+        for field, row in fields.items():
+            column = fields.get(f"{field.removesuffix('_row')}_col")
+            if field.endswith("_row") and column and len(column) == len(row):
+                told[field] = (*row, column[-1])
+    if not told:
+        told = {field: shape for field, shape in fields.items() if shape and field != "step"}
+        told = told if len(set(told.values())) == 1 else {}
+    if len(set(told.values())) > 1:
+        raise ValueError(
+            f"{shown(numbers.called(number, next(iter(told))))} and others of parameter {number} "
+            f"have several shapes: {', '.join(map(str, sorted(set(told.values()))))}"
+        )
+    return next(iter(told.values()), None)
+
+
+def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
+    """Return what can be a parameter: floats, each once, that are not known to be buffers."""
+    return {
+        name: variable.shape
+        for name, variable in model.items()
+        if variable.dtype.kind not in "iubSUO"
+        and re.split("[./]", name)[-1] not in _BUFFERS
+        and "shares" not in variable.encoding
+        and "part" not in variable.encoding
+        and "parameter" not in variable.attrs
+    }
+
+
+def _by_group(
+    numbers: Numbers, shapes: Mapping[int, Shape | None], candidates: Mapping[str, Shape]
+) -> Iterable[tuple[list[int], dict[str, Shape]]]:
+    """Return each group with the tensors that only it can have."""
+    groups = [group for group in numbers.groups if not shapes.keys().isdisjoint(group)]
+    if len(groups) == 1 == len(numbers.groups):
+        yield groups[0], dict(candidates)
+        return
+    groups = [[number for number in group if number in shapes] for group in groups]
+    owner: dict[Shape | None, int] = {}
+    for at, group in enumerate(groups):
+        for number in group:
+            if owner.setdefault(shapes[number], at) != at or shapes[number] is None:
+                raise ValueError(
+                    f"{_some(numbers, number)} and state of another group of parameters have the "
+                    f"shape {shapes[number]}, and nothing says which is whose: {_REMEDY}"
+                )
+    for at, group in enumerate(groups):
+        yield group, {n: shape for n, shape in candidates.items() if owner.get(shape) == at}
+
+
+def _aligned(
+    numbers: Numbers,
+    group: list[int],
+    shapes: Mapping[int, Shape | None],
+    candidates: Mapping[str, Shape],
+) -> dict[int, str]:
+    """Assign the numbers of a group to tensors in their order, if there is one way to do so."""
+    names = list(candidates)
+    if not _is_ordered(names):
+        return _by_shape(numbers, shapes, group, candidates)
+    first = _leftmost(group, shapes, names, candidates)
+    if len(first) < len(group):
+        for number, name in zip(group, names, strict=False) if len(names) == len(group) else ():
+            _require_shape(numbers, number, shapes.get(number), name, candidates[name])
+        number = group[len(first)]
+        raise ValueError(
+            f"the model has {len(names)} tensors that may be parameters, the optimizer "
+            f"{len(group)} of them, and for {_some(numbers, number)} of shape "
+            f"{shapes.get(number)} none is left in their order. Are they of one checkpoint?"
+        )
+    last = _leftmost(group[::-1], shapes, names[::-1], candidates)[::-1]
+    for number, one, other in zip(group, first, last, strict=True):
+        if number in shapes and one != other:
+            raise ValueError(
+                f"{_some(numbers, number)} of shape {shapes[number]} may belong to {shown(one)} or "
+                f"to {shown(other)}: {_REMEDY}, or choose with model.ckpt.find what it trains"
+            )
+    return dict(zip(group, first, strict=True))
+
+
+def _leftmost(
+    group: Iterable[int],
+    shapes: Mapping[int, Shape | None],
+    names: Iterable[str],
+    candidates: Mapping[str, Shape],
+) -> list[str]:
+    """Assign each number to the first tensor that it fits, until none is left."""
+    left, found = iter(names), []
+    for number in group:
+        shape = shapes.get(number)
+        name = next((each for each in left if shape in {None, candidates[each]}), None)
+        if name is None:
+            break
+        found.append(name)
+    return found
+
+
+def _by_shape(
+    numbers: Numbers,
+    shapes: Mapping[int, Shape | None],
+    group: Collection[int],
+    candidates: Mapping[str, Shape],
+) -> dict[int, str]:
+    """Assign numbers by their shape alone."""
+    times = Counter(shapes.get(number) for number in group)
+    owners = {}
+    for number in group:
+        if number not in shapes:
+            continue
+        fitting = [name for name, shape in candidates.items() if shape == shapes[number]]
+        if len(fitting) != 1 or times[shapes[number]] > 1:
+            some = " or ".join(map(shown, fitting[:2])) or "nothing in the model"
+            raise ValueError(
+                f"the tensors of the model are in alphabetic order, not in that of the model, so "
+                f"that {_some(numbers, number)} of shape {shapes[number]} may belong to {some}: "
+                f"{_REMEDY}"
+            )
+        owners[number] = fitting[0]
+    return owners
+
+
+def _is_ordered(names: Iterable[str]) -> bool:
+    """Return whether the order of names is that of the model, and not mostly alphabetic."""
+    children: dict[tuple[str, ...], dict[str, None]] = {}
+    for name in names:
+        path = tuple(re.split("[./]", name)[:64])
+        for depth, part in enumerate(path):
+            children.setdefault(path[:depth], {})[part] = None
+    several = [list(parts) for parts in children.values() if len(parts) > 1]
+    alphabetic = sum(parts == sorted(parts) for parts in several)
+    return not several or 2 * alphabetic < len(several)
+
+
+def _some(numbers: Numbers, number: int) -> str:
+    field = next(iter(numbers.states.get(number, ())), "")
+    return shown(numbers.called(number, field)) if field else f"parameter {number}"
+
+
+def _require_shape(
+    numbers: Numbers, number: int, shape: Shape | None, name: str, other: Shape
+) -> None:
+    if shape not in {None, other}:
+        raise ValueError(
+            f"{_some(numbers, number)} is of a parameter of shape {shape}, and in its place in the "
+            f"model is {shown(name)} of shape {other}. Are they of one checkpoint?"
+        )
