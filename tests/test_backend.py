@@ -207,9 +207,13 @@ def test_a_file_that_is_not_what_it_is_called(
         xr.open_dataset(tmp_path / "m.json")
 
 
-def test_a_path_with_a_typo(path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"did you mean 'm\.zt'\?: .*/mm\.zt'"):
-        xr.open_dataset(path.parent / "mm.zt", engine="ztensor")
+@pytest.mark.parametrize("options", [{}, {"engine": "ztensor"}])
+def test_a_path_with_a_typo(path: Path, options: dict[str, Any]) -> None:
+    for open_ in (xr.open_dataset, xr.open_datatree):
+        with pytest.raises(FileNotFoundError, match=r"did you mean 'm\.zt'\?: .*/mm\.zt'"):
+            open_(path.parent / "mm.zt", **options)
+    for other in ("m.nc", "m.bin", "m"):
+        assert not ZTensorBackend().guess_can_open(path.parent / other)
     with pytest.raises(FileNotFoundError):
         xr.open_dataset(path.parent / "nowhere" / "m.zt", engine="ztensor")
 

@@ -362,6 +362,8 @@ def test_names_lose_words_and_never_numbers(page: Page) -> None:
     for width, text in expected.items():
         assert page.evaluate("([n, w]) => explorer.elided(n, w)", [name, width]) == text
     assert page.evaluate("explorer.elided('model.a.0.b', 99, 6)") == "…a.0.b"
+    flax = "params/encoder/layers_3/attn/kernel"
+    assert page.evaluate("(n) => explorer.elided(n, 20)", flax) == "…layers_3/…kernel"
     long = page.evaluate("explorer.elided('h.3.' + 'n'.repeat(50), 20)")
     assert re.fullmatch("…3.n+…n+", long)
     assert len(long) == 20
@@ -371,6 +373,7 @@ def test_what_all_names_begin_with_ends_before_a_number(page: Page) -> None:
     for names, text in (
         (["m.layers.1.a", "m.layers.1.b"], "m.layers."),
         (["m.a.x", "m.b.x"], "m."),
+        (["p/layers_1/a", "p/layers_1/b"], "p/"),
         (["m.a", "n.a"], ""),
         (["m.a"], ""),
         ([], ""),

@@ -277,8 +277,9 @@ def is_format(obj: Any, format: str) -> bool:
         raise
     except SeveralFilesError:
         return True  # opening it lists them, and xarray does not
-    except (OSError, TypeError, ValueError, StopIteration):
-        return False
+    except (OSError, TypeError, ValueError, StopIteration) as error:
+        # Opening what is not there says which file has a similar name, and xarray does not.
+        return isinstance(error, FileNotFoundError) and _is_called_like(str(obj), format)
     if found is not None:
         return found.name == format
     # What is wrong with a file that is called like ours: opening it says so, and xarray does not.
