@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 # the same examples everywhere; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("xckpt", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "xckpt"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "xckpt")
+settings.load_profile(_PROFILE)
 
 # Tests write some hundred thousand small files: into memory, where there is room for them, since
 # a disk takes longer for that than most tests for their work. The variable TMPDIR says otherwise.
@@ -34,6 +37,12 @@ GOLDEN = Path(os.environ.get("XCKPT_GOLDEN", Path(__file__).parents[2] / "shared
 _ABSENT = f"no golden files at {GOLDEN}; the variable XCKPT_GOLDEN says where they are"
 
 
+def pytest_collection_finish() -> None:
+    """Have the collector look no more at what was loaded and collected: all of it stays."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep headers of remote files out of the user's cache; wait for no network and no disk."""
@@ -41,6 +50,10 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("xckpt.storage.remote._FIRST_DELAY", 0.001)
         patch.setattr("os.fsync", _not_waiting)
+        if _PROFILE == "xckpt" and find_spec("hypothesis.internal.conjecture.providers"):
+            # It would draw what is in modules that are loaded, so in those of other tests too.
+            name = "hypothesis.internal.conjecture.providers.is_local_module_file"
+            patch.setattr(name, lambda _: False, raising=False)
         yield
 
 

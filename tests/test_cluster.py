@@ -95,7 +95,7 @@ def two_workers() -> Iterator[None]:
     with (
         dask.config.set({"distributed.scheduler.work-stealing": False}),
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
         ) as cluster,
         distributed.Client(cluster),
     ):

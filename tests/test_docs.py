@@ -37,7 +37,7 @@ INSTEAD = {
     r'"hf://[^/"]+/([^@/"]+)(?:@[^/"]+)?': r'"\1',
     r'\{"anon": True\}': "{}",
     '"s3"': '"file"',
-    r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=None)",
+    r"LocalCluster\(.*?\)": "LocalCluster(n_workers=1, processes=False, dashboard_address=':0')",
 }
 # Names that a page does not make itself.
 GIVEN = """

@@ -287,7 +287,7 @@ def _killed(trial: Trial, seconds: float) -> Tally:
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
     with (
         dask.config.set({"distributed.worker.memory.terminate": False}),
-        distributed.LocalCluster(dashboard_address=None, silence_logs=50, **options) as cluster,
+        distributed.LocalCluster(dashboard_address=":0", silence_logs=50, **options) as cluster,
         distributed.Client(cluster) as client,
         dask.config.set({"array.chunk-size": "16KiB"}),
         xr.open_dataset(path, verify=True) as ds,

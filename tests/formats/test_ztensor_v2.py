@@ -251,6 +251,13 @@ def test_types(dtype: str, logical: str | None, count: int, size: int, expected:
     assert (tensor.dtype, tensor.parts["data"].dtype, tensor.attrs) == (expected, expected, {})
 
 
+def test_an_unknown_digest_algorithm_warns_once() -> None:
+    objects = {name: dense_v2(bytes(4), [1], "f32", digest="blake9:ab") for name in "abc"}
+    (warning,) = read(v2_file(objects)).warnings
+    what = "with a digest of the unknown algorithm 'blake9', not verified"
+    assert warning == f"tensor 'a' at byte 4096 and 2 more: {what}"
+
+
 def test_seekable_zstd() -> None:
     fields = {"encoding": "zt.zstd-seekable/1", "decoded_length": 4000}
     tensor = read(v2_file({"w": dense_v2(b"?", [1000], "f32", **fields)})).tensors["w"]

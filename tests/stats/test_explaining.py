@@ -279,7 +279,7 @@ def test_a_cluster_says_the_same(models: list[Made], tmp_path: Path) -> None:
         chosen = {n: x for n, x in side.items() if n.startswith(names)}
         sides.append(write(tmp_path / f"{len(sides)}.safetensors", chosen))
     here = explained(*sides)
-    with distributed.Client(n_workers=1, processes=False, dashboard_address=None):
+    with distributed.Client(n_workers=1, processes=False, dashboard_address=":0"):
         there = explained(*sides)
     assert len(here) > 30
     assert here.equals(there)

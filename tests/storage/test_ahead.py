@@ -315,7 +315,7 @@ class TestAnythingElse:
         web.at_once = 0
         with (
             distributed.LocalCluster(
-                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
             ) as cluster,
             distributed.Client(cluster),
         ):

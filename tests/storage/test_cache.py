@@ -102,11 +102,9 @@ for path in sys.argv[1:]:
 """
     left_out = {"HOME", "XDG_CACHE_HOME", "XCKPT_CACHE_DIR"}
     environment = {k: v for k, v in os.environ.items() if k not in left_out}
-    # A folder without a cache of compiled loops is one more that the home would have.
-    compiled = {"NUMBA_CACHE_DIR": str(tmp_path.parent / "numba")}
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", code, str(checkpoint), f"{web.url}/m.zt"],
-        env=environment | compiled,
+        env=environment,
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -177,6 +177,12 @@ def test_writers_at_once_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> No
     assert names(tmp_path) == FILES
 
 
+def old_files(target: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint of zeros."""
+    save(dataset(0), target, "mlcp")
+    return {name: target.with_name(name).read_bytes() for name in FILES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("before", ["a checkpoint", "nothing", "raw data"])
@@ -185,15 +191,15 @@ def test_an_end_at_any_step(before: str, links: bool, tmp_path: Path) -> None:
     stale = [name.replace(".shard", ".bin") for name in FILES[1:]] if before == "raw data" else []
     seen: list[str] = []
 
+    old = {} if before == "nothing" else old_files(target)
+    for name, shard in zip(stale, FILES[1:], strict=False):
+        old[name] = old.pop(shard)[20:]
+
     def begin() -> None:
         for name in names(tmp_path):
             (tmp_path / name).unlink()
-        if before != "nothing":
-            save(dataset(0), target, "mlcp")
-        for name, shard in zip(stale, FILES[1:], strict=False):
-            data = (tmp_path / shard).read_bytes()[20:]
+        for name, data in old.items():
             (tmp_path / name).write_bytes(data)
-            (tmp_path / shard).unlink()
 
     def check(_: int) -> None:
         if target.exists():

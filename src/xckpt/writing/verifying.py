@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Report", "verify"]
 
 _SHOWN_FINDINGS = 20
+# Files that are looked at a last time together.
+_CONCURRENCY = 16
 # What was hashed, as a word for how a tensor is stored.
 _STORED = {"elements": "dense", "decoded": "quantised", "nonzero": "sparse"}
 
@@ -224,15 +227,22 @@ def verify(
                     findings += [] if finding is None else [finding]
                     digests += count
             findings += [] if compared is None else compared.findings()
-            for file in set(sources.values()):
-                try:
-                    file.check()
-                except MissingShardError:  # whose tensors tell
-                    pass
-                except CheckpointError as error:
-                    findings.append(_finding(error))
+            # Each may take a request, and a wait for its answer.
+            with ThreadPoolExecutor(_CONCURRENCY) as threads:
+                findings += filter(None, threads.map(_change, set(sources.values())))
     named = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
     return Report(source.name, index.format, index.version, len(chosen), digests, named)
+
+
+def _change(file: Source) -> Finding | None:
+    """Look whether a file is still the one that was opened."""
+    try:
+        file.check()
+    except MissingShardError:  # whose tensors tell
+        return None
+    except CheckpointError as error:
+        return _finding(error)
+    return None
 
 
 def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:

@@ -19,6 +19,7 @@ from xckpt.index import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from xckpt.formats.plan import Literal, WantedTensor, Written
     from xckpt.index import Tensor
@@ -135,6 +136,21 @@ def unknown(what: str, spelled: str, tensor: str, offset: int | None = None) -> 
     reason, hint = f"unknown {what} {shown(spelled)}", kit.without(tensor)
     rule = "Encoding" if what == "encoding" else "Schema"
     return UnsupportedError(reason, tensor=tensor, offset=offset, rule=rule, hint=hint)
+
+
+def note_digest(
+    notes: kit.Notes, known: AbstractSet[str], tensor: str, offset: int, digest: str
+) -> None:
+    """Note a digest of an unknown algorithm. A malformed one fails when the part is read."""
+    algorithm, colon, _ = digest.partition(":")
+    if colon and algorithm not in known:
+        reason = f"with a digest of the unknown algorithm {shown(algorithm)}, not verified"
+        notes.add(reason, place(tensor, offset))
+
+
+def place(tensor: str, offset: int) -> str:
+    """Name a part of a tensor, in a note."""
+    return f"tensor {shown(tensor)} at byte {offset}"
 
 
 # --- sizes ----------------------------------------------------------------------------------------

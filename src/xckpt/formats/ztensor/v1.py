@@ -45,6 +45,7 @@ _FIELDS_0 = {"name", "offset", "size", "dtype", "layout", "shape", "encoding", "
 _FIELDS_0 |= {"data_endianness"}
 _INDEX_NBYTES = 8
 _INDICES = frozenset({"indices", "indptr", "coords"})
+_ALGORITHMS = frozenset({"crc32c", "sha256"})
 # What is written for each compression and digest that is wanted.
 _ENCODINGS = {None: None, "zstd": "zstd", "zstd-seekable": "zstd"}
 _DIGESTS = {None: None, "crc32c": "crc32c", "sha256": "sha256", "xxh3": "crc32c"}
@@ -105,20 +106,16 @@ class _Ranges:
             reason = f"bytes {offset} to {end} are not in a file of {self._size}"
             raise FormatError(reason, rule="BlobBounds")
         if offset % _ALIGNMENT:
-            self._note("not at a multiple of 64, which is slower to read", tensor, offset)
+            reason = "not at a multiple of 64, which is slower to read"
+            self.notes.add(reason, layouts.place(tensor, offset))
         if nbytes and (offset < _HEAD or end > self._data_end):
-            self._note("overlapping the head or the manifest", tensor, offset)
+            reason = "overlapping the head or the manifest"
+            self.notes.add(reason, layouts.place(tensor, offset))
         return offset, nbytes
 
     def check_digest(self, tensor: str, offset: int, digest: str) -> None:
-        """Note a digest of an unknown algorithm. A malformed one fails when the part is read."""
-        algorithm, colon, _ = digest.partition(":")
-        if colon and algorithm not in {"crc32c", "sha256"}:
-            reason = f"with a digest of the unknown algorithm {shown(algorithm)}, not verified"
-            self._note(reason, tensor, offset)
-
-    def _note(self, reason: str, tensor: str, offset: int) -> None:
-        self.notes.add(reason, f"tensor {shown(tensor)} at byte {offset}")
+        """Note a digest that is not verified."""
+        layouts.note_digest(self.notes, _ALGORITHMS, tensor, offset, digest)
 
 
 # --- reading 0.1 ----------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ _FOOTER = Struct("<QQQII8s")
 _SMALLEST = len(MAGIC) + _FOOTER.size
 _LONGEST_NAME = 1024
 _DIGEST = re.compile(r"[a-z0-9]+:[0-9a-f]+")
+_ALGORITHMS = frozenset({"xxh3", "sha256", "crc32c"})
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _ROLES = frozenset({"data", "values", "indices", "indptr", "coords", "scales", "zeros"})
 _GGUF = re.compile(r"gguf\.[^/]+/1")
@@ -143,7 +144,8 @@ def read(source: Readable) -> Index:
         error.located(offset=start)
         raise
     name, size = source.name, source.size
-    return kit.arranged(Index("ztensor", "2", tensors, attrs, name, size, shards))
+    texts = reading.notes.warnings()
+    return kit.arranged(Index("ztensor", "2", tensors, attrs, name, size, shards, texts))
 
 
 def _shards(root: Mapping[Any, Any], source_name: str) -> dict[str, Shard]:
@@ -208,6 +210,7 @@ class _Objects:
         self._ends.update((name, shard.size - _FOOTER.size) for name, shard in shards.items())
         self._ranges: dict[str | None, list[tuple[int, int]]] = {name: [] for name in self._ends}
         self._ranges[None].append(own)
+        self.notes = kit.Notes()
 
     def check_overlaps(self) -> None:
         """Check that the ranges in each file are identical or disjoint."""
@@ -294,6 +297,8 @@ class _Objects:
             encoding = _SEEKABLE
         elif understood and encoding is not None:
             raise layouts.unknown("encoding", encoding, name, offset)
+        if digest is not None:
+            layouts.note_digest(self.notes, _ALGORITHMS, name, offset, digest)
         stored = (offset, nbytes, encoding, decoded, digest)
         return Part(dtype or "uint8", shape, *stored, digest_of="decoded", shard=shard)
 
