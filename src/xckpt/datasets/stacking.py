@@ -30,7 +30,7 @@ from xckpt.labels.numbering import bare, is_index, numbered, numbered_places, wo
 from xckpt.labels.stacking import Stack, stack, stack_in_tree, stacked_attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
 
 __all__ = ["NumberSet", "number_sets", "select_modules", "stack_modules", "unstack_modules"]
@@ -124,25 +124,28 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     known: dict[tuple[str | int | None, ...], tuple[str, list[str]]] = {}
     for name, variable in flat.variables.items():
         record = variable.encoding.get("stack")
-        left: Iterator[tuple[str, set[int]]] = iter(())
         if record is None:
-            pieces: Sequence[str | int | None] = numbered(str(name)).pieces
+            apart = numbered(str(name))
+            template: tuple[str | int | None, ...] = apart.template
+            each: list[tuple[str | None, set[int]]] = [(None, {int(n)}) for n in apart.indices]
         else:
             try:
                 members = member_numbers(str(name), variable, indexes[flat.nodes[name]])
             except ValueError:  # it cannot be told which are left
                 continue
             along = map(set, zip(*members, strict=True)) if members else [set()] * len(record.dims)
-            left, pieces = zip(record.dims, along, strict=True), record.template
-        template = tuple([None if isinstance(p, str) and is_index(p) else p for p in pieces])
-        at = [place for place, piece in enumerate(template) if not isinstance(piece, str)]
+            left = zip(record.dims, along, strict=True)
+            pieces = [p for p in record.template if not isinstance(p, str) or is_index(p)]
+            each = [(None, {int(p)}) if isinstance(p, str) else next(left) for p in pieces]
+            template = tuple(
+                [None if isinstance(p, str) and is_index(p) else p for p in record.template]
+            )
         if template not in known:
+            at = [place for place, piece in enumerate(template) if not isinstance(piece, str)]
             modules = [bare(template[: place + 1]) or "index" for place in at]
             known[template] = bare(template), modules
         plain, modules = known[template]
-        for axis, (place, module) in enumerate(zip(at, modules, strict=True)):
-            piece = pieces[place]
-            dim, numbers = (None, {int(piece)}) if isinstance(piece, str) else next(left)
+        for axis, (module, (dim, numbers)) in enumerate(zip(modules, each, strict=True)):
             names.setdefault(plain, {}).setdefault((module, axis, dim), set()).update(numbers)
     sets: dict[tuple[str, tuple[int, ...], str | None], list[str]] = {}
     for plain, of in names.items():
@@ -380,10 +383,14 @@ def _numbers_of(
     """Return, for each numbered module that a variable is in, a dimension or its number."""
     found: dict[str, list[Any]] = {}
     record = variable.encoding.get("stack")
-    dims = iter(() if record is None else record.dims)
+    if record is None:
+        plain = numbered(name)
+        for base, index in zip(plain.bases, plain.indices, strict=True):
+            found.setdefault(base, []).append(int(index))
+        return found
+    dims = iter(record.dims)
     # Of modules that were left apart, the numbers are still in the template.
-    template = numbered(name).pieces if record is None else record.template
-    for base, number in numbered_places(template):
+    for base, number in numbered_places(record.template):
         place: Any = int(number) if isinstance(number, str) else next(dims)
         if isinstance(place, int) or place in indexes:
             found.setdefault(base, []).append(place)

@@ -206,12 +206,15 @@ class ModuleTree:
 
     def __init__(self, rows: Iterable[Row], depth: int) -> None:
         self._root = _Modules()
+        known: dict[tuple[str | None, ...], list[str | None]] = {}
         for row in rows:
             node = self._root
             found = numbered(row.name)
             indices = iter(found.indices)
-            for _, part in spans(found.template)[:depth]:
-                word = part if isinstance(part, str) else None
+            if found.template not in known:
+                parts = [part for _, part in spans(found.template)]
+                known[found.template] = [p if isinstance(p, str) else None for p in parts]
+            for word in known[found.template][:depth]:
                 node = node.children.setdefault(word, _Modules())
                 node.count += 1
                 node.nbytes += row.nbytes

@@ -295,8 +295,10 @@ class Sketch(Accumulator):
         import msgpack
         import zstandard
 
-        packed = msgpack.packb(self._fields())
-        data: bytes = zstandard.ZstdCompressor(level=1).compress(packed)
+        # To make one takes longer than to compress the sketch of a small tensor.
+        if not hasattr(_thread, "compressor"):
+            _thread.compressor = zstandard.ZstdCompressor(level=1)
+        data: bytes = _thread.compressor.compress(msgpack.packb(self._fields()))
         return data
 
     def _fields(self) -> dict[str, Any]:
