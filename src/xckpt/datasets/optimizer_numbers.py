@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-__all__ = ["Numbers", "numbers_in", "owners_of"]
+__all__ = ["NumberedState", "numbers_in", "owners_of"]
 
 _STATE = re.compile(r"((?:.+\.)?)state\.([0-9]{1,18})\.(.+)", re.DOTALL)
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
@@ -36,7 +36,7 @@ _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _REMEDY = "give parameters=[...], the names in the order in which the optimizer was given them"
 
 
-class Numbers(NamedTuple):
+class NumberedState(NamedTuple):
     """The numbered state of one optimizer.
 
     Parameters
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
         return f"{self.prefix}state.{number}.{field}"
 
 
-def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> list[Numbers]:
+def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> list[NumberedState]:
     """Find the state of optimizers that number their parameters."""
     groups: dict[str, dict[int, list[int]]] = {}
     for key in attrs:
@@ -90,12 +90,12 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
             said = attrs.get(f"{prefix}param_groups.{at}.param_names")
             names += map(str, said) if isinstance(said, list | tuple) else ()
         known = names if len(names) == sum(map(len, inside)) else None
-        result.append(Numbers(prefix, inside, known, by_number))
+        result.append(NumberedState(prefix, inside, known, by_number))
     return result
 
 
 def owners_of(
-    numbers: Numbers, model: Mapping[str, xr.Variable], parameters: Sequence[str] | None
+    numbers: NumberedState, model: Mapping[str, xr.Variable], parameters: Sequence[str] | None
 ) -> dict[int, str]:
     """Return the name of the parameter that each number with state is of."""
     order = [number for group in numbers.groups for number in group]
@@ -119,7 +119,7 @@ def owners_of(
     return {number: owners[number] for number in shapes}
 
 
-def _shape(numbers: Numbers, number: int) -> Shape | None:
+def _shape(numbers: NumberedState, number: int) -> Shape | None:
     """Return the shape that the state of a parameter says it has; None if it does not say."""
     fields = {field: v.shape for field, v in numbers.states[number].items()}
     told = {field: shape for field, shape in fields.items() if field in _WHOLE}
@@ -153,7 +153,7 @@ def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
 
 
 def _by_group(
-    numbers: Numbers, shapes: Mapping[int, Shape | None], candidates: Mapping[str, Shape]
+    numbers: NumberedState, shapes: Mapping[int, Shape | None], candidates: Mapping[str, Shape]
 ) -> Iterable[tuple[list[int], dict[str, Shape]]]:
     """Return each group with the tensors that only it can have."""
     groups = [group for group in numbers.groups if not shapes.keys().isdisjoint(group)]
@@ -174,7 +174,7 @@ def _by_group(
 
 
 def _aligned(
-    numbers: Numbers,
+    numbers: NumberedState,
     group: list[int],
     shapes: Mapping[int, Shape | None],
     candidates: Mapping[str, Shape],
@@ -221,7 +221,7 @@ def _leftmost(
 
 
 def _by_shape(
-    numbers: Numbers,
+    numbers: NumberedState,
     shapes: Mapping[int, Shape | None],
     group: Collection[int],
     candidates: Mapping[str, Shape],
@@ -256,13 +256,13 @@ def _is_ordered(names: Iterable[str]) -> bool:
     return not several or 2 * alphabetic < len(several)
 
 
-def _some(numbers: Numbers, number: int) -> str:
+def _some(numbers: NumberedState, number: int) -> str:
     field = next(iter(numbers.states.get(number, ())), "")
     return shown(numbers.called(number, field)) if field else f"parameter {number}"
 
 
 def _require_shape(
-    numbers: Numbers, number: int, shape: Shape | None, name: str, other: Shape
+    numbers: NumberedState, number: int, shape: Shape | None, name: str, other: Shape
 ) -> None:
     if shape not in {None, other}:
         raise ValueError(

@@ -6,7 +6,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
-from xckpt.datasets.optimizer_numbers import Numbers, numbers_in, owners_of
+from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import CheckpointWarning, shown
 from xckpt.identity import next_namespace
@@ -187,7 +187,7 @@ class _Parameters:
 
 
 def _owners_by_number(
-    every: Sequence[Numbers], known: _Parameters, parameters: Sequence[str] | None
+    every: Sequence[NumberedState], known: _Parameters, parameters: Sequence[str] | None
 ) -> dict[str, tuple[_Owners, str]]:
     """Return the parameters of numbered state by its name, and what it is of them."""
     if parameters is not None and len(every) != 1:

@@ -23,7 +23,7 @@ from xckpt.storage import cache
 from xckpt.storage.remote import is_of_one_opening
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from xckpt.statistics.accumulate import Accumulator
@@ -77,6 +77,7 @@ class Store:
         self._operation = operation
         self._data, self._records = read_records(self._path)
         self._size = len(self._data)
+        self._good = _end_of(self._records.values()) if self._data else 0
         self._pending: list[bytes] = []
         self._pending_nbytes = 0
         self._written_at = time.monotonic()
@@ -114,7 +115,7 @@ class Store:
         data = b"".join(self._pending)
         self._pending, self._pending_nbytes = [], 0
         self._written_at = time.monotonic()
-        _append(self._path, data)
+        self._good = _append(self._path, data, self._good)
         return True
 
 
@@ -173,7 +174,7 @@ def append_record(path: Path, key: bytes, payload: bytes) -> bool:
     with suppress(OSError):
         if path.stat().st_size + len(payload) > LARGEST_FILE:
             return False
-    return len(payload) <= LARGEST_RECORD and _append(path, _record(key, payload))
+    return len(payload) <= LARGEST_RECORD and _append(path, _record(key, payload)) > 0
 
 
 def _record(key: bytes, payload: bytes) -> bytes:
@@ -197,14 +198,27 @@ def _records(data: bytes) -> Iterator[tuple[bytes, tuple[int, int]]]:
         at = stop
 
 
-def _append(path: Path, data: bytes) -> bool:
-    """Add records at the end, after cutting off what cannot be read; return whether it was done."""
+def _end_of(places: Iterable[tuple[int, int]]) -> int:
+    return max([len(_MAGIC), *(stop for _, stop in places)])
+
+
+def _append(path: Path, data: bytes, known: int = 0) -> int:
+    """Add records at the end, after cutting off what cannot be read.
+
+    All up to the byte `known` was read or written before; so is all up to the one that is
+    returned, 0 if nothing could be written.
+    """
+    with suppress(OSError):
+        if known and path.stat().st_size == known:
+            return known + len(data) if cache.append(path, data) else 0
     existing = _read(path)
-    good = max([len(_MAGIC), *(stop for _, (_, stop) in _records(existing))])
+    good = _end_of(dict(_records(existing)).values())
     if existing and len(existing) == good:
         # One write, so that records of two processes do not mix.
-        return cache.append(path, data)
-    return cache.write(path, (existing[:good] or _MAGIC) + data)
+        is_written = cache.append(path, data)
+    else:
+        is_written = cache.write(path, (existing[:good] or _MAGIC) + data)
+    return good + len(data) if is_written else 0
 
 
 def _checksum(data: bytes) -> int:
