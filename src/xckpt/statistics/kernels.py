@@ -142,7 +142,10 @@ def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: 
 
 @within
 def _count(bits: Any, how: Any, tables: Any) -> Any:
-    """Count the upper bits of each element of a leaf; return how many have the code of a zero."""
+    """Count the upper bits of each element of a leaf; return whether any has the code of a zero.
+
+    It is their number, or twice that where there is no minus zero.
+    """
     shift, minus = how
     # Two tables by turns: what was counted just now is still on its way to memory.
     one, other, pages = tables
@@ -167,7 +170,7 @@ def _count(bits: Any, how: Any, tables: Any) -> Any:
 def count_codes(bits: Any, how: Any, tables: Any, zeros: Any) -> None:
     """Count the codes of a block in two tables; mark the pages they are on.
 
-    `zeros` gets, of each leaf, how many have the code of a zero.
+    `zeros` gets, of each leaf, what `_count` returns.
     """
     for leaf in range((bits.size + LEAF - 1) // LEAF):
         zeros[leaf] = _count(bits[leaf * LEAF : (leaf + 1) * LEAF], how, tables)
