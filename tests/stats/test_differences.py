@@ -156,7 +156,7 @@ def test_part_of_a_stack(a: Path, b: Path) -> None:
 
 
 def test_a_variable_of_the_same_name_as_a_tensor_that_only_b_has() -> None:
-    stacked = StackRecord(("m", None, "w"), ("n",), indices=((0, 1),))
+    stacked = StackRecord(("m.", None, ".w"), ("n",), indices=((0, 1),))
     ours = xr.Dataset({"m.w": (("n", "x"), np.ones((2, 3)))}, {"n": [0, 1]})
     ours["m.w"].encoding["stack"] = stacked
     theirs = xr.Dataset({"m.w": ("x", np.ones(3)), "m.0.w": ("x", np.ones(3))})
