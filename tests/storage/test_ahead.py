@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -307,6 +308,27 @@ class TestAnythingElse:
             assert bytes(ahead.take(source, 10, 90) or b"") == bytes(range(10, 100))
             used.set()
             assert bytes(ahead.take(source, 100, 900) or b"") == (bytes(range(200)) * 5)[100:]
+
+    def test_who_waits_for_what_another_gives_up_reads_it(
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = open_source(f"{web.url}/m.zt")
+        web.behaviour.latency = 0.05
+        arrived = ahead._Ahead._arrived
+        begun = threading.Event()
+
+        def late(self: Any, *arguments: Any) -> Any:
+            begun.set()
+            for thread in self._threads:  # all have ended before this one goes on
+                thread.join()
+            return arrived(self, *arguments)
+
+        monkeypatch.setattr(ahead._Ahead, "_arrived", late)
+        with ThreadPoolExecutor(1) as pool:
+            with ahead.reading_ahead([(source, 0, 2 * REQUEST)]):
+                waiting = pool.submit(source.read, 0, 1000)
+                assert begun.wait(30)
+            assert bytes(waiting.result()) == web.behaviour.files["/m.zt"][:1000]
 
     def test_distributed_tasks_read_ahead_for_themselves(self, web: WebServer, path: Path) -> None:
         distributed = pytest.importorskip("distributed")

@@ -512,7 +512,8 @@ class _Ahead:
             with _memory.changed:
                 self._in_flight -= 1
                 if span.state == _GONE or error is not None:  # or forgotten meanwhile
-                    span.state, span.error = _GONE, error
+                    # That it was ended is no error of those who wait: they read for themselves.
+                    span.state, span.error = _GONE, None if self._closed else error
                     _release(span)
                 else:
                     span.state, span.done = _THERE, span.stop - span.start
