@@ -47,6 +47,14 @@ class TestNothing:
         frame = found(tmp_path / "m.safetensors", model())
         assert frame.empty, frame.to_string()
 
+    @pytest.mark.parametrize("model", FRESH)
+    def test_is_found_in_one_whose_names_have_slashes(
+        self, model: Callable[[], Tensors], tmp_path: Path
+    ) -> None:
+        tensors = {name.replace(".", "/"): values for name, values in model().items()}
+        frame = found(tmp_path / "m.safetensors", tensors)
+        assert frame.empty, frame.to_string()
+
     def test_is_found_in_one_of_float16(self, tmp_path: Path) -> None:
         assert found(tmp_path / "m.safetensors", llama(4, 64, np.float16)).empty
 

@@ -89,6 +89,11 @@ class Measured:
         return bool(np.isnan(self["dead_rows"][at]))
 
     @cached_property
+    def dotted(self) -> list[str]:
+        """The names with dots between all words, as patterns expect them."""
+        return [name.replace("/", ".") for name in self.names]
+
+    @cached_property
     def _split(self) -> list[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
         """Return the step, the name without numbers, and the numbers of each tensor."""
         found = []

@@ -277,7 +277,7 @@ def _constants(measured: Measured) -> Iterator[Found]:
 
 def _is_initial(measured: Measured, at: int) -> bool:
     """Return whether this is what a new model has."""
-    name, low = measured.names[at], measured["min"][at]
+    name, low = measured.dotted[at], measured["min"][at]
     if low == 0 and _INITIAL_MATRIX.search(name):
         return True
     role = name.rpartition(".")[2]
@@ -309,7 +309,7 @@ def _dead_channels(measured: Measured) -> Iterator[Found]:
     alive = measured["zero"] < measured["count"]
     for rule, word in (("dead_rows", "row"), ("dead_columns", "column")):
         for at in np.flatnonzero((measured[rule] > 0) & alive):
-            value, name = measured[rule][at], measured.names[at]
+            value, name = measured[rule][at], measured.dotted[at]
             if rule == "dead_rows" and value == 1 and _EMBEDDING.search(name):
                 continue  # of the token that stands for none
             shape, block = measured.shapes[at], measured["dead_block"][at]
@@ -350,7 +350,7 @@ def _idle_experts(measured: Measured) -> Iterator[Found]:
 
 
 def _is_router(measured: Measured, at: Any) -> bool:
-    shape, name = measured.shapes[at], measured.names[at]
+    shape, name = measured.shapes[at], measured.dotted[at]
     module = name.removesuffix(".weight").removesuffix(".kernel")
     is_named = _ROUTER.search(module) is not None and not module.endswith("_proj")
     return is_named and len(shape) == 2 and 2 <= shape[0] < shape[1]
@@ -380,7 +380,7 @@ def _outlier_channels(measured: Measured) -> Iterator[Found]:
 def _norms(measured: Measured) -> Iterator[Found]:
     every = [
         at
-        for at, name in enumerate(measured.names)
+        for at, name in enumerate(measured.dotted)
         if measured.is_vector(at)
         and _NORM.search(name)
         and not (_NO_GAIN.search(name) or np.isnan(measured["mean"][at]))
