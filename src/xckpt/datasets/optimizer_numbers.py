@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
+from xckpt.labels.numbering import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -77,7 +78,8 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
             fields[found[3]] = variable
     result = []
     for prefix, by_number in kept.items():
-        inside = [groups[prefix][at] for at in sorted(groups[prefix])]
+        ordered = sorted(groups[prefix])
+        inside = [groups[prefix][at] for at in ordered]
         listed = Counter(number for group in inside for number in group)
         strange = [n for n in by_number if listed[n] != 1]
         if strange:
@@ -86,7 +88,7 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
                 f"state, {listed[strange[0]]} times"
             )
         names: list[str] = []
-        for at in sorted(groups[prefix]):
+        for at in ordered:
             said = attrs.get(f"{prefix}param_groups.{at}.param_names")
             names += map(str, said) if isinstance(said, list | tuple) else ()
         known = names if len(names) == sum(map(len, inside)) else None
@@ -145,7 +147,7 @@ def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
         name: variable.shape
         for name, variable in model.items()
         if variable.dtype.kind not in "iubSUO"
-        and re.split("[./]", name)[-1] not in _BUFFERS
+        and split_name(name)[-1] not in _BUFFERS
         and "shares" not in variable.encoding
         and "part" not in variable.encoding
         and "parameter" not in variable.attrs
@@ -248,7 +250,7 @@ def _is_ordered(names: Iterable[str]) -> bool:
     """Return whether the order of names is that of the model, and not mostly alphabetic."""
     children: dict[tuple[str, ...], dict[str, None]] = {}
     for name in names:
-        path = tuple(re.split("[./]", name)[:64])
+        path = tuple(split_name(name)[:64])
         for depth, part in enumerate(path):
             children.setdefault(path[:depth], {})[part] = None
     several = [list(parts) for parts in children.values() if len(parts) > 1]

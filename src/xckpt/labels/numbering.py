@@ -43,6 +43,7 @@ __all__ = [
     "numbered_modules",
     "numbered_places",
     "spans",
+    "split_name",
     "without_front",
     "words",
 ]
@@ -53,7 +54,8 @@ _FIRST = "index"
 _LONGEST_INDEX = 18
 # What may be an index, if what is next to it says so.
 _DIGITS = re.compile(r"(?<![^./_\-h])([0-9]{1,18})(?![^./_])")
-_SEPARATOR = re.compile("(?=[./])")
+_SEPARATOR = re.compile("[./]")
+_BEFORE_SEPARATOR = re.compile("(?=[./])")
 # What stands between a word and its number.
 _JOINT = re.compile(r"_\._$|[._/\-]$")
 # What models repeat.
@@ -90,6 +92,11 @@ class Numbered(NamedTuple):
         if not self.indices:
             return ""
         return "".join(self.pieces[: self.template.index(None) + 1])
+
+
+def split_name(name: str, most: int = 0) -> list[str]:
+    """Split a name at its dots and slashes, numbers or not: at all of them, or at the first."""
+    return _SEPARATOR.split(name, most) if "/" in name else name.split(".", most or -1)
 
 
 def is_index(piece: str) -> bool:
@@ -155,8 +162,9 @@ def _are_indices(between: tuple[str, ...], only: frozenset[str] | None) -> list[
 
 def _is_between(before: str, after: str, only: frozenset[str] | None) -> bool:
     """Return whether digits between two texts are an index."""
-    joint = before[-3:] if before.endswith("_._") else before[-1:]
-    word = re.split("[./]", before.removesuffix(joint))[-1]
+    found = _JOINT.search(before)
+    joint = found[0] if found else before[-1:]
+    word = split_name(before.removesuffix(joint))[-1]
     if joint == "h":
         return not word and after != ""
     if after.startswith("_"):
@@ -173,7 +181,7 @@ def _form(between: tuple[str, ...]) -> tuple[tuple[str | None, ...], tuple[str, 
     for at, text in enumerate(between):
         if at:
             template.append(None)
-        pieces = _SEPARATOR.split(text)
+        pieces = _BEFORE_SEPARATOR.split(text)
         if at and not pieces[0]:
             del pieces[0]
         is_last = at == len(between) - 1

@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
+from xckpt.labels.numbering import split_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -36,7 +38,6 @@ __all__ = ["child_nodes", "flat_name", "tree_paths"]
 
 _DEEPEST = 64
 _SELF = "%self"
-_SEPARATOR = re.compile("[./]")
 # Of Python's error handler "surrogateescape": byte 0x80 is U+DC80 and so on.
 _BYTES = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
 _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"}) | _BYTES
@@ -48,7 +49,7 @@ def tree_paths(
 ) -> dict[str, tuple[str, str]]:
     """Place flat names in a tree."""
     stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    split = {name: _components(path or _split(name)) for name, path in stated.items()}
+    split = {name: _components(path or split_name(name, _DEEPEST)) for name, path in stated.items()}
     if len(set(split.values())) < len(split):
         # Of a/b and a.b, the slash is no separator.
         times = Counter(split.values())
@@ -64,10 +65,6 @@ def tree_paths(
     if len(set(placed.values())) < len(placed):
         raise ValueError("two tensors state one path")
     return placed
-
-
-def _split(name: str) -> list[str]:
-    return _SEPARATOR.split(name, _DEEPEST) if "/" in name else name.split(".", _DEEPEST)
 
 
 def flat_name(path: str, variable: str, known: str = "") -> str:

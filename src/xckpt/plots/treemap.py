@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels.numbering import numbered, without_front
+from xckpt.labels.numbering import numbered, split_name, without_front
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
@@ -189,7 +188,7 @@ class _Canvas:
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
     """Return the name, and the number and size of what it stands for, if there is room."""
     whole = without_front(printable("".join((*path, module.name))))
-    parts = re.split("[./]", whole)
+    parts = split_name(whole)
     # The last two say which tensor it is; what is before them is written around the box.
     last = whole[-len(".".join(parts[-2:])) :]
     wanted = [[whole], [last], parts[-2:]]

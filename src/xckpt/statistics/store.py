@@ -208,12 +208,13 @@ def _append(path: Path, data: bytes, known: int = 0) -> int:
     All up to the byte `known` was read or written before; so is all up to the one that is
     returned, 0 if nothing could be written.
     """
+    size, good, existing = -1, known, b""
     with suppress(OSError):
-        if known and path.stat().st_size == known:
-            return known + len(data) if cache.append(path, data) else 0
-    existing = _read(path)
-    good = _end_of(dict(_records(existing)).values())
-    if existing and len(existing) == good:
+        size = path.stat().st_size
+    if not known or size != known:
+        existing = _read(path)
+        size, good = len(existing), _end_of(dict(_records(existing)).values())
+    if size == good:
         # One write, so that records of two processes do not mix.
         is_written = cache.append(path, data)
     else:
