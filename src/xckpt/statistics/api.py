@@ -132,10 +132,10 @@ def stats(
     contents = contents_of(obj, storage_options)
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
+    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     with paused_collector():
         entries = contents.entries(dim)
-    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
-    attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
+        attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
         found, every = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, every, strict=True):
