@@ -101,14 +101,7 @@ class Subject:
         chosen = self.tensors
         if dims is not None:
             chosen = {n: v for n, v in self.variables.items() if not set(dims).isdisjoint(v.dims)}
-            unknown = set(dims) - {dim for v in chosen.values() for dim in v.dims}
-        if dims and unknown:
-            known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
-            asked = str(min(unknown, key=str))
-            hint = similar(known, asked)
-            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
-                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
+            self._require_known(dims)
         found = []
         left_out: dict[str, list[str]] = defaultdict(list)
         for name, each in chosen.items():
@@ -122,6 +115,17 @@ class Subject:
             text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
             warnings.warn(text, CheckpointWarning, stacklevel=4)
         return found
+
+    def _require_known(self, dims: Collection[Hashable]) -> None:
+        """Raise an error if no variable has one of some dimensions."""
+        every = {dim for v in self.variables.values() for dim in v.dims}
+        unknown = set(dims) - every
+        if unknown:
+            asked = str(min(unknown, key=str))
+            hint = similar(sorted(map(str, every)), asked)
+            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
+                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
 
     def _entry(
         self, name: Hashable, each: xr.Variable | Listed, reduced: Collection[Hashable] | None
@@ -185,12 +189,12 @@ class _File(Subject):
             return contents_of(make_dataset(*self._opened))
 
     @property
-    def variables(self) -> Mapping[Hashable, xr.Variable]:
+    def variables(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]  # not set
         """All that is described, as variables of the Dataset."""
         return self._dataset.variables
 
     @property
-    def coords(self) -> Mapping[Hashable, xr.Variable]:
+    def coords(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]
         """Coordinates of the Dataset."""
         return self._dataset.coords if self._coords else {}
 
@@ -484,5 +488,5 @@ def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, An
     result = xr.Dataset(few, coords)
     # It copies and compares all variables twice: of what was kept, that would take the most time.
     rest = {name: v for name, v in result.variables.items() if name not in few}
-    whole: xr.Dataset = result._replace({**variables, **rest})  # noqa: SLF001
+    whole: xr.Dataset = result._replace({**variables, **rest})
     return whole
