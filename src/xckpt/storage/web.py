@@ -114,8 +114,8 @@ class HttpSource(FsspecSource):
                 if found is None:
                     return None
                 wanted = memory[: found["size"] - offset]
-                pieces, skip = response.content.iter_any(), found.get("skip", 0)
-                return found, await _body(pieces, wanted, patience, came, skip=skip)
+                body = _Body(wanted, patience, came, skip=found.get("skip", 0))
+                return found, await body.read(response.content.iter_any(), response)
 
         return run(fs.loop, request, memory)
 
@@ -245,7 +245,9 @@ class S3Source(FsspecSource):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
             async with answer["Body"] as body:
                 look(answer)
-                return answer, await _body(pieces(body), memory, patience, came, BotoCoreError)
+                return answer, await _Body(memory, patience, came).read(
+                    pieces(body), broken=BotoCoreError
+                )
 
         try:
             return run(fs.loop, get, memory)
@@ -267,35 +269,115 @@ def _refusal(error: BaseException) -> tuple[int, str]:
     return int(status), str(answer.get("Error", {}).get("Code"))
 
 
-async def _body(
-    pieces: AsyncIterator[bytes],
-    memory: memoryview,
-    patience: Patience,
-    came: Callable[[int], None] | None,
-    *others: type[Exception],
-    skip: int = 0,
-) -> int:
-    """Read a body, or no more than its beginning, into memory; return how much came of it."""
-    from aiohttp import ClientError
+class _Body(asyncio.BufferedProtocol):
+    """Reads a body, or no more than its beginning, into memory.
 
-    done, clock = 0, asyncio.get_running_loop().time
-    # What came before a connection broke is not requested again.
-    with contextlib.suppress(ClientError, ConnectionError, TimeoutError, *others):
-        async with asyncio.timeout(patience.silence()) as limit:
-            async for piece in pieces:
-                new = memoryview(piece)[skip:]
-                skip = max(0, skip - len(piece))
-                count = min(len(new), len(memory) - done)
-                memory[done : done + count] = new[:count]
-                done += count
-                if came is not None:
-                    came(done)
-                if count < len(new):
-                    break  # the rest of the file: the connection is dropped with it
-                patience.arrived(len(piece))
-                wait = patience.silence()
-                due = clock() + wait
-                # Pieces are small, and there are thousands of them in a second.
-                if abs(due - (limit.when() or 0)) > wait / 16:
-                    limit.reschedule(due)
-    return done
+    aiohttp would copy what comes twice before it is copied there. So the connection of an answer
+    that says how long it is writes to the memory itself, and goes back to aiohttp at the end.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        patience: Patience,
+        came: Callable[[int], None] | None,
+        *,
+        skip: int = 0,
+    ) -> None:
+        self._memory, self._patience, self._came, self._skip = memory, patience, came, skip
+        self._done = 0
+
+    async def read(
+        self,
+        pieces: AsyncIterator[bytes],
+        response: ClientResponse | None = None,
+        broken: type[Exception] = ConnectionError,
+    ) -> int:
+        """Return how much came; what came before a connection broke is not asked for again."""
+        from aiohttp import ClientError
+
+        with contextlib.suppress(ClientError, ConnectionError, TimeoutError, broken):
+            async with asyncio.timeout(self._patience.silence()) as self._limit:
+                if response is not None and self._is_told(response):
+                    await self._receive(response)
+                else:
+                    async for piece in pieces:
+                        if not self._add(piece):
+                            break  # the rest of the file: the connection is dropped with it
+        return self._done
+
+    def _is_told(self, response: ClientResponse) -> bool:
+        """Return whether the bytes that come are the body, and none of them is too many."""
+        nbytes = response.content_length
+        is_fitting = nbytes is not None and 0 < nbytes <= len(self._memory)
+        return is_fitting and not self._skip and "Transfer-Encoding" not in response.headers
+
+    def _add(self, piece: bytes) -> bool:
+        """Copy a piece; return whether there is room for more."""
+        new = memoryview(piece)[self._skip :]
+        self._skip = max(0, self._skip - len(piece))
+        count = min(len(new), len(self._memory) - self._done)
+        self._memory[self._done : self._done + count] = new[:count]
+        self._arrived(count)
+        return count == len(new)
+
+    def _arrived(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._came is not None:
+            self._came(self._done)
+        self._patience.arrived(nbytes)
+        wait = self._patience.silence()
+        due = asyncio.get_running_loop().time() + wait
+        # Pieces are small, and there are thousands of them in a second.
+        if abs(due - (self._limit.when() or 0)) > wait / 16:
+            self._limit.reschedule(due)
+
+    async def _receive(self, response: ClientResponse) -> None:
+        self._memory = self._memory[: response.content_length]
+        while piece := response.content.read_nowait():  # what came with the headers
+            self._add(piece)
+        connection = response.connection
+        protocol = None if connection is None else connection.protocol
+        if protocol is None or protocol.transport is None:
+            # That was all of it, or the connection broke, which reading on tells.
+            async for piece in response.content.iter_any():
+                self._add(piece)
+            return
+        self._content, self._handler = response.content, protocol
+        self._transport = protocol.transport
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.set_protocol(self)
+        try:
+            await self._ended
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._transport.get_protocol() is self:
+            self._transport.set_protocol(self._handler)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes belong."""
+        return self._memory[self._done :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Count bytes; after the last one the connection is there for the next request."""
+        error = None
+        try:
+            self._arrived(nbytes)
+        except OSError as raised:  # too few have come
+            error = raised
+        if self._done == len(self._memory):
+            self._give_back()
+            self._content.feed_eof()
+        elif error is None:
+            return
+        if not self._ended.done():
+            self._ended.set_exception(error) if error else self._ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell aiohttp, too, that the connection is closed."""
+        self._give_back()
+        self._handler.connection_lost(exc)
+        if not self._ended.done():
+            self._ended.set_result(None)
