@@ -347,10 +347,11 @@ class HubSource(HttpSource):
         hub = _Hub(self.name, self.storage_options)
         return filesystem("http", **options), hub.address(HubPath.parse(self.name))
 
-    async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
         """Request bytes where they are known to be, or else from the Hub, which says where."""
         from yarl import URL
 
+        options = self._asking(fs, headers)
         session = await fs.set_session()
         copy = _copies.get(url, lambda: SimpleNamespace(url=None, lock=asyncio.Lock()))
         ours, known = URL(url, encoded=True), copy.url

@@ -7,12 +7,14 @@ import contextlib
 import errno
 import os
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from xckpt.errors import shown
 from xckpt.storage.ahead import IN_FLIGHT
-from xckpt.storage.cancelling import run
+from xckpt.storage.cancelling import run, tell_busy
 from xckpt.storage.limits import empty
+from xckpt.storage.pool import Pool
 from xckpt.storage.remote import (
     BusyError,
     FsspecSource,
@@ -94,21 +96,11 @@ class HttpSource(FsspecSource):
     ) -> tuple[dict[str, Any], int] | None:
         """Request a range, and read its body if what `look` makes of the headers is something."""
         fs, url = self._file_system()
-        options = dict(fs.kwargs)
-        options["headers"] = {
-            **options.get("headers", {}),
-            "Range": f"bytes={offset}-{offset + len(memory) - 1}",
-            "Accept-Encoding": "identity",
-        }
+        asked = f"bytes={offset}-{offset + len(memory) - 1}"
 
         async def request() -> tuple[dict[str, Any], int] | None:
-            from aiohttp import ClientTimeout
-
-            if "timeout" not in fs.client_kwargs:
-                # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
-                options.setdefault("timeout", ClientTimeout(total=None))
             async with asyncio.timeout(patience.silence()):
-                answer = await self._answered(fs, url, options)
+                answer = await self._answered(fs, url, {"Range": asked})
             async with answer as response:
                 found = look(response)
                 if found is None:
@@ -119,9 +111,21 @@ class HttpSource(FsspecSource):
 
         return run(fs.loop, request, memory)
 
-    async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
         session = await fs.set_session()
+        options = self._asking(fs, headers)
         return cast("ClientResponse", await session.get(fs.encode_url(url), **options))
+
+    def _asking(self, fs: Any, headers: dict[str, str]) -> dict[str, Any]:
+        """Return the options of a request."""
+        from aiohttp import ClientTimeout
+
+        options = dict(fs.kwargs)
+        headers = {**options.get("headers", {}), **headers, "Accept-Encoding": "identity"}
+        if "timeout" not in fs.client_kwargs:
+            # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
+            options.setdefault("timeout", ClientTimeout(total=None))
+        return {**options, "headers": headers}
 
     def _refused(self, response: ClientResponse) -> OSError:
         return busy_or_broken(response.status, response.reason or "", response.headers, self.name)
@@ -171,12 +175,24 @@ def busy_or_broken(status: int, reason: str, headers: Mapping[str, str], name: s
     return OSError(errno.EIO if is_transient_status(status) else errno.EINVAL, answer, name)
 
 
-class S3Source(FsspecSource):
+class _RefusedError(Exception):
+    """A signed address was not answered with what was asked for."""
+
+
+# The signed addresses of objects, and whether they were ever good for something.
+_addresses: Pool[SimpleNamespace] = Pool(limit=1024)
+
+
+class S3Source(HttpSource):
     """An object of a store that speaks the protocol of S3.
 
     Credentials, endpoints and sessions are those of s3fs. The requests are made here: each says
     which version of the object it is for, so that no other one is ever read, and no request of its
     own has to ask.
+
+    To make and sign a request takes botocore longer than its 8 MiB. So an address is signed once,
+    which is good for any range. What is not answered as it should be is asked for through botocore,
+    which knows about retries, redirects and errors.
     """
 
     __slots__ = ()
@@ -206,9 +222,21 @@ class S3Source(FsspecSource):
     def _fetch(
         self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
     ) -> int:
-        identity: Any = self.identity
-        said = dict(identity[1:])
-        condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
+        address, (fs, _) = self._address(), self._file_system()
+        # Some of what these ask for has to be in headers that are signed.
+        if not fs.s3_additional_kwargs and not address.refused:
+            try:
+                found = super()._fetch(offset, memory, patience, came)
+            except _RefusedError as error:
+                (status,) = error.args
+                address.url = None
+                address.refused = not address.good and status in {400, 401, 403}
+                if status in _BUSY:
+                    tell_busy()
+            else:
+                address.good = True
+                return found
+        condition = {name.replace("-", ""): etag for name, etag in self._condition().items()}
         try:
             # Not all that speak the protocol know conditions.
             return self._get(offset, memory, patience, self._check_answer, came, **condition)[1]
@@ -217,6 +245,51 @@ class S3Source(FsspecSource):
             if how is not None:
                 raise self._changed(how) from error
             raise
+
+    def _address(self) -> SimpleNamespace:
+        def begin() -> SimpleNamespace:
+            return SimpleNamespace(url=None, lock=asyncio.Lock(), good=False, refused=False)
+
+        options = sorted(map(repr, self.storage_options.items()))
+        return _addresses.get((self.name, *options), begin)
+
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
+        from aiohttp import ClientResponse
+        from botocore.awsrequest import AWSPreparedRequest  # type: ignore[import-untyped]
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+
+        await fs.set_session()
+        bucket, key, version = fs.split_path(url)
+        client, address = await fs.get_s3(bucket), self._address()
+        async with address.lock:
+            if address.url is None:
+                which = {"Bucket": bucket, "Key": key, **fs.req_kw}
+                which |= {} if version is None else {"VersionId": version}
+                address.url = await client.generate_presigned_url("get_object", Params=which)
+            signed = address.url
+        headers |= self._condition()
+        request = AWSPreparedRequest("GET", signed, headers, None, stream_output=True)
+        try:
+            session = client._endpoint.http_session  # noqa: SLF001  has its proxies and certificates
+            answer = (await session.send(request)).raw
+        except (AttributeError, BotoCoreError):
+            raise _RefusedError(0) from None  # the error would have the signature
+        if not isinstance(answer, ClientResponse):  # there are other libraries
+            raise _RefusedError(400)
+        return answer
+
+    def _condition(self) -> dict[str, str]:
+        etag = dict(cast("Any", self.identity)[1:]).get("ETag")
+        return {"If-Match": etag} if etag else {}
+
+    def _check_status(self, response: ClientResponse) -> None:
+        if response.status not in {_WHOLE, _PARTIAL}:
+            raise _RefusedError(response.status)
+
+    def _check_body(self, response: ClientResponse, offset: int, nbytes: int) -> None:
+        found = content_range(response.headers.get("Content-Range"))
+        if found is None or found[0] != offset:
+            raise _RefusedError(0)
 
     def _get(
         self,
@@ -239,7 +312,7 @@ class S3Source(FsspecSource):
                 yield piece
 
         async def get() -> tuple[dict[str, Any], int]:
-            from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+            from botocore.exceptions import BotoCoreError
 
             async with asyncio.timeout(patience.silence()):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
