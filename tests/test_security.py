@@ -49,7 +49,7 @@ def test_limits(row: str) -> None:
 
 
 def test_limits_of_servers() -> None:
-    from xckpt.storage.remote import ATTEMPTS, Limits
+    from xckpt.storage.requests import ATTEMPTS, Limits
 
     timeout, rate = Limits()
     (stated,) = [text for of, text in ROWS.items() if of.startswith("a server: ")]

@@ -15,7 +15,7 @@ from tests.storage.s3_server import BUCKET, S3Server
 from tests.test_stacking import zt
 from xckpt.errors import FileChangedError
 from xckpt.storage import open_source
-from xckpt.storage.remote import Limits
+from xckpt.storage.requests import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

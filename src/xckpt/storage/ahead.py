@@ -26,8 +26,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from xckpt.errors import CheckpointError
-from xckpt.storage.cancelling import Cancellation
-from xckpt.storage.limits import empty
+from xckpt.storage.requests import Cancellation
+from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     _Wanted = tuple[Source, list[tuple[int, int, int]], int]
 
 T = TypeVar("T")
-
-__all__ = [
-    "IN_FLIGHT",
-    "REQUEST_NBYTES",
-    "is_being_read",
-    "is_read_ahead",
-    "reading_ahead",
-    "take",
-    "take_into",
-]
 
 #: What one request is for, where there is so much.
 REQUEST_NBYTES = 8 << 20

@@ -12,26 +12,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 from xckpt.errors import shown
 from xckpt.storage.ahead import IN_FLIGHT
-from xckpt.storage.cancelling import run, tell_busy
-from xckpt.storage.limits import empty
-from xckpt.storage.pool import Pool
-from xckpt.storage.remote import (
+from xckpt.storage.limits import Pool
+from xckpt.storage.remote import FsspecSource, content_range
+from xckpt.storage.requests import (
     BusyError,
-    FsspecSource,
     GivenUpError,
-    content_range,
     is_transient_status,
+    run,
+    tell_busy,
     words_of,
 )
+from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from aiohttp import ClientResponse
 
-    from xckpt.storage.remote import Patience
-
-__all__ = ["HttpSource", "S3Source", "busy_or_broken"]
+    from xckpt.storage.requests import Patience
 
 _WHOLE, _PARTIAL = 200, 206
 
