@@ -35,7 +35,7 @@ LIMITS = {
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
     "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
     "characters of a pattern": "quantized.config._LONGEST_PATTERN",
-    "headers kept": "storage.header._LARGEST_ENTRY storage.header._MOST_NBYTES",
+    "headers kept": "storage.cache._LARGEST_ENTRY storage.cache._MOST_NBYTES",
 }
 
 
