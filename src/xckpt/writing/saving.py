@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import xarray as xr
 
-from xckpt.arrays.lists import read_later
+from xckpt.arrays import read_later
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.index import paused_collector
