@@ -193,18 +193,16 @@ class DenseArray(LazyArray):
         return out
 
     def _elements(self, start: int, stop: int) -> Array:
+        part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
+        if self._is_wide and self._is_native:
+            self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+            memory = source.take(part.offset + start * itemsize, (stop - start) * itemsize)
+            if memory is not None:
+                return np.frombuffer(memory, self.dtype)
         if self._is_copied:
-            if self._is_native:
-                part, itemsize = self.reader.part, self.dtype.itemsize
-                self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-                offset, nbytes = part.offset + start * itemsize, (stop - start) * itemsize
-                memory = self.reader.source.take(offset, nbytes)
-                if memory is not None:
-                    return np.frombuffer(memory, self.dtype)
-            flat = empty_array((stop - start) * self.dtype.itemsize).view(self.dtype)
+            flat = empty_array((stop - start) * itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat
-        part = self.reader.part
         bits = ELEMENT_TYPES[part.dtype].bits
         nbytes = nbytes_of(part.dtype, prod(self.shape))
         data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, nbytes)
