@@ -15,7 +15,7 @@ from xckpt.arrays.lazy import (
     LazyArray,
     chunks_along_slowest,
     contiguous_run,
-    groups,
+    cut_along,
     is_all,
     leading_axes,
     normalize,
@@ -186,10 +186,8 @@ class DenseArray(LazyArray):
         nbytes = prod(run.shape) * self.dtype.itemsize // count
         step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
         out = np.empty(result_shape(shape, key), self.dtype)
-        before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
-        for number, some in enumerate(groups(key[axis], shape[axis], step)):
-            where = (*before, slice(number * step, (number + 1) * step))
-            out[where] = self._select_c_order(shape, (*key[:axis], some, *key[axis + 1 :]))
+        for where, part in cut_along(axis, step, shape, key):
+            out[where] = self._select_c_order(shape, part)
         return out
 
     def _elements(self, start: int, stop: int) -> Array:
