@@ -225,7 +225,8 @@ def _wide_quantiles(sketches: Sequence[Sketch], low: Array, high: Array, quantil
     if kind.integer:
         # Up to 255 a code is one integer; beyond, the middle is as good rounded as not.
         values = np.trunc(values)
-    values = np.where(region == 2, 0.0, values).clip(low[:, None], high[:, None])
+    # Zeros have no sign, whatever that of an extreme is.
+    values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
     return _with_ends(values, wanted, count - 1, low, high)
 
 
