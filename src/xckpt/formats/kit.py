@@ -17,7 +17,7 @@ from struct import error as StructError  # noqa: N812
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.index import DEEPEST_ATTRS, Arrangement, is_json
 
 if TYPE_CHECKING:
@@ -411,6 +411,17 @@ def file_name(path: str) -> str:
     return re.split(r"[/\\]", path)[-1]
 
 
+def file_stem(path: str, *suffixes: str) -> str:
+    """Return the last component without the suffix, in whatever case, if it has one of them."""
+    name = file_name(path)
+    return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
+
+
+def numbered(stem: str, count: int, suffix: str) -> list[str]:
+    """Name the files that a checkpoint is split into, as all of its formats do."""
+    return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
+
+
 def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
     """Find ranges of bytes that begin within another one: where, whose, and whose that is.
 
@@ -425,6 +436,19 @@ def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str
             if end > reached:
                 reached, owner = end, name
     return found
+
+
+def read_each(
+    entries: Iterable[tuple[str, Any]], read: Callable[[str, Any], Tensor]
+) -> dict[str, Tensor]:
+    """Read all tensors, each of a name and what is said of it; errors have the name."""
+    tensors = {}
+    for name, entry in entries:
+        try:
+            tensors[name] = read(name, entry)
+        except CheckpointError as error:
+            raise error.located(tensor=name) from None
+    return tensors
 
 
 class Notes:
@@ -474,18 +498,21 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
 
     These are no reason to refuse a file: what is malformed or does not fit a tensor is ignored.
     """
-    try:
-        named = json.loads(text) if type(text) is str else None
-    except (ValueError, RecursionError):
-        named = None
-    if type(named) is not dict:
-        return tensors
-    found = dict(tensors)
+    named, found = json_object(text) if type(text) is str else {}, dict(tensors)
     for name, tensor in tensors.items():
         dims = named.get(name)
         if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
             found[name] = replace(tensor, dims=tuple(dims))
     return found
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a text of others is; one without members if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if type(found) is dict else {}
 
 
 def _is_name(value: Any) -> bool:

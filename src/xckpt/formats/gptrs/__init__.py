@@ -51,7 +51,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
 
@@ -164,7 +164,7 @@ class Gptrs(Format):
             part = draft.tensors[entry.name].parts["data"]
             extents.append(Extent(entry.name, "data", part, offset))
             offset += entry.nbytes
-        return Plan((Literal(0, start + _listed(placed)),), tuple(extents), nbytes=offset)
+        return Plan.headed(start + _listed(placed), extents, offset)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Describe a tensor that is written; without an id in an archive."""

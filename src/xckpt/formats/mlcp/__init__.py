@@ -409,7 +409,7 @@ def _in_one(
     for shard, group in zip(shards, tensors, strict=True):
         extents += placed(group, shard.offsets, offset)
         offset += shard.file_size
-    return Plan((Literal(0, head),), tuple(extents), nbytes=offset)
+    return Plan.headed(head, extents, offset)
 
 
 def _in_several(
@@ -443,7 +443,7 @@ def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
         end = (extent.offset or 0) - start + extent.part.nbytes
         _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
     head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
-    return Plan((Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
+    return Plan.headed(head, extents, start + shard.file_size)
 
 
 def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:

@@ -79,7 +79,7 @@ class Contents(NamedTuple):
 
 def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     """Read an archive."""
-    members = {member.name: (member, at) for member, at in archive.places(source)}
+    members = {member.name: (member, at) for member, at in archive.Archive(source).places()}
     root = next(iter(members), "").partition("/")[0]
     if f"{root}/data.pkl" not in members:
         raise _no_pickle(root, members)
