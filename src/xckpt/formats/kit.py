@@ -246,11 +246,7 @@ class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
 
 
 def decode_cbor(
-    data: bytes,
-    *,
-    tagged: Callable[[int, Any], Any],
-    deepest: int = 128,
-    indefinite: bool = True,
+    data: bytes, *, tagged: Callable[[int, Any], Any], deepest: int = 128, indefinite: bool = True
 ) -> tuple[Any, int]:
     """Decode the first CBOR value in some bytes; return it and its size.
 

@@ -90,11 +90,7 @@ class Gguf(Format):
     name = "gguf"
     description = "GGUF files"
     types = _TYPES
-    can = Can(
-        layouts=("dense", "blocks"),
-        tensor_attrs=(_SCALE,),
-        file_attrs=_KEY,
-    )
+    can = Can(layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether the magic is there."""

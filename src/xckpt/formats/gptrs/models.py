@@ -55,10 +55,7 @@ _AXES: Mapping[str, Mapping[str, _Names]] = {
         "final_norm.gamma": ("embed_dim",),
         "lm_head": ("embed_dim", "vocab_size"),
     },
-    "resnet34": {
-        "fc.weight": ("num_classes", "in_features"),
-        "fc.bias": ("num_classes",),
-    },
+    "resnet34": {"fc.weight": ("num_classes", "in_features"), "fc.bias": ("num_classes",)},
     "mobilenet_v2": {
         "classifier.weight": ("num_classes", "in_features"),
         "classifier.bias": ("num_classes",),
@@ -88,7 +85,7 @@ _SIZES: Mapping[str, Mapping[str, str]] = {
 
 # By kind and key that may be missing: the keys whose quotient it is then.
 _QUOTIENTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "ministral": {"head_dim": ("embed_dim", "num_heads")},
+    "ministral": {"head_dim": ("embed_dim", "num_heads")}
 }
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -158,14 +155,7 @@ LARGEST_CONFIG = 1 << 26
 _DEEPEST = 127
 _COUNTS = 1 << 64
 
-_GPT_COUNTS = (
-    "vocab_size",
-    "context_length",
-    "embed_dim",
-    "num_layers",
-    "num_heads",
-    "mlp_ratio",
-)
+_GPT_COUNTS = ("vocab_size", "context_length", "embed_dim", "num_layers", "num_heads", "mlp_ratio")
 _STREAMING_COUNTS = (
     "device_budget_bytes",
     "cache_budget_cap_bytes",

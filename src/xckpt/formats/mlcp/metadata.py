@@ -70,11 +70,7 @@ _TRAINING: dict[str, tuple[str, Any]] = {
     "optimizerType": ("text", None),
     "optimizerState": ("object", None),
 }
-_NESTED = {
-    "sharding": _SHARDING,
-    "shardingStrategy": _SHARDING,
-    "training": _TRAINING,
-}
+_NESTED = {"sharding": _SHARDING, "shardingStrategy": _SHARDING, "training": _TRAINING}
 _SHARD = {
     "rank": "int32",
     "filePath": "text",
