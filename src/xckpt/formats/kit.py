@@ -418,11 +418,18 @@ def numbered(stem: str, count: int, suffix: str) -> list[str]:
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
-def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
+def overlaps(
+    ranges: Iterable[tuple[int, int, str]], *, shared: bool = False
+) -> list[tuple[int, str, str]]:
     """Find ranges of bytes that begin within another one: where, whose, and whose that is.
 
-    Each is (start, end, name). Empty ranges overlap nothing.
+    Each is (start, end, name). Empty ranges overlap nothing, equal ones may be `shared` on purpose.
     """
+    if shared:
+        first: dict[tuple[int, int], str] = {}
+        for start, end, name in ranges:
+            first.setdefault((start, end), name)
+        ranges = [(start, end, name) for (start, end), name in first.items()]
     found = []
     reached, owner = 0, ""
     for start, end, name in sorted(ranges):

@@ -293,8 +293,7 @@ class _Collected:
         self._size = size
         self._axes = None if config is None else ModelAxes(config.kind, config.config)
         self._nameless: list[str] = []
-        # By range of bytes, the first tensor that is there: equal ranges are shared on purpose.
-        self._ranges: dict[tuple[int, int], str] = {}
+        self._ranges: list[tuple[int, int, str]] = []
         self.tensors: dict[str, Tensor] = {}
         self.has_ids = False
 
@@ -314,8 +313,7 @@ class _Collected:
                 error = _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
                 error.hint = kit.TRUNCATED if end > self._size else None
                 raise error
-            if nbytes:
-                self._ranges.setdefault((start, end), name)
+            self._ranges.append((start, end, name))
             parts = {"data": Part(dtype, shape, start, nbytes)}
             dims = None if self._axes is None else self._axes.of(name, shape)
             self.tensors[name] = Tensor(name, dtype, shape, parts, attrs=attrs, dims=dims)
@@ -339,8 +337,7 @@ class _Collected:
         for name in self._nameless:
             reason = "a name beyond ASCII; it has no base id, and gpt.rs refuses the file"
             notes.add(reason, f"tensor {shown(name)}")
-        ranges = [(start, end, name) for (start, end), name in self._ranges.items()]
-        for start, name, other in kit.overlaps(ranges):
+        for start, name, other in kit.overlaps(self._ranges, shared=True):
             notes.add("overlapping others", f"tensor {shown(name)} at byte {start}, {shown(other)}")
         return notes.warnings()
 

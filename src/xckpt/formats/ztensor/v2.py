@@ -215,7 +215,7 @@ class _Objects:
     def check_overlaps(self) -> None:
         """Check that the ranges in each file are identical or disjoint."""
         for file, ranges in self._ranges.items():
-            for at, _, _ in kit.overlaps((start, end, "") for start, end in {*ranges}):
+            for at, _, _ in kit.overlaps([(*each, "") for each in ranges], shared=True):
                 where = "" if file is None else f" of the shard {file!r}"
                 reason = f"data from byte {at}{where} on begin within others"
                 offset = at if file is None else None
