@@ -1,7 +1,7 @@
 """Records, which say what a tensor is, and where the data of a checkpoint are.
 
-The records of one file do not say that. A reading is an assumption that either makes the file end exactly
-where it does, or not::
+Those of a single file do not say that. A reading is an assumption that either makes the file end
+exactly where it does, or not::
 
     reading      bytes after the metadata                                   written by
     none         records of shard 0, of shard 1, ...                        upstream
