@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import isfinite, prod
 from operator import itemgetter
 from struct import error as StructError  # noqa: N812
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
+
+_E, _T = TypeVar("_E"), TypeVar("_T")
 
 # --- fields of a file -----------------------------------------------------------------------------
 
@@ -441,17 +443,15 @@ def overlaps(
     return found
 
 
-def read_each(
-    entries: Iterable[tuple[str, Any]], read: Callable[[str, Any], Tensor]
-) -> dict[str, Tensor]:
+def read_each(entries: Iterable[tuple[str, _E]], read: Callable[[str, _E], _T]) -> dict[str, _T]:
     """Read all tensors, each of a name and what is said of it; errors have the name."""
-    tensors = {}
+    found = {}
     for name, entry in entries:
         try:
-            tensors[name] = read(name, entry)
+            found[name] = read(name, entry)
         except CheckpointError as error:
             raise error.located(tensor=name) from None
-    return tensors
+    return found
 
 
 class Notes:

@@ -139,10 +139,10 @@ def parse(data: bytes, at: int) -> Metadata:
             entry = _object(value, where)
             _check(entry, _SHARD, f"{where}.")
             listed = entry.get("tensors")
-            found = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
-            rest = (entry.get("filePath") or "", entry.get("fileSize", 0))
+            own, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
+            path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
             checksum = entry.get("checksum") or None
-            shards.append(ShardMetadata(entry.get("rank", 0), *found, *rest, checksum))
+            shards.append(ShardMetadata(entry.get("rank", 0), own, offsets, path, size, checksum))
         records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
     except FormatError as error:
         error.offset = at
@@ -248,8 +248,7 @@ def _fields(
     given = attrs.get("customFields")
     kept = {**(given or {}), **custom}
     texts = {name: text for name, text in kept.items() if name not in custom or text is not None}
-    if not texts and (given is None or custom.keys() & given.keys()):
-        texts = None
+    is_none = not texts and (given is None or custom.keys() & given.keys())
     form, infos = attrs.get("format", _FORMATS[0]), attrs.get("tensorInfos")
     has_files = any(shard.file_path for shard in shards)
     known = {
@@ -269,7 +268,7 @@ def _fields(
             for shard in shards
         ],
         "training": _completed(attrs.get("training"), _TRAINING),
-        "customFields": texts,
+        "customFields": None if is_none else texts,
         "format": _FORMATS[has_files] if form in _FORMATS else form,
         "shardingStrategy": sharding,
         "tensorInfos": infos and [entry for shard in shards for entry in _entries(shard)],

@@ -406,7 +406,7 @@ def _finish(
 
     tensors = dict(root["tensors"])
     for name, entry in entries.items():
-        components = {}
+        components: dict[str, dict[str, Any]] = {}
         for role, part in sorted(entry.parts.items()):
             place = written[name, role]
             components[role] = {"offset": place.offset, "length": place.nbytes}
