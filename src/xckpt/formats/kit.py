@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
 
-_E, _T = TypeVar("_E"), TypeVar("_T")
+_E = TypeVar("_E")
+_T = TypeVar("_T")
 
 # --- fields of a file -----------------------------------------------------------------------------
 
