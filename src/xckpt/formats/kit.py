@@ -502,7 +502,9 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
 
     These are no reason to refuse a file: what is malformed or does not fit a tensor is ignored.
     """
-    named, found = json_object(text) if type(text) is str else {}, dict(tensors)
+    if not (named := json_object(text) if text and type(text) is str else {}):
+        return tensors
+    found = dict(tensors)
     for name, tensor in tensors.items():
         dims = named.get(name)
         if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
