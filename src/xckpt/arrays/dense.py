@@ -15,7 +15,7 @@ from xckpt.arrays.lazy import (
     LazyArray,
     chunks_along_slowest,
     contiguous_run,
-    groups,
+    cut_along,
     is_all,
     leading_axes,
     normalize,
@@ -186,25 +186,21 @@ class DenseArray(LazyArray):
         nbytes = prod(run.shape) * self.dtype.itemsize // count
         step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
         out = np.empty(result_shape(shape, key), self.dtype)
-        before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
-        for number, some in enumerate(groups(key[axis], shape[axis], step)):
-            where = (*before, slice(number * step, (number + 1) * step))
-            out[where] = self._select_c_order(shape, (*key[:axis], some, *key[axis + 1 :]))
+        for where, part in cut_along(axis, step, shape, key):
+            out[where] = self._select_c_order(shape, part)
         return out
 
     def _elements(self, start: int, stop: int) -> Array:
+        part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
+        if self._is_wide and self._is_native:
+            self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+            memory = source.take(part.offset + start * itemsize, (stop - start) * itemsize)
+            if memory is not None:
+                return np.frombuffer(memory, self.dtype)
         if self._is_copied:
-            if self._is_native:
-                part, itemsize = self.reader.part, self.dtype.itemsize
-                self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-                offset, nbytes = part.offset + start * itemsize, (stop - start) * itemsize
-                memory = self.reader.source.take(offset, nbytes)
-                if memory is not None:
-                    return np.frombuffer(memory, self.dtype)
-            flat = empty_array((stop - start) * self.dtype.itemsize).view(self.dtype)
+            flat = empty_array((stop - start) * itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat
-        part = self.reader.part
         bits = ELEMENT_TYPES[part.dtype].bits
         nbytes = nbytes_of(part.dtype, prod(self.shape))
         data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, nbytes)

@@ -154,6 +154,16 @@ def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
         yield _slice_of(part) if isinstance(part, range) else part
 
 
+def cut_along(
+    axis: int, size: int, shape: Sequence[int], key: tuple[AxisKey, ...]
+) -> Iterator[tuple[tuple[slice, ...], tuple[AxisKey, ...]]]:
+    """Cut an index along an axis: where in the result each part is, and its index."""
+    before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
+    for number, some in enumerate(groups(key[axis], shape[axis], size)):
+        where = slice(number * size, (number + 1) * size)
+        yield (*before, where), (*key[:axis], some, *key[axis + 1 :])
+
+
 def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
     """Return along how many axes it is best to read each selected position by itself."""
     best, lowest, count = 0, float("inf"), 1

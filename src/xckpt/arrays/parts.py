@@ -16,7 +16,7 @@ from xckpt.arrays.lazy import (
     Chunks,
     chunks_along_slowest,
     contiguous_run,
-    groups,
+    cut_along,
     positions,
     result_shape,
     take,
@@ -78,10 +78,8 @@ class Strided(NamedTuple):
         axis = max(range(len(key)), key=along.__getitem__)
         count = len(positions(key[axis], self.shape[axis]))
         step = max(1, min(_STRIDED_NBYTES // (self.strides[axis] * itemsize), count // 2))
-        before = (slice(None),) * len(result_shape(self.shape[:axis], key[:axis]))
-        for number, some in enumerate(groups(key[axis], self.shape[axis], step)):
-            part = out[(*before, slice(number * step, (number + 1) * step))]
-            self._select_into((*key[:axis], some, *key[axis + 1 :]), part)
+        for where, part in cut_along(axis, step, self.shape, key):
+            self._select_into(part, out[where])
 
 
 def runs_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:

@@ -16,7 +16,7 @@ from xckpt.arrays.lazy import (
     LazyArray,
     chunks_along_slowest,
     contiguous_run,
-    groups,
+    cut_along,
     is_all,
     normalize,
     positions,
@@ -146,10 +146,8 @@ class QuantizedArray(_OfParts):
         chosen = [positions(entry, size) for entry, size in zip(key, self.shape, strict=True)]
         between = [extent / len(each) for extent, each in zip(extents, chosen, strict=True)]
         axis = between.index(max(between))
-        halves = [
-            self._select((*key[:axis], half, *key[axis + 1 :]))
-            for half in groups(key[axis], self.shape[axis], -(-len(chosen[axis]) // 2))
-        ]
+        half = -(-len(chosen[axis]) // 2)
+        halves = [self._select(part) for _, part in cut_along(axis, half, self.shape, key)]
         return np.concatenate(halves, axis=len(result_shape(self.shape[:axis], key[:axis])))
 
     def _numbers(self, box: _Box) -> Array:
@@ -529,10 +527,8 @@ class BlockArray(LazyArray):
         if 2 * len(chosen) > run_shape[axis]:
             step = max(1, _BLOCK_NBYTES // (prod(run_shape[axis + 1 :]) * self.dtype.itemsize))
         out = np.empty(result_shape(self.shape, key), self.dtype)
-        before = (slice(None),) * len(result_shape(self.shape[:axis], key[:axis]))
-        for number, some in enumerate(groups(key[axis], self.shape[axis], step)):
-            where = (*before, slice(number * step, (number + 1) * step))
-            out[where] = self._select((*key[:axis], some, *key[axis + 1 :]))
+        for where, part in cut_along(axis, step, self.shape, key):
+            out[where] = self._select(part)
         return out
 
     def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:

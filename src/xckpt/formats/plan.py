@@ -272,10 +272,8 @@ class Plan:
         return cls((Literal(0, head),), tuple(extents), nbytes=nbytes or len(head))
 
 
-def split(
-    draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]
-) -> Sequence[Mapping[str, WantedTensor]]:
-    """Split tensors over files of at most so many bytes: in their order, as many as fit in each."""
+def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:
+    """Split a draft over files of at most so many bytes: tensors in their order, as many as fit."""
     files: list[dict[str, WantedTensor]] = [{}]
     filled = 0
     for name, tensor in draft.tensors.items():
@@ -285,7 +283,13 @@ def split(
             filled = 0
         files[-1][name] = tensor
         filled += nbytes
-    return files
+    drafts = []
+    for tensors in files:
+        # The order of the files is that of their data.
+        arrangement = replace(draft.arrangement.of(tensors), order=())
+        attrs = {name: of for name, of in draft.tensor_attrs.items() if name in tensors}
+        drafts.append(replace(draft, tensors=tensors, arrangement=arrangement, tensor_attrs=attrs))
+    return drafts
 
 
 def referring(

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -52,7 +53,7 @@ from xckpt.formats.plan import Draft, Plan, WantedTensor, placed, referring, spl
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 _LARGEST_HEADER = 100_000_000
 _RULE = "InvalidHeaderDeserialization"
@@ -76,7 +77,8 @@ class Safetensors(Format):
     name = "safetensors"
     description = "safetensors files"
     types = _TYPES
-    can = Can(file_attrs=None, arrangement=True)
+    # The size is that of an index of shards.
+    can = Can(file_attrs=None, stated_attrs=("total_size",), arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
@@ -134,23 +136,23 @@ class Safetensors(Format):
             Of one file, or of the index, with files as companions.
         """
         self.check(draft)
-        files: Sequence[Mapping[str, WantedTensor]] = [draft.tensors]
+        drafts = [draft]
         if max_shard_size is not None:
-            files = split(draft, kit.parse_size("max_shard_size", max_shard_size), _nbytes)
-        if len(files) == 1:
+            drafts = split(draft, kit.parse_size("max_shard_size", max_shard_size), _nbytes)
+        if len(drafts) == 1:
             return self._in_one(draft)
         # Readers of shards want to know which library they are for. The index has the total size.
         attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
-        stem = kit.file_stem(draft.path, ".safetensors")
-        shards = dict(zip(kit.numbered(stem, len(files), ".safetensors"), files, strict=True))
+        names = kit.numbered(kit.file_stem(draft.path, ".safetensors"), len(drafts), ".safetensors")
+        shards = {name: replace(of, attrs=attrs) for name, of in zip(names, drafts, strict=True)}
 
         def index(names: Mapping[str, str]) -> bytes:
             size = sum(map(_nbytes, draft.tensors.values()))
-            weights = {tensor: names[file] for file, of in shards.items() for tensor in of}
+            weights = {tensor: names[file] for file, of in shards.items() for tensor in of.tensors}
             root = {"metadata": {"total_size": size}, "weight_map": weights}
             return json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
 
-        plans = {name: self._in_one(Draft(of, attrs, draft.path)) for name, of in shards.items()}
+        plans = {name: self._in_one(shard) for name, shard in shards.items()}
         return referring(plans, index, ".index.json")
 
     def _in_one(self, draft: Draft) -> Plan:

@@ -176,11 +176,6 @@ def is_read_ahead(source: Source) -> bool:
     return bool(_memory.ahead) and source in _memory.ahead
 
 
-def take_into(source: Source, offset: int, memory: memoryview) -> bool:
-    """Fill memory from what is read ahead; return whether it was."""
-    return take(source, offset, len(memory), memory) is not None
-
-
 def take(
     source: Source,
     offset: int,

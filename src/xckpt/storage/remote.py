@@ -170,7 +170,7 @@ class FsspecSource(Source):
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""
         self._check_range(offset, len(memory))
-        if not ahead.take_into(self, offset, memory):
+        if ahead.take(self, offset, len(memory), memory) is None:
             self._request(offset, memory)
 
     def _request(self, offset: int, memory: memoryview) -> None:
@@ -179,7 +179,7 @@ class FsspecSource(Source):
             self.fetch_into(offset, memory)
             return
         with ahead.reading_ahead([(self, offset, len(memory))]):
-            if not ahead.take_into(self, offset, memory):
+            if ahead.take(self, offset, len(memory), memory) is None:
                 self.fetch_into(offset, memory)
 
     def fetch_into(

@@ -90,7 +90,9 @@ class Gguf(Format):
     name = "gguf"
     description = "GGUF files"
     types = _TYPES
-    can = Can(layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY)
+    can = Can(
+        layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
+    )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether the magic is there."""
