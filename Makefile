@@ -32,7 +32,7 @@ help:
 venv: $(VENV)/.user
 
 demo: $(VENV)/.user
-	@$(BIN)/python -m xckpt.demo
+	@$(BIN)/python -m xckpt.sample
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

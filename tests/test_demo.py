@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xckpt import demo
+from xckpt import sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ def run(folder: Path, **arguments: Any) -> str:
 
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        demo.main(layers=4, width=64, **arguments)
+        sample.main(layers=4, width=64, **arguments)
     return printed.getvalue()
 
 

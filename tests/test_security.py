@@ -35,7 +35,7 @@ LIMITS = {
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
     "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
     "characters of a pattern": "quantized.config._LONGEST_PATTERN",
-    "headers kept": "storage.header._LARGEST_ENTRY storage.header._MOST_NBYTES",
+    "headers kept": "storage.cache._LARGEST_ENTRY storage.cache._MOST_NBYTES",
 }
 
 
@@ -49,7 +49,7 @@ def test_limits(row: str) -> None:
 
 
 def test_limits_of_servers() -> None:
-    from xckpt.storage.remote import ATTEMPTS, Limits
+    from xckpt.storage.requests import ATTEMPTS, Limits
 
     timeout, rate = Limits()
     (stated,) = [text for of, text in ROWS.items() if of.startswith("a server: ")]

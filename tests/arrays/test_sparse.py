@@ -19,7 +19,7 @@ from xckpt.arrays.parts import PartReader
 from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import FormatError, TooLargeError, UnsupportedError
 from xckpt.index import Part, Tensor
-from xckpt.storage.pool import Pool
+from xckpt.storage.limits import Pool
 
 U8 = np.dtype("<u8")
 

@@ -13,8 +13,8 @@ import xarray as xr
 from numpy.lib.stride_tricks import as_strided
 
 from tests.formats import torch_files as files
-from xckpt.arrays import strided
-from xckpt.arrays.strided import runs_of
+from xckpt.arrays import parts
+from xckpt.arrays.parts import runs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
 def test_selections_of_views(
     path: tuple[Path, bool], block_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strided, "_BLOCK_NBYTES", block_nbytes)
+    monkeypatch.setattr(parts, "_STRIDED_NBYTES", block_nbytes)
     ds = xr.open_dataset(path[0], engine="torch", mmap=path[1])
     for label, (offset, shape, strides) in VIEWS.items():
         steps = [4 * step for step in strides]

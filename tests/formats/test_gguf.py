@@ -23,7 +23,7 @@ from tests.formats.gguf_files import gguf_file, listed, text
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
-from xckpt.arrays.blocks import turned
+from xckpt.arrays.quantized import turned
 from xckpt.elements import BLOCK_TYPES
 from xckpt.opening import read_index
 

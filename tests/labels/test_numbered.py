@@ -16,8 +16,7 @@ from xckpt.labels.numbering import (
 )
 from xckpt.labels.stacking import flat_names, stack
 from xckpt.notebook.folding import Row, families_of
-from xckpt.notebook.modules import ModuleTree
-from xckpt.notebook.summary import sizes_table
+from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.plots.treemap import _tree
 
 INDICES = ["0", "7", "10", "00", "007", "9" * 18]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xckpt.notebook.folding import Row
-from xckpt.notebook.modules import ModuleTree
-from xckpt.notebook.summary import sizes_table
+from xckpt.notebook.summary import ModuleTree, sizes_table
 
 ROWS = [
     Row("embed", "float32", (10, 4), 160),

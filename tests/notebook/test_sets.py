@@ -9,8 +9,7 @@ from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.index import paused_collector
 from xckpt.notebook.folding import families_of
 from xckpt.notebook.html import render as render_html
-from xckpt.notebook.modules import ModuleSet, StackedNames, module_sets, selection
-from xckpt.notebook.summary import new_summary
+from xckpt.notebook.summary import ModuleSet, StackedNames, module_sets, new_summary, selection
 from xckpt.notebook.text import render
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import xarray as xr
 from tests.stats.checkpoints import model, settled, write
 from xckpt.statistics import histogram, stats
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channel_sketch import OF_CHANNELS, OUTLYING
+from xckpt.statistics.channels import OF_CHANNELS, OUTLYING
 from xckpt.statistics.store import FOLDER
 
 if TYPE_CHECKING:
@@ -152,14 +152,14 @@ class TestCost:
     def test_records_of_other_channels_are_not_believed(
         self, path: Path, cache_folder: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from xckpt.statistics import channel_sketch
+        from xckpt.statistics import channels
 
         def wrong(sketch: Any) -> dict[str, Any]:
             fields = Sketch._fields(sketch)
             spans = [[first + 10**6, rows.tobytes()] for first, rows in sketch.spans]
             return fields | {"width": sketch.width, "columns": b"", "spans": spans, "bits": "0"}
 
-        monkeypatch.setattr(channel_sketch.ChannelSketch, "_fields", wrong)
+        monkeypatch.setattr(channels.ChannelSketch, "_fields", wrong)
         first = stats(path, channels=True)
         assert list((cache_folder / FOLDER).iterdir())
         monkeypatch.undo()

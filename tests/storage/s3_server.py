@@ -30,6 +30,8 @@ class S3Server(Listening):
         Share of requests that fail with status 500, or whose body is cut.
     refuse : callable
         Tells by path and range whether a request always fails.
+    forbid : callable
+        Tells by the query of an address that is signed whether it is refused.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class S3Server(Listening):
         self._app = DomainDispatcherApplication(create_backend_app)
         self.latency = self.failing = 0.0
         self.refuse: Callable[[str, str | None], bool] = lambda _path, _range: False
+        self.forbid: Callable[[str], bool] = lambda _query: False
         self.faults = 0
         self._random = np.random.default_rng(0)
         self._lock = threading.Lock()
@@ -82,6 +85,10 @@ class S3Server(Listening):
         self.closing.wait(self.latency)
         if (fault and not cut) or self.refuse(environ["PATH_INFO"], asked):
             start("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
+        query = environ.get("QUERY_STRING", "")
+        if "Signature=" in query and self.forbid(query):
+            start("403 Forbidden", [("Content-Length", "0")])
             return [b""]
         return self._counted(self._app(environ, start), cut=cut)
 

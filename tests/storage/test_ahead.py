@@ -128,6 +128,14 @@ class TestScans:
         # The rest looks for the config of a model next to it. A comparison opens two.
         assert len([each for each in web.gets if each]) <= (4 if scan is SCANS["compare"] else 3)
 
+    def test_large_tensors_are_computed_where_they_came_to(self, web: WebServer) -> None:
+        computed = opened(web).compute()
+        for n in range(LARGE):
+            values = computed[f"big.{n}"].values
+            # A copy would have memory of its own; this is part of what the requests filled.
+            assert values.flags.writeable
+            assert values.base is not None
+
     def test_small_ranges_that_are_wanted_between_large_ones(self, web: WebServer) -> None:
         source = open_source(f"{web.url}/m.zt")
         large, small = REQUEST, 100

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.sources import CountingSource
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.storage import header
-from xckpt.storage.header import HeaderSource
+from xckpt.storage import cache
+from xckpt.storage.cache import HeaderSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +41,8 @@ def test_reads_are_the_bytes_and_none_is_requested_twice(reads: list[tuple[int, 
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header, "_MOST_KEPT", 1 << 18)
-    monkeypatch.setattr(header, "_LARGEST_AHEAD", 1 << 16)
+    monkeypatch.setattr(cache, "_MOST_KEPT", 1 << 18)
+    monkeypatch.setattr(cache, "_LARGEST_AHEAD", 1 << 16)
     ahead = HeaderSource(CountingSource(DATA))
     for offset in range(0, SIZE, 1 << 12):
         assert ahead.read(offset, 10) == DATA[offset : offset + 10]
@@ -126,7 +126,7 @@ def test_the_oldest_entries_make_room(
 ) -> None:
     assert_opens(web, 2)
     (first,) = (tmp_path / "headers").iterdir()
-    monkeypatch.setattr(header, "_MOST_NBYTES", first.stat().st_size + 10)
+    monkeypatch.setattr(cache, "_MOST_NBYTES", first.stat().st_size + 10)
     web.behaviour.etag = '"second"'
     assert_opens(web, 2)
     assert len(list((tmp_path / "headers").iterdir())) == 1

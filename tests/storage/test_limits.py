@@ -10,7 +10,8 @@ import pytest
 
 from xckpt.errors import CheckpointError, TooLargeError, UnsupportedError, locating
 from xckpt.storage import limits
-from xckpt.storage.limits import UNCHECKED_NBYTES, available_nbytes, empty, populate, require_memory
+from xckpt.storage.limits import UNCHECKED_NBYTES, available_nbytes, require_memory
+from xckpt.storage.source import empty, populate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
-from xckpt.storage import Source, is_mapped, limits, local, local_path, open_source
+from xckpt.storage import Source, is_mapped, local, local_path, open_source
+from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ def test_a_read_is_memory_of_its_own(source: Source, path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [4 << 20, 8 << 20, (64 << 20) - 7])
 def test_large_memory_begins_with_a_huge_page(nbytes: int) -> None:
-    memory = limits.empty_array(nbytes)
+    memory = empty_array(nbytes)
     assert memory.nbytes == nbytes
     assert memory.ctypes.data % (2 << 20) == 0
     assert memory.flags.writeable
@@ -87,7 +88,7 @@ def test_large_memory_begins_with_a_huge_page(nbytes: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, (2 << 20) + 1, (5 << 20) + 1])
 def test_memory_that_would_half_fill_a_huge_page_is_no_larger(nbytes: int) -> None:
-    memory = limits.empty_array(nbytes)
+    memory = empty_array(nbytes)
     assert memory.nbytes == nbytes
     assert memory.base is None
 

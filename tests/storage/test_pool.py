@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from xckpt.storage.pool import Pool
+from xckpt.storage.limits import Pool
 
 
 class Thing:

@@ -15,7 +15,7 @@ import pytest
 
 from xckpt.errors import FileChangedError, FormatError, UnsupportedError
 from xckpt.storage import is_remote, open_source, remote
-from xckpt.storage.pool import Pool
+from xckpt.storage.limits import Pool
 from xckpt.storage.remote import FsspecSource, _sibling_url
 
 if TYPE_CHECKING:

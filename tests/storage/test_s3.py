@@ -15,7 +15,7 @@ from tests.storage.s3_server import BUCKET, S3Server
 from tests.test_stacking import zt
 from xckpt.errors import FileChangedError
 from xckpt.storage import open_source
-from xckpt.storage.remote import Limits
+from xckpt.storage.requests import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +41,7 @@ def s3(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3S
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path))
     server.latency = server.failing = 0
     server.refuse = lambda _path, _range: False
+    server.forbid = lambda _query: False
     server.forget()
     return server
 
@@ -98,6 +99,30 @@ def test_a_range_that_is_never_there_is_an_error(s3: S3Server) -> None:
     with pytest.raises(OSError, match=r"m\.zt") as caught:
         ds["big"].compute()
     assert not isinstance(caught.value, FileChangedError | FileNotFoundError)
+
+
+def test_where_signed_addresses_are_refused_none_is_used_again(s3: S3Server) -> None:
+    name, data = "refused", bytes(range(256))
+    s3.put(**{name: data})
+    s3.forbid = lambda _query: True
+    source = open_source(f"s3://{BUCKET}/{name}", storage_options=s3.options)
+    s3.forget()
+    for start in range(0, 40, 10):
+        assert source.read(start, 10) == data[start : start + 10]
+    assert len(s3.requests) == 5
+
+
+def test_a_signed_address_that_is_no_longer_valid_is_replaced(s3: S3Server) -> None:
+    name, data = "expired", bytes(range(256))
+    s3.put(**{name: data})
+    source = open_source(f"s3://{BUCKET}/{name}", storage_options=s3.options)
+    assert source.read(0, 10) == data[:10]
+    s3.forget()
+    left = iter([True])
+    s3.forbid = lambda _query: next(left, False)
+    for start in range(0, 40, 10):
+        assert source.read(start, 10) == data[start : start + 10]
+    assert len(s3.requests) == 5
 
 
 def test_an_object_that_changed(s3: S3Server) -> None:

@@ -19,6 +19,7 @@ from xckpt.storage import Source, open_source, remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
 
@@ -55,6 +56,23 @@ def test_a_read_is_one_request_for_its_bytes(web: WebServer, source: Source) -> 
 def test_the_whole_file(web: WebServer, source: Source) -> None:
     assert source.read(0, len(DATA)) == DATA
     assert web.nbytes_sent == len(DATA)
+
+
+def test_connections_are_used_again(web: WebServer, source: Source) -> None:
+    for start in range(0, len(DATA) - (1 << 20), 1 << 18):
+        assert source.read(start, 1 << 20) == DATA[start : start + (1 << 20)]
+    assert len(web.gets) > 5
+    assert len(web.connections) == 1
+
+
+def test_an_encrypted_connection(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="needs cryptography: pip install cryptography")
+    with WebServer(**{"m.zt": DATA}) as web:
+        web.encrypt(tmp_path)
+        url = f"{web.url.replace('http:', 'https:')}/m.zt"
+        source = open_source(url, storage_options={"ssl": False})
+        for start in (0, 1 << 20, 5):
+            assert source.read(start, 2 << 20) == DATA[start : start + (2 << 20)]
 
 
 def test_threads(source: Source) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.storage.servers import Handler, Listening, http_server, url_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass
@@ -58,6 +64,25 @@ class WebServer(Listening):
     def gets(self) -> list[str | None]:
         """The ranges of all GET requests."""
         return [range_ for method, _, range_ in self.requests if method == "GET"]
+
+    def encrypt(self, folder: Path) -> None:
+        """Encrypt connections from now on, with a certificate that nobody signed."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+        now = datetime.now(UTC)
+        made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(1))
+        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        private = key.private_bytes(*form, serialization.NoEncryption())
+        path = folder / "server.pem"
+        path.write_bytes(private + made.sign(key, hashes.SHA256()).public_bytes(form[0]))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(path)
+        server: Any = self._servers[0]
+        server.socket = context.wrap_socket(server.socket, server_side=True)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

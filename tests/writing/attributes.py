@@ -12,13 +12,15 @@ from xckpt.errors import CheckpointWarning
 from xckpt.index import StoredList
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from xckpt.index import Index
 
 # Of a component of zTensor 1.2; in version 2 it is the type of the part itself.
 MOVED = {"type"}
 
 
-def missing(old: Index, new: Index, told: str) -> list[str]:
+def missing(old: Index, new: Index, told: str, moved: Collection[str] = ()) -> list[str]:
     """List the attributes that a conversion lost without a word.
 
     Parameters
@@ -27,10 +29,12 @@ def missing(old: Index, new: Index, told: str) -> list[str]:
         Of the files.
     told : str
         What the warnings said.
+    moved : collection of str
+        Attributes that the old file stated of itself.
     """
-    lost = [_of("the file", _attrs(old), _attrs(new), told)]
+    lost = [_of("the file", _attrs(old), _attrs(new), told, moved)]
     lost += [
-        _of(repr(name), tensor.attrs, new.tensors[name].attrs, told)
+        _of(repr(name), tensor.attrs, new.tensors[name].attrs, told, moved)
         for name, tensor in old.tensors.items()
         if name in new.tensors
     ]
@@ -47,11 +51,11 @@ def _attrs(index: Index) -> Any:
     return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in attrs.items()}
 
 
-def _of(what: str, old: Any, new: Any, told: str) -> list[str]:
+def _of(what: str, old: Any, new: Any, told: str, moved: Collection[str]) -> list[str]:
     return [
         f"{name!r} of {what} was {value!r} and is {new.get(name)!r}"
         for name, value in old.items()
-        if name not in MOVED and repr(name) not in told
+        if name not in moved and repr(name) not in told
         if name not in new or not _is_same(value, new[name])
     ]
 

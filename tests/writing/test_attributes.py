@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ import xarray as xr
 
 from tests.writing.attributes import missing
 from tests.writing.saved import ENGINES, OPTIONS
-from xckpt import CheckpointWarning, formats, read_index
-from xckpt.writing import convert, fitting, save
+from xckpt import CheckpointWarning, UnsupportedError, formats, read_index
+from xckpt.writing import append, convert, fitting, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,3 +125,68 @@ def test_formats_of_texts_have_json(engine: str, tmp_path: Path) -> None:
     assert (attrs["number"], attrs["yes"], attrs["nothing"]) == (7, True, None)
     assert b"true" in (tmp_path / "m").read_bytes()  # which other readers see as text
     assert (attrs["licence"], attrs["empty"]) == ("MIT", "")
+
+
+class TestWhatAFileStatesItself:
+    """What the opened file said of itself is said anew; what a user said does not go unnoticed."""
+
+    def saved(self, engine: str, tmp_path: Path) -> xr.Dataset:
+        told(save, rich(engine), tmp_path / "old", engine, **OPTIONS.get(engine, {}))
+        return xr.open_dataset(tmp_path / "old", engine=engine)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("loaded", [False, True])
+    def test_a_tensor_more_under_another_name_is_no_loss(
+        self, engine: str, loaded: bool, tmp_path: Path
+    ) -> None:
+        ds = self.saved(engine, tmp_path).rename({"b": "c"})
+        ds = (ds.load() if loaded else ds).assign(more=ds["c"] * 2)
+        assert told(save, ds, tmp_path / "new", engine, **OPTIONS.get(engine, {})) == ""
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_what_was_changed_since_is_told(self, engine: str, tmp_path: Path) -> None:
+        ds, can = self.saved(engine, tmp_path), formats.get(engine).can
+        of_file = can.file_attrs if isinstance(can.file_attrs, tuple) else ()
+        known = {*can.stated_attrs, *of_file, *(can.tensor_attrs or ())}
+        for key in known.intersection({*ds.attrs, *ds["b"].attrs}):
+            changed = ds.copy()
+            for attrs in (changed.attrs, changed["b"].attrs):
+                attrs |= {key: "mine"} if key in attrs else {}  # noqa: PLW2901
+            with suppress(UnsupportedError):
+                text = told(save, changed, tmp_path / key, engine, **OPTIONS.get(engine, {}))
+                lost = missing(index_of(changed), read_index(tmp_path / key), text)
+                assert not [line for line in lost if line.startswith(repr(key))]
+
+    def test_it_is_told_in_which_way(self, tmp_path: Path) -> None:
+        w = xr.Variable("n", np.ones(2, "f4"), {"base_id": "mine"})
+        ds = xr.Dataset({"w": w}, attrs={"kind": "gpt", "config": {}, "ids": "mine"})
+        text = told(save, ds, tmp_path / "m", "gptrs")
+        assert "attributes of the file without a place: 'ids'" in text
+        assert "attributes of tensors that the file states otherwise: 'base_id'" in text
+
+    def test_an_option_takes_the_place_of_an_attribute(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))}, attrs={"kind": "gpt", "config": {}})
+        assert told(save, ds, tmp_path / "m", "gptrs", kind="mlp") == ""
+        assert read_index(tmp_path / "m").attrs["kind"] == "mlp"
+
+    def test_a_file_that_grows(self, tmp_path: Path) -> None:
+        ds = xr.Dataset({"w": ("n", np.ones(2, "f4"))})
+        save(ds, tmp_path / "m.zt")
+        more = ds.rename(w="v").assign_attrs(generator="mine", note="x")
+        text = told(append, more, tmp_path / "m.zt")
+        assert "'generator'" in text
+        assert "'note'" not in text
+
+    def test_compressed_and_in_several_files(self, tmp_path: Path) -> None:
+        w = xr.Variable("n", np.ones(2000, "f4"), {"type": "mine", "note": "x"})
+        ds = xr.Dataset({"v": w, "w": w}, coords={"n": np.arange(2000)}, attrs={"total_size": 1})
+        encoding = {"*": {"compression": "zstd", "digest": "sha256"}}
+        for version in ("1.0", "2"):
+            path = tmp_path / f"{version}.zt"
+            text = told(save, ds, path, encoding=encoding, version=version)
+            assert missing(index_of(ds), read_index(path), text) == []
+        text = told(save, ds, tmp_path / "m.safetensors", max_shard_size=9000)
+        assert "'total_size'" in text
+        again = xr.open_dataset(tmp_path / "m.safetensors.index.json", engine="safetensors")
+        assert again["w"].attrs == w.attrs
+        assert list(again.coords) == ["n"]

@@ -173,21 +173,33 @@ attributes = st.recursive(
 )
 
 
+# Also those that some format states itself, of a file or of tensors.
+CAN = [formats.get(name).can for name in ENGINES]
+STATED = sorted(
+    {
+        name
+        for can in CAN
+        for names in (can.stated_attrs, can.file_attrs, can.tensor_attrs)
+        for name in (names if isinstance(names, tuple) else ())
+    }
+)
+attribute_names = names | st.sampled_from(STATED)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=150)
 @given(
-    of_file=st.dictionaries(names, attributes, max_size=2),
-    of_tensor=st.dictionaries(names, attributes, max_size=2),
+    of_file=st.dictionaries(attribute_names, attributes, max_size=2),
+    of_tensor=st.dictionaries(attribute_names, attributes, max_size=2),
 )
 @example(of_file={"bytes": b"x", "list": [b"a", b"\xff"]}, of_tensor={})
+@example(of_file={"runtime": "mine", "ids": 7}, of_tensor={"base_id": "mine", "stat": "mine"})
+@example(of_file={"payload": "mine", "total_size": 1}, of_tensor={"name": "mine", "scalar": "Int"})
+@example(of_file={"shards": "mine"}, of_tensor={"scale_tensor": "mine", "burn_dtype": "mine"})
+@example(of_file={"split.no": "mine"}, of_tensor={"key": "mine", "type": "f32"})
 def test_attributes_come_back_or_are_told_or_refused(
     engine: str, of_file: dict[str, Any], of_tensor: dict[str, Any]
 ) -> None:
-    # What a format says of every tensor itself, it says anew of the one that is written.
-    can = formats.get(engine).can
-    of_tensor = {key: v for key, v in of_tensor.items() if key not in (can.tensor_attrs or ())}
-    if isinstance(can.file_attrs, tuple):
-        of_file = {key: value for key, value in of_file.items() if key not in can.file_attrs}
     ds = xr.Dataset({"w": ("n", np.ones(2, "f4"), of_tensor)}, attrs=of_file)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

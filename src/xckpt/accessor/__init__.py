@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from xckpt.formats import FormatOptions
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
-    from xckpt.notebook.modules import ModuleTree
-    from xckpt.notebook.summary import Summary, TensorFinding
+    from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import Reduced
@@ -180,7 +179,7 @@ class CheckpointAccessor(Generic[Obj]):
         >>> ds.ckpt.tree(4)  # doctest: +SKIP
         """
         from xckpt.datasets.tensors import OpenTensors
-        from xckpt.notebook.modules import ModuleTree
+        from xckpt.notebook.summary import ModuleTree
 
         return ModuleTree(OpenTensors(self._obj).rows, depth)
 

@@ -1,20 +1,21 @@
-"""Bytes to elements: dense arrays in C or Fortran order, raw or compressed."""
+"""Bytes to elements: dense arrays in C or Fortran order, raw or compressed, whole or in blocks."""
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import (
+from xckpt.arrays.lazy import (
     AxisKey,
     Chunks,
+    LazyArray,
     chunks_along_slowest,
     contiguous_run,
-    groups,
+    cut_along,
     is_all,
     leading_axes,
     normalize,
@@ -22,19 +23,19 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
-from xckpt.arrays.strided import strided_chunks
+from xckpt.arrays.parts import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS
-from xckpt.storage.limits import empty_array
+from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from xckpt.arrays.parts import PartReader
+    from xckpt.index import Tensor
+    from xckpt.storage import Source
     from xckpt.storage.ahead import Range
-
-__all__ = ["DenseArray", "elements", "unpack_codes"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -185,25 +186,21 @@ class DenseArray(LazyArray):
         nbytes = prod(run.shape) * self.dtype.itemsize // count
         step = 1 if one_by_one else max(1, min(_BLOCK_NBYTES // nbytes, count // 2))
         out = np.empty(result_shape(shape, key), self.dtype)
-        before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
-        for number, some in enumerate(groups(key[axis], shape[axis], step)):
-            where = (*before, slice(number * step, (number + 1) * step))
-            out[where] = self._select_c_order(shape, (*key[:axis], some, *key[axis + 1 :]))
+        for where, part in cut_along(axis, step, shape, key):
+            out[where] = self._select_c_order(shape, part)
         return out
 
     def _elements(self, start: int, stop: int) -> Array:
+        part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
+        if self._is_wide and self._is_native:
+            self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
+            memory = source.take(part.offset + start * itemsize, (stop - start) * itemsize)
+            if memory is not None:
+                return np.frombuffer(memory, self.dtype)
         if self._is_copied:
-            if self._is_native:
-                part, itemsize = self.reader.part, self.dtype.itemsize
-                self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-                offset, nbytes = part.offset + start * itemsize, (stop - start) * itemsize
-                memory = self.reader.source.take(offset, nbytes)
-                if memory is not None:
-                    return np.frombuffer(memory, self.dtype)
-            flat = empty_array((stop - start) * self.dtype.itemsize).view(self.dtype)
+            flat = empty_array((stop - start) * itemsize).view(self.dtype)
             self._read_run(start, flat)
             return flat
-        part = self.reader.part
         bits = ELEMENT_TYPES[part.dtype].bits
         nbytes = nbytes_of(part.dtype, prod(self.shape))
         data = self.reader.read(start * bits // 8, (stop * bits + 7) // 8, nbytes)
@@ -321,3 +318,100 @@ def unpack_codes(data: memoryview | Array, bits: int) -> Array:
     codes = raw[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
     unpacked: Array = codes.reshape(*raw.shape[:-1], -1)
     return unpacked
+
+
+class _Share(NamedTuple):
+    """What an index selects of a block: of the result, and of the block."""
+
+    role: str
+    outer: tuple[Any, ...]
+    inner: tuple[AxisKey, ...]
+
+
+class ChunkedArray(LazyArray):
+    """The blocks of a tensor; a selection reads those that it needs, and of each what it needs."""
+
+    __slots__ = ("blocks", "origins")
+
+    def __init__(
+        self, tensor: Tensor, readers: Mapping[str, PartReader], *, decode: bool = True
+    ) -> None:
+        self.origins = {role: part.origin or () for role, part in tensor.parts.items()}
+        self.blocks = {
+            role: DenseArray(tensor.name, reader, reader.part.shape or (), decode=decode)
+            for role, reader in readers.items()
+        }
+        first = next(iter(self.blocks.values()))
+        super().__init__(tensor.name, first.source, tensor.shape, first.dtype)
+
+    @property
+    def readers(self) -> dict[str, PartReader]:
+        """The parts by their roles."""
+        return {role: block.reader for role, block in self.blocks.items()}
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """All files that blocks are in."""
+        return {block.source for block in self.blocks.values()}
+
+    def narrowed(self, key: tuple[AxisKey, ...]) -> tuple[LazyArray, tuple[AxisKey, ...]]:
+        """Return the blocks that are needed; see `LazyArray.narrowed`."""
+        needed = {share.role for share in self._shares(key)}
+        fewer = copy(self.bare())
+        if needed:
+            fewer.blocks = {role: self.blocks[role] for role in needed}
+            fewer.origins = {role: self.origins[role] for role in needed}
+        return fewer, key
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        out = np.empty(result_shape(self.shape, key), self.dtype)
+        self._select_into(key, out)
+        return out
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        for role, outer, inner in self._shares(key):
+            block = self.blocks[role]
+            if all(isinstance(entry, slice) for entry in outer):
+                block.read_into(out[outer], inner)
+            else:
+                out[np.ix_(*outer)] = block[inner]
+
+    def _shares(self, key: tuple[AxisKey, ...]) -> Iterator[_Share]:
+        for role, block in self.blocks.items():
+            outer: list[Any] = []
+            inner: list[AxisKey] = []
+            along = zip(key, self.shape, self.origins[role], block.shape, strict=True)
+            for entry, length, low, extent in along:
+                if isinstance(entry, int):
+                    if not low <= entry < low + extent:
+                        break
+                    inner.append(entry - low)
+                    continue
+                where, chosen = _within(entry, length, low, low + extent)
+                if not len(where):
+                    break
+                outer.append(where)
+                inner.append(chosen)
+            else:
+                if all(isinstance(each, range) for each in outer):
+                    outer = [slice(each.start, each.stop) for each in outer]
+                yield _Share(role, tuple(outer), tuple(inner))
+
+
+def _within(entry: AxisKey, length: int, low: int, high: int) -> tuple[Any, AxisKey]:
+    """Return which places of a result are in a range of an axis, and what of that range they are.
+
+    Places are a range where the positions are a slice with a positive step.
+    """
+    chosen = positions(entry, length)
+    if isinstance(chosen, range) and chosen.step > 0:
+        first, stop = (max(0, -((chosen.start - at) // chosen.step)) for at in (low, high))
+        stop = min(stop, len(chosen))
+        if first >= stop:
+            return range(0), slice(0, 0, 1)
+        begin = chosen[first] - low
+        last = chosen[stop - 1] - low
+        return range(first, stop), slice(begin, last + 1, chosen.step)
+    found = np.asarray(chosen)
+    where = np.flatnonzero((found >= low) & (found < high))
+    return where, found[where] - low

@@ -1,4 +1,9 @@
-"""Lazy arrays as dask arrays: one task per chunk, and tasks that are made when they are needed."""
+"""Lazy arrays as dask arrays: one task per chunk, and tasks that are made when they are needed.
+
+dask's own schedulers do one task after the other, and tell before the first which ones there are,
+and in which order: remote files are read ahead of them. A worker of a cluster is told of one task
+at a time; it reads ahead within a chunk.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from contextlib import suppress
-from functools import cache, lru_cache, partial
+from contextlib import ExitStack, suppress
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise, product, starmap
 from math import prod
@@ -18,24 +23,21 @@ import dask.array as da
 import numpy as np
 from dask._task_spec import DataNode, GraphNode, Task
 from dask.array.core import finalize, getter
+from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
-from xckpt.arrays.lazy import SlicedArray
-from xckpt.arrays.selection import cut_chunks
+from xckpt.arrays.lazy import LazyArray, SlicedArray, cut_chunks
 from xckpt.errors import locating
+from xckpt.storage import reading_ahead
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
-    from dask.callbacks import Callback
-
-    from xckpt.arrays.lazy import LazyArray
-    from xckpt.arrays.selection import AxisKey, Chunks
-
-__all__ = ["TensorGraph", "TensorLayer", "is_stored", "read_small", "slice_stored", "tensor_array"]
+    from xckpt.arrays.lazy import AxisKey, Chunks
+    from xckpt.storage.ahead import Range
 
 # Up to here dask takes longer than the read.
 _SMALL = 1 << 20
@@ -104,13 +106,6 @@ def active_client() -> Any:
     with suppress(ValueError):
         return None if distributed is None else distributed.default_client()
     return None
-
-
-@cache
-def _ahead() -> Callback:
-    from xckpt.arrays.ahead import ReadingAhead
-
-    return ReadingAhead()
 
 
 class TensorGraph(HighLevelGraph):
@@ -189,7 +184,7 @@ class TensorLayer(Layer):
         if self.lazy.source.concurrency > 1:
             # For each computation: of two that overlap, dask loses what was registered
             # (`dask.callbacks.local_callbacks`).
-            _ahead().register()
+            _reading_ahead.register()
         if self.result is not None:
             return Task(key, _read_into, self.result, DataNode(self.name, self.lazy), key, index)
         lazy, index = self.lazy.narrowed(index)
@@ -349,3 +344,60 @@ def _gathered(results: Any, chunks: Chunks) -> Any:
     ):
         return one
     return finalize(results)
+
+
+class _ReadingAhead(Callback):
+    """Reads ahead for as long as a graph is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._under_way: dict[int, ExitStack] = {}
+
+    def _start_state(self, graph: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
+        ready: list[Any] = state["ready"]  # the last one is done first
+        reads = {key: found for key in reversed(ready) if (found := list(_ranges(graph[key])))}
+        # Results are kept to the end in whatever order they come; dask has them in none.
+        dependents, dependencies = state["dependents"], state["dependencies"]
+
+        def is_result(key: Any) -> bool:
+            # Or another name for one.
+            return all(dependencies[n] == {key} and not dependents[n] for n in dependents[key])
+
+        ends = [key for key in reads if is_result(key)]
+        in_file = iter(sorted(ends, key=lambda key: (reads[key][0][0].name, reads[key][0][1])))
+        are_ends = set(ends)
+        order = [next(in_file) if key in are_ends else key for key in reversed(ready)]
+        ready[:] = order[::-1]
+        stack = ExitStack()
+        stack.enter_context(reading_ahead(each for key in order for each in reads.get(key, ())))
+        self._under_way[id(state)] = stack
+
+    def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], __: bool) -> None:  # noqa: FBT001  dask's
+        stack = self._under_way.pop(id(state), None)
+        if stack is not None:
+            stack.close()
+
+
+_reading_ahead = _ReadingAhead()
+
+
+def _ranges(task: Any) -> Iterator[Range]:
+    """Return what a task, or those that were joined in it, read of files."""
+    if not isinstance(task, Task):
+        return
+    lazy, index = None, None
+    for argument in task.args:
+        if isinstance(argument, dict):
+            for inner in argument.values():
+                yield from _ranges(inner)
+        elif isinstance(argument, Task):
+            yield from _ranges(argument)
+        elif isinstance(argument, DataNode) and isinstance(argument.value, LazyArray):
+            lazy = argument.value
+        elif isinstance(argument, tuple) and lazy is not None:
+            index = argument  # of the getters of `xckpt.arrays.graph`, the last tuple
+    if lazy is not None and index is not None:
+        try:
+            yield from lazy.ranges(index)
+        except (IndexError, TypeError):  # computing it tells
+            return

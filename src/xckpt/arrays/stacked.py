@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from xckpt.arrays import lazy_arrays
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import (
+from xckpt.arrays.lazy import (
     AxisKey,
     Chunks,
+    LazyArray,
     chunks_along_slowest,
     normalize,
     positions,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
-
-__all__ = ["AbsentArray", "StackedArray", "TensorArrays", "can_be_absent"]
 
 # Members smaller than this share chunks, which are at most so large: to read 61 biases at once is
 # one task then, and to read one of them still reads that one.

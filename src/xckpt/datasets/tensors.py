@@ -19,8 +19,7 @@ from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.numbering import bare
 from xckpt.labels.selection import similar
 from xckpt.notebook.folding import Row
-from xckpt.notebook.modules import StackedNames
-from xckpt.notebook.summary import storage_words
+from xckpt.notebook.summary import StackedNames, storage_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -96,6 +96,9 @@ class Can:
     tensor_attrs, file_attrs : tuple of str or None
         Names of the attributes that are stored; None is any. Those of the file may be given by a
         pattern instead, which is that of whole names.
+    stated_attrs : tuple of str
+        Those of the file or of tensors that `Format.read` may make of something else, besides
+        names that are listed above: an attribute that says otherwise does not come back.
     arrangement : bool
         Whether there is room for texts: which tensors are coordinates, and attributes of tensors
         that have no other place; see `xckpt.formats.kit.arrangement_texts`.
@@ -108,6 +111,7 @@ class Can:
     orders: tuple[Literal["C", "F"], ...] = ("C",)
     tensor_attrs: tuple[str, ...] | None = ()
     file_attrs: tuple[str, ...] | re.Pattern[str] | None = ()
+    stated_attrs: tuple[str, ...] = ()
     arrangement: bool = False
 
 

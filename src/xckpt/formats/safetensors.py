@@ -93,7 +93,12 @@ class Safetensors(Format):
     name = "safetensors"
     description = "safetensors files"
     types = _TYPES
-    can = Can(types=tuple(_TYPES.values()), file_attrs=None, arrangement=True)
+    can = Can(
+        types=tuple(_TYPES.values()),
+        file_attrs=None,
+        stated_attrs=("total_size",),  # of an index of shards
+        arrangement=True,
+    )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
@@ -187,7 +192,17 @@ def _shards(draft: Draft, most: int) -> list[Draft]:
         filled += nbytes
     # Readers of shards want to know which library they are for. The index has the total size.
     attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
-    return [Draft(shard, attrs, draft.path) for shard in shards]
+    return [
+        replace(
+            draft,
+            tensors=shard,
+            attrs=attrs,
+            # The order of the shards is that of their data.
+            arrangement=replace(draft.arrangement.of(shard), order=()),
+            tensor_attrs={n: of for n, of in draft.tensor_attrs.items() if n in shard},
+        )
+        for shard in shards
+    ]
 
 
 def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:

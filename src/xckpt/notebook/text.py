@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.modules import ModuleSet
-    from xckpt.notebook.summary import FoldedFinding, Summary
+    from xckpt.notebook.summary import FoldedFinding, ModuleSet, Summary
 
 __all__ = [
     "BREAK",

@@ -34,8 +34,8 @@ from xckpt.opening.sharding import (
 from xckpt.quantized import may_be_quantized, with_weights
 from xckpt.quantized.config import declaration, parse_json
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
-from xckpt.storage.header import FIRST_NBYTES
-from xckpt.storage.pool import Pool
+from xckpt.storage.cache import FIRST_NBYTES
+from xckpt.storage.limits import Pool
 from xckpt.storage.source import ShardedSource, sources_of
 
 if TYPE_CHECKING:

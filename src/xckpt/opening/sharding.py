@@ -26,7 +26,7 @@ from xckpt.storage import (
     open_source,
     pinned_url,
 )
-from xckpt.storage.remote import own_options
+from xckpt.storage.requests import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channel_sketch import (
+from xckpt.statistics.channels import (
     OF_CHANNELS,
     ChannelSketch,
     channel_statistics,

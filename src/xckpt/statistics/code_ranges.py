@@ -12,7 +12,7 @@ from xckpt.arrays.quantized import QuantizedArray
 from xckpt.labels.codes import scales_of_codes
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
-from xckpt.statistics.channel_sketch import count_at_ends
+from xckpt.statistics.channels import count_at_ends
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.readers import reader_of

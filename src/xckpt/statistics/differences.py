@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable
-    from xckpt.statistics.pairs import Match, Partner
+    from xckpt.statistics.pairs import Match
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
@@ -439,22 +439,16 @@ def _attrs_of(
     """Say in attributes what numbers cannot: shapes that differ, and other names."""
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
     attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
-    if has_names:
-        for attr, entry, some in zip(attrs, entries, rows, strict=True):
-            attr.update(_partners_told(entry, [row.partner for row in some]))
+    for attr, entry, some in zip(attrs, entries, rows, strict=True) if has_names else ():
+        found = [row.partner for row in some]
+        if entry.gone is not None:
+            each = iter(found)
+            found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+        # One text, or one for each place of a stack.
+        for place, key in enumerate(("other_name", "matched_by")):
+            told = [partner[place] if partner else "" for partner in found]
+            attr[key] = told if entry.dims else told[0]
     return attrs
-
-
-def _partners_told(entry: Described, found: Sequence[Partner | None]) -> dict[str, Any]:
-    """Say what tensors are called in `b`, and why: one text, or one for each place of a stack."""
-    each = iter(found)
-    if entry.gone is not None:
-        found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
-    told = {
-        "other_name": [partner.name if partner else "" for partner in found],
-        "matched_by": [partner.rule if partner else "" for partner in found],
-    }
-    return told if entry.dims else {key: texts[0] for key, texts in told.items()}
 
 
 # --- measures ------------------------------------------------------------------------------------
@@ -478,16 +472,11 @@ def measures(found: Comparison) -> list[float]:
     d, a, b, product, exponent = found.tree.total()
     rmse = scaled(math.sqrt(d / found.finite), int(exponent))
     nmse = d / a if a else math.inf if d else 0.0
-    sqnr = _decibels(a, d)
+    sqnr = math.inf if not d else -math.inf
+    if a and d:
+        is_held = 0.0 < a / d < math.inf
+        sqnr = 10 * (math.log10(a / d) if is_held else math.log10(a) - math.log10(d))
     cosine = 1.0 if not d else math.nan
     if d and a and b:
         cosine = max(-1.0, min(1.0, product / (math.sqrt(a) * math.sqrt(b))))
     return [*head, found.largest, rmse, math.sqrt(nmse), cosine, sqnr, nmse]
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if not (signal and noise):
-        return -math.inf if noise else math.inf
-    ratio = signal / noise
-    is_held = 0.0 < ratio < math.inf
-    return 10 * (math.log10(ratio) if is_held else math.log10(signal) - math.log10(noise))

@@ -32,21 +32,15 @@ def equal_tensors(
 ) -> list[Found]:
     """Find tensors that are one in the file, are stored twice, or make layers that are copies."""
     owners: dict[Any, int] = {}
-    tied: dict[int, int] = {}
+    tied: list[int] = []
+    found = []
     for at, reader in enumerate(readers):
-        owner = (
-            at
-            if reader.identity is None or not reader.size
-            else owners.setdefault(reader.identity, at)
-        )
+        is_known = reader.identity is not None and reader.size
+        owner = owners.setdefault(reader.identity, at) if is_known else at
         if owner != at:
-            tied[at] = owner
-    found = [
-        measured.found(
-            at, "tied", 2, f"it is {measured.names[owner]}: both have the same bytes of the file"
-        )
-        for at, owner in tied.items()
-    ]
+            what = f"it is {measured.names[owner]}: both have the same bytes of the file"
+            found.append(measured.found(at, "tied", 2, what))
+            tied.append(at)
     twins = equal_to(measured, readers, _suspects(measured, tied), progress=progress, cache=cache)
     copies = _copied_layers(measured, twins)
     for at, twin in twins.items():
@@ -62,7 +56,7 @@ def equal_tensors(
     return found
 
 
-def _suspects(measured: Measured, tied: Iterable[int]) -> list[list[int]]:
+def _suspects(measured: Measured, tied: list[int]) -> list[list[int]]:
     """Group tensors that may be equal; masks and constants are equal in many good models."""
     count, zero, largest = (measured[name] for name in ("count", "zero", "absmax"))
     with np.errstate(all="ignore"):

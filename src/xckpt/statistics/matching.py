@@ -46,32 +46,21 @@ def matched(
 ) -> tuple[list[Described], list[list[Match]], ProgressOption]:
     """Find tensors that belong together, by variables; return what is told of the rest, too."""
     if isinstance(names, str) and names == "auto":
-        partners, progress = _found(entries, others, tensors, progress)
+        ours, theirs = (
+            {r.name: r for each in side for r in each.readers} for side in (entries, others)
+        )
+        chosen = set(select(ours, tensors))
+        left = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
+        with Progress(progress, "matching") as bar:
+            partners = _partners({name: ours[name] for name in ours if name in chosen}, left, bar)
+        if callable(progress):
+            call = progress  # bytes that were read for this count on
+            progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
     else:
         new = renamed([reader.name for each in entries for reader in each.readers], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
         return *_rows_of(entries, others, partners, tensors), progress
-
-
-def _found(
-    entries: Sequence[Described],
-    others: Sequence[Described],
-    tensors: TensorFilter | None,
-    progress: ProgressOption,
-) -> tuple[dict[str, Partner], ProgressOption]:
-    """Find partners by names and content."""
-    ours, theirs = (
-        {r.name: r for each in side for r in each.readers} for side in (entries, others)
-    )
-    chosen = set(select(ours, tensors))
-    left = {n: r for n, r in theirs.items() if n not in ours or n in chosen}
-    with Progress(progress, "matching") as bar:
-        found = _partners({name: ours[name] for name in ours if name in chosen}, left, bar)
-    if callable(progress):
-        call = progress  # bytes that were read for this count on
-        return found, lambda done, total: call(bar.done + done, bar.done + total)
-    return found, progress
 
 
 def _rows_of(
@@ -126,69 +115,56 @@ def _partners(
     left = {name: reader for name, reader in ours.items() if name not in found}
     right = {name: reader for name, reader in theirs.items() if name not in found}
 
-    def take(pairs: Iterator[tuple[str, str, str]]) -> None:
-        for name, other, rule in pairs:
-            if name in left and other in right:
-                found[name] = Partner(other, rule)
-                del left[name], right[other]
+    def take(name: str, other: str, rule: str) -> None:
+        if name in left and other in right:
+            found[name] = Partner(other, rule)
+            del left[name], right[other]
 
-    first, second = _hashed(left, right, progress)
-    for rule, key in _KEYS:
-        take(_equal(rule, key, _varied(first, left), _varied(second, right)))
-    named = same_tensors(left, right)
-    take(one for one in named if _is_one_tensor(*one, ours, theirs))
-    # Constants, and what is there several times: any of them has the same values.
-    take(_in_order(_known(first, left), _known(second, right)))
-    return found
-
-
-def _is_one_tensor(
-    name: str, other: str, rule: str, ours: Mapping[str, Reader], theirs: Mapping[str, Reader]
-) -> bool:
-    """Return whether names of projects mean one tensor: what is fused has the name of a part."""
-    small, large = sorted((ours[name].size, theirs[other].size))
-    return rule == "prefix" or large < 2 * small or small == large
-
-
-def _hashed(
-    left: Mapping[str, Reader], right: Mapping[str, Reader], progress: Progress
-) -> tuple[Prints, Prints]:
-    """Hash tensors that have as many elements as one of the other side has."""
+    # Those are hashed that have as many elements as one of the other side has.
     sizes = {reader.size for reader in left.values()} & {reader.size for reader in right.values()}
     sides = [{n: r for n, r in each.items() if r.size in sizes} for each in (left, right)]
     readers = [reader for side in sides for reader in side.values()]
     every = iter(fingerprints(readers, columns=True, progress=progress))
-    prints: list[Prints] = [
+    prints = [
         {name: one for name, one in zip(side, every, strict=False) if one is not None}
         for side in sides
     ]
-    return prints[0], prints[1]
 
+    def known() -> list[Prints]:
+        """Return the hashes of what is left."""
+        both = zip(prints, (left, right), strict=True)
+        return [{name: one for name, one in some.items() if name in side} for some, side in both]
 
-def _known(prints: Prints, left: Mapping[str, Any]) -> Prints:
-    return {name: each for name, each in prints.items() if name in left}
-
-
-def _varied(prints: Prints, left: Mapping[str, Any]) -> Prints:
-    return {name: each for name, each in _known(prints, left).items() if each.low < each.high}
+    for rule, key in _KEYS:
+        for name, other in _equal(key, *known()):
+            take(name, other, rule)
+    for name, other, rule in same_tensors(left, right):
+        # What is fused has the name of a part.
+        small, large = sorted((ours[name].size, theirs[other].size))
+        if rule == "prefix" or large < 2 * small or small == large:
+            take(name, other, rule)
+    # Constants, and what is there several times: any of them has the same values.
+    for name, other in _in_order(*known()):
+        take(name, other, "values")
+    return found
 
 
 def _equal(
-    rule: str, keys: Callable[[Fingerprint], list[Hashable]], first: Prints, second: Prints
-) -> Iterator[tuple[str, str, str]]:
-    """Find tensors that have a key in common, which no others have."""
+    keys: Callable[[Fingerprint], list[Hashable]], first: Prints, second: Prints
+) -> Iterator[tuple[str, str]]:
+    """Find tensors that are not constant and have a key in common, which no others have."""
     sides: list[dict[Hashable, set[str]]] = [defaultdict(set), defaultdict(set)]
     for side, prints in zip(sides, (first, second), strict=True):
         for name, each in prints.items():
-            for key in keys(each):
+            for key in keys(each) if each.low < each.high else ():
                 side[key].add(name)
     for key, names in sides[0].items():
         others = sides[1].get(key, set())
         if len(names) == len(others) == 1:
-            yield min(names), min(others), rule
+            yield min(names), min(others)
 
 
-def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str, str]]:
+def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str]]:
     """Pair tensors of equal values in the order of the files, if there are as many of them."""
     counts = [Counter(each.contents for each in side.values()) for side in (first, second)]
     others = defaultdict(list)
@@ -196,7 +172,7 @@ def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str, str]]:
         others[each.contents].append(name)
     for name, each in first.items():
         if counts[0][each.contents] == counts[1][each.contents]:
-            yield name, others[each.contents].pop(0), "values"
+            yield name, others[each.contents].pop(0)
 
 
 # --- what is equal of two tensors that belong together -------------------------------------------

@@ -12,9 +12,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import CodebookArray, QuantizedArray
+from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, dense_values, flat_positions
 from xckpt.errors import locating
 from xckpt.statistics.accumulate import Accumulator
@@ -43,10 +42,18 @@ def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | Chunk
     elif isinstance(first, SparseReader) and isinstance(second, SparseReader):
         pair = SparsePairReader(first, second)
     else:
-        pair = PairReader(*_aligned(_plain(first), _plain(second)))
+        ours, theirs = _plain(first), _plain(second)
+        orders = _order(ours), _order(theirs)
+        if orders[0] != orders[1]:
+            # In the order of the one that is costly to read otherwise.
+            if not _is_sliceable(theirs) and _is_sliceable(ours):
+                ours = _reordered(ours, orders[1])
+            else:
+                theirs = _reordered(theirs, orders[0])
+        pair = PairReader(ours, theirs)
     if isinstance(pair, PairReader) and first.identity is not None and second.identity is not None:
-        (ours, *ours_read), (theirs, *theirs_read) = first.identity, second.identity
-        pair.identity = ((*ours, *theirs), len(ours), *ours_read, *theirs_read)
+        (files, *read), (others, *others_read) = first.identity, second.identity
+        pair.identity = ((*files, *others), len(files), *read, *others_read)
     pair.name = name
     return pair
 
@@ -260,16 +267,6 @@ class _LoadedReader(ArrayReader):
         yield from ArrayReader(self.array[...]).blocks(start, stop, buffer)
 
 
-def _aligned(first: Reader, second: Reader) -> tuple[Reader, Reader]:
-    """Bring tensors to one order of elements: that of the one that is costly to read otherwise."""
-    orders = _order(first), _order(second)
-    if orders[0] == orders[1]:
-        return first, second
-    if not _is_sliceable(second) and _is_sliceable(first):
-        return _reordered(first, orders[1]), second
-    return first, _reordered(second, orders[0])
-
-
 def in_c_order(reader: Reader) -> Reader:
     """Return a reader of all elements as they are, in C order."""
     if isinstance(reader, ChunkedTensor):
@@ -390,7 +387,11 @@ class StoredReader(Reader):
             step = len(buffer)
             for at in range(max(first, start), end, step):
                 memory = buffer[: min(step, end - at)]
-                _read_into(each, at - first, memory)
+                inline = each.part.inline
+                if inline is None:
+                    each.source.read_into(each.part.offset + at - first, memory.data)
+                else:
+                    memory[:] = np.frombuffer(inline, np.uint8)[at - first :][: len(memory)]
                 yield at, memory
             first += _nbytes(each)
 
@@ -451,13 +452,6 @@ def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:
 def _nbytes(part: PartReader) -> int:
     inline = part.part.inline
     return part.part.nbytes if inline is None else len(inline)
-
-
-def _read_into(part: PartReader, start: int, memory: Array) -> None:
-    if part.part.inline is not None:
-        memory[:] = np.frombuffer(part.part.inline, np.uint8)[start : start + len(memory)]
-        return
-    part.source.read_into(part.part.offset + start, memory.data)
 
 
 # --- which tensors belong together --------------------------------------------------------------

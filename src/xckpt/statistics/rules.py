@@ -19,7 +19,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.selection import select, similar
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.statistics.api import QUANTILES, stats
-from xckpt.statistics.channel_sketch import OUTLYING
+from xckpt.statistics.channels import OUTLYING
 from xckpt.statistics.code_ranges import decoded_codes, judge, plain_codes
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_tensors
@@ -264,7 +264,11 @@ def _constants(measured: Measured) -> Iterator[Found]:
         # Few of many, such as the bias of one layer, are not as they were made.
         is_usual = 2 * len(same) > len(siblings) and len({low[at] for at in same}) == 1
         for at in same:
-            if is_usual and _is_initial(measured, at):
+            name = measured.dotted[at]
+            is_initial = low[at] == 0 and _INITIAL_MATRIX.search(name)
+            if low[at] in {0, 1} and measured.is_vector(at):
+                is_initial = is_initial or _INITIAL.search(name.rpartition(".")[2])
+            if is_usual and is_initial:
                 continue
             what = f"all {count[at]:,.0f} elements are {low[at]:.6g}"
             if others:
@@ -273,15 +277,6 @@ def _constants(measured: Measured) -> Iterator[Found]:
                 yield measured.found(at, "all_zero", count[at], what)
             else:
                 yield measured.found(at, "constant", low[at], what)
-
-
-def _is_initial(measured: Measured, at: int) -> bool:
-    """Return whether this is what a new model has."""
-    name, low = measured.dotted[at], measured["min"][at]
-    if low == 0 and _INITIAL_MATRIX.search(name):
-        return True
-    role = name.rpartition(".")[2]
-    return low in {0, 1} and measured.is_vector(at) and _INITIAL.search(role) is not None
 
 
 def _exploding(measured: Measured) -> Iterator[Found]:
@@ -319,15 +314,7 @@ def _dead_channels(measured: Measured) -> Iterator[Found]:
                 what = f"{value:,.0f} of {counted(shape[0], 'expert')} has nothing but zeros"
                 yield measured.found(at, "dead_experts", value, what)
                 continue
-            total = (
-                0
-                if not shape
-                else shape[0]
-                if word == "row"
-                else shape[-1]
-                if len(shape) == 2
-                else 0
-            )
+            total = shape[0] if shape and word == "row" else shape[-1] if len(shape) == 2 else 0
             of = f" of {total:,}" if total else ""
             what = f"{value:,.0f}{of} {word if value == 1 else word + 's'} of zeros"
             if block > 1 and _HEADS.search(name) and value % block == 0:
@@ -462,14 +449,10 @@ def _mixed_types(measured: Measured) -> Iterator[Found]:
                 yield measured.found(at, "mixed_types", others, what)
 
 
-def _codes(measured: Measured) -> Iterator[Found]:
-    for codes in plain_codes(measured):
-        yield from judge(measured, codes)
-
-
 _EACH: tuple[Callable[[Measured], Iterator[Found]], ...] = (
     *(_not_finite, _constants, _exploding, _subnormal),
     *(_dead_channels, _idle_experts, _outlier_channels),
     *(_norms, _unlike_layers),
-    *(_wide_types, _mixed_types, _codes),
+    *(_wide_types, _mixed_types),
+    lambda measured: (one for each in plain_codes(measured) for one in judge(measured, each)),
 )

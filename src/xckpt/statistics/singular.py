@@ -83,6 +83,7 @@ def singular_values(blocks: Callable[[], Iterable[Array]]) -> Array:
 
 
 def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | None = None) -> Array:
+    """Add up the products of rows with themselves; above the diagonal there may be anything."""
     total: Array | None = None
     for block in blocks():
         rows = _wide(block)
@@ -90,25 +91,20 @@ def _gram(blocks: Callable[[], Iterable[Array]], scale: float, basis: Array | No
             rows /= scale
         if basis is not None:
             rows = rows @ basis
-        total = _with_product(total, rows)
+        blas = None if rows.dtype.kind == "c" else _blas()
+        if blas is None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                # numpy sees that both sides are the same array, and computes half.
+                product = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
+            total = product if total is None else np.add(total, product, out=total)
+            continue
+        if total is None:
+            total = np.zeros((rows.shape[1],) * 2, order="F")
+        # In place, and without the other half, which numpy copies element by element.
+        is_c = rows.flags.c_contiguous
+        some: dict[str, Any] = {"beta": 1.0, "c": total, "lower": 1, "overwrite_c": 1}
+        total = blas.dsyrk(1.0, rows.T if is_c else rows, trans=int(not is_c), **some)
     return np.zeros((0, 0)) if total is None else total
-
-
-def _with_product(total: Array | None, rows: Array) -> Array:
-    """Add the product of a matrix with itself; above the diagonal there may be anything."""
-    blas = None if rows.dtype.kind == "c" else _blas()
-    if blas is None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            # numpy sees that both sides are the same array, and computes half.
-            product: Array = rows.conj().T @ rows if rows.dtype.kind == "c" else rows.T @ rows
-        return product if total is None else np.add(total, product, out=total)
-    if total is None:
-        total = np.zeros((rows.shape[1],) * 2, order="F")
-    # In place, and without the other half, which numpy copies element by element.
-    is_c = rows.flags.c_contiguous
-    some: dict[str, Any] = {"beta": 1.0, "c": total, "lower": 1, "overwrite_c": 1}
-    added: Array = blas.dsyrk(1.0, rows.T if is_c else rows, trans=int(not is_c), **some)
-    return added
 
 
 def _blas() -> Any:

@@ -26,8 +26,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from xckpt.errors import CheckpointError
-from xckpt.storage.cancelling import Cancellation
-from xckpt.storage.limits import empty
+from xckpt.storage.requests import Cancellation
+from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     _Wanted = tuple[Source, list[tuple[int, int, int]], int]
 
 T = TypeVar("T")
-
-__all__ = [
-    "IN_FLIGHT",
-    "REQUEST_NBYTES",
-    "is_being_read",
-    "is_read_ahead",
-    "reading_ahead",
-    "take",
-    "take_into",
-]
 
 #: What one request is for, where there is so much.
 REQUEST_NBYTES = 8 << 20
@@ -184,11 +174,6 @@ def is_being_read(path: str, nbytes: int) -> None:
 def is_read_ahead(source: Source) -> bool:
     """Return whether somebody reads ahead of a file."""
     return bool(_memory.ahead) and source in _memory.ahead
-
-
-def take_into(source: Source, offset: int, memory: memoryview) -> bool:
-    """Fill memory from what is read ahead; return whether it was."""
-    return take(source, offset, len(memory), memory) is not None
 
 
 def take(
@@ -351,21 +336,33 @@ def _joined(ranges: Mapping[Range, int]) -> Iterator[_Wanted]:
 
 def _cut(source: Source, members: list[tuple[int, int, int]], end: int, at: int) -> Iterator[_Span]:
     """Make requests for some ranges and what is between them; `at` bytes come before."""
-    start = members[0][0]
-    bounds = [start]
-    while bounds[-1] < end:
-        left = end - bounds[-1]
-        nbytes = REQUEST_NBYTES // 2 + (at + bounds[-1] - start) // IN_FLIGHT
-        bounds.append(bounds[-1] + left // max(1, round(left / min(REQUEST_NBYTES, nbytes))))
-    run = None
-    if end - start <= _LARGEST_RUN:
-        apart = all(one[1] <= other[0] for one, other in pairwise(members))
-        once = {(one, stop) for one, stop, times in members if apart and times == 1}
-        run = _Run(start, end, once)
-    for first, last in pairwise(bounds):
-        taken = (max(0, min(stop, last) - max(one, first)) * times for one, stop, times in members)
-        yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()), at=at)
-        at += last - first
+    # What is long begins memory of its own, which is given away with its values.
+    groups: list[list[tuple[int, int, int]]] = [[]]
+    reach, has_long = 0, False
+    for each in members:
+        is_long = each[1] - each[0] >= REQUEST_NBYTES // 2
+        if is_long and has_long and each[0] >= reach:
+            groups.append([])
+        groups[-1].append(each)
+        reach, has_long = max(reach, each[1]), has_long or is_long
+    for group, stop in zip(groups, [*(each[0][0] for each in groups[1:]), end], strict=True):
+        start = group[0][0]
+        bounds = [start]
+        while bounds[-1] < stop:
+            left = stop - bounds[-1]
+            nbytes = REQUEST_NBYTES // 2 + at // IN_FLIGHT
+            count = max(1, round(left / min(REQUEST_NBYTES, nbytes)))
+            bounds.append(bounds[-1] + left // count)
+            at += left // count
+        run = None
+        if stop - start <= _LARGEST_RUN:
+            apart = all(one[1] <= other[0] for one, other in pairwise(group))
+            once = {(one, last) for one, last, times in group if apart and times == 1}
+            run = _Run(start, stop, once)
+        for first, last in pairwise(bounds):
+            taken = (max(0, min(b, last) - max(a, first)) * times for a, b, times in group)
+            place = at - (stop - first)
+            yield _Span(source, first, last, sum(taken), run or _Run(first, last, set()), at=place)
 
 
 class _Ahead:

@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
-from xckpt.storage.pool import Locks
+from xckpt.storage.limits import Locks
 from xckpt.storage.source import StoredRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-__all__ = ["Hasher", "check", "checked", "is_known", "parse"]
 
 # The libraries let other threads run while they hash; a block is how long Ctrl-C may wait.
 _BLOCK_NBYTES = 8 << 20

@@ -60,20 +60,6 @@ if TYPE_CHECKING:
 
     Stored = memoryview | bytes | StoredRange
 
-__all__ = [
-    "DEFAULT_LEVEL",
-    "STREAMS",
-    "Encoder",
-    "LongStreamError",
-    "SeekTable",
-    "StreamDecoder",
-    "decompressed_nbytes",
-    "new_encoder",
-    "read_frames",
-    "read_seek_table",
-    "stated_nbytes",
-]
-
 T = TypeVar("T")
 
 DEFAULT_LEVEL = 3

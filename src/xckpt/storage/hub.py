@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from xckpt.errors import shown
-from xckpt.storage.header import reading_header
-from xckpt.storage.pool import Pool
-from xckpt.storage.remote import (
+from xckpt.storage.cache import reading_header
+from xckpt.storage.limits import Pool
+from xckpt.storage.requests import (
     OWN_OPTIONS,
     BusyError,
     Patience,
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from xckpt.storage.source import Source
-
-__all__ = ["HubSource", "list_hub_folder", "pinned"]
 
 _URL = re.compile(
     r"hf://(?:(?P<kind>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+)"
@@ -347,10 +345,11 @@ class HubSource(HttpSource):
         hub = _Hub(self.name, self.storage_options)
         return filesystem("http", **options), hub.address(HubPath.parse(self.name))
 
-    async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
         """Request bytes where they are known to be, or else from the Hub, which says where."""
         from yarl import URL
 
+        options = self._asking(fs, headers)
         session = await fs.set_session()
         copy = _copies.get(url, lambda: SimpleNamespace(url=None, lock=asyncio.Lock()))
         ours, known = URL(url, encoded=True), copy.url

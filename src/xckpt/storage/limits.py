@@ -1,47 +1,30 @@
-"""How much memory one read may take, and how many threads: what cannot fit is not begun.
+"""How much memory a read may take, how many threads and open files: what cannot fit is not begun.
 
-The limit is ``xckpt.memory-limit`` of dask's configuration, by default what is available: to the
-machine, and to the control group of this process, which is what a container is.
+The limit of memory is ``xckpt.memory-limit`` of dask's configuration, by default what is available:
+to the machine, and to the control group of this process, which is what a container is. What is held
+open is shared and bounded in number.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import errno
 import os
 import sys
+import threading
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from xckpt.errors import TooLargeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "UNCHECKED_NBYTES",
-    "available_nbytes",
-    "cpu_count",
-    "empty",
-    "empty_array",
-    "populate",
-    "require_memory",
-]
+    from collections.abc import Callable, Hashable, Iterator
 
 #: Less is never refused.
 UNCHECKED_NBYTES = 1 << 20
 # To ask for what is available takes longer than to read so little.
 _SMALL_NBYTES = 64 << 20
-# Of memory that is used for nothing else, not even by this process, until it is touched.
-_HUGE = 2 << 20
-
-# Of Linux since 5.14; others say that they do not know it. The function of Python is for its own
-# maps alone, and keeps other threads waiting.
-_POPULATE_WRITE = 23
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 _OPTION = "dask.config.set({'xckpt.memory-limit': '64GiB'}) sets another limit"
 
@@ -78,32 +61,6 @@ def require_memory(nbytes: int, hint: str = "Select less of it at once") -> None
         rule="Memory",
         hint=f"{hint}. {_OPTION}",
     )
-
-
-def empty(nbytes: int) -> memoryview:
-    """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
-    return empty_array(nbytes).data
-
-
-def empty_array(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Allocate memory to read into as an array."""
-    wasted = -nbytes % _HUGE
-    if nbytes < 2 * _HUGE or wasted > nbytes >> 4:
-        return np.empty(nbytes, np.uint8)
-    # From here on numpy asks for huge pages. Memory that does not begin with one has 512 small ones
-    # at its ends, and each has to be faulted in: a quarter of the time of reading 8 MiB.
-    memory = np.empty(nbytes + _HUGE, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _HUGE
-    return memory[start : start + nbytes]
-
-
-def populate(memory: memoryview) -> None:
-    """Have the system provide memory now, where it can be asked to, not when it is written to."""
-    if len(memory) >= UNCHECKED_NBYTES and _madvise is not None:
-        start = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-        stop = (start + len(memory)) & -mmap.PAGESIZE
-        start = (start + mmap.PAGESIZE - 1) & -mmap.PAGESIZE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _POPULATE_WRITE)
 
 
 def available_nbytes() -> int | None:
@@ -155,3 +112,92 @@ def _left_to(group: Path, limit: str, used: str, cached: str) -> int | None:
         dropped = dict(zip(statistics[::2], statistics[1::2], strict=True)).get(cached, 0)
         return max(0, int(text) - int((group / used).read_text("ascii")) + int(dropped))
     return None
+
+
+T = TypeVar("T")
+
+
+class Locks:
+    """Locks by key, some of which are shared; a forked child waits for no thread of its parent."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._locks = [threading.Lock() for _ in range(self._count)]
+
+    def of(self, key: Hashable) -> threading.Lock:
+        """Return the lock of a key."""
+        return self._locks[hash(key) % self._count]
+
+
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
+
+
+class Pool(Generic[T]):
+    """Opened things by key; the least recently used are let go above a limit.
+
+    Letting go drops the pool's reference and no more: whoever still uses the thing keeps it, so
+    a memory map lives as long as views of it do. The things themselves are to close when they
+    are no longer referred to. `measure` says what one counts for the limit, by default 1; what
+    counts for more than the limit is not held.
+
+    A forked child starts with an empty pool: it must not share seek positions with its parent,
+    nor wait for locks that a thread of the parent held.
+    """
+
+    def __init__(self, limit: int = 64, measure: Callable[[T], int] = lambda _: 1) -> None:
+        self.limit = limit
+        self._measure = measure
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        # Reentrant, because the garbage collector may run a finalizer that comes back here.
+        self._lock = threading.RLock()
+        self._held: OrderedDict[Hashable, T] = OrderedDict()
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: Hashable, opener: Callable[[], T]) -> T:
+        """Return what is held under a key, opening it if need be."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        # Outside the lock: a slow file system holds up only those who wait for it.
+        opened = self.make_room(opener)
+        dropped: list[T] = []
+        with self._lock:
+            if key not in self._held:
+                self._total += self._measure(opened)
+            held = self._held.setdefault(key, opened)
+            self._held.move_to_end(key)
+            while self._total > self.limit:
+                dropped.append(self._held.popitem(last=False)[1])
+                self._total -= self._measure(dropped[-1])
+        return held
+
+    def make_room(self, opener: Callable[[], T]) -> T:
+        """Open something; if too many files are open, let go of all that are idle and try again."""
+        try:
+            return opener()
+        except OSError as error:
+            if error.errno not in _TOO_MANY:
+                raise
+        with self._lock:
+            idle, self._held = self._held, OrderedDict()
+        del idle
+        return opener()
+
+    def discard(self, key: Hashable) -> None:
+        """Let go of what is held under a key, if anything is."""
+        with self._lock:
+            if key in self._held:
+                self._total -= self._measure(self._held.pop(key))

@@ -19,24 +19,11 @@ import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
 from xckpt.storage.ahead import is_being_read
-from xckpt.storage.limits import empty
-from xckpt.storage.pool import Pool
-from xckpt.storage.source import Source, components
+from xckpt.storage.limits import Pool
+from xckpt.storage.source import Source, components, empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
-
-__all__ = [
-    "BytesSource",
-    "FileObjectSource",
-    "FileVersion",
-    "LocalSource",
-    "OpenFile",
-    "is_file_url",
-    "is_mapped",
-    "let_go",
-    "local_path",
-]
 
 _FILE = "file://"
 # One call reads at most 2 GiB, and cannot be interrupted by Ctrl-C while it does.

@@ -31,16 +31,6 @@ from xckpt.storage.local import let_go
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "PARTIAL_SUFFIX",
-    "alone",
-    "create",
-    "discard",
-    "new_aliases",
-    "remove_aliases",
-    "remove_left_over",
-]
-
 PARTIAL_SUFFIX = ".xckpt-partial"
 _LOCK_SUFFIX = ".xckpt-lock"
 _LONGEST_WAIT = 60.0  # in seconds; a name changes in milliseconds

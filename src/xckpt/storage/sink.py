@@ -40,14 +40,12 @@ from xckpt.storage.partial import (
     remove_aliases,
     remove_left_over,
 )
-from xckpt.storage.remote import as_os_error, own_options
+from xckpt.storage.requests import as_os_error, own_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from xckpt.storage.source import Source
-
-__all__ = ["Place", "Sink", "UploadSink", "publish", "write_at"]
 
 _WRITE_NBYTES = 64 << 20
 # What is written by one call is brought to the disk at once from this size on.

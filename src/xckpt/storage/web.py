@@ -7,29 +7,29 @@ import contextlib
 import errno
 import os
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from xckpt.errors import shown
 from xckpt.storage.ahead import IN_FLIGHT
-from xckpt.storage.cancelling import run
-from xckpt.storage.limits import empty
-from xckpt.storage.remote import (
+from xckpt.storage.limits import Pool
+from xckpt.storage.remote import FsspecSource, content_range
+from xckpt.storage.requests import (
     BusyError,
-    FsspecSource,
     GivenUpError,
-    content_range,
     is_transient_status,
+    run,
+    tell_busy,
     words_of,
 )
+from xckpt.storage.source import empty
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from aiohttp import ClientResponse
 
-    from xckpt.storage.remote import Patience
-
-__all__ = ["HttpSource", "S3Source", "busy_or_broken"]
+    from xckpt.storage.requests import Patience
 
 _WHOLE, _PARTIAL = 200, 206
 
@@ -94,34 +94,36 @@ class HttpSource(FsspecSource):
     ) -> tuple[dict[str, Any], int] | None:
         """Request a range, and read its body if what `look` makes of the headers is something."""
         fs, url = self._file_system()
-        options = dict(fs.kwargs)
-        options["headers"] = {
-            **options.get("headers", {}),
-            "Range": f"bytes={offset}-{offset + len(memory) - 1}",
-            "Accept-Encoding": "identity",
-        }
+        asked = f"bytes={offset}-{offset + len(memory) - 1}"
 
         async def request() -> tuple[dict[str, Any], int] | None:
-            from aiohttp import ClientTimeout
-
-            if "timeout" not in fs.client_kwargs:
-                # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
-                options.setdefault("timeout", ClientTimeout(total=None))
             async with asyncio.timeout(patience.silence()):
-                answer = await self._answered(fs, url, options)
+                answer = await self._answered(fs, url, {"Range": asked})
             async with answer as response:
                 found = look(response)
                 if found is None:
                     return None
                 wanted = memory[: found["size"] - offset]
-                pieces, skip = response.content.iter_any(), found.get("skip", 0)
-                return found, await _body(pieces, wanted, patience, came, skip=skip)
+                body = _Body(wanted, patience, came, skip=found.get("skip", 0))
+                return found, await body.read(response.content.iter_any(), response)
 
         return run(fs.loop, request, memory)
 
-    async def _answered(self, fs: Any, url: str, options: dict[str, Any]) -> ClientResponse:
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
         session = await fs.set_session()
+        options = self._asking(fs, headers)
         return cast("ClientResponse", await session.get(fs.encode_url(url), **options))
+
+    def _asking(self, fs: Any, headers: dict[str, str]) -> dict[str, Any]:
+        """Return the options of a request."""
+        from aiohttp import ClientTimeout
+
+        options = dict(fs.kwargs)
+        headers = {**options.get("headers", {}), **headers, "Accept-Encoding": "identity"}
+        if "timeout" not in fs.client_kwargs:
+            # Ours looks at what arrives; that of aiohttp ends large bodies after five minutes.
+            options.setdefault("timeout", ClientTimeout(total=None))
+        return {**options, "headers": headers}
 
     def _refused(self, response: ClientResponse) -> OSError:
         return busy_or_broken(response.status, response.reason or "", response.headers, self.name)
@@ -171,12 +173,24 @@ def busy_or_broken(status: int, reason: str, headers: Mapping[str, str], name: s
     return OSError(errno.EIO if is_transient_status(status) else errno.EINVAL, answer, name)
 
 
-class S3Source(FsspecSource):
+class _RefusedError(Exception):
+    """A signed address was not answered with what was asked for."""
+
+
+# The signed addresses of objects, and whether they were ever good for something.
+_addresses: Pool[SimpleNamespace] = Pool(limit=1024)
+
+
+class S3Source(HttpSource):
     """An object of a store that speaks the protocol of S3.
 
     Credentials, endpoints and sessions are those of s3fs. The requests are made here: each says
     which version of the object it is for, so that no other one is ever read, and no request of its
     own has to ask.
+
+    To make and sign a request takes botocore longer than its 8 MiB. So an address is signed once,
+    which is good for any range. What is not answered as it should be is asked for through botocore,
+    which knows about retries, redirects and errors.
     """
 
     __slots__ = ()
@@ -206,9 +220,21 @@ class S3Source(FsspecSource):
     def _fetch(
         self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
     ) -> int:
-        identity: Any = self.identity
-        said = dict(identity[1:])
-        condition = {"IfMatch": said["ETag"]} if said.get("ETag") else {}
+        address, (fs, _) = self._address(), self._file_system()
+        # Some of what these ask for has to be in headers that are signed.
+        if not fs.s3_additional_kwargs and not address.refused:
+            try:
+                found = super()._fetch(offset, memory, patience, came)
+            except _RefusedError as error:
+                (status,) = error.args
+                address.url = None
+                address.refused = not address.good and status in {400, 401, 403}
+                if status in _BUSY:
+                    tell_busy()
+            else:
+                address.good = True
+                return found
+        condition = {name.replace("-", ""): etag for name, etag in self._condition().items()}
         try:
             # Not all that speak the protocol know conditions.
             return self._get(offset, memory, patience, self._check_answer, came, **condition)[1]
@@ -217,6 +243,51 @@ class S3Source(FsspecSource):
             if how is not None:
                 raise self._changed(how) from error
             raise
+
+    def _address(self) -> SimpleNamespace:
+        def begin() -> SimpleNamespace:
+            return SimpleNamespace(url=None, lock=asyncio.Lock(), good=False, refused=False)
+
+        options = sorted(map(repr, self.storage_options.items()))
+        return _addresses.get((self.name, *options), begin)
+
+    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
+        from aiohttp import ClientResponse
+        from botocore.awsrequest import AWSPreparedRequest  # type: ignore[import-untyped]
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+
+        await fs.set_session()
+        bucket, key, version = fs.split_path(url)
+        client, address = await fs.get_s3(bucket), self._address()
+        async with address.lock:
+            if address.url is None:
+                which = {"Bucket": bucket, "Key": key, **fs.req_kw}
+                which |= {} if version is None else {"VersionId": version}
+                address.url = await client.generate_presigned_url("get_object", Params=which)
+            signed = address.url
+        headers |= self._condition()
+        request = AWSPreparedRequest("GET", signed, headers, None, stream_output=True)
+        try:
+            session = client._endpoint.http_session  # noqa: SLF001  has its proxies and certificates
+            answer = (await session.send(request)).raw
+        except (AttributeError, BotoCoreError):
+            raise _RefusedError(0) from None  # the error would have the signature
+        if not isinstance(answer, ClientResponse):  # there are other libraries
+            raise _RefusedError(400)
+        return answer
+
+    def _condition(self) -> dict[str, str]:
+        etag = dict(cast("Any", self.identity)[1:]).get("ETag")
+        return {"If-Match": etag} if etag else {}
+
+    def _check_status(self, response: ClientResponse) -> None:
+        if response.status not in {_WHOLE, _PARTIAL}:
+            raise _RefusedError(response.status)
+
+    def _check_body(self, response: ClientResponse, offset: int, nbytes: int) -> None:
+        found = content_range(response.headers.get("Content-Range"))
+        if found is None or found[0] != offset:
+            raise _RefusedError(0)
 
     def _get(
         self,
@@ -239,13 +310,15 @@ class S3Source(FsspecSource):
                 yield piece
 
         async def get() -> tuple[dict[str, Any], int]:
-            from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+            from botocore.exceptions import BotoCoreError
 
             async with asyncio.timeout(patience.silence()):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
             async with answer["Body"] as body:
                 look(answer)
-                return answer, await _body(pieces(body), memory, patience, came, BotoCoreError)
+                return answer, await _Body(memory, patience, came).read(
+                    pieces(body), broken=BotoCoreError
+                )
 
         try:
             return run(fs.loop, get, memory)
@@ -267,35 +340,115 @@ def _refusal(error: BaseException) -> tuple[int, str]:
     return int(status), str(answer.get("Error", {}).get("Code"))
 
 
-async def _body(
-    pieces: AsyncIterator[bytes],
-    memory: memoryview,
-    patience: Patience,
-    came: Callable[[int], None] | None,
-    *others: type[Exception],
-    skip: int = 0,
-) -> int:
-    """Read a body, or no more than its beginning, into memory; return how much came of it."""
-    from aiohttp import ClientError
+class _Body(asyncio.BufferedProtocol):
+    """Reads a body, or no more than its beginning, into memory.
 
-    done, clock = 0, asyncio.get_running_loop().time
-    # What came before a connection broke is not requested again.
-    with contextlib.suppress(ClientError, ConnectionError, TimeoutError, *others):
-        async with asyncio.timeout(patience.silence()) as limit:
-            async for piece in pieces:
-                new = memoryview(piece)[skip:]
-                skip = max(0, skip - len(piece))
-                count = min(len(new), len(memory) - done)
-                memory[done : done + count] = new[:count]
-                done += count
-                if came is not None:
-                    came(done)
-                if count < len(new):
-                    break  # the rest of the file: the connection is dropped with it
-                patience.arrived(len(piece))
-                wait = patience.silence()
-                due = clock() + wait
-                # Pieces are small, and there are thousands of them in a second.
-                if abs(due - (limit.when() or 0)) > wait / 16:
-                    limit.reschedule(due)
-    return done
+    aiohttp would copy what comes twice before it is copied there. So the connection of an answer
+    that says how long it is writes to the memory itself, and goes back to aiohttp at the end.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        patience: Patience,
+        came: Callable[[int], None] | None,
+        *,
+        skip: int = 0,
+    ) -> None:
+        self._memory, self._patience, self._came, self._skip = memory, patience, came, skip
+        self._done = 0
+
+    async def read(
+        self,
+        pieces: AsyncIterator[bytes],
+        response: ClientResponse | None = None,
+        broken: type[Exception] = ConnectionError,
+    ) -> int:
+        """Return how much came; what came before a connection broke is not asked for again."""
+        from aiohttp import ClientError
+
+        with contextlib.suppress(ClientError, ConnectionError, TimeoutError, broken):
+            async with asyncio.timeout(self._patience.silence()) as self._limit:
+                if response is not None and self._is_told(response):
+                    await self._receive(response)
+                else:
+                    async for piece in pieces:
+                        if not self._add(piece):
+                            break  # the rest of the file: the connection is dropped with it
+        return self._done
+
+    def _is_told(self, response: ClientResponse) -> bool:
+        """Return whether the bytes that come are the body, and none of them is too many."""
+        nbytes = response.content_length
+        is_fitting = nbytes is not None and 0 < nbytes <= len(self._memory)
+        return is_fitting and not self._skip and "Transfer-Encoding" not in response.headers
+
+    def _add(self, piece: bytes) -> bool:
+        """Copy a piece; return whether there is room for more."""
+        new = memoryview(piece)[self._skip :]
+        self._skip = max(0, self._skip - len(piece))
+        count = min(len(new), len(self._memory) - self._done)
+        self._memory[self._done : self._done + count] = new[:count]
+        self._arrived(count)
+        return count == len(new)
+
+    def _arrived(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._came is not None:
+            self._came(self._done)
+        self._patience.arrived(nbytes)
+        wait = self._patience.silence()
+        due = asyncio.get_running_loop().time() + wait
+        # Pieces are small, and there are thousands of them in a second.
+        if abs(due - (self._limit.when() or 0)) > wait / 16:
+            self._limit.reschedule(due)
+
+    async def _receive(self, response: ClientResponse) -> None:
+        self._memory = self._memory[: response.content_length]
+        while piece := response.content.read_nowait():  # what came with the headers
+            self._add(piece)
+        connection = response.connection
+        protocol = None if connection is None else connection.protocol
+        if protocol is None or protocol.transport is None:
+            # That was all of it, or the connection broke, which reading on tells.
+            async for piece in response.content.iter_any():
+                self._add(piece)
+            return
+        self._content, self._handler = response.content, protocol
+        self._transport = protocol.transport
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.set_protocol(self)
+        try:
+            await self._ended
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._transport.get_protocol() is self:
+            self._transport.set_protocol(self._handler)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes belong."""
+        return self._memory[self._done :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Count bytes; after the last one the connection is there for the next request."""
+        error = None
+        try:
+            self._arrived(nbytes)
+        except OSError as raised:  # too few have come
+            error = raised
+        if self._done == len(self._memory):
+            self._give_back()
+            self._content.feed_eof()
+        elif error is None:
+            return
+        if not self._ended.done():
+            self._ended.set_exception(error) if error else self._ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell aiohttp, too, that the connection is closed."""
+        self._give_back()
+        self._handler.connection_lost(exc)
+        if not self._ended.done():
+            self._ended.set_result(None)

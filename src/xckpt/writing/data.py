@@ -18,11 +18,10 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
-from xckpt.arrays.blocks import turned
-from xckpt.arrays.chunked import ChunkedArray
-from xckpt.arrays.dense import DenseArray, elements, unpack_codes
+from xckpt.arrays.dense import ChunkedArray, DenseArray, elements, unpack_codes
+from xckpt.arrays.lazy import chunks_along_slowest, target_nbytes
 from xckpt.arrays.parts import PartReader, decoded_shape
-from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
+from xckpt.arrays.quantized import turned
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Quantization

@@ -9,31 +9,56 @@ from __future__ import annotations
 
 import re
 import warnings
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
-from math import prod
+from math import isclose, isnan, prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
-from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, shown
-from xckpt.formats.plan import Draft, WantedPart, WantedTensor
+from xckpt.errors import CheckpointError, CheckpointWarning, FormatError, UnsupportedError, shown
+from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
 from xckpt.index import Arrangement, is_json
+from xckpt.storage.digests import Hasher
 from xckpt.writing.casting import Cast, holds
 from xckpt.writing.data import ArrayData, Gathered, Payload, StoredData
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Hashable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
-    from xckpt.formats import Can, Format
+    from xckpt.formats import Can, Format, Readable
+    from xckpt.formats.plan import Literal, Plan
+    from xckpt.index import Index, Tensor
 
-__all__ = ["TENSOR_OPTIONS", "Changes", "Requests", "check_cast", "choose_type", "fit"]
+__all__ = [
+    "TENSOR_OPTIONS",
+    "Changes",
+    "Requests",
+    "check_cast",
+    "choose_type",
+    "fit",
+    "tell_stated",
+]
 
 _SHOWN_NAMES = 5
 _OF_FILE = "attributes of the file without a place"
 _OF_TENSORS = "attributes of tensors without a place"
+_OTHERWISE = {
+    _OF_FILE: "attributes of the file that it states otherwise",
+    _OF_TENSORS: "attributes of tensors that the file states otherwise",
+}
 _SHARED = "tensors that shared their bytes with others are written by themselves"
 # The parts that have the element type of the tensor.
 _VALUES = {"dense": "data", "sparse_csr": "values", "sparse_csc": "values", "sparse_coo": "values"}
@@ -393,3 +418,163 @@ def _without_numpy(value: Any) -> Any:
         plain = [_without_numpy(inner) for inner in value]
         return plain if isinstance(value, list) else tuple(plain)
     return value
+
+
+# --- what the file will state itself -------------------------------------------------------------
+
+
+def tell_stated(
+    draft: Draft,
+    plan: Plan,
+    writer: Format,
+    changes: Changes,
+    *,
+    given: Collection[str],
+    before: Callable[[], Index | None],
+    grown: Readable | None,
+) -> None:
+    """Note attributes that do not come back because the file states something in their place.
+
+    What it states, its own reader tells. `given` are options that take the place of attributes.
+    `before` returns the index of what is written anew, if that has the same format: what it states
+    of itself is no attribute of the user's. `grown` is a file that the plan adds to.
+    """
+    can = writer.can_in(draft.path)
+    names = {
+        what: {*can.stated_attrs, *(kept if isinstance(kept, tuple) else ())}
+        for what, kept in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
+    }
+    wanted = [
+        (what, tensor, key, attrs[key])
+        for what, tensor, attrs in (
+            (_OF_FILE, None, {key: draft.attrs[key] for key in draft.attrs if key not in given}),
+            *((_OF_TENSORS, each.name, each.attrs) for each in draft.tensors.values()),
+        )
+        for key in attrs
+        if key in names[what]
+    ]
+    if not wanted:
+        return
+    files = _planned_files(draft.path, plan, grown)
+    # An index of shards is of no format.
+    read = [writer.read(files[name]) for name in (plan.companions if plan.suffix else [""])]
+    stated = _stated(read, {extent.tensor: extent.offset for extent in reversed(plan.extents)})
+    lost = []
+    for what, tensor, key, value in wanted:
+        now = stated(tensor)
+        if key not in now or not _is_same(value, now[key]):
+            lost.append((what, key, value, key in now))
+    old = before() if lost else None
+    described: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
+    if old is not None:
+        described[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
+        of = [tensor.attrs for tensor in old.tensors.values()]
+        described[_OF_TENSORS] = {(key, repr(each[key])) for each in of for key in each}
+    for what, key, value, is_stated in lost:
+        if not is_stated and key not in can.stated_attrs:
+            changes.add(what, key)
+        elif (key, repr(value)) not in described[what]:
+            changes.add(_OTHERWISE[what] if is_stated else what, key)
+
+
+def _stated(
+    read: Sequence[Index], offsets: Mapping[str, int | None]
+) -> Callable[[str | None], Mapping[str, Any]]:
+    """Return what finds the attributes of a tensor, and for None those of the file."""
+    of_file: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    places: dict[int | None, Tensor] = {}
+    for index in reversed(read):
+        of_file |= index.attrs
+        tensors |= index.tensors
+        for each in index.tensors.values():
+            places |= {part.offset: each for part in each.parts.values() if part.shard is None}
+
+    def find(name: str | None) -> Mapping[str, Any]:
+        if name is None:
+            return of_file
+        # A format may have a name of its own for a tensor.
+        tensor = tensors.get(name) or places.get(offsets.get(name))
+        return {} if tensor is None else tensor.attrs
+
+    return find
+
+
+def _is_same(value: Any, stated: Any) -> bool:
+    """Whether a value is stated, perhaps as text, as a number of 32 bits, or with more in it."""
+    if isinstance(value, dict) and isinstance(stated, dict):
+        return all(key in stated and _is_same(value[key], stated[key]) for key in value)
+    if isinstance(value, list | tuple) and isinstance(stated, list | tuple):
+        return len(value) == len(stated) and all(map(_is_same, value, stated))
+    if isinstance(value, float) and isinstance(stated, float) and not isnan(value):
+        return isclose(value, stated, rel_tol=2**-24)
+    return repr(value) == repr(stated) or str(value) == stated
+
+
+class _PlannedFile:
+    """A file as it is planned, for a reader of headers: in the place of data it has zeros."""
+
+    def __init__(self, name: str, files: Mapping[str, _PlannedFile], old: Readable | None) -> None:
+        self.name, self._files, self._old = name, files, old
+        self.size = old.size if old else 0
+        self._literals: list[tuple[int, bytes]] = []
+
+    def put(self, literals: Iterable[Literal]) -> None:
+        """Add what is known."""
+        for literal in literals:
+            offset = self.size if literal.offset is None else literal.offset
+            self._literals.append((offset, literal.data))
+            self.size = max(self.size, offset + len(literal.data))
+        self._literals.sort(key=itemgetter(0))
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return exactly so many bytes."""
+        end = offset + nbytes
+        if not 0 <= offset <= end <= self.size:
+            raise FormatError("what is read is not planned", path=self.name, offset=offset)
+        read = bytearray(nbytes)
+        if self._old is not None and offset < self._old.size:
+            known = self._old.read(offset, min(end, self._old.size) - offset)
+            read[: len(known)] = known
+        first = bisect_right(self._literals, offset, key=itemgetter(0)) - 1
+        for at, data in self._literals[max(first, 0) :]:
+            if at >= end:
+                break
+            start, stop = max(at, offset), min(at + len(data), end)
+            if start < stop:
+                read[start - offset : stop - offset] = data[start - at : stop - at]
+        return memoryview(read)
+
+    def sibling(self, name: str) -> _PlannedFile:
+        """Return another file of the plan."""
+        if name not in self._files:
+            raise FileNotFoundError(name)
+        return self._files[name]
+
+
+def _planned_files(path: str, plan: Plan, old: Readable | None) -> dict[str, _PlannedFile]:
+    """Return the files of a plan as if they were written, the one to be opened by the name ""."""
+    plans = {**plan.companions, "": plan}
+    files: dict[str, _PlannedFile] = {}
+    written: dict[tuple[str, str], Written] = {}
+    folder, slash, own = path.rpartition("/")
+    for name, each in plans.items():
+        file = _PlannedFile(folder + slash + (name or own), files, None if name else old)
+        files[name] = file
+        position = file.size
+        for extent in each.extents:
+            part, offset = extent.part, extent.offset
+            if offset is None:
+                offset = -(-(position + extent.gap) // each.alignment) * each.alignment
+            digest = None
+            if part.algorithm is not None:
+                digest = f"{part.algorithm}:{Hasher(part.algorithm).value().hex()}"
+            # How small compression makes it is not known, and no matter.
+            written[extent.tensor, extent.role] = Written(offset, part.nbytes, digest)
+            position = offset + part.nbytes
+            file.size = max(file.size, position)
+        file.put(each.literals)
+    for name, each in plans.items():
+        files[name].put(each.finish(written))
+        files[name].size = files[name].size if each.nbytes is None else each.nbytes
+    return files

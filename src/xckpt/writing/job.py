@@ -20,15 +20,17 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt import formats
+from xckpt.arrays.parts import PartReader
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.index import Part
 from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.progress import Progress, report
 from xckpt.storage import is_remote, local_path, new_file
 from xckpt.storage.sink import publish, write_at
 from xckpt.storage.source import components
-from xckpt.writing.data import ArrayData, LiteralData, SpooledData, as_bytes
-from xckpt.writing.fitting import TENSOR_OPTIONS, Requests, check_cast, fit
+from xckpt.writing.data import ArrayData, LiteralData, SpooledData, StoredData, as_bytes
+from xckpt.writing.fitting import TENSOR_OPTIONS, Requests, check_cast, fit, tell_stated
 from xckpt.writing.streaming import Item, item_at, stream
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from xckpt.formats.plan import Extent, Literal, Plan, Written
+    from xckpt.index import Index
     from xckpt.storage import Source
     from xckpt.storage.sink import Place, Sink
     from xckpt.writing.casting import Cast
@@ -119,10 +122,15 @@ class Destination:
         changes: Changes,
         *,
         sources: Iterable[Source],
+        before: Callable[[], Index | None] = lambda: None,
         plan: Callable[..., Plan] | None = None,
-        before: Item | None = None,
+        grown: Source | None = None,
     ) -> WriteJob:
-        """Lay the file out; nothing is written yet."""
+        """Lay the file out; nothing is written yet.
+
+        `before` returns the index of what is written anew, if it has the same format. `grown` is
+        the file that the plan adds to.
+        """
         try:
             draft, fitted = fit(
                 gathered,
@@ -133,6 +141,8 @@ class Destination:
                 changes=changes,
             )
             planned = (plan or self.writer.plan)(draft, **self._options)
+            how: Any = {"given": self._options, "before": before, "grown": grown}
+            tell_stated(draft, planned, self.writer, changes, **how)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
             paths = [self.path, *map(self.target.companion, planned.companions)]
             superseded = None
@@ -147,13 +157,17 @@ class Destination:
                 )
             targets = {_resolved(path) for path in paths if self.target.overwrite}
             replaced = [each for each in sources if _resolved(each.name) in targets]
+            old = None
+            if grown is not None:
+                reader = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
+                old = item_at(0, StoredData(reader, grown.size, (grown.size,)))
             return WriteJob(
                 planned,
                 fitted,
                 self._cast,
                 self.target,
                 label,
-                before=before,
+                before=old,
                 replaced=replaced,
                 superseded=superseded,
             )

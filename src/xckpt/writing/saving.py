@@ -9,34 +9,34 @@ can share blocks between files (Btrfs, XFS, bcachefs, NFS 4.2, SMB) they are not
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from xckpt.arrays.lists import read_later
-from xckpt.arrays.parts import PartReader
+import xarray as xr
+
+from xckpt.arrays import read_later
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
-from xckpt.index import Part, paused_collector
+from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
+from xckpt.index import paused_collector
 from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.writing.casting import holds
-from xckpt.writing.data import Gathered, Stored, StoredData
+from xckpt.writing.data import Gathered, Stored
 from xckpt.writing.fitting import Changes
 from xckpt.writing.gathering import gather, source_files
 from xckpt.writing.job import Destination
-from xckpt.writing.streaming import item_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Unpack
 
-    import xarray as xr
     from dask.delayed import Delayed
 
     from xckpt.formats import FormatOptions
@@ -185,7 +185,8 @@ def save(
     )
     changes = Changes()
     gathered = gather(obj, changes, destination.writer.name)
-    job = destination.job(gathered, changes, sources=source_files(gathered.payloads))
+    before = partial(_opened_as, obj, destination.writer.name)
+    job = destination.job(gathered, changes, sources=source_files(gathered.payloads), before=before)
     changes.warn(destination.path, stacklevel=2)
     if compute:
         job.run(progress)
@@ -193,6 +194,21 @@ def save(
     destination.target.open().abort()  # what cannot be written is said now
     delayed: Delayed = job.delayed()
     return delayed
+
+
+def _opened_as(obj: Writable, format: str) -> Index | None:
+    """Return the index of the file that an object was opened from, if that is of a format."""
+    whole = obj.root if isinstance(obj, xr.DataTree) else obj
+    if whole.encoding.get("format") != format:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            source, index = open_index(whole.encoding["source"], format)
+    except (LookupError, OSError, ValueError, CheckpointError):  # it is gone, or needs options
+        return None
+    source.close()
+    return index
 
 
 def convert(
@@ -303,7 +319,8 @@ def convert(
                 index.arrangement.renamed(new),
                 index.attr_types,
             )
-            job = destination.job(gathered, changes, sources=files_of(source))
+            same = index if index.format == destination.writer.name else None
+            job = destination.job(gathered, changes, sources=files_of(source), before=lambda: same)
         changes.warn(destination.path, stacklevel=2)
         nbytes = job.run(progress)
     recasts = tuple(
@@ -420,9 +437,8 @@ def append(
         plan = partial(destination.writer.append, source, replace=replace)
         changes = Changes()
         gathered = gather(obj, changes)
-        whole = Part("uint8", (source.size,), 0, source.size)
-        before = item_at(0, StoredData(PartReader(source, whole), source.size, (source.size,)))
-        how: Any = {"sources": [source], "plan": plan, "before": before}
+        before = partial(_opened_as, obj, index.format)
+        how: Any = {"sources": [source], "before": before, "plan": plan, "grown": source}
         job = destination.job(gathered, changes, **how)
         changes.warn(destination.path, stacklevel=2)
         with _alone(source):

@@ -95,6 +95,7 @@ class Gguf(Format):
         layouts=("dense", "blocks"),
         tensor_attrs=(_SCALE,),
         file_attrs=_KEY,
+        stated_attrs=_SPLIT,
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:

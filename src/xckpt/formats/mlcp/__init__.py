@@ -104,6 +104,7 @@ class Mlcp(Format):
         ),
         tensor_attrs=("rank", "name"),
         file_attrs=None,
+        stated_attrs=(*FIELDS, *metadata.ADDED),
         arrangement=True,
     )
 

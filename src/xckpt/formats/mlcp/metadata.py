@@ -83,7 +83,7 @@ _SHARD = {
     "checksum": "text",
 }
 # What reading adds to the fields of metadata.
-_ADDED = ("payload", "metadata_json")
+ADDED = ("payload", "metadata_json")
 _FORMATS = ("single_file", "multishard")
 # As System.Text.Json takes it, which is stricter than Python.
 _TIMESTAMP = re.compile(
@@ -287,7 +287,7 @@ def _fields(
         "shardingStrategy": sharding,
         "tensorInfos": infos and [entry for shard in shards for entry in _entries(shard)],
     }
-    return known | {key: attrs[key] for key in attrs if key not in {*known, *_ADDED}}
+    return known | {key: attrs[key] for key in attrs if key not in {*known, *ADDED}}
 
 
 def _completed(

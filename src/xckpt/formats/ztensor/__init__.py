@@ -51,7 +51,8 @@ from typing import TYPE_CHECKING
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable
 from xckpt.formats.ztensor import v1, v2
-from xckpt.formats.ztensor.layouts import LONG, SHORT_1, WRITTEN
+from xckpt.formats.ztensor.layouts import LAYOUT_KEY, LONG, SHORT_1, WRITTEN
+from xckpt.formats.ztensor.quantized import PINNED
 
 if TYPE_CHECKING:
     from xckpt.formats.plan import Draft, Plan
@@ -73,6 +74,7 @@ class ZTensor(Format):
         digests=("crc32c", "sha256", "xxh3"),
         tensor_attrs=None,
         file_attrs=None,
+        stated_attrs=("generator", "type", LAYOUT_KEY, *PINNED),
         arrangement=True,
     )
 

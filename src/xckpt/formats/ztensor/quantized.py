@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     _Pinned = tuple[dict[str, Part], Quantization] | None
 
 _GROUPS, _MICROSCALED = "zt.quant_group/1", "zt.mx/1"
+#: The attributes that say how a tensor of these layouts is quantised.
+PINNED = ("bits", "group_size", "block_size", "axis", "packing", "scale_form", "zero_point")
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _SCALE_TYPES = {
     "f32_factors": _FLOATS,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.compiling import compiled, inlined
 from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
-from xckpt.statistics.explaining import loops
 from xckpt.statistics.kinds import Kind, kind_named
 from xckpt.statistics.pairs import in_c_order
 from xckpt.statistics.scan import gather
@@ -60,37 +60,70 @@ class Transform:
         if self.scale != 1.0 or self.offset:
             if values.dtype == np.float32 and self.types[:1] == ("float32",):
                 moved = np.empty(len(values), np.float32)
-                loops.move(np.ascontiguousarray(values), self.scale, self.offset, moved)
+                _move(np.ascontiguousarray(values), self.scale, self.offset, moved)
                 values = moved
             else:
                 values = values * np.float64(self.scale) + self.offset
         for name in self.types:
-            values = _rounded(values, name)
+            # As float32, or as float64 if they are of that type.
+            if values.dtype == np.float32 and name == "bfloat16":
+                patterns = np.ascontiguousarray(values).view(np.uint32)
+                values = np.empty(len(patterns), np.float32)
+                _round_bfloat16(patterns, values.view(np.uint32))
+            elif values.dtype == np.float32 and name in _SMALL:
+                fine, values = np.ascontiguousarray(values), np.empty(len(values), np.float32)
+                _round_small(fine, *map(np.float32, _SMALL[name]), values)
+            else:
+                values = values.astype(kind_named(name).dtype, copy=False)
+                values = values if values.dtype.char in "fd" else values.astype(np.float32)
         return values
 
 
-# Of types of few digits: bits of the fraction, smallest normal number, largest one, what is beyond.
+# Of types of few digits: 1.5 times the unit in the last place of float32 over that of the type,
+# smallest normal number, largest one, what is beyond.
 _SMALL = {
-    "float16": (10, 2.0**-14, 65504.0, np.inf),
-    "float8_e4m3fn": (3, 2.0**-6, 448.0, np.nan),
-    "float8_e5m2": (2, 2.0**-14, 57344.0, np.inf),
+    "float16": (1.5 * 2**13, 2.0**-14, 65504.0, np.inf),
+    "float8_e4m3fn": (1.5 * 2**20, 2.0**-6, 448.0, np.nan),
+    "float8_e5m2": (1.5 * 2**21, 2.0**-14, 57344.0, np.inf),
 }
+_MAGNITUDE, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7FC00000)
 
 
-def _rounded(values: Array, name: str) -> Array:
-    """Round floats to a type; return them as float32, or as float64 if they are of that type."""
-    if values.dtype == np.float32 and (name == "bfloat16" or name in _SMALL):
-        values = np.ascontiguousarray(values)
-        rounded = np.empty(len(values), np.float32)
-        if name == "bfloat16":
-            loops.round_bfloat16(values.view(np.uint32), rounded.view(np.uint32))
-        else:
-            digits, *limits = _SMALL[name]
-            scale = 1.5 * 2.0 ** (23 - digits)
-            loops.round_small(values, *map(np.float32, (scale, *limits)), rounded)
-        return rounded
-    values = values.astype(kind_named(name).dtype, copy=False)
-    return values if values.dtype.char in "fd" else values.astype(np.float32)
+@compiled
+def _move(x: Any, scale: Any, offset: Any, out: Any) -> None:
+    """Multiply and add in float64, and round to float32."""
+    for i in range(x.size):
+        out[i] = np.float32(np.float64(x[i]) * scale + offset)
+
+
+@compiled
+def _round_bfloat16(x: Any, out: Any) -> None:
+    """Round float32, as patterns, to the nearest bfloat16; those halfway between two to even."""
+    for i in range(x.size):
+        bits = x[i]
+        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = (bits + half) & np.uint32(0xFFFF0000)
+        out[i] = _NAN if bits & _MAGNITUDE > _INFINITY else rounded
+
+
+@compiled
+def _round_small(  # noqa: PLR0917
+    x: Any, scale: Any, smallest: Any, largest: Any, beyond: Any, out: Any
+) -> None:
+    """Round float32 to the nearest number of a type of few digits; what is beyond the largest too.
+
+    A loop for each step, or LLVM does not vectorise them.
+    """
+    highest = np.float32(2.0**64)  # or the sum is infinite
+    bits, powers = x.view(np.uint32), out.view(np.uint32)
+    for i in range(x.size):
+        powers[i] = bits[i] & _INFINITY
+    for i in range(x.size):
+        # The digits of the sum of a number and a much larger one are those of the type.
+        large = min(max(out[i], smallest), highest) * scale
+        out[i] = (x[i] + large) - large
+    for i in range(x.size):
+        out[i] = np.copysign(beyond, out[i]) if abs(out[i]) > largest else out[i]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +196,18 @@ class Fingerprint(Accumulator):
         words = _words(floats, None if transform else values, self.kind)
         columns = self.request.shape[1]
         first, column = divmod(start, columns)
-        sums = np.zeros((column + len(values) - 1) // columns + 1, np.uint64)
-        tally = np.zeros(3, np.uint64)
-        nothing = np.empty(0, np.uint64)
-        of_columns = nothing if self.columns is None else self.columns
-        loops.hash_rows(words, _weights(columns), np.uint64(first), column, sums, of_columns, tally)
-        self.digest = (self.digest + int(tally[0])) & _MASK
-        self.elements = (self.elements + int(tally[1])) & _MASK
-        self.bits |= int(tally[2])
+        numbers = np.arange(first, (start + len(values) - 1) // columns + 1, dtype=np.uint64)
+        sums, tally, nothing = (np.zeros(size, np.uint64) for size in (len(numbers), 2, 0))
+        turned = (nothing, nothing)
+        if self.columns is not None:
+            turned = _weights(numbers), self.columns
+        special = _SPECIAL[words.itemsize]
+        _hash_rows(words, special, _weights_of(columns), column, sums, *turned, tally)
+        # Another weight, or a square matrix would have the hash of its transpose.
+        at_places = _weights(numbers + np.uint64(1 << 48)) * sums
+        self.digest = (self.digest + int(at_places.sum())) & _MASK
+        self.elements = (self.elements + int(tally[0])) & _MASK
+        self.bits |= int(tally[1])
         if self.request.rows:
             self._add_rows(first, sums)
 
@@ -218,7 +255,14 @@ def fingerprints(
     """
     ordered = [None if is_complex(reader) else in_c_order(reader) for reader in readers]
     shapes = [None if r is None else matrix_shape(r.array.shape) for r in ordered]
-    kept = _affordable([shape or (0, 0) for shape in shapes]) if rows else frozenset()
+    # Rows are kept of those with long ones first.
+    kept: set[int] = set()
+    left = _MOST_ROWS if rows else -1
+    for number in sorted(range(len(shapes)), key=lambda number: -(shapes[number] or (0, 0))[1]):
+        left -= sum(shapes[number] or ())
+        if left < 0:
+            break
+        kept.add(number)
     requests = []
     for number, shape in enumerate(shapes):
         if shape is not None:
@@ -229,18 +273,6 @@ def fingerprints(
     some = [reader for reader in ordered if reader is not None]
     found = iter(gather(some, Fingerprint, lambda _, one: one, progress, arguments=requests))
     return [None if reader is None else next(found) for reader in ordered]
-
-
-def _affordable(shapes: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """Choose the tensors whose rows are kept: those of long rows first."""
-    left = _MOST_ROWS
-    kept = set()
-    for number in sorted(range(len(shapes)), key=lambda number: -shapes[number][1]):
-        left -= sum(shapes[number])
-        if left < 0:
-            break
-        kept.add(number)
-    return frozenset(kept)
 
 
 def is_complex(reader: Reader) -> bool:
@@ -276,8 +308,76 @@ def _words(floats: Array, values: Array | None, kind: Kind) -> Array:
     return words
 
 
+def _weights(numbers: Array) -> Array:
+    """Return an odd number for each row or column: the next ones of splitmix64."""
+    x = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
 @lru_cache(maxsize=8)
-def _weights(columns: int) -> Array:
-    weights = np.empty(columns, np.uint64)
-    loops.weigh(weights)
-    return weights
+def _weights_of(columns: int) -> Array:
+    return _weights(np.arange(columns, dtype=np.uint64))
+
+
+# Elements whose hashes are in the cache, next to the weights and sums of their columns.
+_PIECE = 1024
+# Of words of so many bytes: what a zero has none of, beyond what they are NaN, and which NaN.
+_SPECIAL = {4: (_MAGNITUDE, _INFINITY, _NAN), 8: (np.uint64(_MASK),) * 3}
+
+
+@inlined
+def _mix(words: Any, special: Any, hashes: Any) -> None:
+    """Hash words one by one: no two have one hash, and it has bits everywhere."""
+    magnitude, infinity, nan = special
+    for i in range(words.size):
+        size = words[i] & magnitude
+        word = words[i] if size else size
+        h = np.uint64(word if size <= infinity else nan) * np.uint64(0xD6E8FEB86659FD93)
+        hashes[i] = h ^ (h >> np.uint64(32))
+
+
+@compiled
+def _hash_rows(  # noqa: PLR0917
+    words: Any,
+    special: Any,
+    weights: Any,
+    column: Any,
+    sums: Any,
+    factors: Any,
+    columns: Any,
+    tally: Any,
+) -> None:
+    """Add up hashes of a run of elements, which begins in a column, by rows and by columns.
+
+    The tally has those of all in any order, and all bits that are set.
+    """
+    memory = np.empty(_PIECE, np.uint64)
+    total, bits, line = np.uint64(0), np.uint64(0), 0
+    for start in range(0, words.size, _PIECE):
+        piece = words[start : start + _PIECE]
+        hashes = memory[: piece.size]
+        _mix(piece, special, hashes)
+        for i in range(piece.size):
+            total += hashes[i]
+            bits |= np.uint64(piece[i])
+        at = 0
+        while at < piece.size:
+            size = min(piece.size - at, weights.size - column)
+            part, of_part = hashes[at : at + size], weights[column : column + size]
+            product = np.uint64(0)
+            for i in range(size):
+                product += part[i] * of_part[i]
+            sums[line] += product
+            if columns.size:
+                factor, of_columns = factors[line], columns[column : column + size]
+                for i in range(size):
+                    of_columns[i] += factor * part[i]
+            at += size
+            column += size
+            if column == weights.size:
+                line += 1
+                column = 0
+    tally[0] += total
+    tally[1] |= bits

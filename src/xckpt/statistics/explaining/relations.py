@@ -5,13 +5,14 @@ A few elements say what may hold; whether it does is found out from all of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.compiling import compiled, inlined, within
 from xckpt.statistics.accumulate import Accumulator, as_floats
-from xckpt.statistics.explaining import loops
 from xckpt.statistics.explaining.fingerprints import Transform
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF
@@ -75,22 +76,22 @@ class Relation:
     rounds: bool = False
 
     def held(self, x: Array, y: Array) -> int:
-        """Return of how many pairs it holds."""
-        return self.counted(x, y)[0]
-
-    def counted(self, x: Array, y: Array) -> tuple[int, int]:
-        """Return of how many pairs it holds, and how many numbers are zero that were made."""
+        """Return of how many pairs it holds: of equal numbers, and of NaN."""
         if self.backwards:
             x, y = y, x
-        if not self.block:
-            x = self.transform(x)
-        # Loops are compiled for two types, not for all pairs of them.
-        common = np.result_type(x, y)
-        x, y = (np.ascontiguousarray(each, common) for each in (x, y))
         if self.block:
-            return loops.count_levels(x, y, self.block, 2.0**-self.digits), 0
-        same, masked, zeros = loops.count_same(x, y)
-        return same + masked * self.masked, zeros
+            # The loop is compiled for one type, not for all pairs of them.
+            x, y = (np.ascontiguousarray(each, np.float64) for each in (x, y))
+            levelled: int = _count_levels(x, y, self.block, 2.0**-self.digits)
+            return levelled
+        x = self.transform(x)
+        same = x == y
+        if self.masked:
+            same |= y == 0
+        count = int(np.count_nonzero(same))
+        if count < len(x):
+            count += int(np.count_nonzero(np.isnan(x) & np.isnan(y)))
+        return count
 
 
 class Evidence(Accumulator):
@@ -118,10 +119,12 @@ class Evidence(Accumulator):
                 as_floats(side[at : at + _PIECE], kind)
                 for side, kind in zip(sides, self.kinds, strict=True)
             )
+            if any(relation.masked for relation in self.relations):
+                made = x if self.relations[0].backwards else y
+                self.zeros += int(np.count_nonzero(made == 0))
             with np.errstate(all="ignore"):
                 for number, relation in enumerate(self.relations):
-                    count, zeros = relation.counted(x, y)
-                    self.zeros += 0 if number else zeros
+                    count = relation.held(x, y)
                     if count == len(x):
                         # What follows is more lenient.
                         self.held[number:] += count
@@ -145,25 +148,21 @@ class Evidence(Accumulator):
 
 def sample(pair: PairReader | ChunkedPair) -> tuple[Array, Array]:
     """Return some pairs of elements as floats, from the beginning and from the middle."""
-    found = list(_samples(pair))
+    found: list[Any] = []
+    if isinstance(pair, ChunkedPair):
+        first = pair.array.blocks[(0,) * pair.array.ndim]
+        found.append(np.asarray(first.compute()).reshape(-1)[:_SAMPLED])
+    else:
+        buffer = np.empty(_SAMPLED * 16, np.uint8)
+        middle = pair.size // 2 // LEAF * LEAF
+        for start in [0, middle] if middle >= _SAMPLED and not pair.whole else [0]:
+            _, block = next(pair.blocks(start, min(start + _SAMPLED, pair.size), buffer))
+            found.append({side: block[side][:_SAMPLED].copy() for side in "ab"})
     x, y = (
         np.concatenate([as_floats(np.ascontiguousarray(each[side]), kind) for each in found])
         for side, kind in zip("ab", pair.kinds, strict=True)
     )
     return x, y
-
-
-def _samples(pair: PairReader | ChunkedPair) -> Iterator[Any]:
-    if isinstance(pair, ChunkedPair):
-        first = pair.array.blocks[(0,) * pair.array.ndim]
-        yield np.asarray(first.compute()).reshape(-1)[:_SAMPLED]
-        return
-    buffer = np.empty(_SAMPLED * 16, np.uint8)
-    middle = pair.size // 2 // LEAF * LEAF
-    starts = [0, middle] if middle >= _SAMPLED and not pair.whole else [0]
-    for start in starts:
-        _, block = next(pair.blocks(start, min(start + _SAMPLED, pair.size), buffer))
-        yield {side: block[side][:_SAMPLED].copy() for side in "ab"}
 
 
 # --- what may hold ---------------------------------------------------------------------------
@@ -316,6 +315,21 @@ def scales_between(low: float, high: float) -> list[float]:
 _ENDS = (-np.inf, np.inf)
 _SMALLEST = 2.0**-100
 
+
+def correlation(x: Array, y: Array) -> float:
+    """Return about the correlation of some pairs; NaN if one side is constant."""
+    few = slice(None, None, max(1, len(x) // (2 * _FEW)))
+    x, y = x[few], y[few]
+    both = np.isfinite(x) & np.isfinite(y)
+    u, v = x[both].astype(np.float64), y[both].astype(np.float64)
+    if len(u) < 2:
+        return float("nan")
+    with np.errstate(all="ignore"):
+        u -= u.mean()
+        v -= v.mean()
+        return float(np.vdot(u, v) / np.sqrt(np.vdot(u, u) * np.vdot(v, v)))
+
+
 # --- levels ----------------------------------------------------------------------------------
 
 
@@ -337,15 +351,97 @@ def levels(x: Array, y: Array, kinds: tuple[str, str]) -> Relation | None:
     return best[1] if best else None
 
 
-def correlation(x: Array, y: Array) -> float:
-    """Return about the correlation of some pairs; NaN if one side is constant."""
-    few = slice(None, None, max(1, len(x) // (2 * _FEW)))
-    x, y = x[few], y[few]
-    both = np.isfinite(x) & np.isfinite(y)
-    u, v = x[both].astype(np.float64), y[both].astype(np.float64)
-    if len(u) < 2:
-        return float("nan")
-    with np.errstate(all="ignore"):
-        u -= u.mean()
-        v -= v.mean()
-        return float(np.vdot(u, v) / np.sqrt(np.vdot(u, u) * np.vdot(v, v)))
+# So few that they can be codes.
+_MOST_LEVELS = 256
+
+
+@inlined
+def _smallest_gap(y: Any, noise: Any, ordered: Any) -> Any:
+    """Return the smallest distance between numbers that is more than noise."""
+    count = 0
+    for i in range(y.size):
+        value = y[i]
+        at = count
+        while at > 0 and ordered[at - 1] > value:
+            at -= 1
+        if at > 0 and ordered[at - 1] == value:
+            continue
+        for k in range(count, at, -1):
+            ordered[k] = ordered[k - 1]
+        ordered[at] = value
+        count += 1
+    gap = math.inf
+    for k in range(1, count):
+        distance = ordered[k] - ordered[k - 1]
+        if noise < distance < gap:
+            gap = distance
+    return gap
+
+
+@within
+def _count_off(x: Any, y: Any, low: Any, unit: Any, noise: Any) -> Any:
+    """Count numbers whose level is not one of those of a unit, and those that are not near it."""
+    per_unit = 1.0 / unit
+    uneven, near = max(0.02, 4 * noise * per_unit), unit * 0.502 + noise
+    off, far = np.int32(0), np.int32(0)
+    for i in range(x.size):
+        steps = (y[i] - low) * per_unit
+        off = np.int32(off + np.int32(not abs(steps - np.rint(steps)) <= uneven))
+    for i in range(x.size):
+        error = abs(x[i] - y[i])
+        far = np.int32(far + np.int32(not error <= near))
+    return off, far
+
+
+@compiled
+def _count_levels(x: Any, y: Any, block: Any, spacing: Any) -> Any:  # noqa: C901  one of three ways
+    """Count pairs where `y` is the nearest of the evenly spaced levels of its block to `x`.
+
+    The levels are stored with a relative spacing. They are so few that they can be codes,
+    and so far apart that rounding is not what makes them.
+    """
+    held = 0
+    ordered = np.empty(block)
+    steps_of_span, steps_of_top = 0.0, 0.0
+    for start in range(0, x.size, block):
+        a, b = x[start : start + block], y[start : start + block]
+        if a.size == 1:
+            held += 1  # one number is a level
+            continue
+        low = high = b[0]
+        for i in range(b.size):
+            # A NaN is passed over.
+            low = b[i] if b[i] < low else low  # noqa: FURB136
+            high = b[i] if b[i] > high else high  # noqa: FURB136
+        span, top = high - low, max(abs(low), abs(high))
+        if not span < math.inf:
+            continue
+        if span == 0:
+            for i in range(a.size):
+                held += a[i] == b[i]
+            continue
+        noise = top * spacing
+        # The block before tells how many levels there may be: from end to end, or from zero.
+        is_found = False
+        for guess in (steps_of_span, np.rint(span * steps_of_top / top)):
+            unit = span / guess if 0 < guess < _MOST_LEVELS else 0.0
+            if not is_found and noise < unit / 8:
+                off, far = _count_off(a, b, low, unit, noise)
+                is_found = off == 0 and far == 0
+        if is_found:
+            held += a.size
+            continue
+        gap = _smallest_gap(b, noise, ordered)
+        best = 0
+        for parts in (1, 2, 3):
+            # Of the whole span, where what was rounded off matters least.
+            steps = np.rint(span * parts / gap)
+            if not 0 < steps < _MOST_LEVELS or best == a.size:
+                continue
+            unit = span / steps
+            off, far = _count_off(a, b, low, unit, noise)
+            if off == 0 and noise < unit / 8 and a.size - far > best:
+                best = a.size - far
+                steps_of_span, steps_of_top = steps, np.rint(top / unit)
+        held += best
+    return held

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.explaining.arrangements import joint, placement
 from xckpt.statistics.explaining.fingerprints import (
     Transform,
     fingerprints,
     is_complex,
 )
 from xckpt.statistics.explaining.relations import FRACTION_BITS, INEXACT, scales_between, spacing_of
-from xckpt.statistics.explaining.wording import Explanation, quoted
+from xckpt.statistics.explaining.wording import Explanation, heads_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from xckpt.progress import Progress
-    from xckpt.statistics.explaining.arrangements import Placement
     from xckpt.statistics.explaining.fingerprints import Fingerprint
     from xckpt.statistics.readers import Reader
 
@@ -31,6 +29,9 @@ Prints = dict[int, "Fingerprint"]
 # Tensors that one may be compared with, beyond that of its name.
 _MOST_CANDIDATES = 16
 _MOST_JOINT = 4096
+# Sizes of heads that are tried first: rows that are alike may fit several.
+_USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
+_SMALLEST_HEAD = 4
 # Bits of a float32 that numbers of these types do not have.
 _LOST = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
 
@@ -92,7 +93,7 @@ class Search:
         """Match hashes of tensors; `by` says what was done with the numbers of some of `a`."""
         ours, theirs = self._left(0, ours), self._left(1, theirs)
         for n in ours.keys() & theirs.keys():
-            placed = placement(ours[n], theirs[n])
+            placed = _placement(ours[n], theirs[n])
             if placed is not None:
                 self._say(n, n, placed, by.get(n))
         self._match_others(*self._alone(ours, theirs), by, _whole)
@@ -120,7 +121,7 @@ class Search:
             candidates = dict.fromkeys(m for key in keys(one) for m in known.get(key, ()))
             free = [m for m in candidates if m not in self.found[1]]
             for m in [*free, *candidates][:_MOST_CANDIDATES]:
-                placed = placement(one, theirs[m])
+                placed = _placement(one, theirs[m])
                 if placed is not None:
                     self._say(n, m, placed, by.get(n))
                     break
@@ -168,7 +169,7 @@ class Search:
             some = {
                 str(n): alone[n] for n in numbers[near].tolist() if n not in self.found[1 - side]
             }
-            made = joint(whole, some) if len(some) > 1 else None
+            made = _joint(whole, some) if len(some) > 1 else None
             if made is None:
                 continue
             members = [int(each) for each in made.parts]
@@ -343,3 +344,167 @@ def _moved_by(transform: Transform, kind: str) -> Explanation:
         offset=transform.offset or None,
         scale=transform.scale if transform.scale != 1.0 else None,
     )
+
+
+# --- how one tensor is placed in another, by hashes: no element is read again -------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How the numbers of one tensor are placed in another."""
+
+    causes: tuple[str, ...] = ()
+    text: str = ""
+    heads: int | None = None
+
+
+def _placement(a: Fingerprint, b: Fingerprint) -> Placement | None:
+    """Find how all numbers of two tensors belong together; None if they do not."""
+    if a.contents == b.contents:
+        return Placement()
+    if a.elements == b.elements and a.count == b.count:
+        if a.shape == b.shape:
+            if a.rows is None or b.rows is None:
+                return None
+            is_square = a.shape[0] == a.shape[1]
+            return _permuted(a.rows, b.rows) or (_transposed(a, b) if is_square else None)
+        if a.shape == b.shape[::-1]:
+            return _transposed(a, b)
+        return None
+    return _extended(a, b)
+
+
+def _transposed(a: Fingerprint, b: Fingerprint) -> Placement | None:
+    if a.columns is None or b.columns is None or a.rows is None or b.rows is None:
+        return None
+    if np.array_equal(a.columns, b.rows):
+        return Placement(("transposed",), "transposing")
+    found = _permuted(a.columns, b.rows) or _permuted(a.rows, b.columns)
+    if found is None:
+        return None
+    return Placement(("transposed", *found.causes), f"transposing and {found.text}", found.heads)
+
+
+def _permuted(a: Array, b: Array) -> Placement | None:
+    if len(a) != len(b):
+        return None
+    # So many rows may be of heads of these sizes, usual ones first.
+    sizes = [size for size in range(_SMALLEST_HEAD, len(a) + 1, 2) if len(a) % size == 0]
+    for size in dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes]):
+        heads = len(a) // size
+        # Where the rows of the halves of each head are once these are interleaved.
+        order = np.arange(len(a)).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
+        for halves, pairs, text in ((a, b, "halves interleaved"), (b, a, "interleaving undone")):
+            if halves[order[1]] == pairs[1] and np.array_equal(halves[order], pairs):
+                told = f"permuting rows as for rotary embeddings ({heads_of(heads)}, {text})"
+                return Placement(("rope_permuted",), told, heads)
+    if not np.array_equal(np.sort(a), np.sort(b)):
+        return None
+    moved = int(np.count_nonzero(a != b))
+    return Placement(("rows_permuted",), f"permuting rows ({moved:,} of {len(a):,} moved)")
+
+
+def _extended(a: Fingerprint, b: Fingerprint) -> Placement | None:
+    """Find whether one of two tensors is the beginning of the other."""
+    cause, small, large = ("padded", a, b) if a.count < b.count else ("cut", b, a)
+    if small.rows is None or large.rows is None:
+        return None
+    if small.shape[0] > large.shape[0] or small.shape[1] > large.shape[1]:
+        return None
+    rows = small.shape[0]
+    same_rows = np.array_equal(small.rows, large.rows[:rows])
+    is_zero = small.elements == large.elements and not large.rows[rows:].any()
+    if small.shape[1] == large.shape[1] and same_rows:
+        what = f"{large.shape[0] - rows:,} rows"
+    elif (
+        small.shape[0] == large.shape[0]
+        and small.columns is not None
+        and large.columns is not None
+        and np.array_equal(small.columns, large.columns[: small.shape[1]])
+    ):
+        what = f"{large.shape[1] - small.shape[1]:,} columns"
+    elif same_rows and is_zero:
+        # Zeros change no hash, wherever they are: after each row, if the rows are the same.
+        columns = large.shape[1] - small.shape[1]
+        what = f"{large.shape[0] - rows:,} rows and {columns:,} columns"
+    else:
+        return None
+    if small.shape[1] == large.shape[1] == 1:
+        what = what.replace("rows", "elements")
+    verb = "adding" if cause == "padded" else "cutting"
+    return Placement((cause,), f"{verb} {what} {'of zeros' if is_zero else 'that are not zeros'}")
+
+
+# --- how several tensors are put together -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Of what a tensor is put together, in order."""
+
+    parts: tuple[str, ...]
+    causes: tuple[str, ...]
+    text: str
+
+
+def _joint(whole: Fingerprint, parts: Mapping[str, Fingerprint]) -> Joint | None:
+    """Find the tensors that one is made of: along its rows or columns, transposed or not."""
+    for causes, along, own, of_parts in _WAYS:
+        hashes: Array | None = getattr(whole, own)
+        if hashes is None or len(hashes) < 2:
+            continue
+        width = whole.shape[1] if own == "rows" else whole.shape[0]
+        fitting = {}
+        for name, part in parts.items():
+            rows: Array | None = getattr(part, of_parts)
+            other = part.shape[1] if of_parts == "rows" else part.shape[0]
+            if rows is not None and len(rows) < len(hashes) and other == width:
+                fitting[name] = rows
+        if len(fitting) < 2:
+            continue
+        found = _in_order(hashes, fitting)
+        if found is not None:
+            return Joint(found, causes, f"one after the other along the {along}")
+        found = _in_any_order(hashes, fitting)
+        if found is not None:
+            return Joint(found, (*causes, "rows_permuted"), f"with {along} in another order")
+    return None
+
+
+_WAYS = (
+    ((), "rows", "rows", "rows"),
+    ((), "columns", "columns", "columns"),
+    (("transposed",), "rows", "rows", "columns"),
+    (("transposed",), "columns", "columns", "rows"),
+)
+
+
+def _in_order(hashes: Array, parts: Mapping[str, Array]) -> tuple[str, ...] | None:
+    starting: dict[int, list[str]] = {}
+    for name, rows in sorted(parts.items(), key=lambda part: -len(part[1])):
+        starting.setdefault(int(rows[0]), []).append(name)
+    found: list[str] = []
+    at = 0
+    while at < len(hashes):
+        for name in starting.get(int(hashes[at]), ()):
+            rows = parts[name]
+            if name not in found and np.array_equal(rows, hashes[at : at + len(rows)]):
+                found.append(name)
+                at += len(rows)
+                break
+        else:
+            return None
+    return tuple(found)
+
+
+def _in_any_order(hashes: Array, parts: Mapping[str, Array]) -> tuple[str, ...] | None:
+    ordered = np.sort(hashes)
+    found = []
+    for name, rows in parts.items():
+        at = np.searchsorted(ordered, rows)
+        if rows.any() and np.all(ordered[np.minimum(at, len(ordered) - 1)] == rows):
+            found.append(name)
+    if len(found) < 2 or sum(len(parts[name]) for name in found) != len(hashes):
+        return None
+    together = np.sort(np.concatenate([parts[name] for name in found]))
+    return tuple(found) if np.array_equal(together, ordered) else None
