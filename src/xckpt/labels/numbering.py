@@ -44,6 +44,7 @@ __all__ = [
     "numbered_modules",
     "numbered_places",
     "spans",
+    "split_leaf",
     "split_name",
     "without_front",
     "words",
@@ -94,6 +95,11 @@ class Numbered(NamedTuple):
 def split_name(name: str, most: int = 0) -> list[str]:
     """Split a name at its dots and slashes, numbers or not: at all of them, or at the first."""
     return _SEPARATOR.split(name, most) if "/" in name else name.split(".", most or -1)
+
+
+def split_leaf(name: str) -> tuple[str, str, str]:
+    """Split a name at its last dot or slash, as `str.rpartition` does."""
+    return name.rpartition("/" if name.rfind("/") > name.rfind(".") else ".")
 
 
 def is_index(piece: str) -> bool:
