@@ -31,7 +31,7 @@ class TestPausedCollector:
     def test_many_objects_are_not_looked_through(self) -> None:
         before = collections()
         with paused_collector():
-            made = [[] for _ in range(150_000)]
+            made: list[list[int]] = [[] for _ in range(150_000)]
         assert collections() == before
         old = {id(each) for each in gc.get_objects(generation=2)}
         assert id(made[0]) in old
@@ -48,13 +48,13 @@ class TestPausedCollector:
 
     def test_few_objects_stay_young(self) -> None:
         with paused_collector():
-            made = [[] for _ in range(1000)]
+            made: list[list[int]] = [[] for _ in range(1000)]
         assert not any(each is made for each in gc.get_objects(generation=2))
 
     def test_what_others_froze_stays_frozen(self) -> None:
         gc.freeze()
         frozen = gc.get_freeze_count()
         with paused_collector():
-            made = [[] for _ in range(150_000)]
+            made: list[list[int]] = [[] for _ in range(150_000)]
         assert made
         assert gc.get_freeze_count() >= frozen > 0
