@@ -124,9 +124,9 @@ class RawReader(Reader):
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the bytes of some of the elements."""
-        first, end = (nbytes_of(self.array.reader.part.dtype, n) for n in (start, stop))
-        for source, offset, _ in self.array.reader.ranges():
-            yield source, offset + first, end - first
+        reader, itemsize = self.array.reader, self.kind.itemsize
+        if stop > start and reader.part.nbytes:
+            yield reader.source, reader.part.offset + start * itemsize, (stop - start) * itemsize
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read some of the elements."""
