@@ -213,7 +213,12 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
         yield _row(pattern, summary.nbytes, colors[pattern.dtype], folded=folded)
     yield "</tbody></table></div>"
     if rest := patterns[kept:]:
-        yield from _list(rest_text(rest), _rest(rest), len(rest), most=_MOST_FOLDED_ROWS)
+        some = []
+        for pattern in rest[:_MOST_FOLDED_ROWS]:
+            count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
+            figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
+            some.append((pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"))
+        yield from _list(rest_text(rest), some, len(rest), most=_MOST_FOLDED_ROWS)
 
 
 def _head(text: str, style: str) -> str:
@@ -255,13 +260,6 @@ def _name(text: str) -> str:
     ]
     html = "<wbr>".join(map(escape, pieces))
     return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
-
-
-def _rest(patterns: Iterable[Pattern]) -> Iterator[tuple[str, str]]:
-    for pattern in patterns:
-        count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
-        figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
-        yield pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"
 
 
 # --- what folds ----------------------------------------------------------------------------------
