@@ -13,6 +13,8 @@ import pytest
 
 from tests.stats.reference import sketch_of
 from xckpt.arrays.compiling import compiled
+from xckpt.statistics.accumulate import codes_of
+from xckpt.statistics.moments import LEAF
 
 
 def test_without_a_folder_for_the_cache_they_are_compiled_each_time(
@@ -58,3 +60,20 @@ def test_memory_of_every_kind_is_taken() -> None:
         sketch = sketch_of(given)
         assert sketch.moments() == wanted.moments()
         assert sketch.counts.tolist() == wanted.counts.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1025, LEAF, LEAF + 1030])
+def test_each_element_of_a_leaf_is_counted_and_compared(
+    dtype: str, signs: tuple[int, ...], size: int
+) -> None:
+    rng = np.random.default_rng(size)
+    values = (rng.choice(signs, size) * rng.lognormal(size=size)).astype(dtype)
+    # The outermost where groups of rows end, and where they do not.
+    values[[0, size // 2, size - 1]] *= 100
+    sketch = sketch_of(values)
+    codes, counts = np.unique(codes_of(sketch.kind, values), return_counts=True)
+    assert (sketch.codes == codes).all()
+    assert (sketch.counts == counts).all()
+    assert (sketch.low, sketch.high) == (values.min(), values.max())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba.extending import intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["compiled", "inlined", "within"]
+__all__ = ["compiled", "generated", "inlined", "within"]
 
 # Each wrapper takes as long to make as a short loop, and nobody calls these from C. What is divided
 # by is not looked at, as numpy does not either.
@@ -32,3 +33,8 @@ def within(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """Make a function a part of the compiled ones that call it, which saves a compilation."""
     return numba.njit(nogil=True, inline="always")(function)
+
+
+def generated(function: Callable[..., Any]) -> Any:
+    """Let compiled functions call what writes its instructions for LLVM itself."""
+    return intrinsic(function)

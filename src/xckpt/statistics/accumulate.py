@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.statistics import kernels
-from xckpt.statistics.kernels import LANES, PAGE, SUMS, TINY
+from xckpt.statistics.kernels import LANES, PAGE, SUMS, TINY, WIDTH
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import EMPTY, LEAF, Moments, Tree, merge, runs
 
@@ -426,7 +426,10 @@ class Tables:
         self.extremes = np.zeros(2, key_type)
         info = np.iinfo(key_type)
         self.widest = (info.max, info.min)
-        sums = np.empty(4 * LANES)
+        # Vectors are stored there all the time, at best each in a line of the cache.
+        memory = np.empty(5 * LANES)
+        start = -memory.__array_interface__["data"][0] // memory.itemsize % WIDTH
+        sums = memory[start : start + 4 * LANES]
         self.out: tuple[Array, ...] = (self.zeros, self.nodes, self.extremes, sums)
         if kind.integer:
             self.wide = np.empty(leaves * LEAF)
@@ -473,8 +476,8 @@ class Tables:
                 self.nodes[leaf] = self._look_again(values[leaf * LEAF : (leaf + 1) * LEAF])
 
     def _describe(self, values: Array, how: Any, counted: Any, out: Any) -> int:
-        patterns = values.view(self.signed), values.view(self.kind.unsigned)
-        rare: int = kernels.describe_floats(values, *patterns, how, counted, out)
+        patterns = values.view(self.kind.unsigned)
+        rare: int = kernels.describe_floats(values, patterns, how, counted, out)
         return rare
 
     def _look_again(self, values: Array) -> Array:

@@ -19,17 +19,22 @@ array costs about a millisecond of compiling, each loop that is vectorised ten.
 from __future__ import annotations
 
 import math
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
 
-from xckpt.arrays.compiling import compiled, inlined, within
+from xckpt.arrays.compiling import compiled, generated, inlined, within
 from xckpt.statistics import moments
 from xckpt.statistics.moments import LEAF
 
 LANES = 256
 #: Rows of lanes that are added before they reach the accumulators.
 ROWS = 4
+#: Lanes that are added at a time: their sums are a line of the cache.
+WIDTH = 8
 #: One row of lanes in so many is enough to find where the elements of a leaf are about.
 SAMPLED = 8
 #: Counters that are looked through together, or not at all: two to this power.
@@ -50,17 +55,17 @@ _STRIDE = 1024
 _merged = inlined(moments.merged)
 
 
-@inlined
-def _extremes(signed: Any, unsigned: Any, magnitude: Any) -> Any:
-    """Find the smallest and the largest key; keys are integers in the order of the floats."""
-    # Without a sign, the largest pattern is that of the float farthest below zero, if there is one.
-    most, farthest, nearest = signed[0], unsigned[0], unsigned[0]
-    for i in range(signed.size):
-        most = signed[i] if signed[i] > most else most
-        farthest = unsigned[i] if unsigned[i] > farthest else farthest
-        nearest = unsigned[i] if unsigned[i] < nearest else nearest
-    low, end = signed.dtype.type(farthest), signed.dtype.type(nearest)
-    return (low ^ magnitude if low < 0 else end), (most if most >= 0 else end ^ magnitude)
+@within
+def _are_equal(bits: Any) -> Any:
+    """Return whether all patterns are the same; looks no farther than it must."""
+    for start in range(0, bits.size, _STRIDE):
+        part = bits[start : start + _STRIDE]
+        different = part[0] ^ bits[0]
+        for i in range(part.size):
+            different |= part[i] ^ bits[0]
+        if different:
+            return False
+    return True
 
 
 @within
@@ -75,47 +80,165 @@ def _halve(lanes: Any) -> Any:
 
 
 @within
-def _describe(x: Any, is_constant: Any, sums: Any, node: Any) -> None:  # noqa: C901, PLR0912
-    """Write count, mean in two parts and central sums of powers; see `moments.Moments`."""
+def _center(x: Any, is_constant: Any, sums: Any) -> Any:
+    """Return the element that all are, or else a number not far from their mean."""
     size = x.size
     center = np.float64(x[0])
-    if not is_constant and size < LANES:
+    if is_constant:
+        return center
+    if size < LANES:
         center = np.float64(0.0)
         for i in range(size):
             center += x[i]
-        center /= size
-    elif not is_constant:
-        # A number within three standard deviations of the mean, from every eighth row.
-        for j in range(4 * LANES):
-            sums[j] = 0.0
-        rows = (size - LANES) // (SAMPLED * LANES) + 1
-        # Four at a time: each is in another place of the L2 cache, which is waited for.
-        step = SAMPLED * LANES
-        last = rows // 4 * 4 * step
-        for at in range(0, last, 4 * step):
-            for j in range(LANES):
-                a, b = np.float64(x[at + j]), np.float64(x[at + step + j])
-                c, d = np.float64(x[at + 2 * step + j]), np.float64(x[at + 3 * step + j])
-                sums[j] = (((sums[j] + a) + b) + c) + d
-        for at in range(last, rows * step, step):
-            for j in range(LANES):
-                sums[j] += np.float64(x[at + j])
-        center = _halve(sums) / (rows * LANES)
-    # The first four powers of the distances from it.
-    for j in range(4 * LANES):
+        return center / size
+    # Within three standard deviations of the mean, from every eighth row.
+    for j in range(LANES):
         sums[j] = 0.0
-    last = size // (ROWS * LANES) * ROWS * LANES
-    for row in range(0, last, ROWS * LANES):
+    rows = (size - LANES) // (SAMPLED * LANES) + 1
+    # Four at a time: each is in another place of the L2 cache, which is waited for.
+    step = SAMPLED * LANES
+    last = rows // 4 * 4 * step
+    for at in range(0, last, 4 * step):
         for j in range(LANES):
-            a = np.float64(x[row + j]) - center
-            b = np.float64(x[row + LANES + j]) - center
-            c = np.float64(x[row + 2 * LANES + j]) - center
-            d = np.float64(x[row + 3 * LANES + j]) - center
-            aa, bb, cc, dd = a * a, b * b, c * c, d * d
-            sums[j] += (a + b) + (c + d)
-            sums[LANES + j] += (aa + bb) + (cc + dd)
-            sums[2 * LANES + j] += (a * aa + b * bb) + (c * cc + d * dd)
-            sums[3 * LANES + j] += (aa * aa + bb * bb) + (cc * cc + dd * dd)
+            a, b = np.float64(x[at + j]), np.float64(x[at + step + j])
+            c, d = np.float64(x[at + 2 * step + j]), np.float64(x[at + 3 * step + j])
+            sums[j] = (((sums[j] + a) + b) + c) + d
+    for at in range(last, rows * step, step):
+        for j in range(LANES):
+            sums[j] += np.float64(x[at + j])
+    return _halve(sums) / (rows * LANES)
+
+
+class _Vectors:
+    """Writes operations on vectors of elements, and on counters, for LLVM."""
+
+    word = ir.IntType(64)
+    doubles = ir.VectorType(ir.DoubleType(), WIDTH)
+
+    def __init__(self, builder: Any, element: Any, bits: int) -> None:
+        self.builder = builder
+        self.bits = bits
+        self.floats = ir.VectorType(element, WIDTH)
+        self.patterns = ir.VectorType(ir.IntType(bits), WIDTH)
+
+    def place(self, base: Any, index: Any, more: int, kind: Any) -> Any:
+        """Return the address of what begins at an element of an array."""
+        builder = self.builder
+        address = builder.gep(base, [builder.add(index, self.word(more))])
+        return builder.bitcast(address, kind.as_pointer())
+
+    def repeated(self, scalar: Any, kind: Any) -> Any:
+        """Return a vector of one number."""
+        single = self.builder.insert_element(kind(ir.Undefined), scalar, self.word(0))
+        first = ir.VectorType(ir.IntType(32), WIDTH)(None)
+        return self.builder.shuffle_vector(single, single, first)
+
+    def powers(self, places: Any, center: Any) -> Any:
+        """Return the sums of powers of some vectors, and their patterns."""
+        builder = self.builder
+        rows = [builder.load(each, align=self.bits // 8) for each in places]
+        wide = rows if self.bits == 64 else [builder.fpext(row, self.doubles) for row in rows]
+        first = [builder.fsub(row, center) for row in wide]
+        second = [builder.fmul(d, d) for d in first]
+        third = [builder.fmul(d, dd) for d, dd in zip(first, second, strict=True)]
+        fourth = [builder.fmul(dd, dd) for dd in second]
+        sums = [
+            builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
+            for a, b, c, d in (first, second, third, fourth)
+        ]
+        return sums, [builder.bitcast(row, self.patterns) for row in rows]
+
+    def count(self, elements: Any, index: Any, shift: Any, tables: Any) -> None:
+        """Count the codes of as many elements as a vector has, in two tables by turns."""
+        builder = self.builder
+        for k in range(0, WIDTH, 64 // self.bits):
+            # Two float32 are one word.
+            pair = builder.load(self.place(elements, index, k, self.word), align=self.bits // 8)
+            codes = [builder.lshr(builder.and_(pair, self.word((1 << self.bits) - 1)), shift)]
+            if self.bits == 32:
+                codes.append(builder.lshr(pair, builder.add(shift, self.word(32))))
+            for n, code in enumerate(codes):
+                counter = builder.gep(tables[(k + n) % 2], [code])
+                builder.store(builder.add(builder.load(counter), ir.IntType(32)(1)), counter)
+
+    def farther(self, n: int, a: Any, b: Any) -> Any:
+        """Return the larger with a sign, the larger without, or the smaller without."""
+        compare = self.builder.icmp_unsigned if n else self.builder.icmp_signed
+        return self.builder.select(compare("<" if n == 2 else ">", a, b), a, b)
+
+
+@generated
+def _add_groups(  # noqa: PLR0917
+    _: Any, x: Any, groups: Any, center: Any, sums: Any, shift: Any, one: Any, other: Any
+) -> Any:
+    """Add the first four powers of the distances from a number, of whole groups of rows.
+
+    Unless the tables are None, count the codes of these elements as well, and return three of them
+    as patterns: the largest with a sign, and the largest and the smallest without.
+
+    LLVM makes vectors of loops of one purpose only. But arithmetic costs next to nothing where it
+    is mixed with counting, which waits for memory. There are two tables because what was counted
+    just now is still on its way.
+    """
+    bits = x.dtype.bitwidth
+    integers = [types.Integer.from_bitwidth(bits, signed=n == 0) for n in range(3)]
+    result = types.none if one == types.none else types.Tuple(integers)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, groups, center, _, shift, _, _ = args
+        elements, lanes, *tables = (
+            context.make_array(each)(context, builder, arg).data
+            for each, arg in zip(signature.args, args, strict=True)
+            if isinstance(each, types.Array)
+        )
+        to = _Vectors(builder, context.get_data_type(x.dtype), bits)
+        center, extremes = to.repeated(center, to.doubles), []
+        if tables:
+            shift = builder.zext(shift, to.word) if bits < 64 else shift
+            first = to.place(elements, to.word(0), 0, ir.IntType(bits))
+            start = to.repeated(builder.load(first), to.patterns)
+            extremes = [cgutils.alloca_once_value(builder, start) for _ in range(3)]
+        with (
+            cgutils.for_range(builder, groups) as group,
+            cgutils.for_range(builder, to.word(LANES // WIDTH)) as step,
+        ):
+            row = builder.mul(group.index, to.word(ROWS * LANES))
+            lane = builder.mul(step.index, to.word(WIDTH))
+            first, next_codes = (
+                builder.add(row, lane),
+                builder.add(row, builder.mul(lane, to.word(ROWS))),
+            )
+            places = [to.place(elements, first, k * LANES, to.floats) for k in range(ROWS)]
+            powers, patterns = to.powers(places, center)
+            for n, power in enumerate(powers):
+                total = to.place(lanes, lane, n * LANES, to.doubles)
+                builder.store(builder.fadd(builder.load(total, align=8), power), total, align=8)
+                # Mixed finely, or else neither has anything to do while the other is at work.
+                if tables:
+                    to.count(elements, builder.add(next_codes, to.word(n * WIDTH)), shift, tables)
+            for n, kept in enumerate(extremes):
+                for each in patterns:
+                    builder.store(to.farther(n, builder.load(kept), each), kept)
+        if not tables:
+            return context.get_dummy_value()
+        found = []
+        for n, kept in enumerate(extremes):
+            vector = builder.load(kept)
+            each = [builder.extract_element(vector, to.word(k)) for k in range(WIDTH)]
+            found.append(reduce(partial(to.farther, n), each))
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return result(x, groups, center, sums, shift, one, other), generate
+
+
+@within
+def _describe(x: Any, center: Any, sums: Any, node: Any) -> None:
+    """Write count, mean in two parts and central sums of powers; see `moments.Moments`.
+
+    The powers of whole groups of rows are in `sums` already.
+    """
+    size = x.size
+    last = size // (ROWS * LANES) * ROWS * LANES
     for i in range(last, size):
         j = (i - last) & (LANES - 1)
         a = np.float64(x[i]) - center
@@ -195,22 +318,42 @@ def drain(one: Any, other: Any, pages: Any, codes: Any, counts: Any) -> Any:
 
 
 @compiled
-def describe_floats(  # noqa: PLR0917
-    x: Any, signed: Any, unsigned: Any, how: Any, tables: Any, out: Any
-) -> Any:
+def describe_floats(x: Any, unsigned: Any, how: Any, tables: Any, out: Any) -> Any:
     """Describe a block of float32 or float64, and count its codes as `count_codes` does.
 
     A count of -1 is of a leaf that needs another look: some element is not finite, or fourth powers
     leave the range of float64. Returns how many these are.
     """
-    of_codes, magnitude, least, most, infinity = how
+    (shift, minus), magnitude, least, most, infinity = how
+    one, other, pages = tables
     zeros, nodes, extremes, sums = out
     rare = 0
     for leaf in range((x.size + LEAF - 1) // LEAF):
-        start, stop = leaf * LEAF, (leaf + 1) * LEAF
-        bits = unsigned[start:stop]
-        zeros[leaf] = _count(bits, of_codes, tables)
-        low, high = _extremes(signed[start:stop], bits, magnitude)
+        values = x[leaf * LEAF : (leaf + 1) * LEAF]
+        bits = unsigned[leaf * LEAF : (leaf + 1) * LEAF]
+        before = one[0] + other[0] + one[minus] + other[minus]
+        center = _center(values, _are_equal(bits), sums)
+        for j in range(4 * LANES):
+            sums[j] = 0.0
+        groups = values.size // (ROWS * LANES)
+        top, farthest, nearest = _add_groups(values, groups, center, sums, shift, one, other)
+        for i in range(groups * ROWS * LANES, values.size):
+            one[bits[i] >> shift] += _ONE
+            key = extremes.dtype.type(bits[i])
+            top = key if key > top else top
+            farthest = bits[i] if bits[i] > farthest else farthest
+            nearest = bits[i] if bits[i] < nearest else nearest
+        if values.size == LEAF:
+            for i in range(pages.size):
+                pages[i] = True
+        else:
+            for i in range(values.size):
+                pages[(bits[i] >> shift) >> PAGE_BITS] = True
+        zeros[leaf] = one[0] + other[0] + one[minus] + other[minus] - before
+        # Keys are integers in the order of the floats. Without a sign, the largest pattern is that
+        # of the float farthest below zero, if there is one.
+        low, end = extremes.dtype.type(farthest), extremes.dtype.type(nearest)
+        low, high = (low ^ magnitude if low < 0 else end), (top if top >= 0 else end ^ magnitude)
         largest = high if high > ~low else ~low
         if largest < infinity:
             extremes[0] = low if low < extremes[0] else extremes[0]
@@ -219,7 +362,7 @@ def describe_floats(  # noqa: PLR0917
             nodes[leaf, 0] = -1.0
             rare += 1
         else:
-            _describe(x[start:stop], low == high, sums, nodes[leaf])
+            _describe(values, center, sums, nodes[leaf])
     return rare
 
 
@@ -246,7 +389,12 @@ def describe_integers(x: Any, out: Any) -> None:
         # Distances from the smallest are exact where the elements as float64 are not.
         for i in range(values.size):
             part[i] = np.float64(np.uint64(values[i]) - np.uint64(low))
-        _describe(part[: values.size], low == high, sums, nodes[leaf])
+        floats = part[: values.size]
+        center = _center(floats, low == high, sums)
+        for j in range(4 * LANES):
+            sums[j] = 0.0
+        _add_groups(floats, floats.size // (ROWS * LANES), center, sums, 0, None, None)
+        _describe(floats, center, sums, nodes[leaf])
         _move(nodes[leaf], low)
 
 

@@ -30,6 +30,7 @@ from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
 from xckpt.storage.ahead import IN_FLIGHT, REQUEST_NBYTES
 from xckpt.storage.limits import cpu_count
+from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -248,7 +249,7 @@ def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[
 
 def _scan_cut(cut: Cut, operation: type[Accumulator], stop: Any) -> Accumulator:
     if not hasattr(_thread, "buffer"):
-        _thread.buffer = np.empty(BLOCK_NBYTES, np.uint8)
+        _thread.buffer = empty_array(BLOCK_NBYTES)
     reader = cut.reader
     found = operation.begin(reader, cut.argument)
     with locating(path=reader.place[0] or None, tensor=reader.name):
