@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.summary import Summary
 
-__all__ = ["Document", "Field", "HtmlDocument", "MarkdownDocument"]
-
 _WIDEST_CELL = 120
 _LONGEST_SENTENCE = 400
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     #: Returns the edges of the bins of a tensor, and one count fewer.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
 
-__all__ = ["Background", "Explorer"]
-
 _HERE = Path(__file__).parent
 # Statistics show up, and can be cancelled, after so many tensors or bytes.
 _BATCH_ROWS = 512

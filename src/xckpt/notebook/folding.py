@@ -36,21 +36,6 @@ from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = [
-    "CODES",
-    "Family",
-    "Pattern",
-    "Row",
-    "ascending",
-    "families_of",
-    "fold",
-    "indices_text",
-    "mark_codes",
-    "marked",
-    "one_by_one",
-    "united",
-]
-
 _LONGEST_TEXT = 120
 _MOST_MEMBERS = 6
 _LONGEST_MEMBERS = 48

@@ -16,22 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-__all__ = [
-    "add_heading",
-    "add_legend",
-    "line_styles",
-    "luminance",
-    "name_the_ends",
-    "new_axes",
-    "number_colours",
-    "number_text",
-    "require_drawable",
-    "require_matplotlib",
-    "safe",
-    "whole_numbers",
-    "write",
-]
-
 _WIDTH = 44
 _LABEL_WIDTH = 56
 # Of a label in a legend; and of all that is above and below axes.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.statistics.channels import Reduced
 
-__all__ = ["draw_differences", "draw_error", "draw_steps"]
-
 _INCHES_PER_BAR = 0.26
 _WIDEST_NAME = 56
 _STATUS_WORDS = {

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from xckpt.plots.roles import Chosen, Role
     from xckpt.statistics.bins import Distribution
 
-__all__ = ["draw_histogram", "draw_spectrum"]
-
 # So many lines at most are told apart by name rather than by number.
 _FEW_LINES = 5
 _FEWEST_BINS, _MOST_BINS = 10, 200

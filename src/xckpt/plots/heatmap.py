@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-__all__ = ["Sample", "draw_heatmap", "sampled"]
-
 _MOST_ELEMENTS = 1 << 24
 # Of tensors with more than two axes, as many of the last ones lie along the columns as fit.
 _WIDEST_FOLD = 1 << 16

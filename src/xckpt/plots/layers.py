@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
 
-__all__ = ["WIDE_SPAN", "draw_layers", "require_statistic"]
-
 #: A logarithmic axis is for values that span more.
 WIDE_SPAN = 100.0
 _FEW_POINTS = 64

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
 
-__all__ = ["MOST_LINES", "Chosen", "Role", "choose", "groups_of", "roles_of", "title_and_labels"]
-
 #: More lines than this cannot be told apart, and become bands.
 MOST_LINES = 12
 
