@@ -18,7 +18,7 @@ from tests.formats.indexes import coo, csr, dense, draft_of, filled
 from tests.formats.planned import materialize
 from xckpt import formats
 from xckpt.elements import stored_dtype
-from xckpt.formats.ztensor.layouts import LONG, SHORT
+from xckpt.formats.ztensor.manifest import LONG, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

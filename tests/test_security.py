@@ -21,7 +21,7 @@ LIMITS = {
     "gpt.rs: ": "formats.gptrs.models.LARGEST_CONFIG formats.gptrs.models._DEEPEST",
     "MLCP: ": "formats.mlcp._LARGEST_JSON formats.mlcp.metadata._DEEPEST"
     " formats.mlcp.records._MOST_SHARDS",
-    "primitiv: ": "formats.primitiv.packed.MOST_DIMS formats.primitiv.packed._LONGEST_TEXT"
+    "primitiv: ": "formats.primitiv.models.MOST_DIMS formats.primitiv.models._LONGEST_TEXT"
     " formats.primitiv.models._LONGEST_NAMES",
     "NumPy: ": "formats.npz._LONGEST_TEXT",
     "PyTorch: bytes of the pickle": "formats.torch.containers._LARGEST_PICKLE"

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_TYPES",
     "ELEMENT_TYPES",
+    "NUMPY_CODES",
     "BlockType",
     "ElementType",
     "decoded_dtype",
     "element_type_of",
     "nbytes_of",
     "stored_dtype",
+    "types_spelled",
 ]
 
 
@@ -171,6 +173,13 @@ BLOCK_TYPES: dict[str, BlockType] = {
 
 _NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
 
+# As numpy's files have them after a byte order: a kind, and the size in bytes.
+NUMPY_CODES = {
+    f"{row.name[0]}{row.bits // 8}": row.name
+    for row in sorted(_ROWS, key=lambda row: ("bfiuc".index(row.name[0]), row.bits))
+    if row.name in _NUMPY_NAMES
+}
+
 
 @cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
@@ -207,6 +216,11 @@ def element_type_of(dtype: Any) -> str:
     alike = get_close_matches(name, [*ELEMENT_TYPES, *_ALIASES], n=1)
     hint = f"did you mean {alike[0]!r}?" if alike else f"known: {', '.join(ELEMENT_TYPES)}"
     raise ValueError(f"{dtype!r} is not an element type; {hint}")
+
+
+def types_spelled(names: str) -> dict[str, str]:
+    """Return the element types that a format has under some of the names that others write."""
+    return {name: element_type_of(name) for name in names.split()}
 
 
 def decoded_dtype(name: str) -> np.dtype[Any]:

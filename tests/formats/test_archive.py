@@ -41,7 +41,7 @@ def heads(data: bytes, nbytes: int = 10) -> dict[str, tuple[bytes, Part]]:
     """Read the first bytes of all members, and what describes the rest."""
     return {
         member.name: (content.take(min(nbytes, member.nbytes), "a head"), content.rest())
-        for member, content in archive.contents(CountingSource(data))
+        for member, content in archive.Archive(CountingSource(data)).contents()
     }
 
 
@@ -106,7 +106,9 @@ def test_larger_ones_are_written(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as reader:
         assert [info.file_size for info in reader.infolist()] == [size + 5 for size in sizes]
         assert [reader.open(info).read(5) for info in reader.infolist()] == [b"front"] * 3
-    found = [(m, c.take(5, "front"), c.rest()) for m, c in archive.contents(open_source(path))]
+    found = [
+        (m, c.take(5, "front"), c.rest()) for m, c in archive.Archive(open_source(path)).contents()
+    ]
     assert [rest.nbytes for _, _, rest in found] == sizes
     assert [rest.offset for _, _, rest in found] == [extent.offset for extent in plan.extents]
 
@@ -135,7 +137,7 @@ def test_encrypted_and_unknown_members_are_not_read() -> None:
     ):
         changed = bytearray(data)
         changed[at] = 1 if what == "encrypted" else 98
-        [(_, content)] = archive.contents(CountingSource(bytes(changed)))
+        [(_, content)] = archive.Archive(CountingSource(bytes(changed))).contents()
         with pytest.raises(UnsupportedError, match=what):
             content.take(1, "a head")
 
@@ -195,7 +197,7 @@ def test_a_content_that_decodes_to_more_is_not_read_on() -> None:
     data = zipped(("w", bomb))
     directory = data.index(b"PK\1\2")
     data = data[: directory + 10] + b"\x08" + data[directory + 11 :]
-    [(_, content)] = archive.contents(CountingSource(data))
+    [(_, content)] = archive.Archive(CountingSource(data)).contents()
     assert content.take(100, "a head") == bytes(100)
     with pytest.raises(FormatError, match="are left"):
         content.take(1 << 26, "a head")

@@ -83,7 +83,7 @@ def test_what_is_no_record_is_left_alone(path: Path, record: bytes) -> None:
 def replaced(data: bytes, record: bytes) -> Any:
     """Put something else in the place of the extra data of an archive."""
     start = data.index(EXTRA)
-    _, directory = archive.read_directory(open_source(data))
+    directory = archive.Archive(open_source(data)).start
     end = bytearray(data[directory:])
     end[-6:-2] = struct.pack("<I", start + len(record))
     return io.BytesIO(data[:start] + record + bytes(end))

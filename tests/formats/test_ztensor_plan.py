@@ -32,7 +32,7 @@ from xckpt import formats
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor
-from xckpt.formats.ztensor import layouts
+from xckpt.formats.ztensor import manifest
 from xckpt.index import Index, Quantization
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ztensor = formats.get("ztensor")
 
-V1_TYPES = [dtype for dtype in ztensor.can.types if dtype in layouts.LONG]
+V1_TYPES = [dtype for dtype in ztensor.can.types if dtype in manifest.LONG]
 V2_NAMES = st.text(min_size=1, max_size=12).filter(lambda name: "\0" not in name)
 
 

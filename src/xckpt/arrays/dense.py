@@ -194,7 +194,10 @@ class DenseArray(LazyArray):
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
         if self._is_wide and self._is_native:
             self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-            memory = source.take(part.offset + start * itemsize, (stop - start) * itemsize)
+            where = part.offset + start * itemsize, (stop - start) * itemsize
+            memory = source.take(*where)
+            if memory is None and source.worth_skipping is not None:
+                memory = source.read(*where)
             if memory is not None:
                 return np.frombuffer(memory, self.dtype)
         if self._is_copied:

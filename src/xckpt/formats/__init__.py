@@ -7,7 +7,7 @@ a `Draft` to a `Plan`, with no arrays, files or xarray. What several need is in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -83,8 +83,8 @@ class Can:
     Parameters
     ----------
     types : tuple of str
-        Element types, best first; `Format.plan` may refuse some for some options. Without any the
-        format is only read.
+        Element types, best first; `Format.plan` may refuse some for some options. By default all
+        of `Format.types`; a format that has none is only read.
     layouts : tuple of str
         Layouts of tensors; see `xckpt.index.Tensor`.
     compressions : tuple of str
@@ -149,6 +149,8 @@ class Format:
 
     def __init_subclass__(cls) -> None:
         cls.spelled = {dtype: spelled for spelled, dtype in reversed([*cls.types.items()])}
+        if "can" in cls.__dict__ and not cls.can.types:
+            cls.can = replace(cls.can, types=tuple(dict.fromkeys(cls.types.values())))
 
     @property
     def suffixes(self) -> tuple[str, ...]:

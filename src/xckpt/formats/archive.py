@@ -93,19 +93,57 @@ def first_name(head: bytes) -> str:
     return head[_LOCAL.size : _LOCAL.size + nbytes].decode("utf-8", "replace")
 
 
-def read_directory(source: Readable) -> tuple[list[Member], int]:
-    """Read the members of an archive, in their order there, and where its directory begins."""
-    count, nbytes, start = _read_end(source)
-    if start + nbytes > source.size or count * _CENTRAL.size > nbytes:
-        reason = f"a directory of {count} entries in {nbytes} bytes is not in the file"
-        raise FormatError(reason, offset=min(start, source.size), rule="Directory")
-    cursor = kit.Cursor(source, start)
-    cursor.enter(nbytes, "the directory")
-    members = [_read_entry(cursor) for _ in range(count)]
-    [(name, times)] = Counter(member.name for member in members).most_common(1) or [("", 0)]
-    if times > 1:
-        raise FormatError(f"{times} members have one name", offset=start, tensor=name, rule="Name")
-    return members, start
+class Archive:
+    """An archive that is read; or a file that is taken for its `only` member, of that name."""
+
+    def __init__(self, source: Readable, only: str | None = None) -> None:
+        self._source, self._only = source, only
+        self._end = 0  # of the members that were gone through
+        #: In their order in the directory, and where that begins.
+        self.members: list[Member] = []
+        self.start = source.size
+        if only is not None:
+            self.members.append(Member(only, STORED, 0, source.size, source.size, 0))
+            return
+        count, nbytes, self.start = _read_end(source)
+        if self.start + nbytes > source.size or count * _CENTRAL.size > nbytes:
+            reason = f"a directory of {count} entries in {nbytes} bytes is not in the file"
+            at = min(self.start, source.size)
+            raise FormatError(reason, offset=at, rule="Directory")
+        cursor = kit.Cursor(source, self.start)
+        cursor.enter(nbytes, "the directory")
+        self.members += [_read_entry(cursor) for _ in range(count)]
+        [(name, times)] = Counter(each.name for each in self.members).most_common(1) or [("", 0)]
+        if times > 1:
+            reason = f"{times} members have one name"
+            raise FormatError(reason, offset=self.start, tensor=name, rule="Name")
+
+    def places(self) -> Iterator[tuple[Member, int]]:
+        """Go through the members, which must not overlap, and where their content begins."""
+        cursor, spans = kit.Cursor(self._source), []
+        for member in self.members:
+            at = 0 if self._only is not None else _content_offset(cursor, member, self.start)
+            spans.append((member.at, at + member.stored_nbytes, member.name))
+            self._end = max(self._end, at + member.stored_nbytes)
+            yield member, at
+        for at, name, other in kit.overlaps(spans):
+            reason = f"the member overlaps {shown(other)}"
+            raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
+
+    def contents(self) -> Iterator[tuple[Member, Content]]:
+        """Go through the members, and what they hold."""
+        cursor = kit.Cursor(self._source)
+        for member, at in self.places():
+            yield member, Content(cursor, member, at)
+
+    def extra_data(self) -> bytes:
+        """Return the extra data, once all members were gone through; none if it has none."""
+        nbytes = self.start - self._end
+        if not _EXTRA_DATA.size <= nbytes <= _MOST_EXTRA_DATA:
+            return b""
+        data = bytes(self._source.read(self._end, nbytes))
+        head = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(data) - _EXTRA_DATA.size)
+        return data[len(head) :] if data.startswith(head) else b""
 
 
 def _read_end(source: Readable) -> tuple[int, int, int]:
@@ -122,15 +160,11 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     if disk or first not in {0, _FULL_16}:
         raise FormatError("one of several disks", offset=origin + at, rule="EndRecord")
     locator = origin + at - _LOCATOR_64.size
-    is_wide = count == _FULL_16 or _FULL_32 in {nbytes, start}
-    found = _read_end_64(source, locator) if is_wide and locator >= 0 else None
-    return found or (count, nbytes, start)
-
-
-def _read_end_64(source: Readable, locator: int) -> tuple[int, int, int] | None:
+    if locator < 0 or (count != _FULL_16 and _FULL_32 not in {nbytes, start}):
+        return count, nbytes, start
     magic, _, at, _ = _LOCATOR_64.unpack(source.read(locator, _LOCATOR_64.size))
     if magic != b"PK\6\7":
-        return None
+        return count, nbytes, start
     if at + _END_64.size > locator:
         reason = f"the zip64 end is not before byte {locator}"
         raise FormatError(reason, offset=locator, rule="EndRecord")
@@ -172,42 +206,6 @@ def _wide(extra: bytes) -> bytes:
             return extra[at : at + nbytes]
         at += nbytes
     return b""
-
-
-def extra_data(source: Readable, end: int) -> bytes:
-    """Return the extra data of an archive whose members end at a byte; none if it has none."""
-    *_, start = _read_end(source)
-    if not _EXTRA_DATA.size <= start - end <= _MOST_EXTRA_DATA or start > source.size:
-        return b""
-    data = bytes(source.read(end, start - end))
-    head = _EXTRA_DATA.pack(_EXTRA_MAGIC, len(data) - _EXTRA_DATA.size)
-    return data[len(head) :] if data.startswith(head) else b""
-
-
-def places(source: Readable) -> Iterator[tuple[Member, int]]:
-    """Go through the members of an archive, which must not overlap, and where they begin."""
-    members, end = read_directory(source)
-    cursor, spans = kit.Cursor(source), []
-    for member in members:
-        at = _content_offset(cursor, member, end)
-        spans.append((member.at, at + member.stored_nbytes, member.name))
-        yield member, at
-    for at, name, other in kit.overlaps(spans):
-        reason = f"the member overlaps {shown(other)}"
-        raise FormatError(reason, offset=at, tensor=name, rule="Overlap")
-
-
-def contents(source: Readable) -> Iterator[tuple[Member, Content]]:
-    """Go through the members of an archive, and what they hold."""
-    cursor = kit.Cursor(source)
-    for member, at in places(source):
-        yield member, Content(cursor, member, at)
-
-
-def whole(source: Readable, name: str) -> Iterator[tuple[Member, Content]]:
-    """Take a file for the only member of an archive."""
-    member = Member(name, STORED, 0, source.size, source.size, 0)
-    yield member, Content(kit.Cursor(source), member, 0)
 
 
 def _content_offset(cursor: kit.Cursor, member: Member, end: int) -> int:
@@ -362,21 +360,15 @@ def plan(new: Sequence[NewMember], *, alignment: int, extra: bytes = b"") -> Pla
         header_nbytes = len(_local_header(member, len(front), aligned))
         gap = header_nbytes + len(front)
         extents.append(Extent(each.tensor, "data", part, None if at is None else at + gap, gap))
-        placed.append(_Placed(each, member, front, aligned, gap))
+        placed.append((each, member, front, aligned, gap))
         at = at + gap + part.nbytes if at is not None and method == STORED else None
     return Plan((), tuple(extents), finish=partial(_finish, placed, extra))
 
 
-class _Placed(NamedTuple):
-    new: NewMember
-    member: Member
-    front: bytes
-    alignment: int
-    gap: int
-
-
 def _finish(
-    placed: Sequence[_Placed], extra: bytes, written: Mapping[tuple[str, str], Written]
+    placed: Sequence[tuple[NewMember, Member, bytes, int, int]],
+    extra: bytes,
+    written: Mapping[tuple[str, str], Written],
 ) -> tuple[Literal, ...]:
     """Write what has checksums and sizes: local headers, and the directory."""
     literals, members, end = [], [], 0
@@ -411,28 +403,26 @@ def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:
 
 def _directory(members: Sequence[Member], start: int) -> bytes:
     """Write the directory and the end of an archive whose directory begins at `start`."""
-    entries = b"".join(map(_entry, members))
-    count, nbytes = len(members), len(entries)
-    wide = b""
+    written = []
+    for member in members:
+        name = member.name.encode()
+        numbers = (member.nbytes, member.stored_nbytes, member.at)
+        large = [number for number in numbers if number >= _FULL_32]
+        extra = b"".join(number.to_bytes(8, "little") for number in large)
+        extra = _EXTRA.pack(_ZIP_64, len(extra)) + extra if large else b""
+        size, stored, at = (min(number, _FULL_32) for number in numbers)
+        lengths = (len(name), len(extra), len(member.comment))
+        fields = (20, 20, _UTF_8, member.method, 0, _DATE, member.crc, stored, size)
+        entry = _CENTRAL.pack(b"PK\1\2", *fields, *lengths, 0, 0, 0, at)
+        written.append(entry + name + extra + member.comment)
+    entries, wide, count = b"".join(written), b"", len(members)
+    nbytes = len(entries)
     if count >= _FULL_16 or start + nbytes >= _FULL_32:
-        fields = (_END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, start)
-        wide = _END_64.pack(b"PK\6\6", *fields)
+        fields_64 = (_END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, start)
+        wide = _END_64.pack(b"PK\6\6", *fields_64)
         wide += _LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
     few, small, near = min(count, _FULL_16), min(nbytes, _FULL_32), min(start, _FULL_32)
     return entries + wide + _END.pack(b"PK\5\6", 0, 0, few, few, small, near, 0)
-
-
-def _entry(member: Member) -> bytes:
-    name = member.name.encode()
-    numbers = (member.nbytes, member.stored_nbytes, member.at)
-    large = [number for number in numbers if number >= _FULL_32]
-    extra = b"".join(number.to_bytes(8, "little") for number in large)
-    extra = _EXTRA.pack(_ZIP_64, len(extra)) + extra if large else b""
-    nbytes, stored, at = (min(number, _FULL_32) for number in numbers)
-    lengths = (len(name), len(extra), len(member.comment))
-    fields = (20, 20, _UTF_8, member.method, 0, _DATE, member.crc, stored, nbytes)
-    entry = _CENTRAL.pack(b"PK\1\2", *fields, *lengths, 0, 0, 0, at)
-    return entry + name + extra + member.comment
 
 
 # --- checksums ------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from dataclasses import replace
 from math import isfinite, prod
 from operator import itemgetter
 from struct import error as StructError  # noqa: N812
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import FormatError, UnsupportedError, shown
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.index import DEEPEST_ATTRS, Arrangement, is_json
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
+
+_E = TypeVar("_E")
+_T = TypeVar("_T")
 
 # --- fields of a file -----------------------------------------------------------------------------
 
@@ -246,11 +249,7 @@ class _EveryTag(dict[int, "Callable[[Any, bool], Any]"]):
 
 
 def decode_cbor(
-    data: bytes,
-    *,
-    tagged: Callable[[int, Any], Any],
-    deepest: int = 128,
-    indefinite: bool = True,
+    data: bytes, *, tagged: Callable[[int, Any], Any], deepest: int = 128, indefinite: bool = True
 ) -> tuple[Any, int]:
     """Decode the first CBOR value in some bytes; return it and its size.
 
@@ -411,11 +410,29 @@ def file_name(path: str) -> str:
     return re.split(r"[/\\]", path)[-1]
 
 
-def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str]]:
+def file_stem(path: str, *suffixes: str) -> str:
+    """Return the last component without the suffix, in whatever case, if it has one of them."""
+    name = file_name(path)
+    return next((name[: -len(s)] for s in suffixes if name.lower().endswith(s)), name)
+
+
+def numbered(stem: str, count: int, suffix: str) -> list[str]:
+    """Name the files that a checkpoint is split into, as all of its formats do."""
+    return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
+
+
+def overlaps(
+    ranges: Iterable[tuple[int, int, str]], *, shared: bool = False
+) -> list[tuple[int, str, str]]:
     """Find ranges of bytes that begin within another one: where, whose, and whose that is.
 
-    Each is (start, end, name). Empty ranges overlap nothing.
+    Each is (start, end, name). Empty ranges overlap nothing, equal ones may be `shared` on purpose.
     """
+    if shared:
+        first: dict[tuple[int, int], str] = {}
+        for start, end, name in ranges:
+            first.setdefault((start, end), name)
+        ranges = [(start, end, name) for (start, end), name in first.items()]
     found = []
     reached, owner = 0, ""
     for start, end, name in sorted(ranges):
@@ -424,6 +441,17 @@ def overlaps(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, str, str
                 found.append((start, name, owner))
             if end > reached:
                 reached, owner = end, name
+    return found
+
+
+def read_each(entries: Iterable[tuple[str, _E]], read: Callable[[str, _E], _T]) -> dict[str, _T]:
+    """Read all tensors, each of a name and what is said of it; errors have the name."""
+    found = {}
+    for name, entry in entries:
+        try:
+            found[name] = read(name, entry)
+        except CheckpointError as error:
+            raise error.located(tensor=name) from None
     return found
 
 
@@ -474,11 +502,7 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
 
     These are no reason to refuse a file: what is malformed or does not fit a tensor is ignored.
     """
-    try:
-        named = json.loads(text) if type(text) is str else None
-    except (ValueError, RecursionError):
-        named = None
-    if type(named) is not dict:
+    if not (named := json_object(text) if text and type(text) is str else {}):
         return tensors
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -486,6 +510,15 @@ def with_dims(tensors: dict[str, Tensor], text: Any) -> dict[str, Tensor]:
         if type(dims) is list and len(dims) == tensor.ndim and all(map(_is_name, dims)):
             found[name] = replace(tensor, dims=tuple(dims))
     return found
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a text of others is; one without members if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if type(found) is dict else {}
 
 
 def _is_name(value: Any) -> bool:

@@ -36,23 +36,18 @@ import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xckpt.elements import nbytes_of
+from xckpt.elements import NUMPY_CODES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
 _LENGTHS = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _KEYS = ["descr", "fortran_order", "shape"]
-_TYPES = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64"}
-_TYPES |= {f"{kind[0]}{n}": f"{kind}{8 * n}" for kind in ("int", "uint") for n in (1, 2, 4, 8)}
-_TYPES |= {"c8": "complex64", "c16": "complex128"}
+_HEAD = "the head of an array"
 # Nothing in it can be called. Python 2 wrote integers with an L. Digits are taken all at once, or
 # there are as many ways to split them as there are numbers of so many bits.
 _LITERAL = re.compile(r"(?:[\s{}()\[\],:]|True|False|\d++L?|'[^'\\\n]*'|\"[^\"\\\n]*\")*")
@@ -63,9 +58,8 @@ class Npz(Format):
 
     name = "npz"
     description = "NumPy files"
-    types = _TYPES
+    types = NUMPY_CODES
     can = Can(
-        types=(*_TYPES.values(),),
         compressions=("deflate",),
         digests=("crc32",),
         orders=("C", "F"),
@@ -89,40 +83,39 @@ class Npz(Format):
         """Read the heads of all arrays."""
         start = bytes(source.read(0, min(8, source.size)))
         is_single, notes = start.startswith(_MAGIC), kit.Notes()
-        version = ".".join(map(str, start[6:])) if is_single else ""
-        found = archive.whole(source, "arr_0.npy") if is_single else archive.contents(source)
-        tensors, end = _arrays(found, notes)
-        attrs, size = {}, source.size
-        if not is_single:
-            attrs = _attrs(archive.extra_data(source, end))
+        members = archive.Archive(source, "arr_0.npy" if is_single else None)
+        tensors, attrs = _arrays(members, notes), kit.json_object(members.extra_data())
+        if not all(type(text) is str for text in attrs.values()):
+            attrs = {}  # which others put there
         texts = notes.warnings()
         if texts and not tensors:
             raise FormatError("no member of the archive is an array", rule="Members", offset=0)
+        version, size = ".".join(map(str, start[6:])) if is_single else "", source.size
         index = Index(self.name, version, tensors, attrs, source.name, size, warnings=texts)
         return kit.arranged(index)
 
     def plan(self, draft: Draft) -> Plan:
         """Lay out an archive; where the path ends in ``.npy``, the file of one array."""
         self.check(draft)
-        tensors = draft.tensors.values()
-        if not draft.path.lower().endswith(_SUFFIX):
-            members = [self._member(tensor) for tensor in tensors]
-            return archive.plan(members, alignment=_ALIGNMENT, extra=_extra(draft))
-        if len(tensors) != 1:
-            reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
-            raise UnsupportedError(reason, rule="Count")
-        [tensor] = tensors
-        head = Literal(0, self._head(tensor))
-        part = tensor.parts["data"]._replace(compression=None, algorithm=None)
-        extent = Extent(tensor.name, "data", part, len(head.data))
-        return Plan((head,), (extent,), nbytes=len(head.data) + part.nbytes)
-
-    def _member(self, tensor: WantedTensor) -> archive.NewMember:
-        name, part = tensor.name + _SUFFIX, tensor.parts["data"]
-        kit.check_text("the name", tensor.name, tensor.name)
-        dims = kit.check_text("a name of an axis", kit.dims_text({tensor.name: tensor}) or "")
-        comment = dims.encode()
-        return archive.NewMember(name, tensor.name, self._head(tensor), part, comment)
+        tensors, members = draft.tensors.values(), []
+        if draft.path.lower().endswith(_SUFFIX):
+            if len(tensors) != 1:
+                reason = f"{len(tensors)} tensors, but an .npy file has one array: write .npz"
+                raise UnsupportedError(reason, rule="Count")
+            [tensor] = tensors
+            head = self._head(tensor)
+            part = tensor.parts["data"]._replace(compression=None, algorithm=None)
+            extent = Extent(tensor.name, "data", part, len(head))
+            return Plan.headed(head, [extent], len(head) + part.nbytes)
+        for tensor in tensors:
+            name, part, head = tensor.name, tensor.parts["data"], self._head(tensor)
+            kit.check_text("the name", name, name)
+            dims = kit.check_text("a name of an axis", kit.dims_text({name: tensor}) or "")
+            members.append(archive.NewMember(name + _SUFFIX, name, head, part, dims.encode()))
+        texts = kit.attribute_texts(draft, {tensor.name: tensor for tensor in tensors})
+        texts.pop(kit.DIMS_KEY, None)  # which are comments
+        extra = json.dumps(texts, ensure_ascii=False).encode() if texts else b""
+        return archive.plan(members, alignment=_ALIGNMENT, extra=extra)
 
     def _head(self, tensor: WantedTensor) -> bytes:
         spelled = self.spelled[tensor.dtype]
@@ -133,41 +126,25 @@ class Npz(Format):
         return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
 
 
-def _extra(draft: Draft) -> bytes:
-    texts = kit.attribute_texts(draft, {t.name: t for t in draft.tensors.values()})
-    texts.pop(kit.DIMS_KEY, None)  # which are comments
-    return json.dumps(texts, ensure_ascii=False).encode() if texts else b""
-
-
-def _attrs(extra: bytes) -> dict[str, Any]:
-    """Read what `_extra` wrote; what others put there is left alone."""
-    try:
-        found = json.loads(extra) if extra else {}
-    except (ValueError, RecursionError):
-        return {}
-    is_ours = type(found) is dict and all(type(text) is str for text in found.values())
-    return found if is_ours else {}
-
-
-def _read_head(take: Callable[[int, str], bytes]) -> list[Any]:
+def _read_head(content: archive.Content) -> list[Any]:
     """Read ``descr``, ``fortran_order`` and ``shape``."""
-    start = take(8, "the head of an array")
+    start = content.take(8, _HEAD)
     version = start[6:]
     if not start.startswith(_MAGIC):
         raise FormatError(f"an array begins {start[:6]!r}", rule="Magic")
     if version not in _LENGTHS:
         raise UnsupportedError(f"an array of version {version[0]}.{version[1]}", rule="Version")
-    nbytes = int.from_bytes(take(_LENGTHS[version], "the head of an array"), "little")
+    nbytes = int.from_bytes(content.take(_LENGTHS[version], _HEAD), "little")
     if nbytes > _LONGEST_TEXT:
         raise UnsupportedError(f"a head of {nbytes} > {_LONGEST_TEXT} bytes", rule="Head")
-    data = take(nbytes, "the head of an array")
+    data = content.take(nbytes, _HEAD)
     try:
         text = data.decode("utf-8" if version == b"\3\0" else "latin-1").strip()
         fields = _LITERAL.fullmatch(text) and ast.literal_eval(re.sub(r"(\d)L", r"\1", text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise FormatError(f"the head of an array does not parse: {error}", rule="Head") from error
+        raise FormatError(f"{_HEAD} does not parse: {error}", rule="Head") from error
     if type(fields) is not dict or sorted(map(str, fields)) != _KEYS:
-        raise FormatError(f"the head of an array is {shown(text)}", rule="Head")
+        raise FormatError(f"{_HEAD} is {shown(text)}", rule="Head")
     return [fields[key] for key in _KEYS]
 
 
@@ -175,7 +152,7 @@ def _tensor(name: str, head: list[Any], rest: Part, notes: kit.Notes) -> Tensor:
     """Describe an array, of which the rest has the elements as bytes."""
     descr, is_fortran, shape = head
     is_plain = type(descr) is str and (descr[:1] in {"<", ">"} or descr[:1] + descr[2:] == "|1")
-    dtype = _TYPES.get(descr[1:]) if is_plain else None
+    dtype = NUMPY_CODES.get(descr[1:]) if is_plain else None
     sizes = shape if type(shape) is tuple and type(is_fortran) is bool else (None,)
     if [n for n in sizes if type(n) is not int or n < 0] or len(sizes) > kit.MOST_AXES:
         raise FormatError(f"no array is {shown(repr(head))}", rule="Head")
@@ -184,7 +161,8 @@ def _tensor(name: str, head: list[Any], rest: Part, notes: kit.Notes) -> Tensor:
     if dtype is None:
         reason = f"elements of the type {shown(str(descr))} are not read"
         reason += ": objects are pickles, which are never loaded" if "O" in str(descr) else ""
-        return _unread(name, str(descr)[:99], shape, rest, reason)
+        problem = UnsupportedError(reason, offset=rest.offset, rule="Unread")
+        return Tensor(name, str(descr)[:99], shape, {"data": rest}, problem=problem)
     nbytes, left = nbytes_of(dtype, prod(shape)), prod(rest.shape or ())
     if nbytes > left:
         raise FormatError(f"{nbytes} bytes of elements, but {left} are left", rule="Truncated")
@@ -197,41 +175,26 @@ def _tensor(name: str, head: list[Any], rest: Part, notes: kit.Notes) -> Tensor:
     return Tensor(name, dtype, shape, {"data": part}, order="F" if is_fortran else "C")
 
 
-def _unread(name: str, dtype: str, shape: tuple[int, ...], rest: Part, reason: str) -> Tensor:
-    problem = UnsupportedError(reason, offset=rest.offset, rule="Unread")
-    return Tensor(name, dtype, shape, {"data": rest}, problem=problem)
-
-
-def _arrays(
-    contents: Iterable[tuple[archive.Member, archive.Content]], notes: kit.Notes
-) -> tuple[dict[str, Tensor], int]:
-    """Describe the arrays of an archive, and return where its members end."""
-    found: dict[str, tuple[Tensor, bytes]] = {}
-    names: set[str] = set()  # also of what is left out
-    end = 0
-    for member, content in contents:
-        name = member.name
-        names.add(name)
-        end = max(end, content.at + member.stored_nbytes)
-        try:
-            tensor = _tensor(name, _read_head(content.take), content.rest(), notes)
-        except UnsupportedError as error:
-            rest = content.rest()
-            tensor = _unread(name, "unknown", rest.shape or (), rest, error.reason)
-        except FormatError as error:
-            if not name.endswith((_SUFFIX, "/")):
-                notes.add("not an array, and left out", f"member {shown(name)}")
-            if not name.endswith(_SUFFIX):
-                continue
-            error.offset = content.at if error.offset is None else error.offset
-            raise error.located(tensor=name) from error.__cause__
-        found[name] = tensor, member.comment
+def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
+    """Describe the arrays of an archive."""
+    names = [member.name for member in members.members]
     times = Counter(name.removesuffix(_SUFFIX) for name in names)
     kept = {name for name in names if times[name.removesuffix(_SUFFIX)] > 1}
     tensors: dict[str, Tensor] = {}
-    for member_name, (tensor, comment) in found.items():
-        key = member_name.removesuffix(_SUFFIX)
-        name = member_name if {key, member_name} & kept else key
-        text = comment.decode(errors="replace")
-        tensors |= kit.with_dims({name: replace(tensor, name=name)}, text)
-    return tensors, end
+    for member, content in members.contents():
+        name, key = member.name, member.name.removesuffix(_SUFFIX)
+        try:
+            tensor = _tensor(name, _read_head(content), content.rest(), notes)
+        except UnsupportedError as error:
+            rest = content.rest()
+            problem = UnsupportedError(error.reason, offset=rest.offset, rule="Unread")
+            tensor = Tensor(name, "unknown", rest.shape or (), {"data": rest}, problem=problem)
+        except FormatError as error:
+            if name.endswith(_SUFFIX):
+                raise error.located(tensor=name, offset=content.at) from error.__cause__
+            if not name.endswith("/"):
+                notes.add("not an array, and left out", f"member {shown(name)}")
+            continue
+        tensor = replace(tensor, name=name if {key, name} & kept else key)
+        tensors |= kit.with_dims({tensor.name: tensor}, member.comment.decode(errors="replace"))
+    return tensors

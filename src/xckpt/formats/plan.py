@@ -7,7 +7,7 @@ the arrays to their extents, whatever the format. What is wanted has types of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from typing import Literal as OneOf
@@ -16,21 +16,9 @@ from xckpt.elements import nbytes_of
 from xckpt.index import Arrangement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from xckpt.index import Layout, Quantization
-
-__all__ = [
-    "Draft",
-    "Extent",
-    "Literal",
-    "Plan",
-    "WantedPart",
-    "WantedTensor",
-    "Written",
-    "by_source",
-    "placed",
-]
 
 
 class WantedPart(NamedTuple):
@@ -277,3 +265,40 @@ class Plan:
     companions: Mapping[str, Plan] = field(default_factory=dict)
     renamed: Callable[[Mapping[str, str]], Plan] | None = None
     suffix: str = ""
+
+    @classmethod
+    def headed(cls, head: bytes, extents: Sequence[Extent] = (), nbytes: int | None = None) -> Plan:
+        """Return the plan of a head and data after it, of so many bytes with both."""
+        return cls((Literal(0, head),), tuple(extents), nbytes=nbytes or len(head))
+
+
+def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:
+    """Split a draft over files of at most so many bytes: tensors in their order, as many as fit."""
+    files: list[dict[str, WantedTensor]] = [{}]
+    filled = 0
+    for name, tensor in draft.tensors.items():
+        nbytes = nbytes_of(tensor)
+        if files[-1] and filled + nbytes > most:
+            files.append({})
+            filled = 0
+        files[-1][name] = tensor
+        filled += nbytes
+    drafts = []
+    for tensors in files:
+        # The order of the files is that of their data.
+        arrangement = replace(draft.arrangement.of(tensors), order=())
+        attrs = {name: of for name, of in draft.tensor_attrs.items() if name in tensors}
+        drafts.append(replace(draft, tensors=tensors, arrangement=arrangement, tensor_attrs=attrs))
+    return drafts
+
+
+def referring(
+    companions: Mapping[str, Plan], write: Callable[[Mapping[str, str]], bytes], suffix: str = ""
+) -> Plan:
+    """Return the plan of a file that `write` makes of the names of its companions, by their own."""
+
+    def renamed(names: Mapping[str, str]) -> Plan:
+        return replace(Plan.headed(write(names)), suffix=suffix)
+
+    own_names = renamed({name: name for name in companions})
+    return replace(own_names, companions=companions, renamed=renamed)

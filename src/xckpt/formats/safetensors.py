@@ -41,14 +41,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
+from xckpt.elements import ELEMENT_TYPES, types_spelled
+from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import Draft, Literal, Plan, WantedTensor, placed
+from xckpt.formats.plan import Draft, Plan, WantedTensor, placed, referring, split
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
@@ -60,28 +61,11 @@ _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 
 # In the order of the package's enumeration of them: it writes the last ones first.
-_TYPES = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn",  # two in a byte, the first in its low half
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
+_TYPES = {"BOOL": "bool", "F4": "float4_e2m1fn"}  # F4: two in a byte, the first in its low half
+_TYPES |= types_spelled(
+    "U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64 "
+    "I64 U64"
+)
 _BITS = {spelled: ELEMENT_TYPES[dtype].bits for spelled, dtype in _TYPES.items()}
 _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
 _RANKS = {dtype: -rank for rank, dtype in enumerate(_TYPES.values())}
@@ -93,12 +77,8 @@ class Safetensors(Format):
     name = "safetensors"
     description = "safetensors files"
     types = _TYPES
-    can = Can(
-        types=tuple(_TYPES.values()),
-        file_attrs=None,
-        stated_attrs=("total_size",),  # of an index of shards
-        arrangement=True,
-    )
+    # The size is that of an index of shards.
+    can = Can(file_attrs=None, stated_attrs=("total_size",), arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
@@ -107,14 +87,35 @@ class Safetensors(Format):
 
     def read(self, source: Readable) -> Index:
         """Read the header; tensors are in the order of their data."""
-        header = _header(source)
+        if source.size < 8:
+            raise _broken(f"{source.size} bytes are too few for a length", "HeaderTooSmall", 0)
+        length = int.from_bytes(source.read(0, 8), "little")
+        if length > _LARGEST_HEADER:
+            raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
+        if length > source.size - 8:
+            reason = f"a header of {length} bytes, but {source.size - 8} are left of the file"
+            raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
+        header = bytes(source.read(8, length))
+        if not header.startswith(b"{"):
+            raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
         options: Any = {"rule": _RULE, "offset": 8, "parse_int": kit.integer_64}
         entries = kit.decode_json(header, "the header", deepest=None, **options)
         if (attrs := entries.pop("__metadata__", None)) is None:
             attrs = {}
         if type(attrs) is not dict or not all(type(text) is str for text in attrs.values()):
             raise _broken("'__metadata__' must map text to text")
-        tensors = _tiled(entries, 8 + len(header), source.size)
+        end = 8 + len(header)
+        found = kit.read_each(entries.items(), partial(_tensor, end))
+        ordered = sorted(found.values(), key=lambda of: (of.parts["data"].offset, of.nbytes))
+        for tensor in ordered:
+            if (offset := tensor.parts["data"].offset) != end:
+                reason = f"data begin at byte {offset}, but those before end at byte {end}"
+                raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
+            end += tensor.nbytes
+        if end != source.size:
+            reason = f"data end at byte {end}, but the file at {source.size}"
+            raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
+        tensors = {tensor.name: tensor for tensor in ordered}
         return kit.arranged(Index(self.name, "", tensors, attrs, source.name, source.size))
 
     def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
@@ -135,10 +136,24 @@ class Safetensors(Format):
             Of one file, or of the index, with files as companions.
         """
         self.check(draft)
-        shards = [draft]
+        drafts = [draft]
         if max_shard_size is not None:
-            shards = _shards(draft, kit.parse_size("max_shard_size", max_shard_size))
-        return self._in_one(draft) if len(shards) == 1 else self._in_several(draft, shards)
+            drafts = split(draft, kit.parse_size("max_shard_size", max_shard_size), _nbytes)
+        if len(drafts) == 1:
+            return self._in_one(draft)
+        # Readers of shards want to know which library they are for. The index has the total size.
+        attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
+        names = kit.numbered(kit.file_stem(draft.path, ".safetensors"), len(drafts), ".safetensors")
+        shards = {name: replace(of, attrs=attrs) for name, of in zip(names, drafts, strict=True)}
+
+        def index(names: Mapping[str, str]) -> bytes:
+            size = sum(map(_nbytes, draft.tensors.values()))
+            weights = {tensor: names[file] for file, of in shards.items() for tensor in of.tensors}
+            root = {"metadata": {"total_size": size}, "weight_map": weights}
+            return json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
+
+        plans = {name: self._in_one(shard) for name, shard in shards.items()}
+        return referring(plans, index, ".index.json")
 
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))
@@ -154,99 +169,14 @@ class Safetensors(Format):
             raise UnsupportedError(reason, rule="HeaderTooLarge", hint="Write several files")
         header += b" " * (-len(header) % 8)
         head = len(header).to_bytes(8, "little") + header
-        extents = placed(tensors, ends, len(head))
-        return Plan((Literal(0, head),), tuple(extents), nbytes=len(head) + ends[-1])
-
-    def _in_several(self, draft: Draft, shards: list[Draft]) -> Plan:
-        name = kit.file_name(draft.path)
-        stem = name[: -len(".safetensors")] if name.lower().endswith(".safetensors") else name
-        files = {
-            f"{stem}-{number:05}-of-{len(shards):05}.safetensors": shard
-            for number, shard in enumerate(shards, 1)
-        }
-
-        def referring(names: Mapping[str, str]) -> Plan:
-            weights = {tensor: names[file] for file, of in files.items() for tensor in of.tensors}
-            root = {
-                "metadata": {"total_size": sum(map(_nbytes, draft.tensors.values()))},
-                "weight_map": weights,
-            }
-            text = json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
-            return Plan((Literal(0, text),), (), nbytes=len(text), suffix=".index.json")
-
-        companions = {file: self._in_one(shard) for file, shard in files.items()}
-        own_names = referring({file: file for file in files})
-        return replace(own_names, companions=companions, renamed=referring)
-
-
-def _shards(draft: Draft, most: int) -> list[Draft]:
-    """Split tensors as Hugging Face's libraries do: in their order, as many as fit."""
-    shards: list[dict[str, WantedTensor]] = [{}]
-    filled = 0
-    for name, tensor in draft.tensors.items():
-        nbytes = _nbytes(tensor)
-        if shards[-1] and filled + nbytes > most:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += nbytes
-    # Readers of shards want to know which library they are for. The index has the total size.
-    attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
-    return [
-        replace(
-            draft,
-            tensors=shard,
-            attrs=attrs,
-            # The order of the shards is that of their data.
-            arrangement=replace(draft.arrangement.of(shard), order=()),
-            tensor_attrs={n: of for n, of in draft.tensor_attrs.items() if n in shard},
-        )
-        for shard in shards
-    ]
+        return Plan.headed(head, placed(tensors, ends, len(head)), len(head) + ends[-1])
 
 
 def _broken(reason: str, rule: str = _RULE, at: int = 8, *, is_short: bool = False) -> FormatError:
     return FormatError(reason, offset=at, rule=rule, hint=kit.TRUNCATED if is_short else None)
 
 
-def _header(source: Readable) -> bytes:
-    if source.size < 8:
-        raise _broken(f"{source.size} bytes are too few for a length", "HeaderTooSmall", 0)
-    length = int.from_bytes(source.read(0, 8), "little")
-    if length > _LARGEST_HEADER:
-        raise _broken(f"a header of {length} > {_LARGEST_HEADER} bytes", "HeaderTooLarge", 0)
-    if length > source.size - 8:
-        reason = f"a header of {length} bytes, but {source.size - 8} are left of the file"
-        raise _broken(reason, "InvalidHeaderLength", 0, is_short=True)
-    header = bytes(source.read(8, length))
-    if not header.startswith(b"{"):
-        raise _broken(f"the header begins {header[:8]!r}, not '{{'", "InvalidHeaderStart")
-    return header
-
-
-def _tiled(entries: dict[str, Any], start: int, size: int) -> dict[str, Tensor]:
-    """Read the entries of all tensors, whose data must fill the rest of the file."""
-    tensors = []
-    for name, entry in entries.items():
-        try:
-            tensors.append(_tensor(name, entry, start))
-        except CheckpointError as error:
-            raise error.located(tensor=name) from None
-    tensors.sort(key=lambda tensor: (tensor.parts["data"].offset, tensor.nbytes))
-    end = start
-    for tensor in tensors:
-        offset = tensor.parts["data"].offset
-        if offset != end:
-            reason = f"data begin at byte {offset}, but those before end at byte {end}"
-            raise _broken(reason, "InvalidOffset").located(tensor=tensor.name)
-        end += tensor.nbytes
-    if end != size:
-        reason = f"data end at byte {end}, but the file at {size}"
-        raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > size)
-    return {tensor.name: tensor for tensor in tensors}
-
-
-def _tensor(name: str, entry: Any, start: int) -> Tensor:
+def _tensor(start: int, name: str, entry: Any) -> Tensor:
     if type(entry) is not dict:
         raise _broken("a tensor must be an object")
     # Only what is ignored can be deep: a header has 100,000 tensors.

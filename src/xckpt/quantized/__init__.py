@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown
 from xckpt.index import Tensor
-from xckpt.quantized.bitsandbytes import bitsandbytes
 from xckpt.quantized.compressed import compressed, compressed_problem, float8_problem, full
-from xckpt.quantized.floats import blocks, modelopt
-from xckpt.quantized.gptq import awq_problem, gptq_problem, qweight
-from xckpt.quantized.mlx import mlx, mlx_problem
+from xckpt.quantized.floats import bitsandbytes, blocks, modelopt
 from xckpt.quantized.model import FLOATS, Model, Unfit, leaf
+from xckpt.quantized.words import awq_problem, gptq_problem, mlx, mlx_problem, qweight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,8 +101,18 @@ def with_weights(
     tensors = {}
     for name, tensor in index.tensors.items():
         if name in weights:
-            whole = _tensor(weights[name], tensor)
-            tensors[whole.name] = whole
+            of = weights[name]
+            tensors[of.name] = Tensor(
+                of.name,
+                "float32",
+                of.shape,
+                {role: part for role, (_, part) in of.parts.items()},
+                "quantized",
+                attrs=tensor.attrs,
+                quantization=of.quantization,
+                strict=of.strict,
+                stored={role: stored for role, (stored, _) in of.parts.items()},
+            )
         elif name not in taken:
             tensors[name] = tensor
     attrs = index.attrs
@@ -117,7 +125,16 @@ def with_weights(
 def _weights(model: Model, unfit: dict[str, list[tuple[str, Unfit]]]) -> dict[str, Weight]:
     """Read weights by the names of their codes; note by reason what cannot be read."""
     weights: dict[str, Weight] = {}
-    for name, tensor in _candidates(model.tensors):
+    bases = {
+        name.removesuffix(suffix)
+        for name in model.tensors
+        for suffix in _STATES
+        if name.endswith(suffix)
+    }
+    for name, tensor in model.tensors.items():
+        is_code = tensor.dtype in _CODES or name.endswith(_NAMED) or name in bases
+        if not is_code or tensor.problem is not None or name.endswith(_COMPANIONS):
+            continue
         try:
             weight = _weight(model, name, tensor)
             if weight is None:
@@ -138,17 +155,6 @@ def _told(unfit: Mapping[str, Sequence[tuple[str, Unfit]]]) -> Iterator[str]:
         if len(found) > 1:
             which = f"{len(found)} quantised weights stay as they are stored, such as {shown(name)}"
         yield f"{which}: {problem}"
-
-
-def _candidates(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """List the tensors that may be the codes of a weight."""
-    bases = {
-        name.removesuffix(suffix) for name in tensors for suffix in _STATES if name.endswith(suffix)
-    }
-    for name, tensor in tensors.items():
-        is_code = tensor.dtype in _CODES or name.endswith(_NAMED) or name in bases
-        if is_code and tensor.problem is None and not name.endswith(_COMPANIONS):
-            yield name, tensor
 
 
 def _weight(model: Model, name: str, tensor: Tensor) -> Weight | None:
@@ -175,17 +181,3 @@ def _orphans(model: Model, taken: set[str]) -> Iterator[tuple[str, Unfit]]:
                 continue
             if tensor is not None and tensor.dtype in FLOATS:
                 yield base, Unfit("plain", f"it is {tensor.dtype}, and has {leaf(name)}")
-
-
-def _tensor(weight: Weight, codes: Tensor) -> Tensor:
-    return Tensor(
-        weight.name,
-        "float32",
-        weight.shape,
-        {role: part for role, (_, part) in weight.parts.items()},
-        "quantized",
-        attrs=codes.attrs,
-        quantization=weight.quantization,
-        strict=weight.strict,
-        stored={role: tensor for role, (tensor, _) in weight.parts.items()},
-    )

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from xckpt.index import Tensor
     from xckpt.quantized.model import Shape
 
-__all__ = ["compressed", "compressed_problem", "float8_problem", "full"]
-
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 _SCALES = FLOATS | {"float8_e8m0fnu", "uint8"}
 # What the formats of compressed-tensors are stored as.
@@ -249,11 +247,11 @@ def _full_weight(model: Model, name: str, data: Tensor, scales: Tensor, params: 
         raise Unfit("type", f"{leaf(scales.name)} is uint8: {_MICRO}")
     block = _block(data.shape, scales, replace(params, group=32) if micro else params)
     exponents = stored_as(scales, "float8_e8m0fnu" if micro else None)
-    parts = {"data": (data, stored_as(data)), "scales": (scales, exponents)}
+    parts = {"data": stored_as(data), "scales": exponents}
     zeros = zero_points(model, f"{name}_zero_point", "int8", symmetric=params.symmetric)
     if zeros is not None:
         check_grid(data.shape, block, zeros)
-        parts["zeros"] = (zeros, stored_as(zeros))
+        parts["zeros"] = stored_as(zeros)
     scheme = quantization(
         block,
         data.dtype,
@@ -364,9 +362,9 @@ def _words(model: Model, name: str, data: Tensor, params: Params) -> Weight:
             raise Unfit("grid", f"{groups} groups do not divide {shape[-1]}")
         params = replace(params, strategy="group", group=shape[-1] // groups)
     block = _block(shape, scales, params)
-    parts = {"data": (data, stored_as(data)), "scales": (scales, stored_as(scales))}
+    parts = {"data": stored_as(data), "scales": stored_as(scales)}
     if about is not None:
-        parts["shape"] = (about, stored_as(about))
+        parts["shape"] = stored_as(about)
     axis = len(shape) - 1
     zeros = zero_points(model, f"{name}_zero_point", "int32", symmetric=params.symmetric)
     if zeros is not None:
@@ -375,14 +373,14 @@ def _words(model: Model, name: str, data: Tensor, params: Params) -> Weight:
         if zeros.shape != tuple(grid):
             reason = f"{leaf(zeros.name)} is {list(zeros.shape)}, but {grid} is needed"
             raise Unfit("zero points", reason)
-        parts["zeros"] = (zeros, stored_as(zeros))
+        parts["zeros"] = stored_as(zeros)
     index = model.find(f"{name}_g_idx")
     if index is not None:
         model.need(index.name, {"int32", "int64"})
         if index.shape != shape[-1:]:
             reason = f"{leaf(index.name)} has {index.size} entries for {shape[-1]} columns"
             raise Unfit("index", reason)
-        parts["index"] = (index, stored_as(index))
+        parts["index"] = stored_as(index)
     scheme = quantization(
         block,
         "uint8",

@@ -17,8 +17,6 @@ from xckpt.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Declared", "declaration", "is_match", "parse_json"]
-
 _DEEPEST = 64
 # Where a method is declared in `config.json`, best first; `compression_config` may be either the
 # declaration or around it.
@@ -35,19 +33,8 @@ _FILES = {
     "quantize_config": ("gptq", None),
     "quant_config": ("awq", None),
 }
-_READ = {
-    "awq",
-    "bitsandbytes",
-    "compressed-tensors",
-    "fbgemm_fp8",
-    "fp8",
-    "gptq",
-    "metal",
-    "mlx",
-    "modelopt",
-    "mxfp4",
-    "mxfp8",
-}
+_READ = {"awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq"}
+_READ |= {"metal", "mlx", "modelopt", "mxfp4", "mxfp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +99,12 @@ def declaration(look: Callable[[str], dict[str, Any] | None]) -> Declared:
             continue
         if content is None:
             continue
-        found = _declared(content, warnings) if name == "config" else _of_file(name, content)
+        if name == "config":
+            found = _declared(content, warnings)
+        else:
+            method, key = _FILES[name]
+            value = content.get(key) if key else content
+            found = _method_of(value, method) if isinstance(value, dict) else None
         if found is not None or name == "config":
             attrs[name] = content
         if found is not None:
@@ -135,12 +127,6 @@ def _declared(config: dict[str, Any], warnings: list[str]) -> Declared | None:
             kind = type(value).__name__
             warnings.append(f"config.json is not used: {place[0]!r} is a {kind}, not an object")
     return None
-
-
-def _of_file(name: str, content: dict[str, Any]) -> Declared | None:
-    method, key = _FILES[name]
-    value = content.get(key) if key else content
-    return _method_of(value, method) if isinstance(value, dict) else None
 
 
 def _method_of(config: dict[str, Any], default: str | None) -> Declared:

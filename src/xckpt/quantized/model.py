@@ -22,25 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = [
-    "FLOATS",
-    "Model",
-    "Unfit",
-    "Weight",
-    "bits_of",
-    "cdiv",
-    "check_grid",
-    "check_shape",
-    "group_of",
-    "leaf",
-    "nbytes",
-    "quantization",
-    "single",
-    "stored_as",
-    "whole_block",
-    "zero_points",
-]
-
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # More than any of these has: the shape of a weight, a state of bitsandbytes.
 _LARGEST_SMALL = 4096
@@ -92,7 +73,14 @@ class Model:
         self.warnings: list[str] = []
         self._effort = 0
         self._once: dict[Callable[[Model], Any], Any] = {}
-        small = [tensor for name, tensor in tensors.items() if _is_small(name, tensor)]
+        # Those whose values say how others are to be read.
+        small = [
+            tensor
+            for name, tensor in tensors.items()
+            if name.endswith(("_shape", ".weight_format")) or ".quant_state." in name
+            if tensor.layout == "dense" and tensor.problem is None
+            if 0 < nbytes(tensor) <= _LARGEST_SMALL
+        ]
         contents = read(small) if small else ()
         self._contents = {tensor.name: data for tensor, data in zip(small, contents, strict=True)}
 
@@ -158,13 +146,6 @@ class Model:
         return value
 
 
-def _is_small(name: str, tensor: Tensor) -> bool:
-    """Return whether the values of a tensor say how others are to be read."""
-    of_weight = name.endswith(("_shape", ".weight_format")) or ".quant_state." in name
-    is_plain = tensor.layout == "dense" and tensor.problem is None
-    return of_weight and is_plain and 0 < nbytes(tensor) <= _LARGEST_SMALL
-
-
 def leaf(name: str) -> str:
     """Return the last name of a tensor, to say which companion is meant."""
     return shown(name[name.rfind(".", 0, name.find(".quant_state.")) + 1 :])[1:-1]
@@ -199,12 +180,14 @@ def whole_block(shape: Shape, leading: int = 0) -> Shape:
     return tuple([1 if axis < leading else max(size, 1) for axis, size in enumerate(shape)])
 
 
-def stored_as(tensor: Tensor, dtype: str | None = None, shape: Shape | None = None) -> Part:
-    """Return the part of a stored tensor, taken as another type or shape."""
+def stored_as(
+    tensor: Tensor, dtype: str | None = None, shape: Shape | None = None
+) -> tuple[Tensor, Part]:
+    """Return a stored tensor with its part, taken as another type or shape."""
     part = tensor.parts["data"]
-    if (dtype or part.dtype, shape or part.shape) == (part.dtype, part.shape):
-        return part
-    return replace(part, dtype=dtype or part.dtype, shape=shape or part.shape)
+    if (dtype or part.dtype, shape or part.shape) != (part.dtype, part.shape):
+        part = replace(part, dtype=dtype or part.dtype, shape=shape or part.shape)
+    return tensor, part
 
 
 def check_grid(shape: Shape, block: Shape, tensor: Tensor) -> None:
@@ -242,7 +225,7 @@ def single(model: Model, name: str) -> tuple[Tensor, Part]:
     tensor = model.need(name, FLOATS)
     if tensor.size != 1:
         raise Unfit("global", f"{leaf(name)} has {tensor.size} entries, not one")
-    return tensor, stored_as(tensor)
+    return stored_as(tensor)
 
 
 def zero_points(model: Model, name: str, dtype: str, *, symmetric: bool | None) -> Tensor | None:

@@ -47,20 +47,21 @@ from __future__ import annotations
 import json
 import struct as binary
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import nbytes_of
+from xckpt.elements import nbytes_of, types_spelled
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
 from xckpt.formats.burnpack.schemes import Scheme, placed_parts, scheme_of, split
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, by_source
+from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor, by_source
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 _MAGIC = b"NRUB"
 _HEADER = binary.Struct("<4sHI")
@@ -70,22 +71,8 @@ _DIALECTS = ("0.20", "0.21", "0.22")
 
 _ROOT = frozenset({"tensors", "metadata", "scalars"})
 _FIELDS = frozenset({"dtype", "shape", "data_offsets", "param_id"})
-_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "Flex32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "Bool": "bool",
-}
+_TYPES = types_spelled("F64 F32 F16 BF16 I64 I32 I16 I8 U64 U32 U16 U8 Bool")
+_TYPES["Flex32"] = "float32"
 _BOOLEANS = {"Native": "bool", "U8": "bool", "U32": "bool32"}
 
 
@@ -125,12 +112,13 @@ class Burnpack(Format):
             root = cbor.struct(
                 "metadata", cbor.decode(bytes(source.read(_HEADER.size, length))), _ROOT
             )
-            entries = _listed(cbor.mapping("tensors", root.get("tensors")))
+            listed = cbor.mapping("tensors", root.get("tensors"))
+            entries = kit.read_each(listed.items(), _descriptor)
             if layout is None:
                 layout = _layout(entries, end, source.size)
             start = end if layout == "legacy" else kit.aligned(end, _ALIGNMENT)
             _check_ranges(entries, start, end, source.size)
-            tensors = {entry.name: _tensor(entry, start) for entry in entries}
+            tensors = kit.read_each(entries.items(), partial(_tensor, start))
             names = cbor.ScalarNames(frozenset(tensors))
             for name, value in cbor.mapping("scalars", root.get("scalars", {})).items():
                 free = names.shown(name)
@@ -195,8 +183,8 @@ class Burnpack(Format):
         metadata = cbor.encode(descriptors, kit.attribute_texts(draft, as_read), scalars)
         head = _HEADER.pack(_MAGIC, _NEWEST, len(metadata)) + metadata
         start = kit.aligned(len(head), _ALIGNMENT)
-        placed = tuple(extent._replace(offset=start + (extent.offset or 0)) for extent in extents)
-        return Plan((Literal(0, head),), placed, _ALIGNMENT, start + end)
+        placed = [extent._replace(offset=start + (extent.offset or 0)) for extent in extents]
+        return replace(Plan.headed(head, placed, start + end), alignment=_ALIGNMENT)
 
     def is_inline(self, tensor: WantedTensor) -> bool:
         """Whether a tensor is a scalar, whose value is in the metadata."""
@@ -288,24 +276,12 @@ class _Descriptor(NamedTuple):
 
     start: int
     end: int
-    name: str
     fields: dict[str, Any]
 
 
-def _listed(entries: Mapping[str, Any]) -> list[_Descriptor]:
-    """List tensors in the order of the metadata."""
-    listed = []
-    for name, entry in entries.items():
-        try:
-            fields = cbor.struct("descriptor", entry, _FIELDS)
-            start, end = _range(fields.get("data_offsets"))
-        except FormatError as error:
-            raise error.located(tensor=name) from None
-        listed.append(_Descriptor(start, end, name, fields))
-    return listed
-
-
-def _range(offsets: Any) -> tuple[int, int]:
+def _descriptor(_name: str, entry: Any) -> _Descriptor:
+    fields = cbor.struct("descriptor", entry, _FIELDS)
+    offsets = fields.get("data_offsets")
     if type(offsets) is not list or len(offsets) != 2:
         raise cbor.mistyped("data_offsets", offsets, "a start and an end")
     start, end = offsets
@@ -314,65 +290,62 @@ def _range(offsets: Any) -> tuple[int, int]:
         cbor.number("the end of data_offsets", end)
     if end < start:
         raise FormatError(f"data from {start} to {end}", rule="DataOffsets")
-    return start, end
+    return _Descriptor(start, end, fields)
 
 
-def _layout(entries: Sequence[_Descriptor], end: int, size: int) -> str:
+def _layout(entries: Mapping[str, _Descriptor], end: int, size: int) -> str:
     """Tell the layouts apart: only burn 0.19 left no padding anywhere."""
     if end % _ALIGNMENT == 0:
         return "aligned"
-    ranges = sorted([(each.start, each.end) for each in entries])
+    ranges = sorted([(each.start, each.end) for each in entries.values()])
     last = ranges[-1][1] if ranges else 0
     ends = [0, *(stop for _, stop in ranges)]
     contiguous = all(begin == before for (begin, _), before in zip(ranges, ends, strict=False))
     return "legacy" if end + last == size and contiguous else "aligned"
 
 
-def _check_ranges(entries: Sequence[_Descriptor], start: int, metadata_end: int, size: int) -> None:
+def _check_ranges(
+    entries: Mapping[str, _Descriptor], start: int, metadata_end: int, size: int
+) -> None:
     """Check that ranges are in the file and do not overlap."""
-    end, last = max([(each.end, each.name) for each in entries], default=(0, None))
+    ranges = [(each.start, each.end, name) for name, each in entries.items()]
+    end, last = max([(end, name) for _, end, name in ranges], default=(0, None))
     if start + end > size:
         hint = kit.TRUNCATED
         reason = f"data end at {start + end}, but the file at {size}"
         if metadata_end < start and metadata_end + end <= size:
             hint = "The file is truncated, or burn 0.19 wrote it: then open it with layout='legacy'"
         raise FormatError(reason, offset=size, tensor=last, rule="Truncated", hint=hint)
-    for at, name, other in kit.overlaps((each.start, each.end, each.name) for each in entries):
+    for at, name, other in kit.overlaps(ranges):
         reason = f"its data overlap those of {shown(other)}"
         raise FormatError(reason, offset=start + at, tensor=name, rule="Overlap")
 
 
-def _tensor(entry: _Descriptor, start: int) -> Tensor:
-    try:
-        dtype, shape = entry.fields.get("dtype"), entry.fields.get("shape")
-        # A list of small numbers may be a byte string.
-        shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, kit.LARGEST // 8)
-        attrs = _tensor_attributes(entry.fields.get("param_id"))
-        offset, nbytes = start + entry.start, entry.end - entry.start
-        if type(dtype) is str and dtype in _TYPES:
-            if dtype == "Flex32":
-                attrs["burn_dtype"] = dtype
-            return _dense(entry.name, Part(_TYPES[dtype], shape, offset, nbytes), shape, attrs)
-        kind, content = cbor.variant("dtype", dtype)
-        if kind in _TYPES and kind != "Bool":
-            raise cbor.mistyped("dtype", dtype, "a variant without content")
-        parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
-        raw = Tensor(entry.name, kind, shape, parts, attrs=attrs)
-        try:
-            return _composed(raw, kind, content)
-        except UnsupportedError as problem:
-            return _unreadable(raw, problem)
-    except CheckpointError as error:
-        raise error.located(tensor=entry.name) from None
-
-
-def _tensor_attributes(param_id: Any) -> dict[str, Any]:
+def _tensor(data_start: int, name: str, entry: _Descriptor) -> Tensor:
+    start, end, fields = entry
+    dtype, shape, param_id = fields.get("dtype"), fields.get("shape"), fields.get("param_id")
+    # A list of small numbers may be a byte string.
+    shape = cbor.as_shape([*shape] if type(shape) is bytes else shape, kit.LARGEST // 8)
+    attrs = {}
     if type(param_id) is int and param_id >= 0:
         # Text: most of these numbers have more bits than JSON and netCDF keep.
-        return {"param_id": str(param_id)}
-    if cbor.optional(param_id) is not None:
+        attrs["param_id"] = str(param_id)
+    elif cbor.optional(param_id) is not None:
         raise cbor.mistyped("param_id", param_id, "a non-negative integer")
-    return {}
+    offset, nbytes = data_start + start, end - start
+    if type(dtype) is str and dtype in _TYPES:
+        if dtype == "Flex32":
+            attrs["burn_dtype"] = dtype
+        return _dense(name, Part(_TYPES[dtype], shape, offset, nbytes), shape, attrs)
+    kind, content = cbor.variant("dtype", dtype)
+    if kind in _TYPES and kind != "Bool":
+        raise cbor.mistyped("dtype", dtype, "a variant without content")
+    parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
+    raw = Tensor(name, kind, shape, parts, attrs=attrs)
+    try:
+        return _composed(raw, kind, content)
+    except UnsupportedError as problem:
+        return _unreadable(raw, problem)
 
 
 def _dense(name: str, part: Part, shape: _Shape, attrs: dict[str, Any]) -> Tensor:
@@ -420,7 +393,7 @@ def _unreadable(raw: Tensor, problem: CheckpointError) -> Tensor:
 
 def _scalar(name: str, value: Any) -> Tensor:
     """Describe a scalar, whose value is in the metadata."""
-    what, attrs = f"scalar {shown(name)}", {}
+    what = f"scalar {shown(name)}"
     kind, content = cbor.variant(what, value)
     attrs = {"scalar": kind}
     if kind not in cbor.KINDS:

@@ -54,7 +54,7 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gguf import metadata
 from xckpt.formats.gguf.metadata import BOOL, DEEPEST, LIST, NUMBERS, TEXT, AxisSizes
-from xckpt.formats.plan import Draft, Literal, Plan, WantedTensor, placed
+from xckpt.formats.plan import Draft, Plan, WantedTensor, placed
 from xckpt.index import FileSet, Index, Part, StoredList, Tensor
 
 if TYPE_CHECKING:
@@ -91,11 +91,7 @@ class Gguf(Format):
     description = "GGUF files"
     types = _TYPES
     can = Can(
-        types=(*_TYPES.values(),),
-        layouts=("dense", "blocks"),
-        tensor_attrs=(_SCALE,),
-        file_attrs=_KEY,
-        stated_attrs=_SPLIT,
+        layouts=("dense", "blocks"), tensor_attrs=(_SCALE,), file_attrs=_KEY, stated_attrs=_SPLIT
     )
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
@@ -156,8 +152,7 @@ class Gguf(Format):
         head += b"".join([*entries, *infos])
         # A file of metadata alone is not padded.
         start = kit.aligned(len(head), alignment) if infos else len(head)
-        extents = placed(tensors, starts, start)
-        return Plan((Literal(0, head),), tuple(extents), nbytes=start + starts[-1])
+        return Plan.headed(head, placed(tensors, starts, start), start + starts[-1])
 
     def _info(self, tensor: WantedTensor, offset: int, *, long_names: bool) -> bytes:
         name = kit.check_text("the name", tensor.name, tensor.name).encode()
@@ -507,5 +502,4 @@ def _file_set(path: str, attrs: Mapping[str, Any], reader: _HeadReader) -> FileS
     if (number + 1, count) != (own, whole):
         reason = f"the file is called {own} of {whole}, but says that it is {number + 1} of {count}"
         raise FormatError(reason, offset=reader.split_at, rule="Split", hint="Was it renamed?")
-    names = tuple([f"{stem}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)])
-    return FileSet(names, number, reader.split_at, total)
+    return FileSet(tuple(kit.numbered(stem, count, ".gguf")), number, reader.split_at, total)

@@ -12,25 +12,13 @@ from xckpt.index import StoredList
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["BOOL", "DEEPEST", "LIST", "NUMBERS", "TEXT", "AxisSizes", "default_type", "entry"]
-
 # --- types, and writing ---------------------------------------------------------------------------
 
 BOOL, TEXT, LIST = 7, 8, 9
 DEEPEST = 16  # levels of lists
-NUMBERS = {
-    0: ("uint8", "B"),
-    1: ("int8", "b"),
-    2: ("uint16", "H"),
-    3: ("int16", "h"),
-    4: ("uint32", "I"),
-    5: ("int32", "i"),
-    6: ("float32", "f"),
-    7: ("bool", "B"),
-    10: ("uint64", "Q"),
-    11: ("int64", "q"),
-    12: ("float64", "d"),
-}
+NUMBERS = {0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h")}
+NUMBERS |= {4: ("uint32", "I"), 5: ("int32", "i"), 6: ("float32", "f"), 7: ("bool", "B")}
+NUMBERS |= {10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d")}
 _CODES = {dtype: (kind, code) for kind, (dtype, code) in NUMBERS.items()}
 
 
@@ -204,11 +192,10 @@ class AxisSizes:
         self._stated = {axis: value for axis, value in found.items() if value is not None}
         self._by_layer = any(type(value) is list for value in self._stated.values())
         self._known: dict[int | None, dict[str, int]] = {}
-        self._is_empty = not self._stated
 
     def dims(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
         """Name the axes of a tensor whose sizes are those of the model."""
-        match = None if self._is_empty else _NAME.fullmatch(name)
+        match = None if not self._stated else _NAME.fullmatch(name)
         if match is None:
             return None
         layer, stem, kind = match.groups()
@@ -221,14 +208,12 @@ class AxisSizes:
             axes = axes[:1]
         if len(axes) != len(shape):
             return None
-        sizes = self._of_layer(int(layer) if layer and self._by_layer else None)
+        number = int(layer) if layer and self._by_layer else None
+        if number not in self._known:
+            self._known[number] = self._sizes(number)
+        sizes = self._known[number]
         named = [a if a and sizes.get(a) == n else None for a, n in zip(axes, shape, strict=True)]
         return tuple(named) if any(named) else None
-
-    def _of_layer(self, layer: int | None) -> dict[str, int]:
-        if layer not in self._known:
-            self._known[layer] = self._sizes(layer)
-        return self._known[layer]
 
     def _sizes(self, layer: int | None) -> dict[str, int]:
         found: dict[str, int] = {}

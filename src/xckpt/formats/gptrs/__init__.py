@@ -51,7 +51,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
 
@@ -102,7 +102,13 @@ class Gptrs(Format):
         if version not in {1, 2}:
             reason = f"version {version}: 1 and 2 are read"
             raise UnsupportedError(reason, offset=8, rule="Version")
-        config = _config(cursor) if magic == _CHECKPOINT else None
+        config = None
+        if magic == _CHECKPOINT:
+            length, start = cursor.number(_U32, "length of the config"), cursor.at
+            if LARGEST_CONFIG < length <= cursor.left:
+                reason = f"a config of {length} bytes is larger than {LARGEST_CONFIG}"
+                raise FormatError(reason, offset=start, rule="ConfigLength")
+            config = parse_config(cursor.take(length, "the config"), start)
         if version == 1:
             found, dialect = _Collected(cursor.at, source.size, config), "1"
             found.add(_inline(cursor))
@@ -164,15 +170,27 @@ class Gptrs(Format):
             part = draft.tensors[entry.name].parts["data"]
             extents.append(Extent(entry.name, "data", part, offset))
             offset += entry.nbytes
-        return Plan((Literal(0, start + _listed(placed)),), tuple(extents), nbytes=offset)
+        return Plan.headed(start + _listed(placed), extents, offset)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Describe a tensor that is written; without an id in an archive."""
-        _check_name(tensor.name, ascii_only=ids is not None)
-        identity = None if ids is None else base_id(tensor.name) if ids else 0
+        name, flag = tensor.name, tensor.attrs.get("requires_grad", False)
+        try:
+            name.encode("utf-8" if ids is None else "ascii")
+        except UnicodeEncodeError as error:
+            refused = "archive" if ids is None else "checkpoint"
+            reason = (
+                f"gpt.rs refuses a whole {refused} for {name[error.start : error.end]!r} in a name"
+            )
+            hint = "Rename it" + ("" if ids is None else "; container='tensors' takes any text")
+            raise UnsupportedError(reason, tensor=name, rule="Name", hint=hint) from None
+        identity = None if ids is None else base_id(name) if ids else 0
+        if not isinstance(flag, Hashable) or flag not in {False, True}:
+            reason = f"the attribute requires_grad is {flag!r}, neither True nor False"
+            hint = "Set it, or remove it"
+            raise UnsupportedError(reason, tensor=name, rule="RequiresGrad", hint=hint)
         tag, nbytes = self.spelled[tensor.dtype], nbytes_of(tensor.dtype, tensor.size)
-        shape = tensor.shape or (1,)
-        return _Entry(0, tensor.name, identity, shape, tag, _flag(tensor), 0, nbytes)
+        return _Entry(0, name, identity, tensor.shape or (1,), tag, bool(flag), 0, nbytes)
 
 
 class _Entry(NamedTuple):
@@ -196,15 +214,6 @@ class _Entry(NamedTuple):
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-def _config(cursor: kit.Cursor) -> ModelConfig:
-    length = cursor.number(_U32, "length of the config")
-    start = cursor.at
-    if LARGEST_CONFIG < length <= cursor.left:
-        reason = f"a config of {length} bytes is larger than {LARGEST_CONFIG}"
-        raise FormatError(reason, offset=start, rule="ConfigLength")
-    return parse_config(cursor.take(length, "the config"), start)
 
 
 def _indexed(cursor: kit.Cursor, size: int, config: ModelConfig | None) -> tuple[_Collected, str]:
@@ -293,8 +302,7 @@ class _Collected:
         self._size = size
         self._axes = None if config is None else ModelAxes(config.kind, config.config)
         self._nameless: list[str] = []
-        # By range of bytes, the first tensor that is there: equal ranges are shared on purpose.
-        self._ranges: dict[tuple[int, int], str] = {}
+        self._ranges: list[tuple[int, int, str]] = []
         self.tensors: dict[str, Tensor] = {}
         self.has_ids = False
 
@@ -314,8 +322,7 @@ class _Collected:
                 error = _broken(entry, f"bytes {start} to {end}, but data are in {where}", "Bounds")
                 error.hint = kit.TRUNCATED if end > self._size else None
                 raise error
-            if nbytes:
-                self._ranges.setdefault((start, end), name)
+            self._ranges.append((start, end, name))
             parts = {"data": Part(dtype, shape, start, nbytes)}
             dims = None if self._axes is None else self._axes.of(name, shape)
             self.tensors[name] = Tensor(name, dtype, shape, parts, attrs=attrs, dims=dims)
@@ -339,8 +346,7 @@ class _Collected:
         for name in self._nameless:
             reason = "a name beyond ASCII; it has no base id, and gpt.rs refuses the file"
             notes.add(reason, f"tensor {shown(name)}")
-        ranges = [(start, end, name) for (start, end), name in self._ranges.items()]
-        for start, name, other in kit.overlaps(ranges):
+        for start, name, other in kit.overlaps(self._ranges, shared=True):
             notes.add("overlapping others", f"tensor {shown(name)} at byte {start}, {shown(other)}")
         return notes.warnings()
 
@@ -391,26 +397,6 @@ def _model(draft: Draft, container: str | None, kind: str | None, config: Any) -
     more = {"runtime": attrs.get("runtime"), kit.DIMS_KEY: kit.dims_text(unlike)}
     given = {key: value for key, value in more.items() if value is not None}
     return write_config(kind, config, given)
-
-
-def _check_name(name: str, *, ascii_only: bool) -> None:
-    try:
-        name.encode("ascii" if ascii_only else "utf-8")
-    except UnicodeEncodeError as error:
-        refused = "checkpoint" if ascii_only else "archive"
-        found = name[error.start : error.end]
-        reason = f"gpt.rs refuses a whole {refused} for {found!r} in a name"
-        hint = "Rename it" + ("; container='tensors' takes any text" if ascii_only else "")
-        raise UnsupportedError(reason, tensor=name, rule="Name", hint=hint) from None
-
-
-def _flag(tensor: WantedTensor) -> bool:
-    value = tensor.attrs.get("requires_grad", False)
-    if not isinstance(value, Hashable) or value not in {False, True}:
-        reason = f"the attribute requires_grad is {value!r}, neither True nor False"
-        hint = "Set it, or remove it"
-        raise UnsupportedError(reason, tensor=tensor.name, rule="RequiresGrad", hint=hint)
-    return bool(value)
 
 
 def _listed(entries: list[_Entry]) -> bytes:

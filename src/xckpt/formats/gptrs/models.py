@@ -23,42 +23,38 @@ _Names = tuple[str | None, ...]
 
 # By kind and name of the tensor, "*" being the number of a block. Block 3 of 2 has them too:
 # whether the model uses a tensor says nothing about its axes.
+_TRANSFORMER: Mapping[str, _Names] = {
+    "tok_embeddings.weight": ("vocab_size", "embed_dim"),
+    "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
+    "blocks.*.attention.w_out": ("attn_dim", "embed_dim"),
+    "lm_head": ("embed_dim", "vocab_size"),
+}
 _AXES: Mapping[str, Mapping[str, _Names]] = {
     "gpt": {
-        "tok_embeddings.weight": ("vocab_size", "embed_dim"),
+        **_TRANSFORMER,
         "pos_embeddings": ("context_length", "embed_dim"),
-        "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
         "blocks.*.attention.b_qkv": ("qkv_dim",),
-        "blocks.*.attention.w_out": ("attn_dim", "embed_dim"),
         "blocks.*.attention.b_out": ("embed_dim",),
         "blocks.*.feed_forward.w_in": ("embed_dim", "mlp_hidden_dim"),
         "blocks.*.feed_forward.b_in": ("mlp_hidden_dim",),
         "blocks.*.feed_forward.w_out": ("mlp_hidden_dim", "embed_dim"),
         "blocks.*.feed_forward.b_out": ("embed_dim",),
-        "blocks.*.ln_1.gamma": ("embed_dim",),
-        "blocks.*.ln_1.beta": ("embed_dim",),
-        "blocks.*.ln_2.gamma": ("embed_dim",),
-        "blocks.*.ln_2.beta": ("embed_dim",),
-        "final_ln.gamma": ("embed_dim",),
-        "final_ln.beta": ("embed_dim",),
-        "lm_head": ("embed_dim", "vocab_size"),
+        **{
+            f"{norm}.{kind}": ("embed_dim",)
+            for norm in ("blocks.*.ln_1", "blocks.*.ln_2", "final_ln")
+            for kind in ("gamma", "beta")
+        },
     },
     "ministral": {
-        "tok_embeddings.weight": ("vocab_size", "embed_dim"),
-        "blocks.*.attention.w_qkv": ("embed_dim", "qkv_dim"),
-        "blocks.*.attention.w_out": ("attn_dim", "embed_dim"),
+        **_TRANSFORMER,
         "blocks.*.feed_forward.w_gate": ("embed_dim", "mlp_hidden_dim"),
         "blocks.*.feed_forward.w_up": ("embed_dim", "mlp_hidden_dim"),
         "blocks.*.feed_forward.w_down": ("mlp_hidden_dim", "embed_dim"),
         "blocks.*.norm_1.gamma": ("embed_dim",),
         "blocks.*.norm_2.gamma": ("embed_dim",),
         "final_norm.gamma": ("embed_dim",),
-        "lm_head": ("embed_dim", "vocab_size"),
     },
-    "resnet34": {
-        "fc.weight": ("num_classes", "in_features"),
-        "fc.bias": ("num_classes",),
-    },
+    "resnet34": {"fc.weight": ("num_classes", "in_features"), "fc.bias": ("num_classes",)},
     "mobilenet_v2": {
         "classifier.weight": ("num_classes", "in_features"),
         "classifier.bias": ("num_classes",),
@@ -88,7 +84,7 @@ _SIZES: Mapping[str, Mapping[str, str]] = {
 
 # By kind and key that may be missing: the keys whose quotient it is then.
 _QUOTIENTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "ministral": {"head_dim": ("embed_dim", "num_heads")},
+    "ministral": {"head_dim": ("embed_dim", "num_heads")}
 }
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -158,14 +154,7 @@ LARGEST_CONFIG = 1 << 26
 _DEEPEST = 127
 _COUNTS = 1 << 64
 
-_GPT_COUNTS = (
-    "vocab_size",
-    "context_length",
-    "embed_dim",
-    "num_layers",
-    "num_heads",
-    "mlp_ratio",
-)
+_GPT_COUNTS = ("vocab_size", "context_length", "embed_dim", "num_layers", "num_heads", "mlp_ratio")
 _STREAMING_COUNTS = (
     "device_budget_bytes",
     "cache_budget_cap_bytes",

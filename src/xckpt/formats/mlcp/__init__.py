@@ -15,7 +15,7 @@ groups of 7 bits, the lowest first. ``PREFIX.checkpoint``::
             size of the data i64
 
 ``PREFIX.metadata.json`` has the same metadata alone, and with them the only list of tensors; the
-data are in a file for each shard, see `xckpt.formats.mlcp.companions`.
+data are in a file for each shard, see `xckpt.formats.mlcp.records`.
 
 The number of shards in a ``.checkpoint`` is that in its metadata, where these list shards, else
 they go on to the end of the file.
@@ -40,36 +40,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.mlcp import companions, metadata
-from xckpt.formats.mlcp.companions import (
+from xckpt.formats.mlcp import metadata
+from xckpt.formats.mlcp.metadata import FIELDS, Metadata
+from xckpt.formats.mlcp.records import (
     CHECKPOINT_MAGIC,
+    DATA_TYPES,
     HEADER,
+    I32,
     METADATA_SUFFIX,
     MOVING,
     SHARD_MAGIC,
     ListedShard,
-)
-from xckpt.formats.mlcp.metadata import FIELDS, Metadata, ShardMetadata
-from xckpt.formats.mlcp.records import (
-    DATA_TYPES,
-    I32,
     NetCursor,
     Payload,
     Record,
+    ShardMetadata,
+    candidates,
     find_body,
+    look_beside,
+    metadata_name,
     places,
     read_body,
     same_tensors,
     written_block,
     written_string,
 )
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, placed
+from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor, placed, referring
 from xckpt.index import Index, Part, Shard, Tensor
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Mlcp(Format):
             listed = _read_checkpoint(source, payload)
         elif magic == SHARD_MAGIC:
             reason = "this is one shard of a checkpoint, without names and shapes of tensors"
-            whole = companions.metadata_name(source.name)
+            whole = metadata_name(source.name)
             hint = f"Open {whole!r}, or PREFIX.checkpoint, next to it"
             raise UnsupportedError(reason, offset=0, rule="Shard", hint=hint)
         elif _OBJECT.match(source.read(0, min(64, source.size))):
@@ -278,14 +279,14 @@ def _look_for_data(
 ) -> tuple[Payload, list[ListedShard], dict[str, Shard]]:
     """Look for data in other files, and say why a tensor has none."""
     if wanted != "none":
-        placed, files, texts = companions.look_beside(source, shards)
+        placed, files, texts = look_beside(source, shards)
         if wanted == "companion" or any(shard.file for shard in placed):
             warnings += texts
             is_there = any(shard.problem is None for shard in placed)
             return "companion" if is_there else "none", placed, files
     reason, hint = "the checkpoint has names, types and shapes of tensors, but no values", None
     if wanted != "none" and shards:
-        names = companions.candidates(source.name, shards[0].rank, shards[0].stated)
+        names = candidates(source.name, shards[0].rank, shards[0].stated)
         hint = "Nor are they in a file next to it: for the first shard, one of "
         hint += ", ".join(map(shown, names))
     problem = PayloadMissingError(reason, hint=hint)
@@ -410,7 +411,7 @@ def _in_one(
     for shard, group in zip(shards, tensors, strict=True):
         extents += placed(group, shard.offsets, offset)
         offset += shard.file_size
-    return Plan((Literal(0, head),), tuple(extents), nbytes=offset)
+    return Plan.headed(head, extents, offset)
 
 
 def _in_several(
@@ -419,23 +420,23 @@ def _in_several(
     tensors: list[list[WantedTensor]],
     custom: Mapping[str, str | None],
 ) -> Plan:
-    files = {}
-    listed = []
+    files, listed = {}, []
     for shard, group in zip(shards, tensors, strict=True):
-        path = companions.candidates(draft.path, shard.rank)[0]
+        path = candidates(draft.path, shard.rank)[0]
         files[path] = _shard_file(shard, group)
         size = HEADER.size + shard.file_size
         listed.append(shard._replace(file_path=path, file_size=size))
 
-    def with_names(of: Sequence[ShardMetadata]) -> Plan:
-        text = metadata.write(draft.attrs, of, {"payload": None, **custom})
-        return Plan((Literal(0, text),), (), nbytes=len(text))
+    def with_names(names: Mapping[str, str]) -> bytes:
+        of = [
+            shard
+            if names[shard.file_path] == shard.file_path
+            else shard._replace(file_path=names[shard.file_path], checksum=MOVING)
+            for shard in listed
+        ]
+        return metadata.write(draft.attrs, of, {"payload": None, **custom})
 
-    def renamed(names: Mapping[str, str]) -> Plan:
-        moving = [s._replace(file_path=names[s.file_path], checksum=MOVING) for s in listed]
-        return with_names(moving)
-
-    return replace(with_names(listed), companions=files, renamed=renamed)
+    return referring(files, with_names)
 
 
 def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
@@ -444,7 +445,7 @@ def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
         end = (extent.offset or 0) - start + extent.part.nbytes
         _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
     head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
-    return Plan((Literal(0, head),), tuple(extents), nbytes=start + shard.file_size)
+    return Plan.headed(head, extents, start + shard.file_size)
 
 
 def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:

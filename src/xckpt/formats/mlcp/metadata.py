@@ -31,7 +31,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.mlcp.records import DATA_TYPES, Record, check_shape, element_type
+from xckpt.formats.mlcp.records import (
+    DATA_TYPES,
+    Record,
+    ShardMetadata,
+    check_shape,
+    element_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,11 +76,7 @@ _TRAINING: dict[str, tuple[str, Any]] = {
     "optimizerType": ("text", None),
     "optimizerState": ("object", None),
 }
-_NESTED = {
-    "sharding": _SHARDING,
-    "shardingStrategy": _SHARDING,
-    "training": _TRAINING,
-}
+_NESTED = {"sharding": _SHARDING, "shardingStrategy": _SHARDING, "training": _TRAINING}
 _SHARD = {
     "rank": "int32",
     "filePath": "text",
@@ -89,23 +91,6 @@ _FORMATS = ("single_file", "multishard")
 _TIMESTAMP = re.compile(
     r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d{1,16})?)?(Z|[+-](0\d|1[0-3]):[0-5]\d)?)?", re.ASCII
 )
-
-
-class ShardMetadata(NamedTuple):
-    """What metadata say of a shard.
-
-    A path and a size of "" and 0 are not known, and None are tensors that are not listed. The
-    offsets count from the beginning of the shard's data.
-    """
-
-    rank: int
-    records: list[Record] | None
-    offsets: list[int]
-    file_path: str = ""
-    file_size: int = 0
-    # Upstream's reader compares it with one inside of the file, and its verifier with one of the
-    # whole file: no checksum but none satisfies both.
-    checksum: str | None = None
 
 
 class Metadata(NamedTuple):
@@ -144,12 +129,20 @@ class Metadata(NamedTuple):
 def parse(data: bytes, at: int) -> Metadata:
     """Read metadata, which are at a byte of their file."""
     repeated: list[str] = []
+    shards: list[ShardMetadata] = []
     try:
         what = "the metadata"
         fields = kit.decode_json(data, what, deepest=_DEEPEST, repeated=repeated.append)
         _check_fields(fields)
-        values = enumerate(fields.get("shards") or ())
-        shards = [_shard(value, f"shards[{number}]") for number, value in values]
+        for number, value in enumerate(fields.get("shards") or ()):
+            where = f"shards[{number}]"
+            entry = _object(value, where)
+            _check(entry, _SHARD, f"{where}.")
+            listed = entry.get("tensors")
+            own, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
+            path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
+            checksum = entry.get("checksum") or None
+            shards.append(ShardMetadata(entry.get("rank", 0), own, offsets, path, size, checksum))
         records, _ = _tensors(fields.get("tensorInfos") or (), "tensorInfos")
     except FormatError as error:
         error.offset = at
@@ -185,41 +178,30 @@ def _check(fields: Mapping[str, Any], types: Mapping[str, str], where: str) -> N
             raise _mistyped(where + name, expected, value)
 
 
-def _shard(value: Any, where: str) -> ShardMetadata:
-    entry = _object(value, where)
-    _check(entry, _SHARD, f"{where}.")
-    listed = entry.get("tensors")
-    records, offsets = (None, []) if listed is None else _tensors(listed, f"{where}.tensors")
-    path, size = entry.get("filePath") or "", entry.get("fileSize", 0)
-    return ShardMetadata(
-        entry.get("rank", 0), records, offsets, path, size, entry.get("checksum") or None
-    )
-
-
 def _tensors(values: Sequence[Any], where: str) -> tuple[list[Record], list[int]]:
-    found = [_tensor(value, f"{where}[{number}]") for number, value in enumerate(values)]
-    return [record for record, _ in found], [offset for _, offset in found]
-
-
-def _tensor(value: Any, where: str) -> tuple[Record, int]:
-    entry = _object(value, where)
-    name, shape = entry.get("name", ""), entry.get("shape", [])
-    if type(name) is not str:
-        raise _mistyped(f"{where}.name", "text", name)
-    if type(shape) is not list or len(shape) > kit.MOST_AXES:
-        raise _mistyped(f"{where}.shape", f"at most {kit.MOST_AXES} integers", shape)
-    nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
-    for number in (*shape, nbytes, offset):
-        if type(number) is not int:
-            raise _mistyped(f"{where}: shape, size and offset", "integers", number)
-    dtype = entry.get("dataType", 0)
-    is_number = type(dtype) is int and 0 <= dtype < len(_NUMBERED)
-    dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{where}: the")
-    try:
-        check_shape(dtype, shape, nbytes)
-    except FormatError as error:
-        raise error.located(tensor=name) from None
-    return Record(name, dtype, tuple(shape), nbytes), offset
+    records, offsets = [], []
+    for number, value in enumerate(values):
+        here = f"{where}[{number}]"
+        entry = _object(value, here)
+        name, shape = entry.get("name", ""), entry.get("shape", [])
+        if type(name) is not str:
+            raise _mistyped(f"{here}.name", "text", name)
+        if type(shape) is not list or len(shape) > kit.MOST_AXES:
+            raise _mistyped(f"{here}.shape", f"at most {kit.MOST_AXES} integers", shape)
+        nbytes, offset = entry.get("size", 0), entry.get("offset", 0)
+        for integer in (*shape, nbytes, offset):
+            if type(integer) is not int:
+                raise _mistyped(f"{here}: shape, size and offset", "integers", integer)
+        dtype = entry.get("dataType", 0)
+        is_number = type(dtype) is int and 0 <= dtype < len(_NUMBERED)
+        dtype = _NUMBERED[dtype] if is_number else element_type(str(dtype), f"{here}: the")
+        try:
+            check_shape(dtype, shape, nbytes)
+        except FormatError as error:
+            raise error.located(tensor=name) from None
+        records.append(Record(name, dtype, tuple(shape), nbytes))
+        offsets.append(offset)
+    return records, offsets
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -263,6 +245,10 @@ def _fields(
     sharding = _completed(attrs[names[-1]] if names else {}, _SHARDING)
     if sharding is not None:
         sharding["shardCount"] = len(shards)
+    given = attrs.get("customFields")
+    kept = {**(given or {}), **custom}
+    texts = {name: text for name, text in kept.items() if name not in custom or text is not None}
+    is_none = not texts and (given is None or custom.keys() & given.keys())
     form, infos = attrs.get("format", _FORMATS[0]), attrs.get("tensorInfos")
     has_files = any(shard.file_path for shard in shards)
     known = {
@@ -282,7 +268,7 @@ def _fields(
             for shard in shards
         ],
         "training": _completed(attrs.get("training"), _TRAINING),
-        "customFields": _custom_fields(attrs.get("customFields"), custom),
+        "customFields": None if is_none else texts,
         "format": _FORMATS[has_files] if form in _FORMATS else form,
         "shardingStrategy": sharding,
         "tensorInfos": infos and [entry for shard in shards for entry in _entries(shard)],
@@ -298,14 +284,6 @@ def _completed(
         return None
     known = {name: value.get(name, default) for name, (_, default) in known_fields.items()}
     return known | {name: value[name] for name in value if name not in known}
-
-
-def _custom_fields(
-    value: Mapping[str, Any] | None, custom: Mapping[str, str | None]
-) -> dict[str, Any] | None:
-    kept = {**(value or {}), **custom}
-    found = {name: text for name, text in kept.items() if name not in custom or text is not None}
-    return found or (None if value is None or custom.keys() & value.keys() else {})
 
 
 def _timestamp(value: str | None) -> str:

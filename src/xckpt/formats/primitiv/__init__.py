@@ -43,28 +43,26 @@ from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.formats.primitiv.models import (
-    check_utf8,
-    packed_model,
-    packed_parameter,
-    parameters_of,
-    read_model,
-    read_parameter,
-    value_path,
-)
-from xckpt.formats.primitiv.packed import (
     MAP,
     MOST_DIMS,
     U32,
     ObjectCursor,
+    check_utf8,
     packed_float32,
+    packed_model,
+    packed_parameter,
     packed_shape,
     packed_string,
     packed_tensor,
     packed_uint32,
+    parameters_of,
+    read_model,
+    read_parameter,
     read_shape,
     read_tensor,
     refused,
     trimmed,
+    value_path,
 )
 from xckpt.index import Index
 
@@ -89,6 +87,10 @@ _OPTIMIZERS = frozenset({"SGD", "MomentumSGD", "AdaGrad", "RMSProp", "AdaDelta",
 # What all optimizers have. For two days in November 2017 they were called trainers.
 _COMMON = frozenset({"Optimizer", "Trainer"})
 _WEIGHT = re.compile(r"(p?)w((?:_\w+?)?\d*)", re.ASCII)
+_LINE_ENDS = (
+    "Bytes 0d 0a are here: the file may have been written or copied in a text mode that ends lines "
+    "so, as primitiv does on Windows; what it held is not certain any more"
+)
 _FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
 
@@ -128,7 +130,9 @@ class Primitiv(Format):
         try:
             tensors, attrs = _read_content(objects, notes)
         except FormatError as error:
-            error.hint = _line_ends(source, error.offset or 0) or error.hint
+            start = max(0, (error.offset or 0) - 5)
+            if b"\r\n" in bytes(source.read(start, min(12, source.size - start))):
+                error.hint = _LINE_ENDS
             raise
         if not with_stats:
             tensors = {name: each for name, each in tensors.items() if "stat" not in each.attrs}
@@ -152,7 +156,11 @@ class Primitiv(Format):
         kind = data_type or _kind(draft)
         for owner, attrs in _OWN_ATTRS.items():
             if owner != kind and (found := [attr for attr in attrs if attr in draft.attrs]):
-                raise _misplaced(found[0], owner, kind)
+                article = "an" if owner == "Optimizer" else "a"
+                reason = f"the attribute {found[0]!r} belongs in {article} {owner} file, "
+                reason += f"and this is a {kind} file"
+                hint = f"Remove it, or write a file of its own with data_type={owner!r}"
+                raise UnsupportedError(reason, rule="Attribute", hint=hint)
         header = bytearray(packed_uint32(0, 1, _CODES[kind]))
         literals, extents, at = [], [], 0
         for piece in _content(draft, kind):
@@ -183,18 +191,6 @@ class Primitiv(Format):
             elif len(shape) == len(_FILTER):
                 axes[name] = _FILTER
         return axes
-
-
-def _line_ends(source: Readable, offset: int) -> str | None:
-    """Return what may have led to an error there, where the bytes around it show."""
-    start = max(0, offset - 5)
-    around = bytes(source.read(start, min(12, source.size - start)))
-    if b"\r\n" not in around:
-        return None
-    return (
-        "Bytes 0d 0a are here: the file may have been written or copied in a text mode that "
-        "ends lines so, as primitiv does on Windows; what it held is not certain any more"
-    )
 
 
 # --- content, and shapes alone --------------------------------------------------------------------
@@ -228,7 +224,11 @@ def _read_content(
     elif kind == "Model":
         tensors = read_model(objects, notes)
     else:
-        attrs = _read_optimizer(objects, notes)
+        integers = _read_settings(objects, notes, "uint_configs", objects.uint32)
+        floats = _read_settings(objects, notes, "float_configs", objects.float32)
+        optimizer = _optimizer_class([*integers, *floats])
+        attrs = {} if optimizer is None else {"optimizer": optimizer}
+        attrs |= {"uint_configs": integers, "float_configs": floats}
     if objects.left:
         trailing = f"trailing bytes ({objects.left} from byte {objects.at} on)"
         notes.add("ignored, as by primitiv", trailing)
@@ -273,14 +273,6 @@ def _shape(draft: Draft) -> Pieces:
 
 
 # --- optimizers -----------------------------------------------------------------------------------
-
-
-def _read_optimizer(objects: ObjectCursor, notes: kit.Notes) -> dict[str, Any]:
-    integers = _read_settings(objects, notes, "uint_configs", objects.uint32)
-    floats = _read_settings(objects, notes, "float_configs", objects.float32)
-    optimizer = _optimizer_class([*integers, *floats])
-    more = {} if optimizer is None else {"optimizer": optimizer}
-    return {**more, "uint_configs": integers, "float_configs": floats}
 
 
 def _read_settings(
@@ -355,10 +347,3 @@ def _kind(draft: Draft) -> str:
         hint = "Remove it, or say data_type="
         raise UnsupportedError(reason, rule="DataType", hint=hint)
     return stated
-
-
-def _misplaced(attr: str, owner: str, kind: str) -> UnsupportedError:
-    article = "an" if owner == "Optimizer" else "a"
-    reason = f"the attribute {attr!r} belongs in {article} {owner} file, and this is a {kind} file"
-    hint = f"Remove it, or write a file of its own with data_type={owner!r}"
-    return UnsupportedError(reason, rule="Attribute", hint=hint)

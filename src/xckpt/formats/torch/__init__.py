@@ -14,8 +14,6 @@ References: those of the modules.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats import Format, Readable, archive, kit
 from xckpt.formats.torch import containers, distributed
@@ -23,13 +21,11 @@ from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.tensors import Tensors
 from xckpt.index import Index
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["Torch"]
-
 _PREVIEW = b"PYTORCH1"
 _OLDEST = {"storages", "tensors", "pickle", "sys_info"}  # members of the tar archives of 0.1
+# What the first member of an archive is called in its folder, or in which folder there it is.
+_FIRST = {"data.pkl", "version", "byteorder", "constants.pkl", ".format_version"}
+_FOLDERS = ("data/", "code/", ".data/")
 _AGAIN = "Load it with torch.load(..., weights_only=True), and save it again"
 
 
@@ -44,7 +40,8 @@ class Torch(Format):
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether it is an archive with a pickle or storages, a chain of pickles, or metadata."""
         if head.startswith(b"PK\3\4"):
-            return _is_member(archive.first_name(head))
+            folder, _, rest = archive.first_name(head).partition("/")
+            return bool(folder) and (rest in _FIRST or rest.startswith(_FOLDERS))
         if head[257:262] == b"ustar":
             return head[:100].rstrip(b"\0").decode("latin-1").rstrip("/") in _OLDEST
         if head.startswith(_PREVIEW) or containers.is_legacy(head):
@@ -57,39 +54,17 @@ class Torch(Format):
         notes = kit.Notes()
         if distributed.is_metadata(head):
             return distributed.read(self.name, source, notes)
-        read = _reader(head)
-        content = read(source, notes)
+        if head.startswith(_PREVIEW):
+            raise UnsupportedError("a container of 2018", offset=0, rule="Container", hint=_AGAIN)
+        if head[257:262] == b"ustar":
+            reason = "a tar archive, as PyTorch 0.1 wrote them"
+            raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
+        is_zip = head.startswith((b"PK\3\4", b"PK\5\6"))
+        if not is_zip and not containers.is_legacy(head):
+            raise FormatError(f"it begins {head[:16]!r}", offset=0, rule="Container")
+        content = (containers.read_zip if is_zip else containers.read_legacy)(source, notes)
         tensors = Tensors(content.place, notes, content.byteorder, content.base)
         objects = ObjectWalk(tensors, content.nbytes, notes, content.base)
         objects.walk(content.value)
-        return Index(
-            self.name,
-            content.version,
-            objects.tensors,
-            objects.attrs,
-            source.name,
-            source.size,
-            warnings=notes.warnings(),
-        )
-
-
-def _is_member(name: str) -> bool:
-    """Whether a name is one that the first member of an archive of torch has."""
-    folder, _, rest = name.partition("/")
-    return bool(folder) and (
-        rest in {"data.pkl", "version", "byteorder", "constants.pkl", ".format_version"}
-        or rest.startswith(("data/", "code/", ".data/"))
-    )
-
-
-def _reader(head: bytes) -> Callable[[Readable, kit.Notes], containers.Contents]:
-    if head.startswith((b"PK\3\4", b"PK\5\6")):
-        return containers.read_zip
-    if head.startswith(_PREVIEW):
-        raise UnsupportedError("a container of 2018", offset=0, rule="Container", hint=_AGAIN)
-    if head[257:262] == b"ustar":
-        reason = "a tar archive, as PyTorch 0.1 wrote them"
-        raise UnsupportedError(reason, offset=0, rule="Container", hint=_AGAIN)
-    if not containers.is_legacy(head):
-        raise FormatError(f"it begins {head[:16]!r}", offset=0, rule="Container")
-    return containers.read_legacy
+        found, texts = (objects.tensors, objects.attrs), notes.warnings()
+        return Index(self.name, content.version, *found, source.name, source.size, warnings=texts)

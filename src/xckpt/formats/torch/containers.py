@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Storage
 
-__all__ = ["LEGACY_BEGINS", "Contents", "is_legacy", "read_legacy", "read_zip"]
-
 _LARGEST_PICKLE = 256 << 20
 # A pickle of a checkpoint becomes a tenth when it is deflated.
 _LARGEST_DEFLATED, _MOST_DEFLATED = 1 << 20, 32
@@ -79,10 +77,13 @@ class Contents(NamedTuple):
 
 def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     """Read an archive."""
-    members = {member.name: (member, at) for member, at in archive.places(source)}
+    members = {member.name: (member, at) for member, at in archive.Archive(source).places()}
     root = next(iter(members), "").partition("/")[0]
     if f"{root}/data.pkl" not in members:
-        raise _no_pickle(root, members)
+        for name, what in _OTHERS.items():
+            if f"{root}/{name}" in members:
+                raise UnsupportedError(what, offset=0, rule="Pickle")
+        raise FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
     cursor = kit.Cursor(source)
     pickle, base = members[f"{root}/data.pkl"]
     value = _read_pickle(archive.Content(cursor, pickle, base), pickle, notes)
@@ -101,7 +102,11 @@ def read_zip(source: Readable, notes: kit.Notes) -> Contents:
     if byteorder not in {"little", "big"}:
         at = members[f"{root}/byteorder"][1]
         raise FormatError(f"byteorder is {shown(byteorder)}", offset=at, rule="Byteorder")
-    version = _version(word("version"), notes)
+    version = word("version")
+    if version and not (version.isascii() and version.isdigit()):
+        raise FormatError(f"version is {shown(version)}", offset=0, rule="Version")
+    if not version or int(version) not in _VERSIONS:
+        notes.add(f"torch itself reads versions 1 to 10, not {version or 'none'}", "version")
     place = partial(_member, members, root)
     return Contents(version, value, place, pickle.nbytes, base, byteorder)
 
@@ -124,22 +129,6 @@ def _read_pickle(held: archive.Content, member: archive.Member, notes: kit.Notes
     if machine.at < len(data):
         notes.add(f"{len(data) - machine.at} bytes after the pickle are ignored", "data.pkl")
     return value
-
-
-def _no_pickle(root: str, members: Mapping[str, Any]) -> CheckpointError:
-    """Say what an archive without a pickle is."""
-    for name, what in _OTHERS.items():
-        if f"{root}/{name}" in members:
-            return UnsupportedError(what, offset=0, rule="Pickle")
-    return FormatError(f"the folder {shown(root)} has no data.pkl", offset=0, rule="Pickle")
-
-
-def _version(text: str, notes: kit.Notes) -> str:
-    if text and not (text.isascii() and text.isdigit()):
-        raise FormatError(f"version is {shown(text)}", offset=0, rule="Version")
-    if not text or int(text) not in _VERSIONS:
-        notes.add(f"torch itself reads versions 1 to 10, not {text or 'none'}", "version")
-    return text
 
 
 def _member(members: Mapping[str, Any], root: str, key: str) -> Region:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     # First element, and extents.
     _Block = tuple[tuple[int, ...], tuple[int, ...]]
 
-__all__ = ["METADATA", "is_metadata", "read"]
-
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
 _LARGEST_METADATA = 256 << 20
@@ -96,17 +94,10 @@ def read(format: str, source: Readable, notes: kit.Notes) -> Index:
     except CheckpointError as error:
         raise error.located(offset=0) from error.__cause__
     version = reader.fields.get("version")
+    version = version if type(version) is str else ""
     size = source.size + sum([shard.size for shard in reader.shards.values()])
-    return Index(
-        format,
-        version if type(version) is str else "",
-        reader.tensors,
-        reader.attrs,
-        source.name,
-        size,
-        reader.shards,
-        notes.warnings(),
-    )
+    found, texts = (reader.tensors, reader.attrs), notes.warnings()
+    return Index(format, version, *found, source.name, size, reader.shards, texts)
 
 
 def _broken(reason: str, rule: str = "Metadata") -> FormatError:
@@ -153,13 +144,15 @@ class _MetadataReader:
         """Return where items are, by name and offset as text: keys of a file are not hashed."""
         items = {}
         for index, info in self._mapping("storage_data").items():
-            key, place = (
-                _fields(index, "metadata.MetadataIndex"),
-                _fields(info, "filesystem._StorageInfo"),
-            )
+            key = _fields(index, "metadata.MetadataIndex")
+            place = _fields(info, "filesystem._StorageInfo")
             at, nbytes = place.get("offset"), place.get("length")
             file = place.get("relative_path")
-            if type(file) is not str or not _is_file_name(file):
+            if (
+                type(file) is not str
+                or file in {"", ".", ".."}
+                or any(mark in file for mark in "/\\\0:")
+            ):
                 reason = f"{spelled(file)} is not the name of a file in the folder"
                 raise _broken(reason, "FileName")
             if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0:
@@ -327,11 +320,6 @@ def _refuse_safetensors(name: str, file: Readable) -> None:
         reason = f"the file {shown(name)} is safetensors, and not items of PyTorch"
         hint = "Open that file with engine='safetensors'"
         raise UnsupportedError(reason, rule="Item", hint=hint)
-
-
-def _is_file_name(name: str) -> bool:
-    is_plain = not any(mark in name for mark in "/\\\0:")
-    return is_plain and name not in {"", ".", ".."}
 
 
 def _check_cover(name: str, size: tuple[int, ...], chunks: Sequence[_Block]) -> None:

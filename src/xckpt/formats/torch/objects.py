@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from xckpt.formats.torch.tensors import Tensors
     from xckpt.index import Tensor
 
-__all__ = ["ObjectWalk"]
-
 # Paths are walked as often as they are there, but a few bytes can make 2**200 of them.
 _VISITS, _VISITS_PER_BYTE = 10_000, 2
 _DEEPEST = 1000

@@ -34,8 +34,6 @@ from xckpt.formats.torch.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Machine"]
-
 _LONGEST_INT = 1 << 10  # in bytes; Python has a limit of its own for digits
 _LONGEST_DIGITS = 4300
 _LONGEST_LINE = 1 << 10  # of a name
@@ -488,24 +486,8 @@ _LONG = rb"|".join(b"\\x8a" + bytes((n,)) + b".{%d}" % n for n in range(1, 9))
 _INT = rb"(?:K.|M..|J.{4}|" + _LONG + rb")"
 _SIZES = rb"(\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\((?:%b){4,64}t))" % ((_INT,) * 4) + _PUT + b"?"
 _RECORD = re.compile(
-    rb"\(\("
-    + _GOT
-    + _GOT
-    + rb"X([\x01-\x09]\0\0\0[0-9]{1,9})"
-    + _PUT
-    + _GOT
-    + rb"(%b)t" % _INT
-    + _PUT
-    + rb"Q(%b)" % _INT
-    + _SIZES * 2
-    + rb"([\x88\x89])"
-    + _GOT
-    + rb"\)R"
-    + _PUT
-    + b"t"
-    + _PUT
-    + b"R"
-    + _PUT,
+    rb"\(\(%b%bX([\x01-\x09]\0\0\0[0-9]{1,9})%b%b(%b)t%bQ(%b)%b%b([\x88\x89])%b\)R%bt%bR%b"
+    % (*(_GOT, _GOT, _PUT, _GOT, _INT, _PUT, _INT, _SIZES, _SIZES, _GOT), *(_PUT,) * 3),
     re.DOTALL,
 )
 _INT_OPCODE = re.compile(

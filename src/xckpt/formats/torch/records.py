@@ -5,36 +5,15 @@ Arrays and numbers of NumPy have their bytes in the pickle itself.
 
 from __future__ import annotations
 
-import re
 import struct
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import NUMPY_CODES, nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats import kit
 from xckpt.index import Part, Tensor
-
-__all__ = [
-    "Call",
-    "Extension",
-    "Global",
-    "Pairs",
-    "Persistent",
-    "PickledSet",
-    "array_of",
-    "data_of",
-    "dict_of",
-    "is_plain",
-    "items_of",
-    "key_text",
-    "kind_of",
-    "name_of",
-    "scalar_of",
-    "sizes_of",
-    "spelled",
-]
 
 # What is in a pickle once can be looked at many times.
 _MOST_BYTES = 1 << 12
@@ -152,8 +131,6 @@ def is_plain(value: Any) -> bool:
 
 # --- arrays and numbers of NumPy ------------------------------------------------------------------
 
-_NUMPY = re.compile(r"([biufc])([1248]|16)")
-_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _FLOATS = {"float64": "d", "float32": "f", "float16": "e", "bool": "?"}
 # They are held in memory as long as the Index is.
 _LARGEST_ARRAY = 1 << 20
@@ -164,13 +141,11 @@ def _numpy_type(value: Any) -> tuple[str, Any] | None:
     if type(value) is not Call or name_of(value) != "numpy.dtype":
         return None
     code = value.args[0] if value.args else None
-    found = _NUMPY.fullmatch(code) if type(code) is str else None
+    name = NUMPY_CODES.get(code) if type(code) is str else None
     mark = value.state[1] if type(value.state) is tuple and len(value.state) > 1 else "|"
-    if found is None or mark not in ("<", ">", "|", "="):
+    if name is None or mark not in ("<", ">", "|", "="):
         return None
-    kind, nbytes = _KINDS[found[1]], int(found[2])
-    name = kind if kind == "bool" else f"{kind}{8 * nbytes}"
-    return (name, "big" if mark == ">" else "little") if name in ELEMENT_TYPES else None
+    return name, "big" if mark == ">" else "little"
 
 
 def scalar_of(args: tuple[Any, ...]) -> Any:

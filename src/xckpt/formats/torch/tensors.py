@@ -17,13 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES
-from xckpt.errors import (
-    CheckpointError,
-    FormatError,
-    PayloadMissingError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, PayloadMissingError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.torch.records import (
     Call,
@@ -43,8 +37,6 @@ from xckpt.index import Part, Quantization, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["Region", "Tensors", "dtype_named", "itemsize_of", "storage_of", "wrapped"]
 
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
 _MOST_INLINE = 1 << 24  # bytes of arrays that are in the pickle itself

@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable
 from xckpt.formats.ztensor import v1, v2
-from xckpt.formats.ztensor.layouts import LAYOUT_KEY, LONG, SHORT_1, WRITTEN
+from xckpt.formats.ztensor.manifest import LAYOUT_KEY, LONG, SHORT_1, WRITTEN
 from xckpt.formats.ztensor.quantized import PINNED
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats.kit import number
-from xckpt.formats.ztensor.layouts import BITS, SHORT, decoded_size, require_roles
+from xckpt.formats.ztensor.manifest import BITS, SHORT, decoded_size, require_roles
 from xckpt.index import Quantization
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from xckpt.formats.plan import WantedTensor
-    from xckpt.formats.ztensor.layouts import Shape
+    from xckpt.formats.ztensor.manifest import Shape
     from xckpt.index import Part
 
     _Pinned = tuple[dict[str, Part], Quantization] | None

@@ -20,6 +20,7 @@ have them as in version 1.1, in a field that readers of version 1.0 ignore.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,14 @@ from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import Literal, Plan, by_source
-from xckpt.formats.ztensor import layouts, manifest
+from xckpt.formats.ztensor import manifest
 from xckpt.index import Index, Part, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from xckpt.formats import Readable
-    from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
+    from xckpt.formats.plan import Draft, WantedTensor, Written
 
 MAGIC_0, MAGIC = b"ZTEN0001", b"ZTEN1000"
 
@@ -71,12 +72,13 @@ def read(source: Readable, magic: bytes) -> Index:
         empty = magic == MAGIC_0 and not length and source.size == _HEAD + _FOOTER
         root: Any = [] if empty else manifest.decode(bytes(source.read(start, length)))
         if magic == MAGIC_0:
-            version, tensors = "0.1", _tensors_0(root, ranges)
+            version, tensors = "0.1", kit.read_each(_entries_0(root), partial(_tensor_0, ranges))
         else:
             version, warnings = _version(mapping("manifest", root), 0 if plain else 2)
             key = "tensors" if plain else "objects"
             reading = _Components(ranges, plain=plain)
-            tensors = layouts.read_all(mapping(key, root.get(key)), manifest.text, reading.tensor)
+            entries = manifest.drained(mapping(key, root.get(key)), manifest.text)
+            tensors = kit.read_each(entries, reading.tensor)
             attrs = manifest.attributes(root.get("attributes"))
             if "generator" in root:
                 generator = manifest.attributes({"generator": root["generator"]})
@@ -107,44 +109,41 @@ class _Ranges:
             raise FormatError(reason, rule="BlobBounds")
         if offset % _ALIGNMENT:
             reason = "not at a multiple of 64, which is slower to read"
-            self.notes.add(reason, layouts.place(tensor, offset))
+            self.notes.add(reason, manifest.place(tensor, offset))
         if nbytes and (offset < _HEAD or end > self._data_end):
             reason = "overlapping the head or the manifest"
-            self.notes.add(reason, layouts.place(tensor, offset))
+            self.notes.add(reason, manifest.place(tensor, offset))
         return offset, nbytes
 
     def check_digest(self, tensor: str, offset: int, digest: str) -> None:
         """Note a digest that is not verified."""
-        layouts.note_digest(self.notes, _ALGORITHMS, tensor, offset, digest)
+        manifest.note_digest(self.notes, _ALGORITHMS, tensor, offset, digest)
 
 
 # --- reading 0.1 ----------------------------------------------------------------------------------
 
 
-def _tensors_0(entries: Any, ranges: _Ranges) -> dict[str, Tensor]:
+def _entries_0(entries: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     if type(entries) is not list:
         raise mistyped("manifest", entries, "an array")
-    tensors: dict[str, Tensor] = {}
+    names = set()
     for entry in entries:
         name = manifest.text("name", mapping("tensor", entry).get("name"))
-        if name in tensors:
+        if name in names:
             raise FormatError("two tensors have this name", tensor=name, rule="NameCollision")
-        try:
-            tensors[name] = _tensor_0(name, entry, ranges)
-        except CheckpointError as error:
-            raise error.located(tensor=name) from None
-    return tensors
+        names.add(name)
+        yield name, entry
 
 
-def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
-    shape = kit.as_shape(entry.get("shape"), layouts.MOST_ELEMENTS)
+def _tensor_0(ranges: _Ranges, name: str, entry: Mapping[Any, Any]) -> Tensor:
+    shape = kit.as_shape(entry.get("shape"), manifest.MOST_ELEMENTS)
     layout = manifest.text("layout", entry.get("layout"))
     spelled = manifest.text("dtype", entry.get("dtype"))
-    dtype = layouts.LONG.get(spelled)
+    dtype = manifest.LONG.get(spelled)
     offset, nbytes = ranges.check(name, entry.get("offset"), entry.get("size"))
     encoding = entry.get("encoding")
-    if encoding is not None:
-        encoding = None if manifest.text("encoding", encoding) == "raw" else encoding
+    if encoding is not None and manifest.text("encoding", encoding) == "raw":
+        encoding = None
     digest = entry.get("checksum")
     if digest is not None:
         ranges.check_digest(name, offset, manifest.text("checksum", digest))
@@ -153,43 +152,35 @@ def _tensor_0(name: str, entry: Mapping[Any, Any], ranges: _Ranges) -> Tensor:
     blob = Part("uint8", None, offset, nbytes, encoding, digest=digest)
     problem = None
     if encoding not in {None, "zstd"}:
-        problem = layouts.unknown("encoding", encoding, name, offset)
+        problem = manifest.unknown("encoding", encoding, name, offset)
     if layout == "dense" and dtype is not None and problem is None:
         order = entry.get("data_endianness")
         if order is not None and manifest.text("data_endianness", order) not in {"little", "big"}:
             raise FormatError(f"the byte order {shown(order)}", rule="Schema")
         # Writers state it for raw data only; what they compress is little-endian.
         is_big = order == "big" and encoding is None
-        part = Part(
-            dtype,
-            shape,
-            offset,
-            nbytes,
-            encoding,
-            digest=digest,
-            byteorder="big" if is_big else "little",
-        )
-        layouts.check_dense(part, shape)
+        part = replace(blob, dtype=dtype, shape=shape, byteorder="big" if is_big else "little")
+        manifest.check_dense(part, shape)
         return Tensor(name, dtype, shape, {"data": part}, attrs=attrs)
     if layout == "dense":
-        problem = problem or layouts.unknown("element type", spelled, name, offset)
-        parts = {"data": layouts.flat(blob)}
+        problem = problem or manifest.unknown("element type", spelled, name, offset)
+        parts = {"data": manifest.flat(blob)}
         return Tensor(name, dtype or spelled, shape, parts, attrs=attrs, problem=problem)
     if layout == "sparsecsr" and dtype is not None and encoding is None:
         return Tensor(name, dtype, shape, _rows_0(dtype, shape, blob), "sparse_csr", attrs=attrs)
     # The coordinates and values of "sparsecoo" alternate: not an array of anything.
-    attrs[layouts.LAYOUT_KEY] = layout
-    parts = {"data": layouts.flat(blob)}
+    attrs[manifest.LAYOUT_KEY] = layout
+    parts = {"data": manifest.flat(blob)}
     kind = dtype or "uint8"
     return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
 
-def _rows_0(dtype: str, shape: layouts.Shape, blob: Part) -> dict[str, Part]:
+def _rows_0(dtype: str, shape: manifest.Shape, blob: Part) -> dict[str, Part]:
     """Split a blob that is row pointers, column indices and values, one after the other."""
     if len(shape) != 2:
         raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
     pointers = _INDEX_NBYTES * (shape[0] + 1)
-    width = layouts.BITS[dtype] // 8
+    width = manifest.BITS[dtype] // 8
     nonzero, rest = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
     if nonzero < 0 or rest:
         reason = f"{blob.nbytes} bytes are not {pointers} of row pointers "
@@ -230,14 +221,14 @@ class _Components:
 
     def tensor(self, name: str, entry: Any) -> Tensor:
         """Read what the manifest says of a tensor."""
-        shape = kit.as_shape(mapping("tensor", entry).get("shape"), layouts.MOST_ELEMENTS)
+        shape = kit.as_shape(mapping("tensor", entry).get("shape"), manifest.MOST_ELEMENTS)
         components = mapping("components", entry.get("components"))
         layout: Any = manifest.text("format", entry.get("format"))
         attrs = manifest.attributes(entry["attributes"]) if "attributes" in entry else {}
-        if layout not in layouts.ROLES:
+        if layout not in manifest.ROLES:
             return self._structural(name, entry, shape, components, attrs)
-        roles = layouts.ROLES[layout]
-        layouts.require_roles(layout, components, roles, exactly=False)
+        roles = manifest.ROLES[layout]
+        manifest.require_roles(layout, components, roles, exactly=False)
         main = components[roles[0]]
         problem: CheckpointError | None = None
         try:
@@ -245,9 +236,9 @@ class _Components:
             parts = {role: self._part(name, role, entry, components[role], whole) for role in roles}
             kind = parts[roles[0]].dtype
             if layout == "dense":
-                layouts.check_dense(parts["data"], shape)
+                manifest.check_dense(parts["data"], shape)
         except UnsupportedError as error:
-            parts = {role: layouts.flat(self._bare_part(name, components[role])) for role in roles}
+            parts = {role: manifest.flat(self._bare_part(name, components[role])) for role in roles}
             error.located(offset=parts[roles[0]].offset)
             # A traceback would keep the whole manifest alive.
             problem = error.with_traceback(None)
@@ -256,10 +247,10 @@ class _Components:
         if layout != "dense" and problem is None:
             # Readers of these versions find out when they assemble the tensor: the rest is fine.
             try:
-                parts = layouts.sparse(layout, shape, parts)
+                parts = manifest.sparse(layout, shape, parts)
             except FormatError as error:
                 problem = error.with_traceback(None).located(tensor=name)
-                parts = {role: layouts.flat(part) for role, part in parts.items()}
+                parts = {role: manifest.flat(part) for role, part in parts.items()}
                 kind = parts[roles[0]].dtype
         if not self._plain and main.get("type") is not None:
             attrs.setdefault("type", main["type"])
@@ -269,7 +260,7 @@ class _Components:
         self,
         name: str,
         entry: dict[Any, Any],
-        shape: layouts.Shape,
+        shape: manifest.Shape,
         components: dict[Any, Any],
         attrs: dict[str, Any],
     ) -> Tensor:
@@ -279,24 +270,26 @@ class _Components:
             _, dtype = self._element(entry, component, manifest.text("role", role))
             # 1.0 states one type for the tensor: for roles it does not define, that is no type.
             part = self._bare_part(name, component, None if self._plain else dtype)
-            parts[role] = layouts.flat(part)
+            parts[role] = manifest.flat(part)
             if problem is None and part.encoding not in {None, "zstd"}:
-                problem = layouts.unknown("encoding", str(part.encoding), name, part.offset)
-        kind = layouts.LONG.get(manifest.text("dtype", entry.get("dtype"))) if self._plain else None
+                problem = manifest.unknown("encoding", str(part.encoding), name, part.offset)
+        kind = (
+            manifest.LONG.get(manifest.text("dtype", entry.get("dtype"))) if self._plain else None
+        )
         kind = kind or next((part.dtype for part in parts.values()), "uint8")
-        attrs = {**attrs, layouts.LAYOUT_KEY: entry["format"]}
+        attrs = {**attrs, manifest.LAYOUT_KEY: entry["format"]}
         return Tensor(name, kind, shape, parts, "structural", attrs=attrs, problem=problem)
 
     def _element(self, entry: dict[Any, Any], component: Any, role: str) -> tuple[str, str | None]:
         """Return the element type of a part as it is spelled, and its name here if it is known."""
         if not self._plain:
-            return layouts.element(
-                mapping("component", component), layouts.SHORT_1, layouts.LOGICAL_1
+            return manifest.element(
+                mapping("component", component), manifest.SHORT_1, manifest.LOGICAL_1
             )
         if role in _INDICES:
             return "uint64", "uint64"
         spelled = manifest.text("dtype", entry.get("dtype"))
-        return spelled, layouts.LONG.get(spelled)
+        return spelled, manifest.LONG.get(spelled)
 
     def _part(
         self,
@@ -304,14 +297,14 @@ class _Components:
         role: str,
         entry: dict[Any, Any],
         component: Any,
-        shape: layouts.Shape | None,
+        shape: manifest.Shape | None,
     ) -> Part:
         spelled, dtype = self._element(entry, component, role)
         if dtype is None:
-            raise layouts.unknown("element type", spelled, name)
+            raise manifest.unknown("element type", spelled, name)
         part = self._bare_part(name, component, dtype, shape)
         if part.encoding not in {None, "zstd"}:
-            raise layouts.unknown("encoding", str(part.encoding), name, part.offset)
+            raise manifest.unknown("encoding", str(part.encoding), name, part.offset)
         return part
 
     def _bare_part(
@@ -319,7 +312,7 @@ class _Components:
         name: str,
         component: Any,
         dtype: str | None = None,
-        shape: layouts.Shape | None = None,
+        shape: manifest.Shape | None = None,
     ) -> Part:
         """Read a part whose encoding may be unknown."""
         if type(component) is not dict:
@@ -361,34 +354,34 @@ def append(source: Readable, draft: Draft, old: Index) -> Plan:
 
 def _planned(draft: Draft, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
     entries = {name: _entry(tensor) for name, tensor in by_source(draft.tensors).items()}
-    return layouts.planned(
+    return manifest.planned(
         literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
     )
 
 
-def _entry(tensor: WantedTensor) -> layouts.NewEntry:
+def _entry(tensor: WantedTensor) -> manifest.NewEntry:
     name = kit.check_text("the name", tensor.name, tensor.name)
-    parts = layouts.storable_parts(tensor, ("uint64",))
-    main = layouts.ROLES.get(tensor.layout, ("",))[0]
+    parts = manifest.storable_parts(tensor, ("uint64",))
+    main = manifest.ROLES.get(tensor.layout, ("",))[0]
     dtype = parts[main].dtype if main in parts else tensor.dtype
-    if dtype not in layouts.LONG:
+    if dtype not in manifest.LONG:
         raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
     head = {"dtype": dtype, "shape": list(tensor.shape)}
     attrs = dict(tensor.attrs)
-    if tensor.layout in layouts.ROLES:
+    if tensor.layout in manifest.ROLES:
         head["format"] = tensor.layout
     elif tensor.layout == "structural":
-        head["format"] = _structural(tensor, parts, attrs.pop(layouts.LAYOUT_KEY, None))
+        head["format"] = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
     else:
         raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
-    asked = layouts.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-    return layouts.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
+    asked = manifest.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+    return manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:
     """Return the layout of a tensor that is its parts, of which the version says no types."""
-    if type(layout) is not str or layout in layouts.ROLES:
-        raise layouts.unnamed_layout(tensor, layouts.ROLES)
+    if type(layout) is not str or layout in manifest.ROLES:
+        raise manifest.unnamed_layout(tensor, manifest.ROLES)
     for role, part in parts.items():
         if part.dtype != "uint8":
             reason = f"version 1.0 has no type of its own for the part {shown(role)}, {part.dtype}"
@@ -404,7 +397,7 @@ def _lacking(reason: str, tensor: str, rule: str) -> UnsupportedError:
 
 def _finish(
     root: Mapping[str, Any],
-    entries: Mapping[str, layouts.NewEntry],
+    entries: Mapping[str, manifest.NewEntry],
     start: int,
     written: Mapping[tuple[str, str], Written],
 ) -> tuple[Literal, ...]:
@@ -413,23 +406,20 @@ def _finish(
 
     tensors = dict(root["tensors"])
     for name, entry in entries.items():
-        roles = sorted(entry.parts)
-        components = {role: _component(entry.parts[role], written[name, role]) for role in roles}
+        components: dict[str, dict[str, Any]] = {}
+        for role, part in sorted(entry.parts.items()):
+            place = written[name, role]
+            components[role] = {"offset": place.offset, "length": place.nbytes}
+            if part.compression is not None:
+                components[role]["encoding"] = part.compression
+            if place.digest is not None:
+                algorithm, _, value = place.digest.partition(":")
+                # As the specification spells it.
+                checksum = f"crc32c:0x{value.removeprefix('0x').upper()}"
+                components[role]["digest"] = checksum if algorithm == "crc32c" else place.digest
         tensors[name] = {**entry.head, "components": components}
         if entry.attrs:
             tensors[name]["attributes"] = entry.attrs
     data = cbor2.dumps({**root, "tensors": dict(sorted(tensors.items()))})
     footer = len(data).to_bytes(_FOOTER, "little")
-    return (Literal(layouts.end_of(written, start), data + footer),)
-
-
-def _component(part: WantedPart, written: Written) -> dict[str, Any]:
-    component: dict[str, Any] = {"offset": written.offset, "length": written.nbytes}
-    if part.compression is not None:
-        component["encoding"] = part.compression
-    if written.digest is not None:
-        algorithm, _, value = written.digest.partition(":")
-        # As the specification spells it.
-        checksum = f"crc32c:0x{value.removeprefix('0x').upper()}"
-        component["digest"] = checksum if algorithm == "crc32c" else written.digest
-    return component
+    return (Literal(manifest.end_of(written, start), data + footer),)

@@ -26,7 +26,7 @@ from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
 from xckpt.formats.plan import Literal, Plan
-from xckpt.formats.ztensor import layouts, manifest
+from xckpt.formats.ztensor import manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
 from xckpt.index import Index, Part, Shard, Tensor
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.formats import Readable
-    from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
+    from xckpt.formats.plan import Draft, WantedTensor, Written
     from xckpt.index import Layout
 
 MAGIC = b"\x89ZT2\r\n\x1a\n"
@@ -64,8 +64,8 @@ _ENCODINGS = {None: None, "zstd": _SEEKABLE, _SEEKABLE: _SEEKABLE}
 _DIGESTS = {None: "xxh3", "xxh3": "xxh3", "sha256": "sha256", "crc32c": "xxh3"}
 # The dtype and the type of a part.
 _SPELLED: dict[str, tuple[str, str | None]] = {
-    **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in layouts.LOGICAL.items()},
-    **{dtype: (spelled, None) for spelled, dtype in layouts.SHORT.items()},
+    **{dtype: (carrier, spelled) for spelled, (dtype, carrier) in manifest.LOGICAL.items()},
+    **{dtype: (spelled, None) for spelled, dtype in manifest.SHORT.items()},
 }
 # Of 33 levels, a value in the root's attributes is the third, a tensor's attributes are the fourth.
 _ROOT_LEVELS, _LEVELS = 31, 30
@@ -138,7 +138,7 @@ def read(source: Readable) -> Index:
         attrs = _attributes(root)
         shards = _shards(root, source.name)
         reading = _Objects(source.size, (start, end), shards)
-        tensors = layouts.read_all(entries, _check_name, reading.tensor)
+        tensors = kit.read_each(manifest.drained(entries, _check_name), reading.tensor)
         reading.check_overlaps()
     except CheckpointError as error:
         error.located(offset=start)
@@ -215,7 +215,7 @@ class _Objects:
     def check_overlaps(self) -> None:
         """Check that the ranges in each file are identical or disjoint."""
         for file, ranges in self._ranges.items():
-            for at, _, _ in kit.overlaps((start, end, "") for start, end in {*ranges}):
+            for at, _, _ in kit.overlaps([(*each, "") for each in ranges], shared=True):
                 where = "" if file is None else f" of the shard {file!r}"
                 reason = f"data from byte {at}{where} on begin within others"
                 offset = at if file is None else None
@@ -223,7 +223,7 @@ class _Objects:
 
     def tensor(self, name: str, entry: Any) -> Tensor:
         """Read what the manifest says of a tensor."""
-        shape = kit.as_shape(mapping("object", entry).get("shape"), layouts.MOST_ELEMENTS)
+        shape = kit.as_shape(mapping("object", entry).get("shape"), manifest.MOST_ELEMENTS)
         layout = manifest.text("layout", entry.get("layout"))
         fields = mapping("parts", entry.get("parts"))
         if not fields:
@@ -237,8 +237,8 @@ class _Objects:
                     role: self._part(name, role, of, shape=whole) for role, of in fields.items()
                 }
                 if layout == "dense":
-                    layouts.require_roles(layout, parts, layouts.ROLES[layout])
-                    layouts.check_dense(parts["data"], shape)
+                    manifest.require_roles(layout, parts, manifest.ROLES[layout])
+                    manifest.check_dense(parts["data"], shape)
                     dtype = parts["data"].dtype
                     return Tensor(name, dtype, shape, parts, attrs=attrs, strict=True)
                 tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
@@ -247,12 +247,12 @@ class _Objects:
                 # A traceback would keep the whole manifest alive.
                 problem = error.with_traceback(None)
         parts = {
-            role: layouts.flat(self._part(name, role, of, understood=False))
+            role: manifest.flat(self._part(name, role, of, understood=False))
             for role, of in fields.items()
         }
         tensor = Tensor(name, "", shape, parts, attrs=attrs, strict=True)
         kind = _ARRAYS.get(layout, "structural")
-        main = layouts.ROLES[kind][0] if kind in layouts.ROLES else None
+        main = manifest.ROLES[kind][0] if kind in manifest.ROLES else None
         if problem is not None and main in parts:
             # An array that cannot be decoded; other layouts are shown as their parts anyway.
             problem.located(offset=parts[main].offset)
@@ -260,7 +260,7 @@ class _Objects:
             return replace(tensor, dtype=known or spelled, layout=kind, problem=problem)
         encodings = {role: of.get("encoding", _SPELLED_SEEKABLE) for role, of in fields.items()}
         problems = (
-            layouts.unknown("encoding", encoding, name, parts[role].offset)
+            manifest.unknown("encoding", encoding, name, parts[role].offset)
             for role, encoding in encodings.items()
             if encoding != _SPELLED_SEEKABLE
         )
@@ -272,7 +272,7 @@ class _Objects:
         role: Any,
         fields: Any,
         *,
-        shape: layouts.Shape | None = None,
+        shape: manifest.Shape | None = None,
         understood: bool = True,
     ) -> Part:
         """Read a part; its element type and its encoding may be unknown unless `understood`."""
@@ -292,13 +292,13 @@ class _Objects:
             _check_shard_name(shard)
         self._check_range(shard, offset, nbytes)
         if understood and dtype is None:
-            raise layouts.unknown("element type", spelled, name)
+            raise manifest.unknown("element type", spelled, name)
         if encoding == _SPELLED_SEEKABLE:
             encoding = _SEEKABLE
         elif understood and encoding is not None:
-            raise layouts.unknown("encoding", encoding, name, offset)
+            raise manifest.unknown("encoding", encoding, name, offset)
         if digest is not None:
-            layouts.note_digest(self.notes, _ALGORITHMS, name, offset, digest)
+            manifest.note_digest(self.notes, _ALGORITHMS, name, offset, digest)
         stored = (offset, nbytes, encoding, decoded, digest)
         return Part(dtype or "uint8", shape, *stored, digest_of="decoded", shard=shard)
 
@@ -322,8 +322,8 @@ def _element(fields: Any) -> tuple[str, str | None]:
     """Return the element type of a part as it is spelled, and its name here if it is known."""
     if type(fields) is not dict:
         raise mistyped("part", fields, "a map")
-    found = layouts.element(fields, layouts.SHORT, layouts.LOGICAL)
-    if fields["dtype"] not in layouts.SHORT:
+    found = manifest.element(fields, manifest.SHORT, manifest.LOGICAL)
+    if fields["dtype"] not in manifest.SHORT:
         raise FormatError(f"the dtype {shown(fields['dtype'])} does not exist", rule="Schema")
     if "type" in fields:
         manifest.text("type", fields["type"])
@@ -349,13 +349,13 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
     parts, shape = dict(tensor.parts), tensor.shape
     if layout in _ARRAYS:
         kind = _ARRAYS[layout]
-        layouts.require_roles(layout, parts, layouts.ROLES[kind])
-        indices = [parts[role] for role in layouts.ROLES[kind][1:]]
+        manifest.require_roles(layout, parts, manifest.ROLES[kind])
+        indices = [parts[role] for role in manifest.ROLES[kind][1:]]
         types = {part.dtype for part in indices}
         if len(types) > 1 or not types <= {"uint32", "uint64"}:
             reason = f"indices of type {' and '.join(sorted(types))}: expected u32 or u64"
             raise FormatError(reason, offset=indices[0].offset, rule="LayoutRule")
-        fitting = layouts.sparse(kind, shape, parts)
+        fitting = manifest.sparse(kind, shape, parts)
         return replace(tensor, dtype=parts["values"].dtype, parts=fitting, layout=kind)
     if layout not in READERS:
         check_gguf(shape, parts, tensor.attrs)
@@ -369,9 +369,9 @@ def _assembled(tensor: Tensor, layout: str) -> Tensor:
 
 def _as_parts(tensor: Tensor, layout: str) -> Tensor:
     """Return a tensor that is shown as its parts."""
-    parts = {role: layouts.flat(part) for role, part in tensor.parts.items()}
+    parts = {role: manifest.flat(part) for role, part in tensor.parts.items()}
     dtype = next(iter(parts.values())).dtype
-    attrs = {**tensor.attrs, layouts.LAYOUT_KEY: layout}
+    attrs = {**tensor.attrs, manifest.LAYOUT_KEY: layout}
     return replace(tensor, dtype=dtype, parts=parts, layout="structural", attrs=attrs)
 
 
@@ -422,7 +422,7 @@ def _planned(
         raise ValueError(f"alignment={alignment!r}: expected a power of two from 4096")
     entries = {name: _entry(draft.tensors[name]) for name in sorted(draft.tensors)}
     finish = partial(_finish, root, entries, start, alignment)
-    return layouts.planned(literals, entries, start, alignment, finish)
+    return manifest.planned(literals, entries, start, alignment, finish)
 
 
 def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
@@ -433,25 +433,25 @@ def _storable_name(what: str, name: str, tensor: str | None = None) -> str:
     return name
 
 
-def _entry(tensor: WantedTensor) -> layouts.NewEntry:
+def _entry(tensor: WantedTensor) -> manifest.NewEntry:
     name = _storable_name("the name", tensor.name, tensor.name)
-    parts = layouts.storable_parts(tensor, ("uint32", "uint64"))
+    parts = manifest.storable_parts(tensor, ("uint32", "uint64"))
     attrs = dict(tensor.attrs)
     if tensor.layout == "quantized":
         layout, attrs = quantized_layout(tensor, parts)
     elif tensor.layout == "structural":
-        layout = _structural(tensor, parts, attrs.pop(layouts.LAYOUT_KEY, None), attrs)
+        layout = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None), attrs)
     else:
         layout = _LAYOUTS[tensor.layout]
-        main = parts[layouts.ROLES[tensor.layout][0]]
+        main = parts[manifest.ROLES[tensor.layout][0]]
         if attrs.get("type") == _SPELLED[main.dtype][1]:
             attrs.pop("type", None)  # what a component of version 1.2 has, and here the part
     for key in attrs:
         _storable_name("the attribute", key, name)
     ordered = {role: parts[role] for role in sorted(parts)}
-    asked = layouts.wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
+    asked = manifest.wished(tensor, ordered, _ENCODINGS, _DIGESTS, "decoded")
     head = {"layout": layout, "shape": list(tensor.shape)}
-    return layouts.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
+    return manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(
@@ -459,7 +459,7 @@ def _structural(
 ) -> str:
     """Return the layout of a tensor that is its parts, if they may be of it."""
     if type(layout) is not str or layout in _ARRAYS or not parts:
-        raise layouts.unnamed_layout(tensor, _ARRAYS)
+        raise manifest.unnamed_layout(tensor, _ARRAYS)
     for role in parts:
         _storable_name("the part", role, tensor.name)
     if _is_known(layout):
@@ -472,7 +472,7 @@ def _structural(
 
 def _finish(
     root: Mapping[Any, Any],
-    entries: Mapping[str, layouts.NewEntry],
+    entries: Mapping[str, manifest.NewEntry],
     start: int,
     alignment: int,
     written: Mapping[tuple[str, str], Written],
@@ -483,28 +483,22 @@ def _finish(
     empty = min((each.offset for each in written.values() if not each.nbytes), default=0)
     objects = dict(root["objects"])
     for name, entry in entries.items():
-        parts = {
-            role: _fields(part, written[name, role], empty) for role, part in entry.parts.items()
-        }
+        parts: dict[str, dict[str, Any]] = {}
+        for role, part in entry.parts.items():
+            (dtype, logical), place = _SPELLED[part.dtype], written[name, role]
+            blob = [place.offset if place.nbytes else empty, place.nbytes]
+            parts[role] = {"dtype": dtype, "blob": blob}
+            if logical is not None:
+                parts[role]["type"] = logical
+            if part.compression is not None:
+                parts[role] |= {"encoding": _SPELLED_SEEKABLE, "decoded_length": part.nbytes}
+            if place.digest is not None:
+                parts[role]["digest"] = place.digest
         objects[name] = {**entry.head, "parts": parts}
         if entry.attrs:
             objects[name]["attributes"] = entry.attrs
     data = kit.encode_cbor({**root, "objects": objects})
-    offset = kit.aligned(layouts.end_of(written, start), alignment)
+    offset = kit.aligned(manifest.end_of(written, start), alignment)
     digest = xxhash.xxh3_64_intdigest(data)
     footer = _FOOTER.pack(offset, len(data), digest, _VERSION, 0, MAGIC)
     return (Literal(offset, data + footer),)
-
-
-def _fields(part: WantedPart, written: Written, empty: int) -> dict[str, Any]:
-    dtype, logical = _SPELLED[part.dtype]
-    offset = written.offset if written.nbytes else empty
-    fields: dict[str, Any] = {"dtype": dtype, "blob": [offset, written.nbytes]}
-    if logical is not None:
-        fields["type"] = logical
-    if part.compression is not None:
-        fields["encoding"] = _SPELLED_SEEKABLE
-        fields["decoded_length"] = part.nbytes
-    if written.digest is not None:
-        fields["digest"] = written.digest
-    return fields

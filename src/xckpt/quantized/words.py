@@ -1,10 +1,11 @@
-"""``qweight`` of GPTQ and of AWQ: the transpose of a weight, in words of 32 bits.
+"""Words of 32 bits: ``qweight`` of GPTQ and of AWQ, the transpose of a weight; MLX, and ``metal``.
 
-Reference: gptqmodel 7.7; AutoAWQ at commit 88e4c76b.
+Reference: gptqmodel 7.7; AutoAWQ at commit 88e4c76b; mlx 0.32, which is transformers' ``metal``.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantized.config import is_match
@@ -15,6 +16,7 @@ from xckpt.quantized.model import (
     Weight,
     bits_of,
     cdiv,
+    check_grid,
     group_of,
     leaf,
     quantization,
@@ -25,15 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from xckpt.index import Part, Tensor
-    from xckpt.quantized.model import Shape
-
-__all__ = ["awq_problem", "gptq_problem", "qweight"]
 
 _AWQ_VERSIONS = {"gemm", "gemv", "exllama", "exllamav2"}
 _GPTQ_FORMATS = {"gptq", "gptq_v2", "gptq_p"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # Microseconds that it takes to try parameters.
 _EFFORT = 30
+_MLX_MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+_MLX_BITS = (1, 2, 3, 4, 5, 6, 8)
 _PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 
 
@@ -68,8 +69,6 @@ def qweight(model: Model, name: str, data: Tensor) -> Weight | None:
     is_awq = model.method == "awq"
     if model.method is None:
         is_awq = f"{stem}.g_idx" not in model.tensors and data.shape[1] * 8 == scales.shape[1]
-    if is_awq and str(model.config.get("version", "gemm")).lower() == "gemv":
-        return _awq_gemv(model, stem, data, scales)
     return (_awq if is_awq else _gptq)(model, stem, data, scales)
 
 
@@ -118,7 +117,7 @@ def _gptq_weight(
         if tensor.shape != shape:
             reason = f"{leaf(tensor.name)} is {list(tensor.shape)}, but {list(shape)} is needed"
             raise Unfit("shape", f"{reason} for {bits} bits in groups of {group}")
-        parts[role] = tensor, stored_as(tensor)
+        parts[role] = stored_as(tensor)
     planes = _PLANES.get(bits, ()) if format == "gptq_p" or bits in {5, 6, 7} else ()
     if planes and (columns % 32 or out % 32):
         raise Unfit("shape", f"{[out, columns]} is not whole runs of 32 codes")
@@ -186,38 +185,33 @@ def _gptq_bits(
 
 
 def _awq(model: Model, stem: str, data: Tensor, scales: Tensor) -> Weight:
-    columns, words = data.shape
-    shape = (words * 8, columns)
-    group = _awq_group(model, columns, scales.shape[0])
-    grid = (cdiv(columns, group), words)
-    zeros = _awq_zeros(model, stem, grid)
-    if scales.shape != (grid[0], words * 8):
-        reason = f"scales is {list(scales.shape)}, but {[grid[0], words * 8]} is needed"
+    is_gemv = str(model.config.get("version", "gemm")).lower() == "gemv"
+    if is_gemv:
+        out, columns = data.shape[0], data.shape[1] * 8
+        group = _awq_group(model, columns, None)
+        # Rows of zero points are padded, the more the smaller groups are.
+        step = 1 if group >= 128 else 2 if group >= 64 else 4
+        stored = cdiv(cdiv(cdiv(columns, group), 8), step) * step
+        grid, needed = (out, stored), (out, stored * 8)
+        how: dict[str, Any] = {"stored_grid": needed}
+    else:
+        columns, out = data.shape[0], data.shape[1] * 8
+        group = _awq_group(model, columns, scales.shape[0])
+        grid = (cdiv(columns, group), data.shape[1])
+        needed = (grid[0], out)
+        how = {"scale_axes": (1, 0), "axes": (1, 0), "order": _AWQ_ORDER, "zero_axis": 0}
+    parts = {"data": stored_as(data), "scales": stored_as(scales)}
+    zero: int | None = 8
+    if f"{stem}.qzeros" in model.tensors or model.config.get("zero_point") is not False:
+        zeros, zero = model.need(f"{stem}.qzeros", {"int32"}), None
+        if zeros.shape != grid:
+            raise Unfit("shape", f"qzeros is {list(zeros.shape)}, but {list(grid)} is needed")
+        parts["zeros"] = stored_as(zeros)
+    if scales.shape != needed:
+        reason = f"scales is {list(scales.shape)}, but {list(needed)} is needed"
         raise Unfit("shape", f"{reason} for groups of {group}")
-    parts = {"data": (data, stored_as(data)), "scales": (scales, stored_as(scales))} | zeros
-    scheme = quantization(
-        (1, group), "uint8", 4, 32, 0, zero=None if zeros else 8, packed_zeros=True,
-        scale_axes=(1, 0), axes=(1, 0), order=_AWQ_ORDER, zero_axis=0,
-    )  # fmt: skip
-    return Weight(f"{stem}.weight", shape, scheme, parts)
-
-
-def _awq_gemv(model: Model, stem: str, data: Tensor, scales: Tensor) -> Weight:
-    out, words = data.shape
-    columns = words * 8
-    group = _awq_group(model, columns, None)
-    # Rows of zero points are padded, the more the smaller groups are.
-    step = 1 if group >= 128 else 2 if group >= 64 else 4
-    stored = cdiv(cdiv(cdiv(columns, group), 8), step) * step
-    zeros = _awq_zeros(model, stem, (out, stored))
-    if scales.shape != (out, stored * 8):
-        reason = f"scales is {list(scales.shape)}, but {[out, stored * 8]} is needed"
-        raise Unfit("shape", f"{reason} for groups of {group}")
-    parts = {"data": (data, stored_as(data)), "scales": (scales, stored_as(scales))} | zeros
-    scheme = quantization(
-        (1, group), "uint8", 4, 32, 1, zero=None if zeros else 8, packed_zeros=True,
-        stored_grid=(out, stored * 8),
-    )  # fmt: skip
+    block, axis = (1, group), 1 if is_gemv else 0
+    scheme = quantization(block, "uint8", 4, 32, axis, zero=zero, packed_zeros=True, **how)
     return Weight(f"{stem}.weight", (out, columns), scheme, parts)
 
 
@@ -231,10 +225,107 @@ def _awq_group(model: Model, columns: int, groups: int | None) -> int:
     return max(columns // groups, 1)
 
 
-def _awq_zeros(model: Model, stem: str, shape: Shape) -> dict[str, tuple[Tensor, Part]]:
-    if f"{stem}.qzeros" not in model.tensors and model.config.get("zero_point") is False:
-        return {}
-    zeros = model.need(f"{stem}.qzeros", {"int32"})
-    if zeros.shape != shape:
-        raise Unfit("shape", f"qzeros is {list(zeros.shape)}, but {list(shape)} is needed")
-    return {"zeros": (zeros, stored_as(zeros))}
+# --- MLX ------------------------------------------------------------------------------------------
+
+
+def mlx_problem(config: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a declaration of MLX for all modules."""
+    mode = config.get("mode", "affine")
+    known = isinstance(mode, str) and mode in _MLX_MODES
+    return None if known else f"the mode {str(mode)[:40]!r} is not read"
+
+
+def mlx(model: Model, name: str, data: Tensor) -> Weight | None:
+    """Read words of MLX: integers with scales and biases, or small floats with scales."""
+    stem = name.removesuffix(".weight")
+    if data.dtype != "uint32" or stem == name or f"{stem}.scales" not in model.tensors:
+        return None
+    scales = model.need(f"{stem}.scales", FLOATS | {"uint8"})
+    if data.ndim < 2 or scales.ndim != data.ndim:
+        raise Unfit("shape", f"weight is {list(data.shape)}, scales {list(scales.shape)}")
+    mode, size, bits = _mlx_params(model, stem, data, scales)
+    words, groups = data.shape[-1], scales.shape[-1]
+    shape = (*data.shape[:-1], words * 32 // bits)
+    if shape[-1] * bits != words * 32 or shape[-1] != groups * size:
+        reason = f"{words} words and {groups} groups are not codes of {bits} bits in groups of"
+        raise Unfit("grid", f"{reason} {size}")
+    block = (*(1,) * (data.ndim - 1), size)
+    check_grid(shape, block, scales)
+    if f"{stem}.global_scale" in model.tensors:
+        raise Unfit("global", "there is a global_scale")
+    parts = {"data": stored_as(data), "scales": stored_as(scales)}
+    axis = data.ndim - 1
+    if mode == "affine":
+        model.need(scales.name, FLOATS)
+        names = [f"{stem}.{each}" for each in ("qbiases", "biases")]
+        name_of = next((each for each in names if each in model.tensors), names[-1])
+        biases = model.need(name_of, FLOATS)
+        check_grid(shape, block, biases)
+        parts["biases"] = stored_as(biases)
+        scheme = quantization(block, "uint8", bits, 32, axis, stream=True, biases=True)
+        return Weight(name, shape, scheme, parts)
+    model.need(scales.name, {"uint8"})
+    exponent = "float8_e4m3fn" if mode == "nvfp4" else "float8_e8m0fnu"
+    parts["scales"] = stored_as(scales, exponent)
+    if bits == 8:
+        parts["data"] = stored_as(data, "float8_e4m3fn", shape)
+        return Weight(name, shape, quantization(block, "float8_e4m3fn", 8, 8, axis), parts)
+    return Weight(name, shape, quantization(block, "float4_e2m1fn", 4, 32, axis), parts)
+
+
+def _mlx_params(model: Model, stem: str, data: Tensor, scales: Tensor) -> tuple[str, int, int]:
+    """Return mode, group size and bits: of the module, of the model, or as shapes tell."""
+    own = model.config.get(stem)
+    if own is False:
+        raise Unfit("config", "it is declared as not quantised, and has scales")
+    config = own if isinstance(own, dict) else model.config
+    if model.method is None and "bits" not in config:
+        return _mlx_guess(model, stem, data, scales)
+    mode = config.get("mode", "affine")
+    if not isinstance(mode, str) or mode not in _MLX_MODES:
+        raise Unfit("mode", f"the mode {str(mode)[:40]!r} is not read")
+    size, bits = [
+        config.get(key) or default
+        for key, default in zip(("group_size", "bits"), _MLX_MODES[mode], strict=True)
+    ]
+    bits, size = bits_of(bits, _MLX_BITS), group_of(size)
+    if size is None:
+        raise Unfit("group size", "the group size is -1")
+    if mode != "affine" and (size, bits) != _MLX_MODES[mode]:
+        raise Unfit("mode", f"{mode} of {bits} bits in groups of {size} is not read")
+    return mode, size, bits
+
+
+def _mlx_guess(model: Model, stem: str, data: Tensor, scales: Tensor) -> tuple[str, int, int]:
+    """Return mode, group size and bits where nothing is declared."""
+    words, groups = data.shape[-1], scales.shape[-1]
+    if f"{stem}.biases" not in model.tensors and f"{stem}.qbiases" not in model.tensors:
+        for mode, (size, bits) in list(_MLX_MODES.items())[1:]:
+            if words * 32 == groups * size * bits:
+                return mode, size, bits
+        raise Unfit("grid", f"{words} words and {groups} groups are not those of any mode")
+    size, bits = model.once(_mlx_affine)
+    return "affine", size, bits
+
+
+def _mlx_affine(model: Model) -> tuple[int, int]:
+    """Return the group size and bits that fit all modules, and make widths that the model has."""
+    widths = {t.shape[0] for t in model.tensors.values() if t.ndim == 1 and t.dtype in FLOATS}
+    counts = {(size, bits): 0 for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128)}
+    for name, tensor in model.tensors.items():
+        scales = model.tensors.get(f"{name.removesuffix('weight')}scales")
+        is_weight = tensor.dtype == "uint32" and name.endswith(".weight") and tensor.ndim > 1
+        if not is_weight or scales is None or not scales.ndim:
+            continue
+        nbits, groups = tensor.shape[-1] * 32, scales.shape[-1]
+        counts = {each: n for each, n in counts.items() if nbits == prod(each) * groups}
+        for each in counts:
+            counts[each] += groups * each[0] in widths
+    most = max(counts.values(), default=0)
+    best = [each for each, count in counts.items() if count == most]
+    if len(best) == 1:
+        return best[0]
+    if (64, 4) not in best:
+        raise Unfit("undeclared", "nothing says how many bits a code has, and shapes do not tell")
+    model.warnings.append("nothing declares the bits of its codes: 4 in groups of 64 are assumed")
+    return 64, 4
