@@ -133,7 +133,7 @@ class Role:
         own = [word for word in words(found.template) if word not in self.shared]
         # One of several is called so where it is English.
         told = [
-            f"{base[:-1] if len(base) > 2 and re.search('[^s]s$', base) else base} {at}"
+            f"{base[:-1] if len(base) > 2 and base[-1] == 's' != base[-2] else base} {at}"
             for base, at in places
         ]
         return ", ".join([*told, *own]) or name
