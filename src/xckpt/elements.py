@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK_TYPES",
     "ELEMENT_TYPES",
     "NUMPY_CODES",
+    "STRUCT_CODES",
     "BlockType",
     "ElementType",
     "decoded_dtype",
@@ -132,6 +133,11 @@ BLOCK_TYPES: dict[str, BlockType] = {
     }.items()
     for name, nbytes in types.items()
 }
+
+# The letters of `struct` for types that it has.
+STRUCT_CODES = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "bool": "?"}
+STRUCT_CODES |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
+STRUCT_CODES |= {"float16": "e", "float32": "f", "float64": "d"}
 
 _NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
 

@@ -7,6 +7,7 @@ and transformers 5.23 for FP8 in blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantized.config import is_match
@@ -205,10 +206,7 @@ def full(model: Model, name: str, data: Tensor) -> Weight | None:
     if not data.ndim:
         raise Unfit("shape", f"{leaf(name)} has no axes")
     scales = model.need(found, _SCALES)
-
-    def fit(params: Params) -> Weight:
-        return _full_weight(model, name, data, scales, params)
-
+    fit = partial(_full_weight, model, name, data, scales)
     if is_compressed:
         return _fitting(model, stem, fit)
     if model.method == "mxfp8":
