@@ -12,7 +12,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import golden_files
 from tests.exported import WRITERS, assert_same_values, restored, same, told, written
-from xckpt.writing.sparse_parts import densified
+from xckpt.writing.casting import densified
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -37,6 +37,8 @@ __all__ = [
 
 # Levels of lists and dicts in an attribute that is kept as JSON.
 DEEPEST_ATTRS = 32
+# To look through more than these takes the garbage collector noticeable time.
+_MANY_OBJECTS = 100_000
 
 Layout = Literal[
     "dense",
@@ -526,4 +528,8 @@ def paused_collector() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            # What was made stays: it becomes old at once, without a look through all of it.
+            if gc.get_count()[0] > _MANY_OBJECTS and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

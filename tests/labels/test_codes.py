@@ -27,6 +27,10 @@ from xckpt.labels import scales_of_codes
         ("l.0.weight_scale", "float8_e4m3fn", "l.0.weight_global_scale"),
         ("l.0.weight_packed", "int32", "l.0.scale_packed"),
         ("l.0.W_q", "uint8", "l.0.scale"),
+        ("params/encoder/layers_3/kernel", "int8", "params/encoder/layers_3/scale"),
+        ("params/layers_3/kernel", "int8", "params/layers_3/kernel/scale"),
+        ("params/layers_3/mlp.kernel", "int8", "params/layers_3/mlp.scales"),
+        ("net/~/linear/w", "uint8", "net/~/linear/w/absmax"),
     ],
 )
 def test_codes_are_known_by_their_scales(codes: str, dtype: str, scales: str) -> None:
@@ -55,3 +59,6 @@ def test_integers_that_say_how_codes_are_read_are_none_of_weights() -> None:
     found = scales_of_codes({**scales, "m.1.w": "uint8", **parts, **others})
     assert found.keys() == {"m.0.qweight", "m.1.w", "m.1.w.absmax", *parts}
     assert found["m.0.g_idx"] == "m.0.scales"
+    every = {**scales, "m.1.w": "uint8", **parts, **others}
+    slashed = scales_of_codes({name.replace(".", "/"): dtype for name, dtype in every.items()})
+    assert slashed.keys() == {name.replace(".", "/") for name in found}

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xckpt.labels.conventions import same_tensors
 from xckpt.labels.numbering import (
     bare,
     is_index,
@@ -13,6 +14,7 @@ from xckpt.labels.numbering import (
     numbered_bases,
     numbered_modules,
     numbered_places,
+    split_leaf,
 )
 from xckpt.labels.stacking import flat_names, stack
 from xckpt.notebook.folding import Row, families_of
@@ -164,3 +166,27 @@ def test_the_pieces_of_a_name_spell_it(name: str) -> None:
     # What was taken apart is the same again.
     assert len(numbered_places(found.pieces)) == len(found.indices) == len(found.bases)
     assert tuple(numbered_bases(found.template)) == found.bases
+
+
+class TestTheLeafOfAName:
+    @pytest.mark.parametrize(
+        ("name", "leaf"),
+        [
+            ("params/encoder/layers_3/kernel", "kernel"),
+            ("net/~/linear.w", "w"),
+            ("a.b/c", "c"),
+            ("model/w:0", "w:0"),
+            ("w", "w"),
+            ("a/", ""),
+        ],
+    )
+    def test_follows_the_last_dot_or_slash(self, name: str, leaf: str) -> None:
+        assert split_leaf(name)[2] == leaf
+        assert "".join(split_leaf(name)) == name
+
+    def test_norms_are_found_whatever_separates_words(self) -> None:
+        mine = ["params/encoder/layers_3/norm/gamma", "params/encoder/layers_3/norm/beta"]
+        other = ["params/encoder/layers_3/norm/weight", "params/encoder/layers_3/norm/bias"]
+        assert [found[:2] for found in same_tensors(mine, other)] == list(
+            zip(mine, other, strict=True)
+        )

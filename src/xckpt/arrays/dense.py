@@ -81,6 +81,11 @@ class DenseArray(LazyArray):
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
 
     @property
+    def readers(self) -> dict[str, PartReader]:
+        """What reads its parts, by role, as other arrays have it."""
+        return {"data": self.reader}
+
+    @property
     def part_readers(self) -> Collection[PartReader]:
         """See `LazyArray.part_readers`."""
         return (self.reader,)
@@ -194,7 +199,10 @@ class DenseArray(LazyArray):
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
         if self._is_wide and self._is_native:
             self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-            memory = source.take(part.offset + start * itemsize, (stop - start) * itemsize)
+            where = part.offset + start * itemsize, (stop - start) * itemsize
+            memory = source.take(*where)
+            if memory is None and source.worth_skipping is not None:
+                memory = source.read(*where)
             if memory is not None:
                 return np.frombuffer(memory, self.dtype)
         if self._is_copied:

@@ -76,7 +76,8 @@ class Listed(NamedTuple):
         """Names of the variables that it would be if it were not stacked."""
         if self.stacked is None:
             return (self.name,)
-        return tuple([f"{name}{self.suffix}" for name in self.stacked.stack.members])
+        members, suffix = self.stacked.stack.members, self.suffix
+        return tuple([f"{name}{suffix}" for name in members]) if suffix else members
 
     @property
     def suggested(self) -> tuple[str | None, ...] | None:
@@ -245,7 +246,8 @@ def _stacks(
     ) -> list[Stack]:
         kinds = {tensor.name: kind_of(tensor, axes, options) for tensor in tensors}
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
-        parts = [f"{t.name}:{role}" for t in tensors if _in_parts(t, options) for role in t.parts]
+        parted = [t for t in tensors if t.layout != "dense" and _in_parts(t, options)]
+        parts = [f"{tensor.name}:{role}" for tensor in parted for role in tensor.parts]
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
         how = outer if require_join(options.join) == "outer" else None
         if for_tree:
@@ -306,9 +308,12 @@ def warn_of_unknown_modules(
 
 def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return `Listing.flat_order` and `Listing.file_order`."""
-    if all(each.stacked is None and each.role is None for each in arrays):
-        names = tuple([each.name for each in arrays])
-        return names, names
+    if all(each.role is None for each in arrays):
+        names = [each.name for each in arrays]
+        if any(each.stacked is not None for each in arrays):
+            members = {name for each in arrays for name in each.members}
+            names = [tensor.name for tensor in tensors if tensor.name in members]
+        return tuple(names), tuple(names)
     variables: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
     parted: set[str] = set()
     for each in arrays:
@@ -318,8 +323,6 @@ def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...
         for name, member in zip(of, each.members, strict=True):
             variables[name].append(member)
     in_file = tuple([member for members in variables.values() for member in members])
-    if not parted:
-        return in_file, in_file
     whole = [name for name in variables if name not in parted]
     parts = [part for name, members in variables.items() if name in parted for part in members]
     return (*whole, *parts), in_file

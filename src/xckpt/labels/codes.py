@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from xckpt.labels.numbering import split_leaf
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -15,8 +17,8 @@ _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
 # What the name of codes, or of zero points, may have where the name of their scales has not.
 _ENDINGS = re.compile(r"(_packed|_blocks|_qdata|_zero_point|\._data|:data|:zero_points)$")
 _SCALES = (
-    *("_scale", "_scale_inv", "_scales", ".scale", "._scale", ":scale", ":scales"),
-    *(".absmax", "_absmax"),
+    *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
+    *(".absmax", "/absmax", "_absmax"),
 )
 # Scales of scales.
 _GLOBAL_SCALES = ("_scale_2", "_global_scale", ":global")
@@ -53,14 +55,14 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
             scales = next((each for each in _candidates(name) if each in dtypes), None)
             if scales is not None:
                 found[name] = scales
-    modules = {name.rpartition(".")[0]: scales for name, scales in found.items()}
+    modules = {split_leaf(name)[0]: scales for name, scales in found.items()}
     modules = {name: scales for name, scales in modules.items() if name} | found
     codes = dict(found)
     for name, dtype in dtypes.items() if codes else ():
         if dtype.lstrip("u").startswith("int") and name not in codes:
             # In the module of codes, or below them: ``weight.quant_state.bitsandbytes__nf4``.
-            module = name.rpartition(".")[0]
-            scales = modules.get(module) or codes.get(module.rpartition(".")[0])
+            module = split_leaf(name)[0]
+            scales = modules.get(module) or codes.get(split_leaf(module)[0])
             if scales is not None:
                 found[name] = scales
     return found
@@ -74,7 +76,7 @@ def _candidates(name: str) -> Iterator[str]:
     if stem.endswith("_scale"):
         for ending in _GLOBAL_SCALES:
             yield stem.removesuffix("_scale") + ending
-    module, dot, leaf = stem.rpartition(".")
+    module, separator, leaf = split_leaf(stem)
     if leaf in _SCALED:
         for scales in _SCALES_OF_A_MODULE:
-            yield module + dot + scales
+            yield module + separator + scales

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels.numbering import numbered
+from xckpt.labels.numbering import numbered, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -108,8 +108,8 @@ def _spellings(
 
 
 def _with_usual_leaf(name: str) -> str:
-    head, dot, leaf = name.rpartition(".")
-    return head + dot + _LEAVES.get(leaf, leaf)
+    head, separator, leaf = split_leaf(name)
+    return head + separator + _LEAVES.get(leaf, leaf)
 
 
 def _unwrapped(name: str) -> str:
@@ -151,11 +151,11 @@ def _gguf_kind(kind: str, architecture: Any) -> str | None:
     spellings += [_of_gptrs(kind, "h", _GPT2), f"model.{_of_gptrs(kind, 'layers', _LLAMA)}"]
     names = _gguf_names(architecture)
     for spelling in spellings:
-        module, dot, leaf = spelling.rpartition(".")
+        module, separator, leaf = split_leaf(spelling)
         if spelling in names:
             return names[spelling]
         if leaf in {"weight", "bias"} and module in names:
-            return names[module] + dot + leaf
+            return names[module] + separator + leaf
     return None
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import lru_cache
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Numbered",
     "bare",
+    "has_words",
     "is_index",
     "numbered",
     "numbered_bases",
     "numbered_modules",
     "numbered_places",
     "spans",
+    "split_leaf",
     "split_name",
     "without_front",
     "words",
@@ -54,6 +56,7 @@ _FIRST = "index"
 _LONGEST_INDEX = 18
 # What may be an index, if what is next to it says so.
 _DIGITS = re.compile(r"(?<![^./_\-h])([0-9]{1,18})(?![^./_])")
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SEPARATOR = re.compile("[./]")
 _BEFORE_SEPARATOR = re.compile("(?=[./])")
 # What stands between a word and its number.
@@ -82,11 +85,6 @@ class Numbered(NamedTuple):
         return [next(indices) if piece is None else piece for piece in self.template]
 
     @property
-    def has_words(self) -> bool:
-        """Whether there is something else than indices in it."""
-        return any(piece.strip("./") for piece in self.template if piece is not None)
-
-    @property
     def outermost(self) -> str:
         """The name up to its first index; empty where there is none."""
         if not self.indices:
@@ -97,6 +95,11 @@ class Numbered(NamedTuple):
 def split_name(name: str, most: int = 0) -> list[str]:
     """Split a name at its dots and slashes, numbers or not: at all of them, or at the first."""
     return _SEPARATOR.split(name, most) if "/" in name else name.split(".", most or -1)
+
+
+def split_leaf(name: str) -> tuple[str, str, str]:
+    """Split a name at its last dot or slash, as `str.rpartition` does."""
+    return name.rpartition("/" if name.rfind("/") > name.rfind(".") else ".")
 
 
 def is_index(piece: str) -> bool:
@@ -114,9 +117,9 @@ def numbered(
     """
     if path is not None:
         pieces = _pieces_of_path(path)
-        indices = [piece for piece in pieces if is_index(piece)]
         template = tuple([None if is_index(piece) else piece for piece in pieces])
-        found = Numbered(template, tuple(numbered_bases(template)), tuple(indices))
+        indices = tuple([piece for piece in pieces if is_index(piece)])
+        found = Numbered(template, tuple(numbered_bases(template)), indices)
     else:
         found = _numbered(name, None if only is None else frozenset(only))
     if only is None or all(base in only for base in found.bases):
@@ -131,16 +134,69 @@ def numbered(
     )
 
 
-def _numbered(name: str, only: frozenset[str] | None) -> Numbered:
-    found = _DIGITS.split(name)
-    is_kept = len(name) <= _LONGEST_KEPT
-    if len(found) > 1:
-        between = tuple(found[::2])
-        are_indices = (_are_indices if is_kept else _are_indices.__wrapped__)(between, only)
+def _numbered(name: str, also: frozenset[str] | None) -> Numbered:
+    """Find all indices in a name; words in `also` have numbers behind ``_`` as well."""
+    if also is None and len(name) <= _LONGEST_KEPT and name.isascii():
+        # Layers have names that differ in digits only, and these are cut at the same places.
+        form, texts, places = _cuts(name.encode().translate(_ZEROS))
+        if form is None:
+            form = _form(tuple([name[text] for text in texts]), None, are_known=True)
+        return Numbered(form.template, form.bases, tuple([name[place] for place in places]))
+    cut, form = _cut(name, also)
+    return Numbered(form.template, form.bases, tuple(cut[1::2]))
+
+
+@lru_cache(_MOST_FORMS)
+def _cuts(zeros: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
+    """Return the form of names with any digits for zeros, if it is one, and where to cut them."""
+    cut, form = _cut(zeros.decode(), None)
+    ends = list(accumulate(map(len, cut)))
+    slices = list(map(slice, [0, *ends], ends))
+    is_one = not any("0" in text for text in cut[::2])
+    return form if is_one else None, slices[::2], slices[1::2]
+
+
+def _cut(name: str, also: frozenset[str] | None) -> tuple[list[str], _Form]:
+    """Cut a name into texts and the indices between them."""
+    form_of = _form if len(name) <= _LONGEST_KEPT else _form.__wrapped__
+    cut = _DIGITS.split(name)
+    form = form_of(tuple(cut[::2]), also)
+    if form.are_indices is not None:
+        cut = _merged(cut, form.are_indices)
+        form = form_of(tuple(cut[::2]), also, are_known=True)
+    return cut, form
+
+
+class _Form(NamedTuple):
+    """What names are like that have digits between the same texts."""
+
+    template: tuple[str | None, ...]
+    bases: tuple[str, ...]
+    # Which of the digits are an index, where some of them are a part of the text around them.
+    are_indices: list[bool] | None = None
+
+
+@lru_cache(_MOST_FORMS)
+def _form(
+    between: tuple[str, ...], also: frozenset[str] | None, *, are_known: bool = False
+) -> _Form:
+    """Return what names are like that have digits between texts, known to be indices or not."""
+    if not are_known:
+        are_indices = [_is_between(before, after, also) for before, after in pairwise(between)]
         if not all(are_indices):
-            found = _merged(found, are_indices)
-    template, bases = (_form if is_kept else _form.__wrapped__)(tuple(found[::2]))
-    return Numbered(template, bases, tuple(found[1::2]))
+            return _Form((), (), are_indices)
+    template: list[str | None] = []
+    for at, text in enumerate(between):
+        if at:
+            template.append(None)
+        pieces = _BEFORE_SEPARATOR.split(text)
+        if at and not pieces[0]:
+            del pieces[0]
+        is_last = at == len(between) - 1
+        if not is_last and len(pieces) > 1 and (text[-1] in "./" or text.endswith("_._")):
+            pieces[-2:] = ["".join(pieces[-2:])]
+        template += pieces if text or len(between) == 1 else []
+    return _Form(tuple(template), tuple(numbered_bases(template)))
 
 
 def _merged(found: list[str], are_indices: Iterable[bool]) -> list[str]:
@@ -154,13 +210,7 @@ def _merged(found: list[str], are_indices: Iterable[bool]) -> list[str]:
     return merged
 
 
-@lru_cache(_MOST_FORMS)
-def _are_indices(between: tuple[str, ...], only: frozenset[str] | None) -> list[bool]:
-    """Return of each of the digits between some texts whether they are an index."""
-    return [_is_between(before, after, only) for before, after in pairwise(between)]
-
-
-def _is_between(before: str, after: str, only: frozenset[str] | None) -> bool:
+def _is_between(before: str, after: str, also: frozenset[str] | None) -> bool:
     """Return whether digits between two texts are an index."""
     found = _JOINT.search(before)
     joint = found[0] if found else before[-1:]
@@ -171,24 +221,7 @@ def _is_between(before: str, after: str, only: frozenset[str] | None) -> bool:
         return False
     if joint in {"", ".", "/"}:
         return True
-    return _REPEATED.fullmatch(word) is not None or (only is not None and word in only)
-
-
-@lru_cache(_MOST_FORMS)
-def _form(between: tuple[str, ...]) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
-    """Return the template of names that have indices between some texts, and what they number."""
-    template: list[str | None] = []
-    for at, text in enumerate(between):
-        if at:
-            template.append(None)
-        pieces = _BEFORE_SEPARATOR.split(text)
-        if at and not pieces[0]:
-            del pieces[0]
-        is_last = at == len(between) - 1
-        if not is_last and len(pieces) > 1 and (text[-1] in "./" or text.endswith("_._")):
-            pieces[-2:] = ["".join(pieces[-2:])]
-        template += pieces if text or len(between) == 1 else []
-    return tuple(template), tuple(numbered_bases(template))
+    return _REPEATED.fullmatch(word) is not None or (also is not None and word in also)
 
 
 def _pieces_of_path(path: Sequence[str]) -> list[str]:
@@ -280,10 +313,15 @@ def numbered_bases(template: Template) -> list[str]:
     return [base for base, part in numbered_places(template) if not isinstance(part, str)]
 
 
+def has_words(template: Template) -> bool:
+    """Return whether there is something else than indices in a template."""
+    return any(isinstance(piece, str) and piece.strip("./") for piece in template)
+
+
 def numbered_modules(names: Iterable[str], also: Collection[str] = ()) -> list[str]:
     """List what the indices in names would name dimensions, most frequent first."""
     counted: Counter[str] = Counter()
     for name in names:
         found = _numbered(name, frozenset(also))
-        counted.update(found.bases if found.has_words else ())
+        counted.update(found.bases if has_words(found.template) else ())
     return [base for base, _ in counted.most_common()]

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import chain, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from xckpt.labels.numbering import bare, numbered, numbered_places, words
+from xckpt.labels.numbering import (
+    bare,
+    has_words,
+    numbered,
+    numbered_bases,
+    numbered_places,
+    words,
+)
 from xckpt.labels.paths import tree_paths
 
 if TYPE_CHECKING:
@@ -88,7 +96,7 @@ class Stack:
         if self.present is None:
             return iter(items)
         each = iter(items)
-        return (next(each) if at in self.present else None for at in _product(self.indices))
+        return (next(each) if at in self.present else None for at in product(*self.indices))
 
 
 class _Numbering(NamedTuple):
@@ -121,24 +129,24 @@ def stack(
     `wanted` has the `Stack.places` of members; `outer` says of a tensor whether others of its kind
     may be absent: these have all indices that their modules have.
     """
-    families: dict[tuple[_Numbering, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
+    families: dict[tuple[_Template, Hashable], list[tuple[_Path, str]]] = defaultdict(list)
     for name, kind in kinds.items():
         stated = None if paths is None else paths.get(name)
         if stated is not None and ".".join(stated) != name:
             continue
         found = numbered(name, only, stated)
-        if found.indices and found.has_words:
-            pattern = _Numbering(found.template, found.bases)
-            families[pattern, kind].append((found.indices, name))
+        if found.indices:
+            families[found.template, kind].append((found.indices, name))
     alike = [
         each
-        for (family, _), spelled_members in families.items()
-        for each in _spelled_alike(family, spelled_members)
+        for (template, _), spelled_members in families.items()
+        if len(spelled_members) > 1 and has_words(template)
+        for each in _spelled_alike(template, spelled_members)
         if len(each[1]) > 1
     ]
     grids, rest = ([], alike) if outer is None else _outer_grids(alike, outer)
     grids += [
-        _Grid(pattern, indices, tuple([members[place] for place in _product(indices)]))
+        _Grid(pattern, indices, tuple(map(members.__getitem__, product(*indices))))
         for pattern, members in rest
         for indices in _full_grids(list(members))
     ]
@@ -172,7 +180,7 @@ def flat_names(
 ) -> list[str]:
     """Return the names of the members of a stack, the inverse of `stack`."""
     form = "".join(map(_form, template))
-    return [form % place for place in _product(indices)]
+    return [form % place for place in product(*indices)]
 
 
 def _form(part: str | int | None) -> str:
@@ -211,11 +219,17 @@ def _nodes_below(paths: Iterable[str], names: Collection[str]) -> dict[str, set[
 
 
 def _spelled_alike(
-    family: _Numbering, members: Sequence[tuple[_Path, str]]
+    template: _Template, members: Sequence[tuple[_Path, str]]
 ) -> Iterator[tuple[_Numbering, dict[_Position, str]]]:
     """Cut a family so that one number of digits spells all indices along each axis."""
-    if not any(index[0] == "0" != index for spelled, _ in members for index in spelled):
-        yield family, {tuple(map(int, spelled)): name for spelled, name in members}
+    bases = tuple(numbered_bases(template))
+    columns = list(zip(*[spelled for spelled, _ in members], strict=True))
+    # Many members have few indices: each of these is looked at once.
+    values = [{index: int(index) for index in set(column)} for column in columns]
+    if not any(map(_padding, chain.from_iterable(values))):
+        axes = [[value[n] for n in column] for value, column in zip(values, columns, strict=True)]
+        names = [name for _, name in members]
+        yield _Numbering(template, bases), dict(zip(zip(*axes, strict=True), names, strict=True))
         return
     groups: dict[_Position, list[tuple[_Path, str]]] = defaultdict(list)
     for spelled, name in members:
@@ -227,9 +241,9 @@ def _spelled_alike(
             groups = {widths: list(members)}
     for widths, alike in groups.items():
         padded = iter(widths)
-        template = [next(padded) or None if part is None else part for part in family.template]
+        of_width = tuple([next(padded) or None if part is None else part for part in template])
         places = {tuple(map(int, spelled)): name for spelled, name in alike}
-        yield _Numbering(tuple(template), family.bases), places
+        yield _Numbering(of_width, bases), places
 
 
 def _padding(index: str) -> int:
@@ -322,13 +336,6 @@ def _outer_grids(
 def _modules(template: _Template) -> list[_Template]:
     """Return what stands before each index of a template."""
     return [template[:at] for at, part in enumerate(template) if not isinstance(part, str)]
-
-
-def _product(indices: tuple[tuple[int, ...], ...]) -> list[_Position]:
-    places: list[_Position] = [()]
-    for along in indices:
-        places = [(*place, index) for place in places for index in along]
-    return places
 
 
 # What makes a dimension: the name that it would like, how many of that name are before it in a

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product, starmap, takewhile
+from itertools import accumulate, product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, similar
-from xckpt.labels.numbering import bare, numbered, without_front, words
+from xckpt.labels.numbering import (
+    bare,
+    numbered,
+    split_leaf,
+    split_name,
+    without_front,
+    words,
+)
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
 
@@ -86,7 +92,7 @@ def codes_of(tensors: OpenTensors) -> dict[str, str]:
 
 def codes_drawn(scales: str | None) -> str:
     """Say that the numbers of a picture are codes; nothing if they are not."""
-    return f"codes, whose scales are in {scales.rpartition('.')[2]}" if scales else ""
+    return f"codes, whose scales are in {split_leaf(scales)[2]}" if scales else ""
 
 
 def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
@@ -94,7 +100,7 @@ def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
     if not names:
         return ""
     their = "its scales are" if len(names) == 1 else "their scales are"
-    leaf = scales[names[0]].rpartition(".")[2]
+    leaf = split_leaf(scales[names[0]])[2]
     return f"without {counted(len(names), 'tensor')} of codes; {their} in {leaf}"
 
 
@@ -232,7 +238,7 @@ def _patterns(names: Iterable[str]) -> list[str]:
 def _end(text: str) -> str:
     """Leave out the outer modules of a long name."""
     starts = [0]
-    for start in [match.end() for match in re.finditer("[./]", text)]:
+    for start in accumulate([len(word) + 1 for word in split_name(text)[:-1]]):
         # Not inside of a range, where two dots are, and not at one.
         short = text[start:]
         if short.count("{") == short.count("}") and not short.startswith("{"):

@@ -68,47 +68,6 @@ def _are_equal(bits: Any) -> Any:
     return True
 
 
-@within
-def _halve(lanes: Any) -> Any:
-    """Add the upper half of the lanes to the lower half, again and again."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        for j in range(width):
-            lanes[j] += lanes[width + j]
-    return lanes[0]
-
-
-@within
-def _center(x: Any, is_constant: Any, sums: Any) -> Any:
-    """Return the element that all are, or else a number not far from their mean."""
-    size = x.size
-    center = np.float64(x[0])
-    if is_constant:
-        return center
-    if size < LANES:
-        center = np.float64(0.0)
-        for i in range(size):
-            center += x[i]
-        return center / size
-    # Within three standard deviations of the mean, from every eighth row.
-    for j in range(LANES):
-        sums[j] = 0.0
-    rows = (size - LANES) // (SAMPLED * LANES) + 1
-    # Four at a time: each is in another place of the L2 cache, which is waited for.
-    step = SAMPLED * LANES
-    last = rows // 4 * 4 * step
-    for at in range(0, last, 4 * step):
-        for j in range(LANES):
-            a, b = np.float64(x[at + j]), np.float64(x[at + step + j])
-            c, d = np.float64(x[at + 2 * step + j]), np.float64(x[at + 3 * step + j])
-            sums[j] = (((sums[j] + a) + b) + c) + d
-    for at in range(last, rows * step, step):
-        for j in range(LANES):
-            sums[j] += np.float64(x[at + j])
-    return _halve(sums) / (rows * LANES)
-
-
 class _Vectors:
     """Writes operations on vectors of elements, and on counters, for LLVM."""
 
@@ -168,6 +127,73 @@ class _Vectors:
 
 
 @generated
+def _total(_: Any, lanes: Any, first: Any) -> Any:
+    """Return the sum of as many lanes: the upper half is added to the lower, again and again."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        base = context.make_array(lanes)(context, builder, args[0]).data
+        to = _Vectors(builder, ir.DoubleType(), 64)
+        places = [to.place(base, args[1], lane, to.doubles) for lane in range(0, LANES, WIDTH)]
+        halves = [builder.load(each, align=8) for each in places]
+        while len(halves) > 1:
+            middle = len(halves) // 2
+            both = zip(halves[:middle], halves[middle:], strict=True)
+            halves = [builder.fadd(lower, upper) for lower, upper in both]
+        vector, width = halves[0], WIDTH
+        while width > 1:
+            width //= 2
+            order = ir.VectorType(ir.IntType(32), WIDTH)(
+                [(k + width) % WIDTH for k in range(WIDTH)]
+            )
+            vector = builder.fadd(vector, builder.shuffle_vector(vector, vector, order))
+        return builder.extract_element(vector, to.word(0))
+
+    return types.float64(lanes, first), generate
+
+
+@generated
+def _sample(_: Any, x: Any, rows: Any, lanes: Any) -> Any:
+    """Add up rows of lanes, one in so many of a leaf."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        elements, sums = (
+            context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2)
+        )
+        bits = x.dtype.bitwidth
+        to = _Vectors(builder, context.get_data_type(x.dtype), bits)
+        with cgutils.for_range(builder, to.word(LANES // WIDTH)) as step:
+            lane = builder.mul(step.index, to.word(WIDTH))
+            total = cgutils.alloca_once_value(builder, to.doubles(None))
+            builder.store(to.doubles(None), total)
+            with cgutils.for_range(builder, args[1]) as row:
+                at = builder.add(lane, builder.mul(row.index, to.word(SAMPLED * LANES)))
+                floats = builder.load(to.place(elements, at, 0, to.floats), align=bits // 8)
+                wide = floats if bits == 64 else builder.fpext(floats, to.doubles)
+                builder.store(builder.fadd(builder.load(total), wide), total)
+            place = to.place(sums, lane, 0, to.doubles)
+            builder.store(builder.load(total), place, align=8)
+        return context.get_dummy_value()
+
+    return types.none(x, rows, lanes), generate
+
+
+@within
+def _center(x: Any, is_constant: Any, sums: Any) -> Any:
+    """Return the element that all are, or else a number not far from their mean."""
+    if is_constant:
+        return np.float64(x[0])
+    if x.size < LANES:
+        total = np.float64(0.0)
+        for i in range(x.size):
+            total += x[i]
+        return total / x.size
+    # Within three standard deviations of the mean.
+    rows = (x.size - LANES) // (SAMPLED * LANES) + 1
+    _sample(x, rows, sums)
+    return _total(sums, 0) / (rows * LANES)
+
+
+@generated
 def _add_groups(  # noqa: PLR0917
     _: Any, x: Any, groups: Any, center: Any, sums: Any, shift: Any, one: Any, other: Any
 ) -> Any:
@@ -192,6 +218,7 @@ def _add_groups(  # noqa: PLR0917
             if isinstance(each, types.Array)
         )
         to = _Vectors(builder, context.get_data_type(x.dtype), bits)
+        cgutils.memset(builder, lanes, to.word(4 * LANES * 8), 0)
         center, extremes = to.repeated(center, to.doubles), []
         if tables:
             shift = builder.zext(shift, to.word) if bits < 64 else shift
@@ -247,10 +274,9 @@ def _describe(x: Any, center: Any, sums: Any, node: Any) -> None:
         sums[LANES + j] += aa
         sums[2 * LANES + j] += a * aa
         sums[3 * LANES + j] += aa * aa
-    for k in range(4):
-        sums[k] = _halve(sums[k * LANES : (k + 1) * LANES])
+    s1, s2 = _total(sums, 0), _total(sums, LANES)
+    s3, s4 = _total(sums, 2 * LANES), _total(sums, 3 * LANES)
     n = np.float64(size)
-    s1, s2, s3, s4 = sums[0], sums[1], sums[2], sums[3]
     m = s1 / n
     m2 = s2 - m * s1
     m4 = s4 - 4.0 * m * s3 + 6.0 * m * m * s2 - 3.0 * m * m * m * s1
@@ -333,8 +359,6 @@ def describe_floats(x: Any, unsigned: Any, how: Any, tables: Any, out: Any) -> A
         bits = unsigned[leaf * LEAF : (leaf + 1) * LEAF]
         before = one[0] + other[0] + one[minus] + other[minus]
         center = _center(values, _are_equal(bits), sums)
-        for j in range(4 * LANES):
-            sums[j] = 0.0
         groups = values.size // (ROWS * LANES)
         top, farthest, nearest = _add_groups(values, groups, center, sums, shift, one, other)
         for i in range(groups * ROWS * LANES, values.size):
@@ -371,13 +395,13 @@ def describe_integers(x: Any, out: Any) -> None:
     """Describe a block of integers of 32 or 64 bits."""
     nodes, extremes, tally, part, sums = out
     for leaf in range((x.size + LEAF - 1) // LEAF):
-        values = x[leaf * LEAF : min(x.size, (leaf + 1) * LEAF)]
+        values = x[leaf * LEAF : (leaf + 1) * LEAF]
         low = high = values[0]
         for i in range(values.size):
-            low = min(low, values[i])
-            high = max(high, values[i])
-        extremes[0] = min(extremes[0], low)
-        extremes[1] = max(extremes[1], high)
+            low = values[i] if values[i] < low else low
+            high = values[i] if values[i] > high else high
+        extremes[0] = low if low < extremes[0] else extremes[0]
+        extremes[1] = high if high > extremes[1] else extremes[1]
         lower = np.int64(0)
         upper = np.int64(0)
         for i in range(values.size):
@@ -391,8 +415,6 @@ def describe_integers(x: Any, out: Any) -> None:
             part[i] = np.float64(np.uint64(values[i]) - np.uint64(low))
         floats = part[: values.size]
         center = _center(floats, low == high, sums)
-        for j in range(4 * LANES):
-            sums[j] = 0.0
         _add_groups(floats, floats.size // (ROWS * LANES), center, sums, 0, None, None)
         _describe(floats, center, sums, nodes[leaf])
         _move(nodes[leaf], low)
@@ -425,10 +447,10 @@ def find_zeros(  # noqa: PLR0917
     """
     negative = np.int64(0)
     for leaf in range((bits.size + LEAF - 1) // LEAF):
-        first, last = leaf * LEAF, min(bits.size, (leaf + 1) * LEAF)
+        part = bits[leaf * LEAF : (leaf + 1) * LEAF]
+        first, last = leaf * LEAF, leaf * LEAF + part.size
         if zeros[leaf]:
             count, positive = np.int32(0), np.int32(0)
-            part = bits[first:last]
             for i in range(part.size):
                 count = np.int32(count + np.int32((part[i] & magnitude) == 0))
                 positive = np.int32(positive + np.int32(part[i] == 0))
@@ -439,8 +461,8 @@ def find_zeros(  # noqa: PLR0917
         for row in range((start + first) // length, (start + last - 1) // length + 1):
             if zeros[leaf] == 0:
                 alive[row] = True
-            i = max(first, row * length - start)
-            stop = min(last, (row + 1) * length - start)
+            i, stop = row * length - start, (row + 1) * length - start
+            i, stop = (i if i > first else first), (stop if stop < last else last)
             while not alive[row] and i < stop:
                 alive[row] = (bits[i] & magnitude) != 0
                 i += 1
