@@ -204,7 +204,7 @@ class _HeadReader:
         word = cursor.take(4, "the version")
         version = int.from_bytes(word, "little")
         self.byteorder: Any = "little" if version & 0xFFFF else "big"
-        self.version = int.from_bytes(word, self.byteorder)
+        self.version = version if self.byteorder == "little" else int.from_bytes(word, "big")
         if self.version not in {1, 2, 3}:
             reason = f"version {self.version}, or {version:#x}, is not 1, 2 or 3"
             raise UnsupportedError(reason, offset=4, rule="Version")
