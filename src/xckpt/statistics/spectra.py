@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -22,7 +22,7 @@ from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
-from xckpt.statistics.entries import contents_of_all, laid, laid_out
+from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Describable, Described, Subject
+    from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
     from xckpt.storage.ahead import Range
 
@@ -156,7 +156,7 @@ def spectrum(
     objects = [obj] if minus is None else [obj, minus]
     contents, *others = contents_of_all(objects, storage_options)
     variables = {n: v for n, v in contents.variables.items() if _has_matrices(v)}
-    entries = replace(contents, variables=variables).entries()
+    entries = Subject(variables, contents.coords, contents.source).entries()
     matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
@@ -372,28 +372,20 @@ def _find_all(
 
             find = partial(_find, is_quick=is_quick)
             near = send_out(left, find, deliver, lambda matrix: matrix.array)
-            _here(near, find, deliver)
+            large = [matrix for matrix in near if min(matrix.shape) >= _SMALL_SIDE]
+            small = [matrix for matrix in near if min(matrix.shape) < _SMALL_SIDE]
+            with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
+                for matrix in large:
+                    deliver(matrix, find(matrix))
+            threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
+            try:
+                with reading_ahead(_ranges(small)), blas_threads(1):
+                    futures = {threads.submit(find, matrix): matrix for matrix in small}
+                    for future in as_completed(futures):
+                        deliver(futures[future], future.result())
+            finally:
+                threads.shutdown(cancel_futures=True)
     return found
-
-
-def _here(
-    matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Decomposed],
-    deliver: Callable[[Matrix, _Decomposed], None],
-) -> None:
-    large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
-    small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
-    with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
-        for matrix in large:
-            deliver(matrix, find(matrix))
-    threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
-    try:
-        with reading_ahead(_ranges(small)), blas_threads(1):
-            futures = {threads.submit(find, matrix): matrix for matrix in small}
-            for future in as_completed(futures):
-                deliver(futures[future], future.result())
-    finally:
-        threads.shutdown(cancel_futures=True)
 
 
 def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:
