@@ -22,6 +22,7 @@ from tests.stats.reference import (
     stats_of,
 )
 from xckpt.statistics import QUANTILES
+from xckpt.statistics.describe import describe, describe_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -214,3 +215,23 @@ def test_any_integers(numbers: list[int]) -> None:
     found, wanted = stats_of(values), exact_stats(values)
     assert found["mean"] == wanted["mean"]
     np.testing.assert_allclose(found["std"], wanted["std"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "int64", "uint8", "bfloat16", "float16"])
+def test_tensors_that_are_described_together_are_as_each_by_itself(name: str) -> None:
+    rng = np.random.default_rng(3)
+    tensors = [(rng.standard_normal(size) * 30).astype(dtype_of(name)) for size in (1, 0, 700, 5)]
+    tensors += [np.zeros(9, dtype_of(name)), -tensors[2][:300]]
+    if tensors[0].dtype.kind in "fV":
+        special = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, -1.0, 1e-40]
+        tensors += [np.array(special, dtype_of(name)), np.full(3, np.nan, dtype_of(name))]
+    sketches = [sketch_of(each) for each in tensors]
+    alone = np.array([describe(each, QUANTILES) for each in sketches])
+    together = describe_all([*sketches, *sketches[::-1]], QUANTILES)
+    np.testing.assert_array_equal(together, [*alone, *alone[::-1]])
+    np.testing.assert_array_equal(np.signbit(together), np.signbit([*alone, *alone[::-1]]))
+
+
+def test_a_quantile_that_is_zero_has_no_sign() -> None:
+    found = stats_of(np.array([-0.0, -0.0, 0.0, 1.0, 2.0], np.float32), [0.25])
+    assert math.copysign(1, found["q0.25"]) == 1

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
@@ -15,8 +16,9 @@ from hypothesis.extra import numpy as nps
 from xckpt.arrays.dense import elements
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import UnsupportedError
+from xckpt.writing import save
 from xckpt.writing.casting import convert, element_type
-from xckpt.writing.fitting import check_cast, choose_type
+from xckpt.writing.fitting import choose_type
 
 # Of one byte or two: all their values can be tried.
 SMALL = [name for name, e in ELEMENT_TYPES.items() if e.bits <= 16]
@@ -79,8 +81,9 @@ def test_never_converts_nothing() -> None:
         choose_type("bfloat16", ["float32"], "never", tensor="w")
     with pytest.raises(UnsupportedError, match="complex64"):
         choose_type("complex64", ["float64"], "allow", tensor="w")
+    wrong: Any = "safe"
     with pytest.raises(ValueError, match="'exact', 'allow' or 'never'"):
-        check_cast("safe")
+        save(xr.Dataset(), "m.zt", cast=wrong)
 
 
 @pytest.mark.parametrize("name", SMALL)

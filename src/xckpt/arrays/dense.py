@@ -81,6 +81,11 @@ class DenseArray(LazyArray):
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
 
     @property
+    def readers(self) -> dict[str, PartReader]:
+        """What reads its parts, by role, as other arrays have it."""
+        return {"data": self.reader}
+
+    @property
     def part_readers(self) -> Collection[PartReader]:
         """See `LazyArray.part_readers`."""
         return (self.reader,)

@@ -242,7 +242,7 @@ def _encoding(
 
 
 def _writer(new: str, engine: str | None) -> Format:
-    from xckpt.writing.job import Destination
+    from xckpt.writing.saving import Destination
 
     try:
         return Destination(new, engine).writer

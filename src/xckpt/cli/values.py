@@ -58,6 +58,22 @@ _WORDS = {
     "shape": "of another shape",
 }
 
+_limit_option = click.option(
+    "--limit", type=click.IntRange(min=1), help="Print at most this many rows."
+)
+_cache_option = click.option(
+    "--no-cache", is_flag=True, help="Neither use nor store cached results."
+)
+
+
+def _order_options(command: Any) -> Any:
+    command = click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")(
+        _limit_option(command)
+    )
+    text = "Largest first, names from A to Z; by default in file order."
+    return click.option("--sort", metavar="COLUMN", help=text)(command)
+
+
 # --- stats ---------------------------------------------------------------------------------------
 
 
@@ -72,11 +88,7 @@ _WORDS = {
     metavar="A,B,...",
     help="Columns to print, or all.",
 )
-@click.option(
-    "--sort", metavar="COLUMN", help="Largest first, names from A to Z; by default in file order."
-)
-@click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")
-@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
+@_order_options
 @click.option(
     "--quantile",
     "quantiles",
@@ -89,7 +101,7 @@ _WORDS = {
     is_flag=True,
     help="Compute exact quantiles for 32- and 64-bit types (needs extra passes).",
 )
-@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@_cache_option
 @reading_options
 @json_option
 def stats(
@@ -213,12 +225,8 @@ def _stats_document(index: Index, frame: pd.DataFrame, found: pd.DataFrame) -> d
 @click.option(
     "--columns", default="all", metavar="A,B,...", help="Columns to print; by default all."
 )
-@click.option(
-    "--sort", metavar="COLUMN", help="Largest first, names from A to Z; by default in file order."
-)
-@click.option("--ascending", is_flag=True, help="Reverse the order of --sort.")
-@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
-@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@_order_options
+@_cache_option
 @reading_options
 @json_option
 def spectrum(
@@ -276,7 +284,7 @@ def spectrum(
     help="Columns to print, or all.",
 )
 @click.option("--sort", metavar="COLUMN", help="Largest first; by default the most changed first.")
-@click.option("--limit", type=click.IntRange(min=1), help="Print at most this many rows.")
+@_limit_option
 @click.option(
     "--rename",
     nargs=2,
@@ -305,7 +313,7 @@ def spectrum(
 @click.option(
     "--write-names", metavar="FILE", help="Write which names of A and B belong together, as JSON."
 )
-@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@_cache_option
 @reading_options
 @json_option
 def compare(
@@ -459,7 +467,7 @@ def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
 )
 @click.option("--no-explain", is_flag=True, help="Do not find out why tensors differ.")
 @click.option("--overwrite", is_flag=True, help="Replace the new file if it exists.")
-@click.option("--no-cache", is_flag=True, help="Neither use nor store cached results.")
+@_cache_option
 @reading_options_beside_output
 def report(
     file: str,

@@ -293,29 +293,22 @@ class Sketch(Accumulator):
     def pack(self) -> bytes:
         """Return bytes to keep."""
         import msgpack
-        import zstandard
 
-        # To make one takes longer than to compress the sketch of a small tensor.
-        if not hasattr(_thread, "compressor"):
-            _thread.compressor = zstandard.ZstdCompressor(level=1)
-        data: bytes = _thread.compressor.compress(msgpack.packb(self._fields()))
+        data: bytes = msgpack.packb(self._fields(), default=str)
         return data
 
     def _fields(self) -> dict[str, Any]:
-        """Return what is kept; numbers as text, because those of msgpack have 64 bits."""
+        """Return what is kept; integers of more than 64 bits, which msgpack has not, as text."""
         codes, counts = self.counted()
-        fields: dict[str, Any] = {name: str(getattr(self, name)) for name in _NUMBERS}
-        return fields | {
-            "row": str(self.rows.length),
-            "dead": str(self.rows.dead),
+        steps = codes.copy()
+        steps[1:] -= codes[:-1]
+        return {name: getattr(self, name) for name in _NUMBERS} | {
+            "row": self.rows.length,
+            "dead": self.rows.dead,
             "kind": self.kind.name,
-            "count": str(self.count),
-            "codes": np.diff(codes, prepend=codes.dtype.type(0)).tobytes(),
-            "counts": counts.tobytes(),
-            "extremes": [
-                each.hex() if isinstance(each, float) else repr(each)
-                for each in (self.low, self.high)
-            ],
+            "codes": _narrowed(steps),
+            "counts": _narrowed(counts),
+            "extremes": [self.low, self.high],
             "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
             "open": [[row, *seen] for row, seen in self.rows.open.items()],
         }
@@ -324,36 +317,45 @@ class Sketch(Accumulator):
     def unpack(cls, data: bytes, reader: Any) -> Self:
         """Return what `pack` was called on; whatever is wrong with it is an error."""
         import msgpack
-        import zstandard
 
-        if not hasattr(_thread, "decompressor"):
-            _thread.decompressor = zstandard.ZstdDecompressor()
-        # The size that a frame states is allocated, whatever limit is given with it.
-        if not 0 < zstandard.frame_content_size(data) <= _LARGEST_SKETCH:
-            raise ValueError("not a record of a sketch")
-        fields = msgpack.unpackb(_thread.decompressor.decompress(data))
+        fields = msgpack.unpackb(data)
         sketch = cls(kind_named(fields["kind"]), reader.size)
         sketch._restore(fields, reader)
         return sketch
 
     def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
-        for name in (*_NUMBERS, "count"):
-            setattr(self, name, int(fields[name]))
-        self.codes = np.cumsum(np.frombuffer(fields["codes"], np.uint32), dtype=np.uint32)
-        self.counts = np.frombuffer(fields["counts"], np.int64)
-        self.low, self.high = (
-            None if text == "None" else float.fromhex(text) if "x" in text else int(text)
-            for text in fields["extremes"]
-        )
+        for name in _NUMBERS:
+            setattr(self, name, _whole(fields[name]))
+        self.codes = np.cumsum(_widened(fields["codes"]), dtype=np.uint32)
+        self.counts = _widened(fields["counts"]).astype(np.int64)
+        self.low, self.high = fields["extremes"]
         self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
         if len(self.tree.nodes) != len(fields["nodes"]):
             raise ValueError("two nodes have one place")
-        self.rows = Rows(int(fields["row"]), int(fields["dead"]))
+        self.rows = Rows(_whole(fields["row"]), _whole(fields["dead"]))
         self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
 
 
-_NUMBERS = ("nan", "inf", "zero", "negative_zero", "total", "implied")
-_LARGEST_SKETCH = 256 << 20
+_NUMBERS = ("count", "nan", "inf", "zero", "negative_zero", "total", "implied")
+_WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+def _narrowed(numbers: Array) -> bytes:
+    """Return numbers in as few bytes as hold the largest, after how many these are."""
+    most = int(numbers.max(initial=0))
+    width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+    return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
+
+
+def _widened(data: bytes) -> Array:
+    """Return the numbers that `_narrowed` was called on."""
+    return np.frombuffer(data, _WIDTHS[data[0]], offset=1)
+
+
+def _whole(number: Any) -> int:
+    if type(number) not in {int, str}:
+        raise TypeError("not a number of elements")
+    return int(number)
 
 
 class Rows:

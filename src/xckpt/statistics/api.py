@@ -21,7 +21,7 @@ from xckpt.statistics.channels import (
 )
 from xckpt.statistics.describe import (
     OF_REAL_NUMBERS,
-    describe,
+    describe_all,
     describe_rows,
     statistic_names,
 )
@@ -32,7 +32,7 @@ from xckpt.statistics.results import rows_of
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import xarray as xr
 
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+# Of sketches that are described together: few enough to stay in the second-level cache.
+_CODES_AT_ONCE = 1 << 16
+_FIRST_QUANTILE = len(statistic_names(())) - 1
 
 #: Those that are given unless others are asked for.
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -132,10 +136,10 @@ def stats(
     contents = contents_of(obj, storage_options)
     if dim is not None:
         dim = set(dim) if isinstance(dim, Iterable) and not isinstance(dim, str) else {dim}
+    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
     with paused_collector():
         entries = contents.entries(dim)
-    options = _StatsOptions(quantiles, exact_quantiles, channels, cache)
-    attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
+        attrs: list[dict[str, Any]] = [_stored_as(entry) if channels else {} for entry in entries]
     if compute:
         found, every = _describe_all(entries, options, progress)
         for attr, entry, dead in zip(attrs, entries, every, strict=True):
@@ -253,36 +257,49 @@ def _at_places(dead: list[int | None], gone: Array) -> list[int | None]:
     return [0 if is_gone else next(each) for is_gone in gone.ravel()] if dead else []
 
 
-def _describe_tensors(
-    readers: Sequence[Reader], options: _StatsOptions, bar: Progress
-) -> list[list[float]]:
+def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Progress) -> Array:
     """Return the statistics of each tensor, and how many of its rows are zeros; NaN if unknown."""
-    quantiles, exact = options.quantiles, options.exact
     wanted: list[Any] = [()] * len(readers)
-    first, std_at = len(statistic_names(())) - 1, statistic_names(()).index("std")
+    rows = np.full((len(readers), len(options.names) + 1), np.nan)
     operation = ChannelSketch if options.channels else Sketch
     widths = [width_of(reader) for reader in readers] if options.channels else None
+    waiting: dict[int, Sketch] = {}
+    codes = 0
 
-    def finish(number: int, sketch: Sketch) -> list[float]:
-        if exact and not readers[number].complex:
-            wanted[number] = wanted_of(sketch, quantiles)
-        values = describe(sketch, quantiles)
-        if readers[number].complex:
-            names = statistic_names(())
-            for name in OF_REAL_NUMBERS:
-                values[names.index(name)] = np.nan
-            values[first:] = [np.nan] * (len(values) - first)
-        if isinstance(sketch, ChannelSketch):
-            std = values[std_at]
-            values += channel_statistics(sketch, std, turned=is_turned(readers[number]))
-        return [*values, sketch.rows.dead if sketch.rows.length else np.nan]
+    def finish(number: int, sketch: Sketch) -> None:
+        nonlocal codes
+        if options.exact and not readers[number].complex:
+            wanted[number] = wanted_of(sketch, options.quantiles)
+        waiting[number] = sketch
+        codes += len(sketch.codes)
+        if codes > _CODES_AT_ONCE:
+            _describe_some(waiting, readers, options, rows)
+            waiting.clear()
+            codes = 0
 
-    described = gather(
-        readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True
-    )
-    if exact:
+    gather(readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
+    _describe_some(waiting, readers, options, rows)
+    if options.exact:
         refined = refine(readers, wanted, bar)
-        for values, found in zip(described, refined, strict=True):
-            for at, quantile in enumerate(quantiles, first):
-                values[at] = found.get(quantile, values[at])
-    return described
+        for values, known in zip(rows, refined, strict=True):
+            for at, quantile in enumerate(options.quantiles, _FIRST_QUANTILE):
+                values[at] = known.get(quantile, values[at])
+    return rows
+
+
+def _describe_some(
+    sketches: Mapping[int, Sketch], readers: Sequence[Reader], options: _StatsOptions, rows: Array
+) -> None:
+    """Write the rows of tensors whose sketches are complete."""
+    names = statistic_names(options.quantiles)
+    found = describe_all(list(sketches.values()), options.quantiles)
+    for row, (number, sketch) in zip(found, sketches.items(), strict=True):
+        if readers[number].complex:
+            row[[names.index(name) for name in OF_REAL_NUMBERS]] = np.nan
+            row[_FIRST_QUANTILE:] = np.nan
+        rows[number, : len(names)] = row
+        if isinstance(sketch, ChannelSketch):
+            std, turned = float(row[names.index("std")]), is_turned(readers[number])
+            rows[number, len(names) : -1] = channel_statistics(sketch, std, turned=turned)
+        if sketch.rows.length:
+            rows[number, -1] = sketch.rows.dead

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ _BEFORE = (
     *("count", "nan", "inf", "zero", "min", "max", "absmax"),
     *("mean", "std", "rms", "l2", "skew", "kurtosis"),
 )
-# What is left to say where there are no finite elements; the empty sum is zero.
-_NOTHING = [math.nan] * 6 + [0.0, math.nan, math.nan]
+# Where there are no finite elements all else is NaN; the empty sum is zero.
+_L2 = _BEFORE.index("l2")
 
 
 def statistic_names(quantiles: Sequence[float]) -> list[str]:
@@ -103,65 +104,175 @@ def rank(count: int, quantile: float) -> int:
 
 def describe(sketch: Sketch, quantiles: Sequence[float]) -> list[float]:
     """Compute all statistics of a tensor."""
-    found = spectrum(sketch)
-    if found.kind.exact:
-        head, unique = _exact_head(sketch, found)
-    else:
-        head, unique = _wide_head(found.kind, sketch), math.nan
-    return [*head, *_quantiles(found, quantiles, head[4], head[5]), unique]
+    found: list[float] = describe_all([sketch], quantiles)[0].tolist()
+    return found
 
 
-def _quantiles(found: Spectrum, quantiles: Sequence[float], low: float, high: float) -> list[float]:
-    cumulated = np.cumsum(found.counts)
-    if not len(cumulated):
-        return [math.nan] * len(quantiles)
-    last = int(cumulated[-1]) - 1
-    at = [rank(last + 1, q) for q in quantiles]
-    values = found.values(np.searchsorted(cumulated, at, side="right")).tolist()
-    # The first and the last are known exactly.
-    ends = {last: high, 0: low}
-    return [ends.get(position, value) for position, value in zip(at, values, strict=True)]
+def describe_all(sketches: Sequence[Sketch], quantiles: Sequence[float]) -> Array:
+    """Compute all statistics of each tensor, of all tensors of a kind at once."""
+    found = np.full((len(sketches), len(_BEFORE) + len(quantiles) + 1), math.nan)
+    groups: dict[str, list[int]] = {}
+    elements: dict[str, int] = {}
+    for number, sketch in enumerate(sketches):
+        name = sketch.kind.name
+        elements[name] = elements.get(name, 0) + sketch.count
+        if elements[name] >> 62:  # more than can be counted together
+            name = f"{name} {number}"
+        groups.setdefault(name, []).append(number)
+    wanted = np.array(quantiles, np.float64)
+    with np.errstate(all="ignore"):
+        for numbers in groups.values():
+            some = [sketches[number] for number in numbers]
+            describe_some = _describe_exact if some[0].kind.exact else _describe_wide
+            rows = np.full((len(some), found.shape[1]), math.nan)
+            describe_some(rows, some, wanted)
+            found[numbers] = rows
+    return found
 
 
-def _exact_head(sketch: Sketch, found: Spectrum) -> tuple[list[float], float]:
-    kind = found.kind
-    codes, counts = sketch.counted()
-    values = found.values()
-    # -0.0 and 0.0 are one value, and next to each other.
-    unique = int(np.count_nonzero(values[1:] != values[:-1])) + bool(len(values))
-    nan = inf = 0
-    if len(values) < len(codes):
-        every = kind.values[codes]
-        nan, inf = int(counts[np.isnan(every)].sum()), int(counts[np.isinf(every)].sum())
-        unique += len(np.unique(every[np.isinf(every)]))
-    zero = int(found.counts[values == 0].sum())
-    head: list[float] = [sketch.count, nan, inf, zero]
-    if not len(values):
-        return [*head, *_NOTHING], unique
-    low, high = float(values[0]), float(values[-1])
-    moments = exact_moments(kind, found.codes, found.counts)
-    return [*head, low, high, max(abs(low), abs(high)), *moments], unique
+class _Counted:
+    """What was counted in several tensors of a kind, one after another."""
+
+    def __init__(self, sketches: Sequence[Sketch]) -> None:
+        counted = [sketch.counted() for sketch in sketches]
+        lengths = [len(codes) for codes, _ in counted]
+        self.codes = np.concatenate([codes for codes, _ in counted], dtype=np.int64)
+        self.counts = np.concatenate([counts for _, counts in counted])
+        #: The number of the tensor that each code is of.
+        self.owner = np.repeat(np.arange(len(sketches)), lengths)
+        self.ends = np.append(0, np.cumsum(lengths))
+
+    def sums(self, numbers: Array) -> Array:
+        """Add up numbers of the codes of each tensor."""
+        total = np.append(0, np.cumsum(numbers))
+        found: Array = total[self.ends[1:]] - total[self.ends[:-1]]
+        return found
 
 
-def _wide_head(kind: Kind, sketch: Sketch) -> list[float]:
-    head: list[float] = [sketch.count, sketch.nan, sketch.inf, sketch.zero]
-    n, upper, lower, m2, m3, m4, exponent = sketch.moments()
-    if sketch.low is None or sketch.high is None:
-        return [*head, *_NOTHING]
-    low, high = float(sketch.low), float(sketch.high)
-    head += [low, high, max(abs(low), abs(high))]
-    scale = int(exponent)
+def _ranks(count: Array, quantiles: Array) -> Array:
+    """Return the positions of quantiles; see `rank`."""
+    ranks: Array = np.rint(np.multiply.outer(count - 1, quantiles)).astype(np.int64)
+    return ranks
+
+
+def _with_ends(values: Array, at: Array, last: Array, low: Array, high: Array) -> Array:
+    """Put the first and the last element in their places, as they are known exactly."""
+    values = np.where(at == last[:, None], high[:, None], values)
+    return np.where(at == 0, low[:, None], values)
+
+
+def _describe_wide(rows: Array, sketches: Sequence[Sketch], quantiles: Array) -> None:
+    kind = sketches[0].kind
+    rows[:, :4] = [(each.count, each.nan, each.inf, each.zero) for each in sketches]
+    rows[:, _L2] = 0.0
+    there = [at for at, each in enumerate(sketches) if each.low is not None]
+    if not there:
+        return
+    sketches = [sketches[at] for at in there]
+    moments = np.array([each.moments() for each in sketches]).T
+    n, upper, lower, m2, m3, m4, exponent = moments
+    scale = exponent.astype(np.int32)
+    low, high = np.array([(each.low, each.high) for each in sketches], np.float64).T
     mean, variance = upper + lower, m2 / n
-    if sketch.low == sketch.high:
-        variance = 0.0
-    rms = math.hypot(mean, math.sqrt(variance))
-    skew = kurtosis = math.nan
-    if variance * variance > 0.0:
-        skew, kurtosis = m3 / n / variance**1.5, m4 / n / variance**2 - 3.0
-    l2 = scaled(math.sqrt(n) * rms, scale)
-    mean = sketch.total / sketch.count if kind.integer else scaled(mean, scale)
-    std = scaled(math.sqrt(variance), scale)
-    return [*head, mean, std, scaled(rms, scale), l2, skew, kurtosis]
+    variance[[each.low == each.high for each in sketches]] = 0.0
+    std = np.sqrt(variance)
+    # As the C library computes them, which is not always as numpy does.
+    rms = np.array(list(map(math.hypot, mean.tolist(), std.tolist())))
+    cubes, squares = np.array([(v**1.5, v**2) for v in variance.tolist()]).T
+    is_spread = variance * variance > 0.0
+    skew = np.where(is_spread, m3 / n / cubes, math.nan)
+    kurtosis = np.where(is_spread, m4 / n / squares - 3.0, math.nan)
+    l2 = np.ldexp(np.sqrt(n) * rms, scale)
+    mean = np.ldexp(mean, scale)
+    if kind.integer:
+        mean = np.array([each.total / each.count for each in sketches])
+    most = np.maximum(np.abs(low), np.abs(high))
+    std, rms = np.ldexp(std, scale), np.ldexp(rms, scale)
+    found = (low, high, most, mean, std, rms, l2, skew, kurtosis)
+    rows[there, 4 : len(_BEFORE)] = np.stack(found, axis=1)
+    if len(quantiles):
+        rows[there, len(_BEFORE) : -1] = _wide_quantiles(sketches, low, high, quantiles)
+
+
+def _wide_quantiles(sketches: Sequence[Sketch], low: Array, high: Array, quantiles: Array) -> Array:
+    """Find quantiles as in `spectrum`, without bringing all codes in order."""
+    kind, every = sketches[0].kind, _Counted(sketches)
+    # Codes ascend with the magnitude, and those with the sign bit come after all others.
+    keys = every.owner << kind.code_bits | every.codes
+    own = np.arange(len(sketches))[:, None] << kind.code_bits
+    at = keys.searchsorted(own | kind.landmarks)
+    total = np.append(0, np.cumsum(every.counts))
+    zero, positive, beyond, _, minus_zero, negative, end, _ = total[at].T
+    zeros, minus_zeros = np.array([(each.zero, each.negative_zero) for each in sketches]).T
+    # Where negative numbers end, tiny ones with the code of a zero, zeros, tiny ones above.
+    below = end - negative
+    tiny_below = below + (negative - minus_zero) - minus_zeros
+    to_zero = tiny_below + zeros
+    tiny_above = to_zero + (positive - zero) - (zeros - minus_zeros)
+    count = tiny_above + (beyond - positive)
+    wanted = _ranks(count, quantiles)
+    ends = [each[:, None] for each in (below, tiny_below, to_zero, tiny_above)]
+    region = sum(wanted >= each for each in ends)
+    places = np.where(
+        region == 0,
+        total.searchsorted(end[:, None] - wanted) - 1,
+        total.searchsorted(positive[:, None] + wanted - ends[3], side="right") - 1,
+    )
+    codes = every.codes[places.clip(0, len(every.codes) - 1)]
+    sign = 1 << (kind.code_bits - 1)
+    codes = np.where(region == 1, sign, np.where(region == 3, 0, codes))
+    values = kind.middles(codes)
+    if kind.integer:
+        # Up to 255 a code is one integer; beyond, the middle is as good rounded as not.
+        values = np.trunc(values)
+    # Zeros have no sign, whatever that of an extreme is.
+    values = np.where(region == 2, 0.0, values.clip(low[:, None], high[:, None]))
+    return _with_ends(values, wanted, count - 1, low, high)
+
+
+def _describe_exact(rows: Array, sketches: Sequence[Sketch], quantiles: Array) -> None:
+    kind, every = sketches[0].kind, _Counted(sketches)
+    values, counts = kind.values[every.codes], every.counts
+    rows[:, 0] = [each.count for each in sketches]
+    is_finite, is_infinite = np.isfinite(values), np.isinf(values)
+    kinds_of_zero = values == 0
+    for column, which in ((1, np.isnan(values)), (2, is_infinite), (3, kinds_of_zero)):
+        rows[:, column] = every.sums(np.where(which, counts, 0))
+    rows[:, _L2] = 0.0
+    unique = every.sums(is_infinite)
+    # In ascending order, numbers that are equal in that of their codes.
+    order = np.flatnonzero(is_finite)
+    ranks = every.owner[order] << kind.code_bits | _order(kind.name)[every.codes[order]]
+    order = order[np.argsort(ranks)]
+    codes, counts, values, owner = (
+        each[order] for each in (every.codes, counts, values, every.owner)
+    )
+    found, first, size = np.unique(owner, return_index=True, return_counts=True)
+    unique += np.bincount(found, minlength=len(rows))
+    is_next = (owner[1:] == owner[:-1]) & (values[1:] != values[:-1])
+    unique += np.bincount(owner[1:][is_next], minlength=len(rows))
+    rows[:, -1] = unique
+    if not len(found):
+        return
+    low, high = values[first], values[first + size - 1]
+    rows[found, 4:7] = np.stack([low, high, np.maximum(np.abs(low), np.abs(high))], axis=1)
+    rows[found, 7 : len(_BEFORE)] = exact_moments(kind, codes, counts, first)
+    total = np.append(0, np.cumsum(counts))
+    before = total[first]
+    count = total[first + size] - before
+    wanted = _ranks(count, quantiles)
+    places = total.searchsorted(before[:, None] + wanted, side="right") - 1
+    among = values[places]
+    rows[found, len(_BEFORE) : -1] = _with_ends(among, wanted, count - 1, low, high)
+
+
+@cache
+def _order(name: str) -> Array:
+    """Return the place of each code among all of an exact kind in ascending order."""
+    values = kind_named(name).values
+    order = np.empty(len(values), np.int64)
+    order[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return order
 
 
 def scaled(value: float, exponent: int) -> float:
@@ -175,41 +286,55 @@ def scaled(value: float, exponent: int) -> float:
 # --- exact moments -------------------------------------------------------------------------------
 
 
-def exact_moments(kind: Kind, codes: Array, counts: Array) -> list[float]:
-    """Return mean, std, rms, l2, skew and kurtosis of counted values, each rounded only once."""
-    n = int(counts.sum())
-    (s1, s2, s3, s4), unit = _power_sums(kind, codes, counts)
-    # The variance times the square of the count, and so on, as integers.
-    second = n * s2 - s1**2
-    skew = kurtosis = math.nan
-    if second:
-        third = n * n * s3 - 3 * n * s1 * s2 + 2 * s1**3
-        skew = math.copysign(_root(third * third, second**3, 0), third)
-        fourth = n**3 * s4 - 4 * n * n * s1 * s3 + 6 * n * s1 * s1 * s2 - 3 * s1**4
-        kurtosis = _quotient(fourth - 3 * second**2, second**2, 0)
-    mean, std = _quotient(s1, n, unit), _root(second, n**2, unit)
-    return [mean, std, _root(s2, n, unit), _root(s2, 1, unit), skew, kurtosis]
+def exact_moments(kind: Kind, codes: Array, counts: Array, first: Array) -> list[list[float]]:
+    """Return mean, std, rms, l2, skew and kurtosis of counted values, each rounded only once.
+
+    Those of several tensors follow each other, in ascending order: `first` is where they begin.
+    """
+    found = []
+    total = np.append(0, np.cumsum(counts))
+    sizes = (total[np.append(first[1:], len(counts))] - total[first]).tolist()
+    for n, (s1, s2, s3, s4), unit in zip(
+        sizes, *_power_sums(kind, codes, counts, first), strict=True
+    ):
+        # The variance times the square of the count, and so on, as integers.
+        second = n * s2 - s1**2
+        skew = kurtosis = math.nan
+        if second:
+            third = n * n * s3 - 3 * n * s1 * s2 + 2 * s1**3
+            skew = math.copysign(_root(third * third, second**3, 0), third)
+            fourth = n**3 * s4 - 4 * n * n * s1 * s3 + 6 * n * s1 * s1 * s2 - 3 * s1**4
+            kurtosis = _quotient(fourth - 3 * second**2, second**2, 0)
+        mean, std = _quotient(s1, n, unit), _root(second, n**2, unit)
+        found.append([mean, std, _root(s2, n, unit), _root(s2, 1, unit), skew, kurtosis])
+    return found
 
 
-def _power_sums(kind: Kind, codes: Array, counts: Array) -> tuple[list[int], int]:
+def _power_sums(
+    kind: Kind, codes: Array, counts: Array, first: Array
+) -> tuple[list[list[int]], list[int]]:
     """Add up four powers of integers which times two to the power that is given are the values."""
     significands, exponents = _integers(kind.name)
     exponent = exponents[codes]
     # Values ascend: those with one exponent are next to each other.
-    starts = np.append(0, np.flatnonzero(exponent[1:] != exponent[:-1]) + 1)
-    unit = int(exponent.min())
-    shifts = (exponent[starts] - unit).tolist()
+    starts = np.union1d(first, np.flatnonzero(exponent[1:] != exponent[:-1]) + 1)
+    units = np.minimum.reduceat(exponent, first)
+    groups = np.searchsorted(starts, np.append(first, len(codes)))
+    shifts = (exponent[starts] - np.repeat(units, np.diff(groups))).tolist()
     values = significands[codes]
     largest, square = int(np.abs(values).max()), values * values
-    sums = []
+    longest = int(np.diff(np.append(starts, len(codes))).max())
+    sums: list[list[int]] = [[] for _ in first]
     # Where they leave the range of int64, `_grouped` makes its own.
     for power, powers in enumerate((values, square, square * values, square * square), 1):
-        room = 63 - (largest**power).bit_length() - len(values).bit_length()
+        room = 63 - (largest**power).bit_length() - longest.bit_length()
         if room < 8:
             powers = values.astype(object) ** power  # noqa: PLW2901
         totals = _grouped(powers, counts, room, starts)
-        sums.append(sum([t << (power * shift) for t, shift in zip(totals, shifts, strict=True)]))
-    return sums, unit
+        moved = [each << (power * shift) for each, shift in zip(totals, shifts, strict=True)]
+        for own, (start, stop) in zip(sums, pairwise(groups.tolist()), strict=True):
+            own.append(sum(moved[start:stop]))
+    return sums, units.tolist()
 
 
 def _grouped(powers: Array, counts: Array, room: int, starts: Array) -> list[int]:

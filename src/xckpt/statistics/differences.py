@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from functools import partial
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -393,7 +392,7 @@ def _along(
             cells = prod((*entry.shape, *grid.extents))
             require_memory(cells * CELL_NBYTES, "Compare fewer of its channels at once")
         shape = (*entry.shape, *grid.extents)
-        found.append(replace(entry, dims=(*entry.dims, *grid.dims), shape=shape))
+        found.append(entry._replace(dims=(*entry.dims, *grid.dims), shape=shape))
     return found, kept, inputs
 
 

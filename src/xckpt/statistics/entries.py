@@ -9,12 +9,11 @@ import os
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from math import prod
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import dask.array as da
@@ -24,6 +23,8 @@ import xarray as xr
 from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
+from xckpt.datasets.listing import Listed, list_arrays
+from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.tensors import remembered
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import CheckpointWarning, locating, shown, some
@@ -31,6 +32,7 @@ from xckpt.index import Index, paused_collector
 from xckpt.labels import flat_name
 from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
+from xckpt.notebook.extension import load_in_session
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from xckpt.datasets.variables import StackRecord
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
+    from xckpt.storage import Source
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
 
@@ -53,8 +56,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _ROW_NBYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(NamedTuple):
     """A variable, and the tensors that are described one by one."""
 
     #: Of the variable in the result.
@@ -64,62 +66,78 @@ class Described:
     shape: tuple[int, ...]
     #: The tensors; the last dimension varies fastest. None where short rows are described together.
     readers: tuple[Reader, ...]
-    variable: xr.Variable
+    #: What names the tensors, for the variable of the result.
+    encoding: dict[str, Any]
+    subject: Subject
     #: Where a stack has no tensor along these dimensions, and how many elements elsewhere stand
     #: for absent ones; None where all are there.
     gone: Array | None = None
     absent: Array | None = None
 
     @property
-    def encoding(self) -> dict[str, Any]:
-        """What names the tensors, for the variable of the result."""
-        known = self.variable.encoding
-        return {key: known[key] for key in ("tensor", "part", "stack") if key in known}
+    def variable(self) -> xr.Variable:
+        """What is described, with names of its dimensions."""
+        return self.subject.variables[self.name]
 
 
-@dataclass(frozen=True, slots=True)
 class Subject:
     """All that is described: data variables and coordinates, and where they were read from."""
 
-    variables: dict[Hashable, xr.Variable]
-    coords: Mapping[Hashable, xr.Variable]
-    source: str
+    #: What whole tensors are taken from, by name.
+    tensors: Mapping[Hashable, xr.Variable | Listed]
+
+    def __init__(
+        self,
+        variables: Mapping[Hashable, xr.Variable],
+        coords: Mapping[Hashable, xr.Variable],
+        source: str,
+    ) -> None:
+        self.variables = self.tensors = variables
+        self.coords = coords
+        self.source = source
 
     def entries(self, dims: Collection[Hashable] | None = None) -> list[Described]:
         """List variables of numbers with their tensors; others are left out with a warning."""
-        unknown = set(dims or ()) - {dim for v in self.variables.values() for dim in v.dims}
-        if unknown:
-            known = sorted({str(dim) for v in self.variables.values() for dim in v.dims})
-            asked = str(min(unknown, key=str))
-            hint = similar(known, asked)
-            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
-                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
-            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
+        chosen = self.tensors
+        if dims is not None:
+            chosen = {n: v for n, v in self.variables.items() if not set(dims).isdisjoint(v.dims)}
+            self._require_known(dims)
         found = []
         left_out: dict[str, list[str]] = defaultdict(list)
-        for name, variable in self.variables.items():
-            if dims is not None and not set(dims) & set(variable.dims):
-                continue
+        for name, each in chosen.items():
             try:
-                entry = self._entry(name, variable, dims)
+                entry = self._entry(name, each, dims)
                 if entry.gone is None or not entry.gone.all():
                     found.append(entry)
             except TypeError as error:
-                left_out[_problem(variable) or str(error)].append(str(name))
+                left_out[_problem(each) or str(error)].append(str(name))
         for reason, names in left_out.items():
             text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
             warnings.warn(text, CheckpointWarning, stacklevel=4)
         return found
 
+    def _require_known(self, dims: Collection[Hashable]) -> None:
+        """Raise an error if no variable has one of some dimensions."""
+        every = {dim for v in self.variables.values() for dim in v.dims}
+        unknown = set(dims) - every
+        if unknown:
+            asked = str(min(unknown, key=str))
+            hint = similar(sorted(map(str, every)), asked)
+            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
+                hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
+            raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
+
     def _entry(
-        self, name: Hashable, variable: xr.Variable, reduced: Collection[Hashable] | None
+        self, name: Hashable, each: xr.Variable | Listed, reduced: Collection[Hashable] | None
     ) -> Described:
-        record = variable.encoding.get("stack")
-        lazy = _lazy_array(variable)
+        encoding = _naming(each)
+        record = encoding.get("stack")
+        lazy = each.lazy if isinstance(each, Listed) else _lazy_array(each)
         readers: tuple[Reader, ...]
-        if reduced is None and record is None and lazy is not None:
-            readers = (reader_of(lazy, _flat_name(name, variable)),)
-            return Described(name, (), (), readers, variable)
+        if lazy is not None and reduced is None and record is None:
+            readers = (reader_of(lazy, _flat_name(name, encoding)),)
+            return Described(name, (), (), readers, encoding, self)
+        variable = self.variables[name]
         if reduced is None:
             stacked = () if record is None else record.dims
             dims = tuple(dim for dim in variable.dims if dim in stacked)
@@ -133,11 +151,11 @@ class Subject:
         inner = [variable.sizes[dim] for dim in variable.dims if dim not in dims]
         if reduced is not None and prod(inner) <= LONGEST_ROW:
             require_numbers(variable.dtype)
-            return Described(name, dims, shape, (), variable, gone, absent)
+            return Described(name, dims, shape, (), encoding, self, gone, absent)
         if lazy is not None and not dims:
-            readers = (reader_of(lazy, _flat_name(name, variable)),)
+            readers = (reader_of(lazy, _flat_name(name, encoding)),)
         elif isinstance(lazy, StackedArray) and dims == variable.dims[: len(lazy.grid)]:
-            part = _part_suffix(variable)
+            part = _part_suffix(encoding)
             members = lazy.members if gone is None else compress(lazy.members, ~gone.ravel())
             readers = tuple(reader_of(m, m.name + part) for m in members)
         else:
@@ -146,7 +164,39 @@ class Subject:
             pairs = zip(arrays, names, strict=True)
             there = pairs if gone is None else compress(pairs, ~gone.ravel())
             readers = tuple(_reader(array, str(each)) for array, each in there)
-        return Described(name, dims, shape, readers, variable, gone, absent)
+        return Described(name, dims, shape, readers, encoding, self, gone, absent)
+
+
+class _File(Subject):
+    """A file, of which a Dataset is made only where names of dimensions are asked for."""
+
+    def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
+        self.source = source.name
+        self._opened = source, index, options
+        self._coords = index.arrangement.coords
+        listing = list_arrays(source, index, options)
+        self.tensors = {
+            each.name: each
+            for each in listing.arrays
+            if each.role is not None or each.name not in self._coords
+        }
+
+    @cached_property
+    def _dataset(self) -> Subject:
+        from xckpt.datasets.making import make_dataset
+
+        with paused_collector():
+            return contents_of(make_dataset(*self._opened))
+
+    @property
+    def variables(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]  # not set
+        """All that is described, as variables of the Dataset."""
+        return self._dataset.variables
+
+    @property
+    def coords(self) -> Mapping[Hashable, xr.Variable]:  # type: ignore[override]
+        """Coordinates of the Dataset."""
+        return self._dataset.coords if self._coords else {}
 
 
 def member_names(
@@ -161,11 +211,11 @@ def member_names(
     """
     record = variable.encoding.get("stack")
     if record is None and not dims:
-        return [_flat_name(name, variable)]
+        return [_flat_name(name, variable.encoding)]
     if record is not None and set(dims) <= set(record.dims):
         indices = _left(record, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
-            suffix = _part_suffix(variable)
+            suffix = _part_suffix(variable.encoding)
             return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
     positions = np.ndindex(*(variable.sizes[dim] for dim in dims))
     return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
@@ -265,16 +315,14 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
 
 
 def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
-    from xckpt.datasets.making import described, make_dataset
-    from xckpt.datasets.options import OpenOptions
     from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
     # xarray would open it by a format, which is known when it is open.
     source, index = open_index(path, format, storage_options=storage_options)
+    load_in_session()
     with paused_collector():
-        ds = make_dataset(source, index, OpenOptions(storage_options=storage_options))
-    return contents_of(described(ds, source, index))
+        return _File(source, index, OpenOptions(storage_options=storage_options))
 
 
 def _tree_contents(tree: xr.DataTree) -> Subject:
@@ -288,7 +336,7 @@ def _tree_contents(tree: xr.DataTree) -> Subject:
             if leaf not in inside:
                 path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
                 found = remembered(flat_name(node.path, str(leaf)), variable, here)
-                name = _flat_name(path, found)
+                name = _flat_name(path, found.encoding)
                 variables[path if name in variables else name] = found
     return Subject(variables, coords, str(tree.root.encoding.get("source", "")))
 
@@ -313,9 +361,9 @@ def _lazy_array(variable: xr.Variable) -> LazyArray | None:
     return None
 
 
-def _problem(variable: xr.Variable) -> str | None:
+def _problem(each: xr.Variable | Listed) -> str | None:
     """Return why the tensor of a variable, or the first one of a stack, cannot be read."""
-    lazy = _lazy_array(variable)
+    lazy = each.lazy if isinstance(each, Listed) else _lazy_array(each)
     if isinstance(lazy, StackedArray):
         lazy = lazy.first
     return lazy.problem.reason if isinstance(lazy, UnreadableArray) else None
@@ -354,14 +402,21 @@ def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]
     return tuple(variable.sizes[dim] for dim in dims)
 
 
-def _flat_name(name: Hashable, variable: xr.Variable) -> str:
-    flat = str(variable.encoding.get("tensor", name))
-    return flat + _part_suffix(variable) if "tensor" in variable.encoding else flat
+def _naming(each: xr.Variable | Listed) -> dict[str, Any]:
+    """Return what names the tensors of a variable."""
+    if isinstance(each, Listed):
+        named = {"tensor": each.tensor.name}
+        return named if each.role is None else {**named, "part": each.role}
+    known = each.encoding
+    return {key: known[key] for key in ("tensor", "part", "stack") if key in known}
 
 
-def _part_suffix(variable: xr.Variable) -> str:
-    part = variable.encoding.get("part")
-    return "" if part is None else f":{part}"
+def _flat_name(name: Hashable, encoding: Mapping[Any, Any]) -> str:
+    return f"{encoding['tensor']}{_part_suffix(encoding)}" if "tensor" in encoding else str(name)
+
+
+def _part_suffix(encoding: Mapping[Any, Any]) -> str:
+    return f":{encoding['part']}" if "part" in encoding else ""
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -411,12 +466,27 @@ def laid_out(
             dims.append(name)
         variables[entry.name] = LazyVariable.of(tuple(dims), data, told or None, entry.encoding)
     coords: dict[Hashable, Any] = {"statistic": ("statistic", np.array(statistics, dtype=str))}
-    coords |= {
-        name: coord
-        for name, coord in contents.coords.items()
-        if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
-    }
-    result = xr.Dataset(variables, coords, {"source": contents.source} if contents.source else None)
+    if sizes:
+        coords |= {
+            name: coord
+            for name, coord in contents.coords.items()
+            if coord.dims and all(sizes.get(d) == n for d, n in coord.sizes.items())
+        }
+    result = _assembled(variables, coords)
+    if contents.source:
+        result.attrs = {"source": contents.source}
     # In a notebook xarray would take minutes to show the results of very many tensors.
     result.encoding["statistics"] = True
     return result
+
+
+def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:
+    """Make a Dataset of variables that fit together."""
+    by_dims = {variable.dims: name for name, variable in variables.items()}
+    taken = {"statistic", *coords, *by_dims.values(), *(dim for dims in by_dims for dim in dims)}
+    few = {name: variable for name, variable in variables.items() if name in taken}
+    result = xr.Dataset(few, coords)
+    # It copies and compares all variables twice: of what was kept, that would take the most time.
+    rest = {name: v for name, v in result.variables.items() if name not in few}
+    whole: xr.Dataset = result._replace({**variables, **rest})
+    return whole

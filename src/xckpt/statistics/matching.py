@@ -19,7 +19,7 @@ from xckpt.index import paused_collector
 from xckpt.labels.conventions import same_tensors
 from xckpt.labels.selection import renamed, select
 from xckpt.progress import Progress
-from xckpt.statistics.entries import Described
+from xckpt.statistics.entries import Described, Subject
 from xckpt.statistics.explaining.fingerprints import fingerprints
 from xckpt.statistics.pairs import Match, Partner, pair_of
 
@@ -98,8 +98,10 @@ def _rows_of(
             while own in taken:
                 own += " (b)"
             taken.add(own)
-            variable = xr.Variable((), np.nan, encoding={"tensor": name})
-            found.append(Described(own, (), (), (member,), variable))
+            encoding = {"tensor": name}
+            variable = xr.Variable((), np.nan, encoding=encoding)
+            subject = Subject({own: variable}, {}, "")
+            found.append(Described(own, (), (), (member,), encoding, subject))
             rows.append([Match(name, theirs=member)])
     return found, rows
 

@@ -428,11 +428,8 @@ class SameBytes(Accumulator):
 
 def _parts(lazy: Any) -> dict[str, PartReader] | None:
     """Return the parts of an array by their roles; None if it is not made of parts."""
-    if isinstance(lazy, DenseArray):
-        return {"data": lazy.reader}
-    if isinstance(lazy, BlockArray | CodebookArray | QuantizedArray | SparseArray):
-        return dict(lazy.readers)
-    return None
+    of_parts = DenseArray | BlockArray | CodebookArray | QuantizedArray | SparseArray
+    return dict(lazy.readers) if isinstance(lazy, of_parts) else None
 
 
 def _meaning(reader: Any, parts: Mapping[str, PartReader]) -> Any:

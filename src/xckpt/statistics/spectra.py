@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -22,7 +22,7 @@ from xckpt.labels import select
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
-from xckpt.statistics.entries import contents_of_all, laid, laid_out
+from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Describable, Described, Subject
+    from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
     from xckpt.storage.ahead import Range
 
@@ -156,7 +156,7 @@ def spectrum(
     objects = [obj] if minus is None else [obj, minus]
     contents, *others = contents_of_all(objects, storage_options)
     variables = {n: v for n, v in contents.variables.items() if _has_matrices(v)}
-    entries = replace(contents, variables=variables).entries()
+    entries = Subject(variables, contents.coords, contents.source).entries()
     matrices = _chosen(entries, tensors, others[0] if others else None)
     entries = [e for e in entries if any(reader.name in matrices for reader in e.readers)]
     is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None

@@ -3,9 +3,10 @@
 There is a file for each checkpoint, named by a digest of its path and identity, in the folder
 ``stats-1`` of the cache of this user (see `xckpt.storage.cache`). It is a sequence of records, each
 with a length and a checksum; what is not as it should be, such as a record that was being written
-when the machine stopped, ends the file. Records that cannot be true of their tensor are not
-believed (see `xckpt.statistics.plausible`). Nothing here is needed: any of it may be deleted at any
-time, and where it cannot be written nothing is kept.
+when the machine stopped, ends the file. A record has the sketches that were written together: their
+number, keys and lengths, then all of them in one zstd frame. Sketches that cannot be true of their
+tensor are not believed (see `xckpt.statistics.plausible`). Nothing here is needed: any of it may be
+deleted at any time, and where it cannot be written nothing is kept.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 FOLDER = "stats-1"
 
-_MAGIC = b"xckpt sketches 1"
+_MAGIC = b"xckpt sketches 2"
 _HEAD = struct.Struct("<16sIQ")  # key, length and checksum of a record
+_COUNT = struct.Struct("<I")
+_KEY_NBYTES = 16
 LARGEST_RECORD = 64 << 20
 LARGEST_FILE = 256 << 20
 LARGEST_FOLDER = 1 << 30
@@ -75,20 +78,30 @@ class Store:
     ) -> None:
         self._path = folder / digest_of(*origin).hex()
         self._operation = operation
-        self._data, self._records = read_records(self._path)
+        self._data, records = read_records(self._path)
         self._size = len(self._data)
-        self._good = _end_of(self._records.values()) if self._data else 0
-        self._pending: list[bytes] = []
+        self._good = _end_of(records.values()) if self._data else 0
+        #: By key: in which record a sketch is, and where in that once it is decompressed.
+        self._places: dict[bytes, tuple[tuple[int, int], int, int]] = {}
+        for record in records.values():
+            self._places |= dict(_places(self._data, record))
+        self._frames: dict[tuple[int, int], bytes] = {}
+        self._pending: dict[bytes, bytes] = {}
         self._pending_nbytes = 0
         self._written_at = time.monotonic()
 
     def get(self, reader: Reader, stretch: tuple[int, int]) -> Accumulator | None:
         """Return what is kept of a stretch of a tensor; None if nothing is that can be true."""
-        place = self._records.get(_key(reader, stretch))
+        place = self._places.get(_key(reader, stretch)) if self._places else None
         if place is None:
             return None
+        record, start, stop = place
         try:
-            kept = self._operation.unpack(self._data[slice(*place)], reader)
+            if record not in self._frames:
+                if sum(map(len, self._frames.values())) > LARGEST_RECORD:
+                    self._frames.clear()
+                self._frames[record] = _decompressed(self._data, record)
+            kept = self._operation.unpack(self._frames[record][start:stop], reader)
             with np.errstate(all="ignore"):
                 require(kept, reader, stretch)
         except Exception:  # noqa: BLE001  whatever is wrong with it, it can be made again
@@ -97,13 +110,11 @@ class Store:
 
     def put(self, reader: Reader, stretch: tuple[int, int], kept: Accumulator) -> None:
         """Keep what was found in a stretch of a tensor."""
-        payload = kept.pack()
-        if self._size + len(payload) > LARGEST_FILE or len(payload) > LARGEST_RECORD:
+        data = kept.pack()
+        if self._size + len(data) > LARGEST_FILE or len(data) > LARGEST_RECORD // 2:
             return
-        record = _record(_key(reader, stretch), payload)
-        self._pending.append(record)
-        self._pending_nbytes += len(record)
-        self._size += len(record)
+        self._pending[_key(reader, stretch)] = data
+        self._pending_nbytes += len(data)
         waited = time.monotonic() - self._written_at
         if self._pending_nbytes > _PENDING_NBYTES or waited > _PENDING_SECONDS:
             self.flush()
@@ -112,11 +123,44 @@ class Store:
         """Write what is pending; say whether there was any."""
         if not self._pending:
             return False
-        data = b"".join(self._pending)
-        self._pending, self._pending_nbytes = [], 0
+        import zstandard
+
+        lengths = np.array([len(data) for data in self._pending.values()], "<u4").tobytes()
+        head = _COUNT.pack(len(self._pending)) + b"".join(self._pending) + lengths
+        frame = zstandard.ZstdCompressor(level=1).compress(b"".join(self._pending.values()))
+        self._pending, self._pending_nbytes = {}, 0
         self._written_at = time.monotonic()
+        data = _record(digest_of(head), head + frame)
+        self._size += len(data)
         self._good = _append(self._path, data, self._good)
         return True
+
+
+def _places(data: bytes, record: tuple[int, int]) -> Iterator[tuple[bytes, tuple[Any, int, int]]]:
+    """Return where the sketches of a record are; of one that is something else, nothing."""
+    first, end = record
+    count = _COUNT.unpack_from(data, first)[0] if end - first >= _COUNT.size else 0
+    keys = first + _COUNT.size
+    lengths = keys + _KEY_NBYTES * count
+    if lengths + 4 * count > end:
+        return
+    stops = np.cumsum(np.frombuffer(data, "<u4", count, lengths), dtype=np.int64).tolist()
+    start = 0
+    for at, stop in zip(range(keys, lengths, _KEY_NBYTES), stops, strict=True):
+        yield data[at : at + _KEY_NBYTES], (record, start, stop)
+        start = stop
+
+
+def _decompressed(data: bytes, record: tuple[int, int]) -> bytes:
+    import zstandard
+
+    first, end = record
+    (count,) = _COUNT.unpack_from(data, first)
+    frame = data[first + _COUNT.size + (_KEY_NBYTES + 4) * count : end]
+    # The size that a frame states is allocated, whatever limit is given with it.
+    if not 0 < zstandard.frame_content_size(frame) <= LARGEST_RECORD:
+        raise ValueError("not a record of sketches")
+    return zstandard.ZstdDecompressor().decompress(frame)
 
 
 class CheckpointVersion(NamedTuple):

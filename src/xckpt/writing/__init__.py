@@ -7,8 +7,9 @@
     convert  an index          ┘
 
 ``gathering`` lists what is to be written of an xarray object, as tensors with their bytes
-(``data``). ``fitting`` brings them into a form that the format has. ``job`` says where they go,
-computes dask arrays straight into their places and streams everything else (``streaming``).
+(``data``). ``fitting`` brings them into a form that the format has, and asks what a reader would
+say of it; ``casting`` converts values. ``job`` computes dask arrays straight into their places and
+streams everything else.
 ``contents`` hashes what is in tensors, whatever their files, and
 ``manifests`` keeps that as JSON. ``plain`` makes an object of what xarray itself can write to
 netCDF and zarr.

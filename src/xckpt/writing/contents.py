@@ -36,10 +36,9 @@ from xckpt.errors import UnsupportedError, locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.encodings import STREAMS
 from xckpt.storage.limits import cpu_count, require_memory
-from xckpt.writing.casting import convert
+from xckpt.writing.casting import convert, densified, is_sparse, stored_elements
 from xckpt.writing.data import ArrayData, Stored, as_bytes
 from xckpt.writing.gathering import Computed
-from xckpt.writing.sparse_parts import densified, is_sparse, stored_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,12 +1,14 @@
 """What is to be written: tensors, and where the bytes of their parts come from.
 
 All give their bytes in order, and mostly in any order (`PartData`), but dask arrays: these are
-computed into their places, see `xckpt.writing.job`. Digests that a file states are compared
-while its bytes pass.
+computed into their places, each chunk once. Chunks come in any order and may be cut along any axis;
+the tasks open the file by its path, so that any scheduler and any machine that sees it can run
+them. Digests that a file states are compared while its bytes pass.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +24,14 @@ from xckpt.arrays.dense import ChunkedArray, DenseArray, elements, unpack_codes
 from xckpt.arrays.lazy import chunks_along_slowest, target_nbytes
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import turned
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
+from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Quantization
+from xckpt.progress import report
 from xckpt.storage.encodings import STREAMS
-from xckpt.writing.casting import convert
-from xckpt.writing.sparse_parts import canonical_parts
+from xckpt.storage.sink import write_at
+from xckpt.writing.casting import canonical_parts, convert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,12 +58,17 @@ __all__ = [
     "StoredData",
     "VerbatimData",
     "as_bytes",
+    "is_scattered",
     "lazy_dask_array",
+    "store",
+    "store_tasks",
 ]
 
 # Read, converted and written at a time: large enough for disks, small enough for caches and
 # for several threads to have a few each.
 PIECE_NBYTES = 8 << 20
+# Shorter runs are not worth a system call each: they are written through a memory map.
+_SHORTEST_RUN = 1 << 12
 # Up to here a part whose axes have to be turned is read in pieces of it; larger ones by chunks.
 _TURNED_NBYTES = 64 << 20
 
@@ -508,3 +517,126 @@ def lazy_dask_array(lazy: LazyArray) -> Any:
 
     chunks = lazy.chunks(target_nbytes())
     return tensor_array(lazy, f"{lazy.name}-{uuid4().hex}", chunks, lazy.empty((0,) * lazy.ndim))
+
+
+# --- dask arrays into their places ----------------------------------------------------------------
+
+
+class _ArrayTarget(NamedTuple):
+    """Where a dask array goes in a file, and as what: all that its tasks are told."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    cast: Cast
+    tensor: str  # for messages
+    order: str
+    starts: tuple[tuple[int, ...], ...]  # of chunks, along each axis
+    observer: str  # is told of the progress
+
+    @classmethod
+    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _ArrayTarget:
+        chunks = data.array.chunks
+        if any(np.isnan(size) for sizes in chunks for size in sizes):
+            raise UnsupportedError(
+                "the sizes of its chunks are not known before it is computed",
+                tensor=data.tensor,
+                hint="Call .compute_chunk_sizes() on the dask array, or compute it",
+            )
+        starts = tuple(tuple(np.cumsum((0, *sizes[:-1])).tolist()) for sizes in chunks)
+        shape = data.array.shape
+        return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, starts, observer)
+
+
+def store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
+    """Make a dask array whose chunks write those of another to a file that is there."""
+    array = data.array
+    return array.map_blocks(
+        _store_block,
+        place=place,
+        region=_ArrayTarget.of(data, offset, observer),
+        chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
+        dtype=np.int64,
+        meta=np.empty((0,) * array.ndim, np.int64),
+        name=f"xckpt-write-{array.name}-{uuid4().hex}",
+    )
+
+
+def store_tasks(data: ArrayData, place: Any, offset: int) -> list[Any]:
+    """Make tasks, one for each chunk, that write to a file that another task makes."""
+    # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
+    import dask
+
+    region = _ArrayTarget.of(data, offset)
+    write = dask.delayed(_store_block, pure=False, traverse=False)
+    blocks = data.array.to_delayed(optimize_graph=False)
+    return [
+        write(blocks[where], place=place, region=region, block_id=where)
+        for where in np.ndindex(blocks.shape)
+    ]
+
+
+def _store_block(
+    block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Convert a chunk and write it where it goes; return how many bytes that were."""
+    block = np.asarray(block)
+    origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
+    data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
+    first = origin[::-1] if region.order == "F" else origin
+    with place.named():
+        fileno = os.open(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        try:
+            # In small runs, so that conversions need little memory besides the chunk.
+            for key, _ in data.runs():
+                where = tuple(at + run.start for at, run in zip(first, key, strict=True))
+                _write_run(place.path, fileno, region, data.converted(key), where)
+        finally:
+            os.close(fileno)
+    nbytes = nbytes_of(region.dtype, block.size)
+    report(region.observer, nbytes)
+    return np.full((1,) * block.ndim, nbytes, np.int64)
+
+
+def _write_run(
+    path: str,
+    fileno: int,
+    region: _ArrayTarget,
+    block: np.ndarray[Any, Any],
+    where: tuple[int, ...],
+) -> None:
+    """Write a block whose axes have the order of the file."""
+    shape = region.shape[::-1] if region.order == "F" else region.shape
+    split, run = _longest_run(shape, block.shape)
+    if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
+        target = np.memmap(path, block.dtype, "r+", region.offset, shape)
+        target[tuple(slice(w, w + n) for w, n in zip(where, block.shape, strict=True))] = block
+        return
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    for position in np.ndindex(block.shape[:split]):
+        inside = (*position, *(0 for _ in shape[split:]))
+        first = sum((w + i) * s for w, i, s in zip(where, inside, strides, strict=True))
+        write_at(fileno, as_bytes(block[position]), region.offset + first * block.itemsize)
+
+
+def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first axis from which on a block is contiguous in the array, and so many elements.
+
+    Examples
+    --------
+    >>> _longest_run((10, 4, 8), (2, 3, 8))
+    (1, 24)
+    """
+    split = len(shape)
+    while split and block[split:] == shape[split:]:
+        split -= 1
+    return split, prod(block[split:])
+
+
+def is_scattered(data: ArrayData) -> bool:
+    """Return whether some chunks are written in runs so short that a memory map is used."""
+    turned = data.order == "F"
+    shape = data.array.shape[::-1] if turned else data.array.shape
+    chunks = tuple(min(sizes) if sizes else 0 for sizes in data.array.chunks)
+    split, run = _longest_run(shape, chunks[::-1] if turned else chunks)
+    return split > 0 and run * stored_dtype(data.dtype).itemsize < _SHORTEST_RUN

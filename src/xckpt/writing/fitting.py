@@ -45,11 +45,9 @@ if TYPE_CHECKING:
 __all__ = [
     "TENSOR_OPTIONS",
     "Changes",
+    "Fitting",
     "Requests",
-    "check_cast",
     "choose_type",
-    "fit",
-    "tell_stated",
 ]
 
 _SHOWN_NAMES = 5
@@ -90,12 +88,6 @@ class Changes:
 
 
 # --- what is asked for ---------------------------------------------------------------------------
-
-
-def check_cast(cast: str) -> None:
-    """Refuse what is not a way to convert."""
-    if cast not in get_args(Cast):
-        raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
 
 
 class Requests:
@@ -157,68 +149,228 @@ def _parsed(glob: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
 # --- what a format has ---------------------------------------------------------------------------
 
 
-def fit(
-    gathered: Gathered,
-    path: str,
-    *,
-    writer: Format,
-    requests: Requests,
-    cast: Cast,
-    changes: Changes,
-) -> tuple[Draft, dict[str, Payload]]:
-    """Bring tensors into a form that a format has; the draft is what its plan is made of."""
-    can = writer.can_in(path)
-    fitted: dict[str, Payload] = {}
-    more: dict[str, dict[str, Any]] = {}
-    names = {payload.tensor.name for payload in gathered.payloads}
-    places: set[Hashable] = set()
-    for payload, wanted in _asked_for(gathered.payloads, requests):
-        place = _place(payload)
-        if place in places:
-            changes.add(_SHARED, payload.tensor.name)
-        elif place is not None:
-            places.add(place)
-        for shaped in _in_layout(payload, writer, wanted, cast, changes, names=names):
-            name = shaped.tensor.name
-            if name in fitted:
-                raise ValueError(f"two tensors are called {shown(name)}")
-            shaped.level = wanted.get("level")
-            before = shaped.tensor.dtype
-            stored = _fitted(shaped.tensor, writer, wanted, cast)
-            if stored.dtype != before:
-                changes.recast[before, stored.dtype] += 1
-            shaped.tensor, rest = _attributed(stored, can, changes)
-            if rest:
-                more[name] = rest
-            fitted[name] = shaped
-    requests.check_used([*names, *fitted])
-    _put_inline([each for each in fitted.values() if writer.is_inline(each.tensor)], cast)
-    kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
-    for name in rest:
-        changes.add(_OF_FILE, name)
-    arrangement = _kept_arrangement(gathered.arrangement.of(fitted), can, changes)
-    tensors = {name: p.tensor for name, p in fitted.items()}
-    return Draft(tensors, kept, path, arrangement, more, gathered.attr_types), fitted
+class Fitting:
+    """Brings tensors into a form that a format has, and notes what that changes."""
+
+    def __init__(self, writer: Format, requests: Requests, cast: Cast) -> None:
+        if cast not in get_args(Cast):
+            raise ValueError(f"cast must be 'exact', 'allow' or 'never', not {cast!r}")
+        self.writer, self.requests, self.cast = writer, requests, cast
+        self.changes = Changes()
+
+    def draft(self, gathered: Gathered, path: str) -> tuple[Draft, dict[str, Payload]]:
+        """Return what the plan of a new file is made of, and its tensors with their data."""
+        can = self.writer.can_in(path)
+        fitted: dict[str, Payload] = {}
+        more: dict[str, dict[str, Any]] = {}
+        names = {payload.tensor.name for payload in gathered.payloads}
+        places: set[Hashable] = set()
+        for payload, wanted in self._asked_for(gathered.payloads):
+            place = _place(payload)
+            if place in places:
+                self.changes.add(_SHARED, payload.tensor.name)
+            elif place is not None:
+                places.add(place)
+            for shaped in self._in_layout(payload, wanted, names):
+                name = shaped.tensor.name
+                if name in fitted:
+                    raise ValueError(f"two tensors are called {shown(name)}")
+                shaped.level = wanted.get("level")
+                before = shaped.tensor.dtype
+                stored = self._stored(shaped.tensor, wanted)
+                if stored.dtype != before:
+                    self.changes.recast[before, stored.dtype] += 1
+                attrs, rest = _kept_attrs(stored.attrs, can.tensor_attrs)
+                for key in rest:
+                    if can.arrangement and is_json(key) and is_json(rest[key]):
+                        more.setdefault(name, {})[key] = rest[key]
+                    else:
+                        self.changes.add(_OF_TENSORS, str(key))
+                shaped.tensor = stored if attrs == stored.attrs else replace(stored, attrs=attrs)
+                fitted[name] = shaped
+        self.requests.check_used([*names, *fitted])
+        self._put_inline([each for each in fitted.values() if self.writer.is_inline(each.tensor)])
+        kept, rest = _kept_attrs(gathered.attrs, can.file_attrs)
+        for key in rest:
+            self.changes.add(_OF_FILE, key)
+        tensors = {name: each.tensor for name, each in fitted.items()}
+        arrangement = self._arrangement(gathered.arrangement.of(fitted), can)
+        return Draft(tensors, kept, path, arrangement, more, gathered.attr_types), fitted
+
+    def _asked_for(self, payloads: Iterable[Payload]) -> Iterator[tuple[Payload, dict[str, Any]]]:
+        """Return what is written, and how: of a quantised weight, what is stored in its place."""
+        for payload in payloads:
+            wanted = self.requests.of(payload.tensor.name)
+            if not payload.stored or wanted.get("layout") == "dense":
+                yield payload, wanted
+                continue
+            for stored in payload.stored:
+                how = wanted | self.requests.of(stored.tensor.name)
+                if "dtype" in how:
+                    raise UnsupportedError(
+                        "the element type of codes and scales cannot be chosen",
+                        tensor=payload.tensor.name,
+                        hint="layout='dense' writes the values, in any type",
+                    )
+                yield stored, how
+
+    def _in_layout(
+        self, payload: Payload, wanted: Mapping[str, Any], names: set[str]
+    ) -> Iterator[Payload]:
+        """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
+        tensor, layout = payload.tensor, payload.tensor.layout
+        if layout in self.writer.can.layouts and wanted.get("layout", layout) == layout:
+            yield payload
+            return
+        is_asked, may_change = "layout" in wanted, self.cast != "never"
+        if layout != "structural" and payload.values is not None and (is_asked or may_change):
+            if not is_asked:
+                self.changes.add(f"{layout} tensors written dense", tensor.name)
+            values = payload.values()
+            dtype = values.dtype.name
+            part = WantedPart.of(dtype, tensor.shape)
+            about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
+            dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
+            yield Payload(dense, {"data": values})
+        elif layout == "structural" and may_change:
+            self.changes.add("tensors written as their parts", tensor.name)
+            for role, part in tensor.parts.items():
+                name = free_name(f"{tensor.name}:{role}", names)
+                names.add(name)
+                parts = {"data": part}
+                alone = WantedTensor(name, part.dtype, part.shape, parts, attrs=tensor.attrs)
+                yield Payload(alone, {"data": payload.parts[role]})
+        else:
+            raise UnsupportedError(
+                f"{layout} tensors have no place in format {self.writer.name!r}",
+                tensor=tensor.name,
+                rule="Layout",
+                hint=None if may_change else "cast='exact' writes the values dense",
+            )
+
+    def _stored(self, tensor: WantedTensor, wanted: Mapping[str, Any]) -> WantedTensor:
+        """Choose element type, memory order, compression and digests of a tensor."""
+        can, name, dtype, parts = self.writer.can, tensor.name, tensor.dtype, dict(tensor.parts)
+        role = _VALUES.get(tensor.layout)
+        if role is not None:
+            part = parts[role]
+            dtype = choose_type(wanted.get("dtype", part.dtype), can.types, self.cast, tensor=name)
+            if dtype != part.dtype:
+                parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
+        elif "dtype" in wanted:
+            reason = f"the element type of a {tensor.layout} tensor cannot be chosen"
+            raise UnsupportedError(reason, tensor=name)
+        for what, known in (("compression", can.compressions), ("digest", can.digests)):
+            choice = wanted.get(what)
+            if choice is not None and choice not in known:
+                has = f"has {', '.join(known)}" if known else "has none"
+                reason = f"the {what} {choice!r} is not one of this format, which {has}"
+                raise UnsupportedError(reason, tensor=name, rule="Encoding")
+        for role, part in parts.items():
+            compression = _alike(wanted, "compression", part.compression, can.compressions)
+            algorithm = _alike(wanted, "digest", part.algorithm, can.digests)
+            # Files have 90,000 tensors of which nothing changes.
+            if (compression, algorithm) != (part.compression, part.algorithm):
+                parts[role] = part._replace(compression=compression, algorithm=algorithm)
+        order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
+        if (dtype, parts, order) == (tensor.dtype, tensor.parts, tensor.order):
+            return tensor
+        return replace(tensor, dtype=dtype, parts=parts, order=order)
+
+    def _put_inline(self, payloads: Sequence[Payload]) -> None:
+        """Read or compute values, all at once, that a format writes among what it says of them."""
+        data = [each.data("data", each.tensor.parts["data"], self.cast) for each in payloads]
+        lazy = [each.array for each in data if isinstance(each, ArrayData) and each.is_dask]
+        if lazy:
+            import dask
+
+            lazy = list(dask.compute(*lazy))
+        for payload, known in zip(payloads, data, strict=True):
+            if isinstance(known, ArrayData) and known.is_dask:
+                known = replace(known, array=lazy.pop(0))  # noqa: PLW2901
+            try:
+                value = b"".join(known.blocks())
+            except CheckpointError as error:
+                raise error.located(tensor=payload.tensor.name) from error.__cause__
+            part = payload.tensor.parts["data"]._replace(inline=value)
+            payload.tensor = replace(payload.tensor, parts={"data": part})
+
+    def _arrangement(self, wanted: Arrangement, can: Can) -> Arrangement:
+        if not can.arrangement:
+            for name in wanted.coords:
+                self.changes.add("coordinates that open as data variables", name)
+            wanted = Arrangement(modules=wanted.modules)
+        modules = {}
+        for path, attrs in wanted.modules.items():
+            kept = _without_numpy(dict(attrs))
+            if can.arrangement and is_json(path) and is_json(kept):
+                modules[path] = kept
+            elif attrs:
+                self.changes.add("attributes of modules are not written", path)
+        return replace(wanted, modules=modules)
+
+    def tell_stated(
+        self,
+        draft: Draft,
+        plan: Plan,
+        *,
+        given: Collection[str],
+        before: Callable[[], Index | None],
+        grown: Readable | None,
+    ) -> None:
+        """Note attributes that do not come back because the file states something in their place.
+
+        What it states, its own reader tells. `given` are options that take the place of attributes.
+        `before` returns the index of what is written anew, if that has the same format: what it
+        states of itself is not an attribute of the user's. `grown` is a file that the plan adds to.
+        """
+        can = self.writer.can_in(draft.path)
+        names = {
+            what: {*can.stated_attrs, *(kept if isinstance(kept, tuple) else ())}
+            for what, kept in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
+        }
+        names[_OF_FILE].difference_update(given)
+        every = [(_OF_TENSORS, each.name, each.attrs) for each in draft.tensors.values()]
+        wanted = [
+            (what, tensor, key, attrs[key])
+            for what, tensor, attrs in [(_OF_FILE, None, draft.attrs), *every]
+            for key in attrs
+            if key in names[what]
+        ]
+        if not wanted:
+            return
+        files = _planned_files(draft.path, plan, grown)
+        # An index of shards is of no format.
+        read = [
+            self.writer.read(files[name]) for name in (plan.companions if plan.suffix else [""])
+        ]
+        stated = _stated(read, {extent.tensor: extent.offset for extent in reversed(plan.extents)})
+        lost = []
+        for what, tensor, key, value in wanted:
+            now = stated(tensor)
+            if key not in now or not _is_same(value, now[key]):
+                lost.append((what, key, value, key in now))
+        old = before() if lost else None
+        described: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
+        if old is not None:
+            described[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
+            of = [tensor.attrs for tensor in old.tensors.values()]
+            described[_OF_TENSORS] = {(key, repr(each[key])) for each in of for key in each}
+        for what, key, value, is_stated in lost:
+            if not is_stated and key not in can.stated_attrs:
+                self.changes.add(what, key)
+            elif (key, repr(value)) not in described[what]:
+                self.changes.add(_OTHERWISE[what] if is_stated else what, key)
 
 
-def _asked_for(
-    payloads: Iterable[Payload], requests: Requests
-) -> Iterator[tuple[Payload, dict[str, Any]]]:
-    """Return what is to be written, and how: of a quantised weight, what is stored in its place."""
-    for payload in payloads:
-        wanted = requests.of(payload.tensor.name)
-        if not payload.stored or wanted.get("layout") == "dense":
-            yield payload, wanted
-            continue
-        for stored in payload.stored:
-            how = wanted | requests.of(stored.tensor.name)
-            if "dtype" in how:
-                raise UnsupportedError(
-                    "the element type of codes and scales cannot be chosen",
-                    tensor=payload.tensor.name,
-                    hint="layout='dense' writes the values, in any type",
-                )
-            yield stored, how
+def _alike(
+    wanted: Mapping[str, Any], what: str, before: str | None, known: Sequence[str]
+) -> str | None:
+    """Return what is asked for, what a part was stored with, or the format's own of that kind."""
+    if what in wanted:
+        found: str | None = wanted[what]
+        return found
+    return before if before is None or before in known else next(iter(known), None)
 
 
 def _place(payload: Payload) -> Hashable:
@@ -228,110 +380,6 @@ def _place(payload: Payload) -> Hashable:
         return None
     part = data.reader.part
     return data.reader.source, part.offset, part.nbytes, part.skip
-
-
-def _in_layout(
-    payload: Payload,
-    writer: Format,
-    wanted: Mapping[str, Any],
-    cast: Cast,
-    changes: Changes,
-    *,
-    names: set[str],
-) -> Iterator[Payload]:
-    """Return a tensor in a layout that the format has: as it is, dense, or as its parts."""
-    tensor, layout = payload.tensor, payload.tensor.layout
-    if layout in writer.can.layouts and wanted.get("layout", layout) == layout:
-        yield payload
-        return
-    is_asked_for = "layout" in wanted
-    if layout != "structural" and payload.values is not None and (is_asked_for or cast != "never"):
-        if not is_asked_for:
-            changes.add(f"{layout} tensors written dense", tensor.name)
-        values = payload.values()
-        dtype = values.dtype.name
-        part = WantedPart.of(dtype, tensor.shape)
-        about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
-        dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)
-        yield Payload(dense, {"data": values})
-    elif layout == "structural" and cast != "never":
-        changes.add("tensors written as their parts", tensor.name)
-        for role, part in tensor.parts.items():
-            name = free_name(f"{tensor.name}:{role}", names)
-            names.add(name)
-            alone = WantedTensor(name, part.dtype, part.shape, {"data": part}, attrs=tensor.attrs)
-            yield Payload(alone, {"data": payload.parts[role]})
-    else:
-        raise UnsupportedError(
-            f"{layout} tensors have no place in format {writer.name!r}",
-            tensor=tensor.name,
-            rule="Layout",
-            hint="cast='exact' writes the values dense" if cast == "never" else None,
-        )
-
-
-def _fitted(
-    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
-) -> WantedTensor:
-    """Choose element type, memory order, compression and digests of a tensor."""
-    can = writer.can
-    dtype, parts = _typed(tensor, writer, wanted, cast)
-    for what, known in (("compression", can.compressions), ("digest", can.digests)):
-        choice = wanted.get(what)
-        if choice is not None and choice not in known:
-            has = f"has {', '.join(known)}" if known else "has none"
-            raise UnsupportedError(
-                f"the {what} {choice!r} is not one of this format, which {has}",
-                tensor=tensor.name,
-                rule="Encoding",
-            )
-    for role, part in parts.items():
-        # What a part was stored with, or what the format has of the same kind.
-        compression, algorithm = part.compression, part.algorithm
-        if "compression" in wanted:
-            compression = wanted["compression"]
-        elif compression is not None and compression not in can.compressions:
-            compression = next(iter(can.compressions), None)
-        if "digest" in wanted:
-            algorithm = wanted["digest"]
-        elif algorithm is not None and algorithm not in can.digests:
-            algorithm = next(iter(can.digests), None)
-        # Files have 90,000 tensors of which nothing changes.
-        if (compression, algorithm) != (part.compression, part.algorithm):
-            parts[role] = part._replace(compression=compression, algorithm=algorithm)
-    order: Any = tensor.order if tensor.order in can.orders else can.orders[0]
-    if (dtype, parts, order) == (tensor.dtype, tensor.parts, tensor.order):
-        return tensor
-    return replace(tensor, dtype=dtype, parts=parts, order=order)
-
-
-def _attributed(
-    tensor: WantedTensor, can: Can, changes: Changes
-) -> tuple[WantedTensor, dict[str, Any]]:
-    """Choose the attributes that a tensor has, and return those that are kept elsewhere."""
-    attrs, rest = _kept_attrs(tensor.attrs, can.tensor_attrs)
-    for name in [n for n in rest if not (can.arrangement and is_json(n) and is_json(rest[n]))]:
-        changes.add(_OF_TENSORS, str(name))
-        del rest[name]
-    return (tensor if attrs == tensor.attrs else replace(tensor, attrs=attrs)), rest
-
-
-def _typed(
-    tensor: WantedTensor, writer: Format, wanted: Mapping[str, Any], cast: Cast
-) -> tuple[str, dict[str, WantedPart]]:
-    """Choose the element type, and return the parts with it."""
-    parts = dict(tensor.parts)
-    role = _VALUES.get(tensor.layout)
-    if role is None:
-        if "dtype" in wanted:
-            reason = f"the element type of a {tensor.layout} tensor cannot be chosen"
-            raise UnsupportedError(reason, tensor=tensor.name)
-        return tensor.dtype, parts
-    part = parts[role]
-    dtype = choose_type(wanted.get("dtype", part.dtype), writer.can.types, cast, tensor=tensor.name)
-    if dtype != part.dtype:
-        parts[role] = part._replace(dtype=dtype, nbytes=nbytes_of(dtype, prod(part.shape)))
-    return dtype, parts
 
 
 def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) -> str:
@@ -358,25 +406,6 @@ def choose_type(name: str, writes: Sequence[str], cast: Cast, *, tensor: str) ->
     )
 
 
-def _put_inline(payloads: Sequence[Payload], cast: Cast) -> None:
-    """Read or compute values, all at once, that a format writes among what it says of tensors."""
-    data = [each.data("data", each.tensor.parts["data"], cast) for each in payloads]
-    lazy = [each.array for each in data if isinstance(each, ArrayData) and each.is_dask]
-    if lazy:
-        import dask
-
-        lazy = list(dask.compute(*lazy))
-    for payload, known in zip(payloads, data, strict=True):
-        if isinstance(known, ArrayData) and known.is_dask:
-            known = replace(known, array=lazy.pop(0))  # noqa: PLW2901
-        try:
-            value = b"".join(known.blocks())
-        except CheckpointError as error:
-            raise error.located(tensor=payload.tensor.name) from error.__cause__
-        part = payload.tensor.parts["data"]._replace(inline=value)
-        payload.tensor = replace(payload.tensor, parts={"data": part})
-
-
 def _kept_attrs(
     attrs: Mapping[str, Any], known: tuple[str, ...] | re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -393,21 +422,6 @@ def _kept_attrs(
     return kept, rest
 
 
-def _kept_arrangement(wanted: Arrangement, can: Can, changes: Changes) -> Arrangement:
-    if not can.arrangement:
-        for name in wanted.coords:
-            changes.add("coordinates that open as data variables", name)
-        wanted = Arrangement(modules=wanted.modules)
-    modules = {}
-    for path, attrs in wanted.modules.items():
-        kept = _without_numpy(dict(attrs))
-        if can.arrangement and is_json(path) and is_json(kept):
-            modules[path] = kept
-        elif attrs:
-            changes.add("attributes of modules are not written", path)
-    return replace(wanted, modules=modules)
-
-
 def _without_numpy(value: Any) -> Any:
     """Return what numpy wraps as what Python has."""
     if hasattr(value, "tolist"):
@@ -421,60 +435,6 @@ def _without_numpy(value: Any) -> Any:
 
 
 # --- what the file will state itself -------------------------------------------------------------
-
-
-def tell_stated(
-    draft: Draft,
-    plan: Plan,
-    writer: Format,
-    changes: Changes,
-    *,
-    given: Collection[str],
-    before: Callable[[], Index | None],
-    grown: Readable | None,
-) -> None:
-    """Note attributes that do not come back because the file states something in their place.
-
-    What it states, its own reader tells. `given` are options that take the place of attributes.
-    `before` returns the index of what is written anew, if that has the same format: what it states
-    of itself is no attribute of the user's. `grown` is a file that the plan adds to.
-    """
-    can = writer.can_in(draft.path)
-    names = {
-        what: {*can.stated_attrs, *(kept if isinstance(kept, tuple) else ())}
-        for what, kept in ((_OF_FILE, can.file_attrs), (_OF_TENSORS, can.tensor_attrs))
-    }
-    wanted = [
-        (what, tensor, key, attrs[key])
-        for what, tensor, attrs in (
-            (_OF_FILE, None, {key: draft.attrs[key] for key in draft.attrs if key not in given}),
-            *((_OF_TENSORS, each.name, each.attrs) for each in draft.tensors.values()),
-        )
-        for key in attrs
-        if key in names[what]
-    ]
-    if not wanted:
-        return
-    files = _planned_files(draft.path, plan, grown)
-    # An index of shards is of no format.
-    read = [writer.read(files[name]) for name in (plan.companions if plan.suffix else [""])]
-    stated = _stated(read, {extent.tensor: extent.offset for extent in reversed(plan.extents)})
-    lost = []
-    for what, tensor, key, value in wanted:
-        now = stated(tensor)
-        if key not in now or not _is_same(value, now[key]):
-            lost.append((what, key, value, key in now))
-    old = before() if lost else None
-    described: dict[str, set[tuple[str, str]]] = {_OF_FILE: set(), _OF_TENSORS: set()}
-    if old is not None:
-        described[_OF_FILE] = {(key, repr(value)) for key, value in old.attrs.items()}
-        of = [tensor.attrs for tensor in old.tensors.values()]
-        described[_OF_TENSORS] = {(key, repr(each[key])) for each in of for key in each}
-    for what, key, value, is_stated in lost:
-        if not is_stated and key not in can.stated_attrs:
-            changes.add(what, key)
-        elif (key, repr(value)) not in described[what]:
-            changes.add(_OTHERWISE[what] if is_stated else what, key)
 
 
 def _stated(

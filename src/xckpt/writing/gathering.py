@@ -29,15 +29,13 @@ from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Tensor
 from xckpt.labels import AxisNames, stated_name
 from xckpt.storage.source import files_of
-from xckpt.writing.casting import element_type
+from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
 from xckpt.writing.data import Gathered, Payload, Stored, StoredData
-from xckpt.writing.sparse_parts import densified, is_sparse, sparse_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from xckpt.arrays import LazyArray
-    from xckpt.arrays.parts import PartReader
     from xckpt.datasets.tensors import Flat
     from xckpt.storage import Source
     from xckpt.writing.fitting import Changes
@@ -89,7 +87,13 @@ def gather(obj: Any, changes: Changes, format: str | None = None) -> Gathered:
     modules: dict[str, Any] = {}
     if isinstance(obj, xr.DataTree):
         modules = {
-            node.path: node.attrs for node in obj.descendants if node.attrs or _is_empty(node)
+            node.path: node.attrs
+            for node in obj.descendants
+            # No tensor says that an empty one is there.
+            if node.attrs
+            or not any(
+                each.data_vars or each.to_dataset(inherit=False).variables for each in node.subtree
+            )
         }
     whole = obj.root if isinstance(obj, xr.DataTree) else obj
     attrs = {str(name): value for name, value in obj.attrs.items()}
@@ -122,13 +126,6 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
             "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
         )
     return obj
-
-
-def _is_empty(node: xr.DataTree) -> bool:
-    """Return whether no tensor says that a node is there."""
-    return not any(
-        each.data_vars or each.to_dataset(inherit=False).variables for each in node.subtree
-    )
 
 
 def source_files(payloads: Iterable[Payload]) -> Iterator[Source]:
@@ -208,11 +205,6 @@ def untouched(variable: xr.Variable) -> LazyArray | None:
     return data.dask.lazy if is_stored(data) else None
 
 
-def _readers(lazy: Any) -> dict[str, PartReader]:
-    """Return the parts of a stored array by role; a dense one, or one part, is ``data``."""
-    return {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
-
-
 def _listed(
     variables: Mapping[str, xr.Variable], changes: Changes, *, again: bool
 ) -> Iterator[Stored | Computed]:
@@ -231,7 +223,7 @@ def _listed(
             role, first = next(iter(parts.items()))
             tensor, shown_as = lazy[role].origin.tensor, variables[first]
             path = tensor.path if "path" in shown_as.encoding else None
-            readers = {role: _readers(each)["data"] for role, each in lazy.items()}
+            readers = {role: each.readers["data"] for role, each in lazy.items()}
             named = replace(tensor, name=whole, attrs=shown_as.attrs, path=path)
             yield Stored(named, readers)
 
@@ -262,7 +254,7 @@ def _wholes(variables: Mapping[str, xr.Variable]) -> dict[str, dict[str, str]]:
 def _tensor(
     name: str, variable: xr.Variable, changes: Changes, *, again: bool
 ) -> Stored | Computed:
-    lazy = untouched(variable)
+    lazy: Any = untouched(variable)
     if isinstance(lazy, UnreadableArray):
         raise lazy.problem.located(path=lazy.source.name, tensor=name)
     common: dict[str, Any] = {
@@ -278,11 +270,11 @@ def _tensor(
             return _computed(name, variable, common)
         is_dense = tensor.layout in {"dense", "chunked"}
         values = None if is_dense else lambda: densified(variable.data)
-        return Stored(tensor, _readers(lazy), values)
+        return Stored(tensor, lazy.readers, values)
     if isinstance(lazy, DenseArray):
         part = lazy.reader.part
         tensor = Tensor(name, part.dtype, lazy.shape, {"data": part}, strict=lazy.strict, **common)
-        return Stored(tensor, _readers(lazy))
+        return Stored(tensor, lazy.readers)
     if _layout(variable.encoding) in {"quantized", "blocks"}:
         changes.add("quantised tensors whose values were computed are written dense", name)
     return _computed(name, variable, common)
@@ -327,26 +319,19 @@ def _computed(name: str, variable: xr.Variable, about: dict[str, Any]) -> Comput
             hint=hint,
         )
     encoding = variable.encoding if "layout" in variable.encoding else {}
-    before = _layout(encoding)
-    is_stored_sparse = bool(array.ndim) and (is_sparse(array) or before in _SPARSE)
-    return Computed(name, array, _stored_type(encoding, dtype), is_stored_sparse, encoding, about)
+    layout, before = _layout(encoding), encoding.get("stored_dtype")
+    is_stored_sparse = bool(array.ndim) and (is_sparse(array) or layout in _SPARSE)
+    # What was decoded gets the type back that it was stored with.
+    if layout in {"dense", "chunked", *_SPARSE} and isinstance(before, np.dtype):
+        stored = element_type(before) or dtype
+        # Booleans of 32 bits are shown as what numpy has for them.
+        dtype = "bool32" if (dtype, stored) == ("bool", "uint32") else stored
+    return Computed(name, array, dtype, is_stored_sparse, encoding, about)
 
 
 def _layout(encoding: Mapping[Any, Any]) -> Any:
     """Return the layout that the values of a variable were stored in; a part is dense by itself."""
     return "dense" if "part" in encoding else encoding.get("layout")
-
-
-def _stored_type(encoding: Mapping[Any, Any], dtype: str) -> str:
-    """Return the element type that a dense variable was stored with, if it was."""
-    before = encoding.get("stored_dtype")
-    if _layout(encoding) not in {"dense", "chunked", *_SPARSE} or not isinstance(before, np.dtype):
-        return dtype
-    name = element_type(before)
-    # Booleans of 32 bits are shown as what numpy has for them.
-    if dtype == "bool" and name == "uint32":
-        return "bool32"
-    return dtype if name is None else name
 
 
 def array_of(variable: xr.Variable) -> Any:

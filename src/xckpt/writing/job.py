@@ -1,65 +1,129 @@
-"""Where a checkpoint is written to and as what, and how it gets there: complete, or not at all.
+"""From a plan to files, which are there complete, or not at all.
 
-Dask arrays are computed first, each chunk once and straight into its place: in one graph, so that
-what several of them need is computed once. Chunks come in any order and may be cut along any axis;
-the tasks open the file by its path, so that any scheduler and any machine that sees it can run
-them. What they cannot be written to directly (parts that are compressed) they are computed into a
-temporary file for. Then everything else is streamed in file order, and the files get their names
+Dask arrays are computed first, each chunk once and straight into its place (`xckpt.writing.data`):
+in one graph, so that what several of them need is computed once. What they cannot be written to
+directly (parts that are compressed) they are computed into a temporary file for. Then everything
+else is streamed in file order, raw parts in parallel, compressed ones one after another. Neighbours
+that are small are written by one call, and what follows each other in the old file as in the new
+one is copied by one: by the operating system, holes as holes. Last the files get their names
 (`xckpt.storage.sink.publish`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
+from itertools import chain
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
-from uuid import uuid4
 
-import numpy as np
-
-from xckpt import formats
 from xckpt.arrays.parts import PartReader
-from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
-from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import IntegrityError, locating
+from xckpt.formats.plan import Extent, WantedPart, Written
 from xckpt.index import Part
-from xckpt.opening.sharding import INDEX_SUFFIX
-from xckpt.progress import Progress, report
-from xckpt.storage import is_remote, local_path, new_file
-from xckpt.storage.sink import publish, write_at
+from xckpt.progress import Progress
+from xckpt.storage import new_file, reading_ahead
+from xckpt.storage.digests import Hasher
+from xckpt.storage.encodings import DEFAULT_LEVEL, new_encoder
+from xckpt.storage.local import LocalSource
+from xckpt.storage.sink import publish
 from xckpt.storage.source import components
-from xckpt.writing.data import ArrayData, LiteralData, SpooledData, StoredData, as_bytes
-from xckpt.writing.fitting import TENSOR_OPTIONS, Requests, check_cast, fit, tell_stated
-from xckpt.writing.streaming import Item, item_at, stream
+from xckpt.writing.data import (
+    PIECE_NBYTES,
+    ArrayData,
+    LiteralData,
+    SpooledData,
+    StoredData,
+    VerbatimData,
+    is_scattered,
+    store,
+    store_tasks,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from os import PathLike
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
-    from xckpt.formats.plan import Extent, Literal, Plan, Written
-    from xckpt.index import Index
+    from xckpt.formats.plan import Literal, Plan
     from xckpt.storage import Source
+    from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Place, Sink
     from xckpt.writing.casting import Cast
-    from xckpt.writing.data import Gathered, Payload
-    from xckpt.writing.fitting import Changes
+    from xckpt.writing.data import PartData, Payload
 
-__all__ = ["Destination"]
+__all__ = ["Target", "WriteJob"]
 
-# Those that all formats have.
-_OPTIONS = (
-    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
-    *("tensors", "names", "verify", "source_engine"),
-)
-# Shorter runs are not worth a system call each: they are written through a memory map.
-_SHORTEST_RUN = 1 << 12
+Key = tuple[str, str]
+
+# The key of bytes that belong to no tensor.
+_NO_TENSOR = ("", "")
+
+# Below this, parts are gathered and written several at a time.
+_SMALL_NBYTES = 1 << 20
+_GATHERED_NBYTES = 8 << 20
+# Compressed by one thread each, several at a time, in memory; larger ones by several threads.
+_COMPRESSED_WHOLE_NBYTES = 32 << 20
+# Copied by one thread without a look at the bytes: the kernel does it, and skips holes.
+_COPIED_NBYTES = 64 << 20
+# By one call, so that Ctrl-C and errors of other threads need not wait for long.
+_STEP_NBYTES = 16 << 20
+_THREADS = min(16, max(4, os.cpu_count() or 1))
+# Where the kernel cannot copy, or cannot say which of the two files is at fault.
+_CANNOT = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+_CANNOT |= {errno.EIO, errno.ESTALE}
 
 
-# --- where to, and as what -----------------------------------------------------------------------
+class Item(NamedTuple):
+    """An extent of a plan and what is written there."""
+
+    extent: Extent
+    data: PartData | None  # None where tasks of a graph have written the bytes
+    level: int | None = None  # of compression
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it has to be compressed, so that its stored size is not known yet."""
+        return self.extent.part.compression is not None and not isinstance(self.data, VerbatimData)
+
+    @property
+    def is_compressed_whole(self) -> bool:
+        """Whether one thread compresses it in memory."""
+        return self.is_compressed and self.extent.part.nbytes <= _COMPRESSED_WHOLE_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size of what is not to be compressed."""
+        return self.extent.part.nbytes if self.data is None else self.data.nbytes
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether its bytes have to be seen in order, to make a digest or to check one."""
+        if self.extent.part.algorithm is not None:
+            return True
+        return isinstance(self.data, StoredData | VerbatimData) and self.data.is_checked
+
+    @property
+    def copied(self) -> StoredData | None:
+        """The range of a file that it is, if nothing has to look at the bytes."""
+        data = self.data
+        if not isinstance(data, StoredData) or self.is_compressed or self.is_hashed:
+            return None
+        # Of no bytes, nothing has to be there.
+        return data if data.nbytes and data.reader.is_raw else None
 
 
-class _Target(NamedTuple):
+def item_at(offset: int | None, data: PartData) -> Item:
+    """Make an item of bytes that belong to no tensor."""
+    part = WantedPart("uint8", (data.nbytes,), data.nbytes)
+    return Item(Extent(*_NO_TENSOR, part, offset), data)
+
+
+class Target(NamedTuple):
     """Where a file is written, from whatever process."""
 
     path: str
@@ -77,148 +141,6 @@ class _Target(NamedTuple):
         return new_file(path, overwrite=self.overwrite, storage_options=self.storage_options)
 
 
-class Destination:
-    """A file that is to be written, and what a user asked for; see `save`."""
-
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        overwrite: bool = False,
-        storage_options: dict[str, Any] | None = None,
-        format_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_cast(cast)
-        target = os.fspath(path)
-        self.writer = formats.writable(engine or _format_of(target))
-        self._options = format_options or {}
-        has = tuple(self.writer.write_options)
-        for option in self._options:
-            if option not in has:
-                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
-                hint = (
-                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
-                )
-                if option in TENSOR_OPTIONS:
-                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
-                name = self.writer.name
-                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
-        path = target if is_remote(target) else local_path(target)
-        self.target = _Target(path, overwrite, storage_options)
-        self._requests = Requests(encoding)
-        self._cast = cast
-
-    @property
-    def path(self) -> str:
-        """Path or URL of the file, of several the one to open."""
-        return self.target.path
-
-    def job(
-        self,
-        gathered: Gathered,
-        changes: Changes,
-        *,
-        sources: Iterable[Source],
-        before: Callable[[], Index | None] = lambda: None,
-        plan: Callable[..., Plan] | None = None,
-        grown: Source | None = None,
-    ) -> WriteJob:
-        """Lay the file out; nothing is written yet.
-
-        `before` returns the index of what is written anew, if it has the same format. `grown` is
-        the file that the plan adds to.
-        """
-        try:
-            draft, fitted = fit(
-                gathered,
-                self.path,
-                writer=self.writer,
-                requests=self._requests,
-                cast=self._cast,
-                changes=changes,
-            )
-            planned = (plan or self.writer.plan)(draft, **self._options)
-            how: Any = {"given": self._options, "before": before, "grown": grown}
-            tell_stated(draft, planned, self.writer, changes, **how)
-            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
-            paths = [self.path, *map(self.target.companion, planned.companions)]
-            superseded = None
-            if planned.suffix:
-                self.target.open().abort()  # an existing file is an error, though it is not written
-                superseded = label if self.target.overwrite else None
-                self.target = self.target._replace(path=self.path + planned.suffix)
-                paths.append(self.path)
-            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
-                changes.add(
-                    "readers may prefer what is next to it; remove it", label + INDEX_SUFFIX
-                )
-            targets = {_resolved(path) for path in paths if self.target.overwrite}
-            replaced = [each for each in sources if _resolved(each.name) in targets]
-            old = None
-            if grown is not None:
-                reader = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
-                old = item_at(0, StoredData(reader, grown.size, (grown.size,)))
-            return WriteJob(
-                planned,
-                fitted,
-                self._cast,
-                self.target,
-                label,
-                before=old,
-                replaced=replaced,
-                superseded=superseded,
-            )
-        except CheckpointError as error:
-            raise error.located(path=self.path) from error.__cause__
-
-
-def _resolved(path: str) -> str:
-    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
-
-
-def _format_of(path: str) -> str:
-    """Find the format that a file name ends like."""
-    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
-    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
-    every = [formats.get(known) for known in named]
-    found = {
-        each.name: suffix
-        for each in every
-        if each.can.types
-        for suffix in each.suffixes
-        if name.endswith(suffix)
-    }
-    if len(found) > 1:
-        own = {each.name: each.own_suffixes for each in every}
-        found = {each: s for each, s in found.items() if s in own[each]} or found
-    shared = [s for each in every for s in each.shared_suffixes]
-    # Of one word, like .bin: who writes it may mean the format of another program.
-    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
-    if len(found) == 1 and not is_common:
-        return next(iter(found))
-    for each in every:
-        if not found and name.endswith(each.own_suffixes):
-            formats.writable(each.name)  # says which formats are
-    hint, engines = "", ", ".join(map(repr, found))
-    if not found:
-        known = [each for each in map(formats.get, formats.names()) if each.can.types]
-        suffixes = [suffix for each in known for suffix in each.suffixes]
-        ending = os.path.splitext(name)[1]  # noqa: PTH122
-        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
-            hint = f" (did you mean {alike!r}?)"
-        engines = ", ".join(repr(each.name) for each in known)
-    which = "several programs use" if found else "no format that is written has"
-    raise ValueError(
-        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
-    )
-
-
-# --- into files ----------------------------------------------------------------------------------
-
-
 class _File(NamedTuple):
     """One file of a checkpoint: its name if it is a companion, its plan and the data."""
 
@@ -230,7 +152,7 @@ class _File(NamedTuple):
 class WriteJob:
     """All that is known of a save before a byte is written.
 
-    `label` is shown with the progress, `before` is what the file begins with, and `replaced` are
+    `label` is shown with the progress, `grown` is the file that it begins with, and `replaced` are
     files that are read and replaced: nobody else may have changed them in the meantime.
     `superseded` is the name of a file in the same folder that the new ones stand for, and that is
     removed when they are there.
@@ -241,10 +163,10 @@ class WriteJob:
         plan: Plan,
         payloads: Mapping[str, Payload],
         cast: Cast,
-        target: _Target,
+        target: Target,
         label: str,
         *,
-        before: Item | None = None,
+        grown: Source | None = None,
         replaced: Sequence[Source] = (),
         superseded: str | None = None,
     ) -> None:
@@ -264,7 +186,9 @@ class WriteJob:
                 for extent in each.extents
             ]
             items += [item_at(at, LiteralData(literal)) for at, literal in each.literals]
-            items += [before] if before is not None and name is None else []
+            if grown is not None and name is None:
+                whole = PartReader(grown, Part("uint8", (grown.size,), 0, grown.size))
+                items.append(item_at(0, StoredData(whole, grown.size, (grown.size,))))
             # What has no offset keeps its order, after all that has one.
             items.sort(key=lambda item: inf if item.extent.offset is None else item.extent.offset)
             self._files.append(_File(name, each, items))
@@ -272,7 +196,7 @@ class WriteJob:
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
             for data, file, offset in self._stores
-            if _is_scattered(data)
+            if is_scattered(data)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,11 +228,11 @@ class WriteJob:
                     import dask
 
                     tasks = [
-                        _store(data, sinks[file].place, offset, bar.name)
+                        store(data, sinks[file].place, offset, bar.name)
                         for data, file, offset in self._stores
                     ]
                     dask.compute(*tasks)
-                return self._finish(sinks, (), bar)
+                return self._finish(sinks, bar)
             finally:
                 _abort(sinks)
 
@@ -322,7 +246,7 @@ class WriteJob:
         tasks = [
             task
             for data, file, offset in self._stores
-            for task in _store_delayed(data, places[file], offset)
+            for task in store_tasks(data, places[file], offset)
         ]
         return dask.delayed(self._end, pure=False)(sinks, tasks)
 
@@ -351,12 +275,11 @@ class WriteJob:
             raise
         return sinks
 
-    def _end(self, sinks: list[Sink], tasks: Any) -> None:
-        self._finish(sinks, tasks)
+    def _end(self, sinks: list[Sink], _tasks: Any) -> None:
+        self._finish(sinks, Progress(False, ""))  # noqa: FBT003  no bar
 
-    def _finish(self, sinks: list[Sink], _: Any, bar: Progress | None = None) -> int:
+    def _finish(self, sinks: list[Sink], bar: Progress) -> int:
         """Stream what is not written yet, and give the files their names."""
-        bar = bar or Progress(False, "")  # noqa: FBT003  no bar
         written: dict[tuple[str, str], Written] = {}
         ends = []
         for file, sink in zip(self._files, sinks, strict=False):
@@ -426,124 +349,327 @@ def _complete(plan: Plan, sink: Sink, end: int, written: dict[tuple[str, str], W
     return nbytes
 
 
-# --- dask arrays into their places ---------------------------------------------------------------
+# --- streaming ------------------------------------------------------------------------------------
 
 
-class _ArrayTarget(NamedTuple):
-    """Where a dask array goes in a file, and as what: all that its tasks are told."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-    cast: Cast
-    tensor: str  # for messages
-    order: str
-    starts: tuple[tuple[int, ...], ...]  # of chunks, along each axis
-    observer: str  # is told of the progress
-
-    @classmethod
-    def of(cls, data: ArrayData, offset: int, observer: str = "") -> _ArrayTarget:
-        chunks = data.array.chunks
-        if any(np.isnan(size) for sizes in chunks for size in sizes):
-            raise UnsupportedError(
-                "the sizes of its chunks are not known before it is computed",
-                tensor=data.tensor,
-                hint="Call .compute_chunk_sizes() on the dask array, or compute it",
-            )
-        starts = tuple(tuple(np.cumsum((0, *sizes[:-1])).tolist()) for sizes in chunks)
-        shape = data.array.shape
-        return cls(offset, shape, data.dtype, data.cast, data.tensor, data.order, starts, observer)
+def stream(
+    items: Sequence[Item], sink: Sink, alignment: int, progress: Progress
+) -> tuple[dict[Key, Written], int]:
+    """Write parts to a file; return where they went, and where the last of them ends."""
+    with ThreadPoolExecutor(_THREADS, "xckpt-write") as threads:
+        streaming = _Streaming(sink, threads, progress)
+        wanted = (item.data.ranges() for item in items if item.data is not None)
+        try:
+            with reading_ahead(chain.from_iterable(wanted)):
+                return streaming.run(items, alignment)
+        except BaseException:
+            streaming.stopped = True
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
-def _store(data: ArrayData, place: Place, offset: int, observer: str) -> Any:
-    """Make a dask array whose chunks write those of another to a file that is there."""
-    array = data.array
-    return array.map_blocks(
-        _store_block,
-        place=place,
-        region=_ArrayTarget.of(data, offset, observer),
-        chunks=tuple((1,) * len(sizes) for sizes in array.chunks),
-        dtype=np.int64,
-        meta=np.empty((0,) * array.ndim, np.int64),
-        name=f"xckpt-write-{array.name}-{uuid4().hex}",
+# --- which of them are written by one call -------------------------------------------------------
+
+
+def _groups(items: Sequence[Item]) -> Iterator[tuple[list[Item], bool]]:
+    """Join neighbours that are written by one call, with whether that is a copy."""
+    gathered: list[Item] = []
+    for run in _runs(items):
+        nbytes = sum([item.nbytes for item in run]) if len(run) > 1 else run[0].nbytes
+        is_small = nbytes < _SMALL_NBYTES and run[0].data is not None and not run[0].is_compressed
+        if gathered:
+            start, last = gathered[0].extent.offset, run[-1].extent.offset
+            is_placed = start is not None and last is not None
+            nbytes = (last or 0) + run[-1].nbytes - (start or 0)
+            if not (is_small and is_placed and nbytes <= _GATHERED_NBYTES):
+                yield gathered, False
+                gathered = []
+        if is_small:
+            gathered += run
+        else:
+            yield run, len(run) > 1
+    if gathered:
+        yield gathered, False
+
+
+def _runs(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Join stored parts that follow each other, in the old file as in the new one."""
+    run: list[Item] = []
+    for item in items:
+        if run and not _follows(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _follows(last: Item, item: Item) -> bool:
+    before, after = last.copied, item.copied
+    if before is None or after is None:
+        return False
+    if last.extent.offset is None or item.extent.offset is None:
+        return False
+    return (
+        before.reader.source == after.reader.source
+        and before.reader.part.offset + last.nbytes == after.reader.part.offset
+        and last.extent.offset + last.nbytes == item.extent.offset
     )
 
 
-def _store_delayed(data: ArrayData, place: Any, offset: int) -> list[Any]:
-    """Make tasks, one for each chunk, that write to a file that another task makes."""
-    # Not by map_blocks: it runs what a delayed argument depends on once more for itself.
-    import dask
-
-    region = _ArrayTarget.of(data, offset)
-    write = dask.delayed(_store_block, pure=False, traverse=False)
-    blocks = data.array.to_delayed(optimize_graph=False)
-    return [
-        write(blocks[where], place=place, region=region, block_id=where)
-        for where in np.ndindex(blocks.shape)
-    ]
+# --- writing them --------------------------------------------------------------------------------
 
 
-def _store_block(
-    block: Any, *, place: Place, region: _ArrayTarget, block_id: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
-    """Convert a chunk and write it where it goes; return how many bytes that were."""
-    block = np.asarray(block)
-    origin = [along[i] for along, i in zip(region.starts, block_id, strict=True)]
-    data = ArrayData(block, region.dtype, region.cast, region.tensor, region.order, origin)
-    first = origin[::-1] if region.order == "F" else origin
-    with place.named():
-        fileno = os.open(place.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+class _Stopped(Exception):  # noqa: N818  never seen outside
+    """Another thread failed."""
+
+
+class _Streaming:
+    def __init__(self, sink: Sink, threads: ThreadPoolExecutor, progress: Progress) -> None:
+        self.stopped = False
+        self._sink = sink
+        self._threads = threads
+        self._progress = progress
+        self._kernel_copies = hasattr(os, "copy_file_range")
+        self._pending: deque[Future[Any]] = deque()
+        self._written: dict[Key, Written] = {}
+
+    def run(self, items: Sequence[Item], alignment: int) -> tuple[dict[Key, Written], int]:
+        position = end = 0
+        compressed = self._compress_ahead([item for item in items if item.is_compressed_whole])
+        for group, is_run in _groups(items):
+            item, offset = group[0], group[0].extent.offset
+            if offset is None:  # at the next multiple of the alignment
+                offset = -(-(position + item.extent.gap) // alignment) * alignment
+            if item.is_compressed:
+                position = self._put_compressed(item, offset, compressed)
+            else:
+                # Only what has offsets is grouped.
+                spans = [(item, offset), *((each, each.extent.offset or 0) for each in group[1:])]
+                self._put(spans, is_run=is_run)
+                last, begin = spans[-1]
+                position = begin + last.nbytes
+            end = max(end, position)
+        while self._pending:
+            self._pending.popleft().result()
+        self._written.pop(_NO_TENSOR, None)
+        return self._written, end
+
+    def _put_compressed(self, item: Item, offset: int, compressed: Iterator[Any]) -> int:
+        """Write a part that is compressed, and return where it ends."""
+        end = offset
+        if item.is_compressed_whole:
+            pieces, digest = next(compressed)
+            stored = b"".join(pieces)
+            self._submit(self._sink.write, stored, offset)
+            end += len(stored)
+        else:
+
+            def emit(block: Any, at: int) -> None:
+                nonlocal end
+                self._sink.write(block, offset + at)
+                end = offset + at + len(block)
+
+            digest = self._encode(item, emit, threads=_THREADS)
+        self._written[item.extent.tensor, item.extent.role] = Written(offset, end - offset, digest)
+        return end
+
+    def _put(self, spans: list[tuple[Item, int]], *, is_run: bool) -> None:
+        """Begin to write what is not compressed, a group or one."""
+        item, offset = spans[0]
+        if is_run or (len(spans) == 1 and item.copied is not None):
+            self._put_copy(spans)
+        elif len(spans) > 1:
+            self._submit(self._put_gathered, spans)
+        elif item.data is None and not item.is_hashed:
+            self._wrote(item, offset)
+        else:
+            pieces = None if item.data is None or item.is_hashed else item.data.pieces()
+            if pieces is None:
+                self._submit(self._put_in_order, item, offset)
+                return
+            for start, read in pieces:
+                self._submit(self._put_piece, item, read, offset + start)
+            self._wrote(item, offset)
+
+    def _wrote(self, item: Item, offset: int, digest: str | None = None) -> None:
+        key = item.extent.tensor, item.extent.role
+        self._written[key] = Written(offset, item.nbytes, digest)
+
+    def _put_piece(self, item: Item, read: Callable[[], memoryview], offset: int) -> None:
+        self._check_stopped()
+        with _naming(item):
+            data = read()
+        self._sink.write(data, offset)
+        self._progress.advance(len(data))
+
+    def _put_in_order(self, item: Item, offset: int) -> None:
+        def emit(block: Any, at: int) -> None:
+            if item.data is not None:
+                self._sink.write(block, offset + at)
+
+        self._wrote(item, offset, self._encode(item, emit, offset))
+
+    def _put_gathered(self, spans: list[tuple[Item, int]]) -> None:
+        """Write small parts by one call."""
+        self._check_stopped()
+        origin = spans[0][1]
+        last, begin = spans[-1]
+        gathered = memoryview(bytearray(begin + last.nbytes - origin))
+        copied: dict[Source, list[tuple[Item, int, Part]]] = defaultdict(list)
+        for item, offset in spans:
+            stored = item.copied
+            if stored is not None:
+                copied[stored.reader.source].append((item, offset, stored.reader.part))
+                continue
+
+            def emit(block: Any, at: int, base: int = offset - origin) -> None:
+                gathered[base + at : base + at + len(block)] = block
+
+            self._wrote(item, offset, self._encode(item, emit))
+        for source, chosen in copied.items():
+            blocks = source.read_ranges([(part.offset, part.nbytes) for _, _, part in chosen])
+            for (item, offset, _), block in zip(chosen, blocks, strict=True):
+                gathered[offset - origin :][: len(block)] = block
+                self._wrote(item, offset)
+            self._progress.advance(sum(map(len, blocks)))
+        self._sink.write(gathered, origin)
+
+    # --- copies ---
+
+    def _put_copy(self, spans: list[tuple[Item, int]]) -> None:
+        """Copy stored parts that lie next to each other, in the old file as in the new one."""
+        stored, first = spans[0][0].copied, spans[0][1]
+        if stored is None:
+            raise TypeError(spans[0][0])
+        reader, total = stored.reader, sum(item.nbytes for item, _ in spans)
+        for done in range(0, total, _COPIED_NBYTES):
+            count = min(_COPIED_NBYTES, total - done)
+            start = reader.part.offset + done
+            self._submit(self._copy, reader.source, start, first + done, count)
+        for item, offset in spans:
+            self._wrote(item, offset)
+
+    def _copy(self, source: Source, start: int, offset: int, nbytes: int) -> None:
+        """Copy a range of a file to where nothing has been written yet."""
+        self._check_stopped()
+        descriptor = source.descriptor() if isinstance(source, LocalSource) else None
+        done = 0
+        while done < nbytes:
+            hole, count = _next_data(descriptor, start + done, nbytes - done)
+            done += hole
+            if count:
+                copied = self._copied_by_kernel(descriptor, start + done, offset + done, count)
+                if not copied:
+                    self._sink.write(source.read(start + done, count), offset + done)
+                done += copied or count
+        source.view(start, 0)  # checks that the file is still the same
+        self._progress.advance(nbytes)
+
+    def _copied_by_kernel(
+        self, descriptor: OpenFile | None, start: int, offset: int, nbytes: int
+    ) -> int:
+        """Copy within the kernel, and return how much was; 0 where it cannot."""
+        if descriptor is None or not self._kernel_copies:
+            return 0
         try:
-            # In small runs, so that conversions need little memory besides the chunk.
-            for key, _ in data.runs():
-                where = tuple(at + run.start for at, run in zip(first, key, strict=True))
-                _write_run(place.path, fileno, region, data.converted(key), where)
-        finally:
-            os.close(fileno)
-    nbytes = nbytes_of(region.dtype, block.size)
-    report(region.observer, nbytes)
-    return np.full((1,) * block.ndim, nbytes, np.int64)
+            with self._sink.place.named():
+                return os.copy_file_range(
+                    descriptor.fileno, self._sink.fileno, nbytes, start, offset
+                )
+        except OSError as error:
+            if error.errno not in _CANNOT:
+                raise
+            self._kernel_copies = False
+            return 0
+
+    # --- encoding ---
+
+    def _compress_ahead(self, items: list[Item]) -> Iterator[tuple[list[bytes], str | None]]:
+        """Compress parts in memory, some of them before they are asked for."""
+        ahead: deque[Future[tuple[list[bytes], str | None]]] = deque()
+        for item in items:
+            ahead.append(self._threads.submit(self._compress_whole, item))
+            if len(ahead) > _THREADS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def _compress_whole(self, item: Item) -> tuple[list[bytes], str | None]:
+        pieces: list[bytes] = []
+        digest = self._encode(item, lambda block, _: pieces.append(bytes(block)))
+        return pieces, digest
+
+    def _encode(
+        self, item: Item, emit: Callable[[Any, int], None], offset: int = 0, *, threads: int = 1
+    ) -> str | None:
+        """Emit the bytes of a part as they are to be stored; return the digest it asks for."""
+        part, data = item.extent.part, item.data
+        blocks = self._read_back(offset, item.nbytes) if data is None else data.blocks()
+        encoder = None
+        if item.is_compressed:
+            level = DEFAULT_LEVEL if item.level is None else item.level
+            encoder = new_encoder(str(part.compression), part.nbytes, level=level, threads=threads)
+        hasher = None if part.algorithm is None else Hasher(part.algorithm)
+        covers_decoded = part.digest_of == "decoded" and part.compression is not None
+        of_raw = hasher if covers_decoded and encoder is not None else None
+        of_stored = None if covers_decoded else hasher
+        at = 0
+
+        def put(stored: Any) -> None:
+            nonlocal at
+            if of_stored is not None:
+                of_stored.update(stored)
+            emit(stored, at)
+            at += len(stored)
+
+        with _naming(item):
+            for block in blocks:
+                self._check_stopped()
+                if of_raw is not None:
+                    of_raw.update(block)
+                put(block if encoder is None else encoder.add(block))
+                self._progress.advance(len(block))
+            if encoder is not None:
+                put(encoder.end())
+            if isinstance(data, VerbatimData):
+                data.hash_decoded(hasher if covers_decoded else None)
+        return None if hasher is None else f"{hasher.algorithm}:{hasher.value().hex()}"
+
+    def _read_back(self, offset: int, nbytes: int) -> Iterator[bytes]:
+        for start in range(offset, offset + nbytes, PIECE_NBYTES):
+            yield self._sink.place.read(start, min(PIECE_NBYTES, offset + nbytes - start))
+
+    def _submit(self, function: Callable[..., Any], *args: Any) -> None:
+        while len(self._pending) >= 2 * _THREADS:
+            self._pending.popleft().result()
+        self._pending.append(self._threads.submit(function, *args))
+
+    def _check_stopped(self) -> None:
+        if self.stopped:
+            raise _Stopped
 
 
-def _write_run(
-    path: str,
-    fileno: int,
-    region: _ArrayTarget,
-    block: np.ndarray[Any, Any],
-    where: tuple[int, ...],
-) -> None:
-    """Write a block whose axes have the order of the file."""
-    shape = region.shape[::-1] if region.order == "F" else region.shape
-    split, run = _longest_run(shape, block.shape)
-    if split and run * block.itemsize < _SHORTEST_RUN and prod(block.shape[:split]) > 1:
-        target = np.memmap(path, block.dtype, "r+", region.offset, shape)
-        target[tuple(slice(w, w + n) for w, n in zip(where, block.shape, strict=True))] = block
-        return
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    for position in np.ndindex(block.shape[:split]):
-        inside = (*position, *(0 for _ in shape[split:]))
-        first = sum((w + i) * s for w, i, s in zip(where, inside, strides, strict=True))
-        write_at(fileno, as_bytes(block[position]), region.offset + first * block.itemsize)
+@contextmanager
+def _naming(item: Item) -> Iterator[None]:
+    """Name the tensor in errors, and say what to do about damage."""
+    try:
+        with locating(tensor=item.extent.tensor):
+            yield
+    except IntegrityError as error:
+        error.hint = error.hint or "xckpt.verify lists all that is damaged"
+        raise
 
 
-def _longest_run(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first axis from which on a block is contiguous in the array, and so many elements.
-
-    Examples
-    --------
-    >>> _longest_run((10, 4, 8), (2, 3, 8))
-    (1, 24)
-    """
-    split = len(shape)
-    while split and block[split:] == shape[split:]:
-        split -= 1
-    return split, prod(block[split:])
-
-
-def _is_scattered(data: ArrayData) -> bool:
-    """Return whether some chunks are written in runs so short that a memory map is used."""
-    turned = data.order == "F"
-    shape = data.array.shape[::-1] if turned else data.array.shape
-    chunks = tuple(min(sizes) if sizes else 0 for sizes in data.array.chunks)
-    split, run = _longest_run(shape, chunks[::-1] if turned else chunks)
-    return split > 0 and run * stored_dtype(data.dtype).itemsize < _SHORTEST_RUN
+def _next_data(descriptor: OpenFile | None, start: int, nbytes: int) -> tuple[int, int]:
+    """Return how many bytes from here on are in a hole, and how many after it are to be copied."""
+    if descriptor is None or not hasattr(os, "SEEK_DATA"):
+        return 0, min(_STEP_NBYTES, nbytes)
+    try:
+        data = os.lseek(descriptor.fileno, start, os.SEEK_DATA)
+        stop = os.lseek(descriptor.fileno, data, os.SEEK_HOLE)
+    except OSError as error:
+        # There is nothing but a hole, or the file system cannot tell.
+        return (nbytes, 0) if error.errno == errno.ENXIO else (0, min(_STEP_NBYTES, nbytes))
+    hole = min(nbytes, data - start)
+    return hole, min(_STEP_NBYTES, nbytes - hole, stop - data)

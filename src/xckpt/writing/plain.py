@@ -19,10 +19,9 @@ import xarray as xr
 
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
-from xckpt.writing.casting import convert, element_type
+from xckpt.writing.casting import convert, densified, element_type, is_sparse
 from xckpt.writing.fitting import Changes, choose_type
 from xckpt.writing.gathering import array_of, untouched
-from xckpt.writing.sparse_parts import densified, is_sparse
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -8,16 +8,19 @@ can share blocks between files (Btrfs, XFS, bcachefs, NFS 4.2, SMB) they are not
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import xarray as xr
 
+from xckpt import formats
 from xckpt.arrays import read_later
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
@@ -25,16 +28,18 @@ from xckpt.index import paused_collector
 from xckpt.labels.selection import renamed, select_some
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
+from xckpt.opening.sharding import INDEX_SUFFIX
+from xckpt.storage import is_remote, local_path
 from xckpt.storage.local import LocalSource, OpenFile
 from xckpt.storage.source import ShardedSource, files_of, sources_of
 from xckpt.writing.casting import holds
 from xckpt.writing.data import Gathered, Stored
-from xckpt.writing.fitting import Changes
+from xckpt.writing.fitting import TENSOR_OPTIONS, Fitting, Requests
 from xckpt.writing.gathering import gather, source_files
-from xckpt.writing.job import Destination
+from xckpt.writing.job import Target, WriteJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Unpack
 
     from dask.delayed import Delayed
@@ -50,7 +55,13 @@ if TYPE_CHECKING:
 
     Writable = xr.Dataset | xr.DataTree | xr.DataArray
 
-__all__ = ["Conversion", "Recast", "append", "convert", "save"]
+__all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
+
+# Those that all formats have.
+_OPTIONS = (
+    *("encoding", "cast", "compute", "overwrite", "progress", "storage_options"),
+    *("tensors", "names", "verify", "source_engine"),
+)
 
 
 @overload
@@ -183,11 +194,10 @@ def save(
         storage_options=storage_options,
         format_options=format_options,
     )
-    changes = Changes()
-    gathered = gather(obj, changes, destination.writer.name)
-    before = partial(_opened_as, obj, destination.writer.name)
-    job = destination.job(gathered, changes, sources=source_files(gathered.payloads), before=before)
-    changes.warn(destination.path, stacklevel=2)
+    format = destination.writer.name
+    gathered = gather(obj, destination.changes, format)
+    sources = source_files(gathered.payloads)
+    job = destination.job(gathered, sources=sources, before=partial(_opened_as, obj, format))
     if compute:
         job.run(progress)
         return None
@@ -306,7 +316,6 @@ def convert(
         format_options=format_options,
     )
     source, index = open_index(src, source_engine, storage_options=storage_options)
-    changes = Changes()
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
@@ -320,12 +329,11 @@ def convert(
                 index.attr_types,
             )
             same = index if index.format == destination.writer.name else None
-            job = destination.job(gathered, changes, sources=files_of(source), before=lambda: same)
-        changes.warn(destination.path, stacklevel=2)
+            job = destination.job(gathered, sources=files_of(source), before=lambda: same)
         nbytes = job.run(progress)
     recasts = tuple(
         Recast(*types, count, exact=cast != "allow" or holds(*reversed(types)))
-        for types, count in changes.recast.items()
+        for types, count in destination.changes.recast.items()
     )
     before = sum([tensor.nbytes for tensor in chosen])
     count = len(job.tensors)
@@ -434,13 +442,9 @@ def append(
         if isinstance(source, ShardedSource):
             reason, hint = "several files are one checkpoint here", "Append to one of them"
             raise UnsupportedError(reason, rule="Append", hint=hint)
-        plan = partial(destination.writer.append, source, replace=replace)
-        changes = Changes()
-        gathered = gather(obj, changes)
         before = partial(_opened_as, obj, index.format)
-        how: Any = {"sources": [source], "before": before, "plan": plan, "grown": source}
-        job = destination.job(gathered, changes, **how)
-        changes.warn(destination.path, stacklevel=2)
+        how: Any = {"sources": [source], "before": before, "grown": source, "replace": replace}
+        job = destination.job(gather(obj, destination.changes), **how)
         with _alone(source):
             job.run(progress)
     except CheckpointError as error:
@@ -470,6 +474,134 @@ def _alone(source: Source) -> Iterator[None]:
         yield
     finally:
         del descriptor  # which closes it, and that unlocks
+
+
+# --- where to, and as what ------------------------------------------------------------------------
+
+
+class Destination:
+    """A file that is to be written, and what a user asked for; see `save`."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        engine: str | None = None,
+        *,
+        encoding: Mapping[str, Mapping[str, Any]] | None = None,
+        cast: Cast = "exact",
+        overwrite: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        format_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        target = os.fspath(path)
+        self.writer = formats.writable(engine or _format_of(target))
+        self._options = format_options or {}
+        has = tuple(self.writer.write_options)
+        for option in self._options:
+            if option not in has:
+                alike = get_close_matches(option, (*_OPTIONS, *has), n=1)
+                hint = (
+                    f"did you mean {alike[0]!r}?" if alike else f"it has {', '.join(has) or 'none'}"
+                )
+                if option in TENSOR_OPTIONS:
+                    hint = f"tensors have it: encoding={{'*': {{{option!r}: ...}}}}"
+                name = self.writer.name
+                raise TypeError(f"format {name!r} has no option {option!r} for writing; {hint}")
+        self._fitting = Fitting(self.writer, Requests(encoding), cast)
+        self.changes = self._fitting.changes
+        path = target if is_remote(target) else local_path(target)
+        self.target = Target(path, overwrite, storage_options)
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the file, of several the one to open."""
+        return self.target.path
+
+    def job(
+        self,
+        gathered: Gathered,
+        *,
+        sources: Iterable[Source],
+        before: Callable[[], Index | None],
+        grown: Source | None = None,
+        replace: bool = False,
+    ) -> WriteJob:
+        """Lay the file out, and warn of what changes; nothing is written yet.
+
+        `before` returns the index of what is written anew, if it has the same format. `grown` is
+        the file that is added to; then `replace` tells whether tensors of it are replaced.
+        """
+        try:
+            draft, fitted = self._fitting.draft(gathered, self.path)
+            plan = self.writer.plan
+            if grown is not None:
+                plan = partial(self.writer.append, grown, replace=replace)
+            planned = plan(draft, **self._options)
+            how: Any = {"given": self._options, "before": before, "grown": grown}
+            self._fitting.tell_stated(draft, planned, **how)
+            label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL
+            paths = [self.path, *map(self.target.companion, planned.companions)]
+            superseded = None
+            if planned.suffix:
+                self.target.open().abort()  # an existing file is an error, though it is not written
+                superseded = label if self.target.overwrite else None
+                self.target = self.target._replace(path=self.path + planned.suffix)
+                paths.append(self.path)
+            elif not is_remote(self.path) and os.path.lexists(self.path + INDEX_SUFFIX):
+                what = "readers may prefer what is next to it; remove it"
+                self.changes.add(what, label + INDEX_SUFFIX)
+            targets = {_resolved(path) for path in paths if self.target.overwrite}
+            more: Any = {
+                "grown": grown,
+                "replaced": [each for each in sources if _resolved(each.name) in targets],
+                "superseded": superseded,
+            }
+            job = WriteJob(planned, fitted, self._fitting.cast, self.target, label, **more)
+        except CheckpointError as error:
+            raise error.located(path=self.path) from error.__cause__
+        self.changes.warn(self.path, stacklevel=3)
+        return job
+
+
+def _resolved(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+
+
+def _format_of(path: str) -> str:
+    """Find the format that a file name ends like."""
+    name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
+    named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
+    every = [formats.get(known) for known in named]
+    found = {
+        each.name: suffix
+        for each in every
+        if each.can.types
+        for suffix in each.suffixes
+        if name.endswith(suffix)
+    }
+    if len(found) > 1:
+        own = {each.name: each.own_suffixes for each in every}
+        found = {each: s for each, s in found.items() if s in own[each]} or found
+    shared = [s for each in every for s in each.shared_suffixes]
+    # Of one word, like .bin: who writes it may mean the format of another program.
+    is_common = any(s in shared and s.count(".") == 1 for s in found.values())
+    if len(found) == 1 and not is_common:
+        return next(iter(found))
+    for each in every:
+        if not found and name.endswith(each.own_suffixes):
+            formats.writable(each.name)  # says which formats are
+    hint, engines = "", ", ".join(map(repr, found))
+    if not found:
+        known = [each for each in map(formats.get, formats.names()) if each.can.types]
+        suffixes = [suffix for each in known for suffix in each.suffixes]
+        ending = os.path.splitext(name)[1]  # noqa: PTH122
+        for alike in get_close_matches(ending, suffixes, n=1, cutoff=0.88):
+            hint = f" (did you mean {alike!r}?)"
+        engines = ", ".join(repr(each.name) for each in known)
+    which = "several programs use" if found else "no format that is written has"
+    raise ValueError(
+        f"{which} the ending of {os.path.basename(path)!r}{hint}; pass engine=, one of {engines}"  # noqa: PTH119
+    )
 
 
 # --- what a conversion did ------------------------------------------------------------------------
