@@ -17,6 +17,7 @@ from xckpt.storage.source import sources_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.arrays import ReadOptions
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
@@ -137,11 +138,12 @@ def list_arrays(
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}
     arrays: list[Listed] = []
+    reading = options.reading
     for tensor in tensors:
         stacked = stacks.get(tensor.name)
         if stacked is None and tensor.name in members:
             continue
-        arrays += _arrays(tensor, stacked, index, sources, options)
+        arrays += _arrays(tensor, stacked, index, sources, reading)
     arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
@@ -203,10 +205,10 @@ def _arrays(
     stacked: Stack | None,
     index: Index,
     sources: Mapping[str | None, Source],
-    options: OpenOptions,
+    reading: ReadOptions,
 ) -> Iterator[Listed]:
     """Return what a tensor, or the stack that it is the first of, is shown as."""
-    arrays = lazy_arrays(tensor, sources, options.reading)
+    arrays = lazy_arrays(tensor, sources, reading)
     if stacked is None:
         for role, lazy in arrays.items():
             yield Listed(tensor.name, lazy, tensor, role)
@@ -214,7 +216,7 @@ def _arrays(
     tensors = tuple(stacked.spread([index.tensors[name] for name in stacked.members]))
     for role, lazy in arrays.items():
         absent = AbsentArray(stacked.name, lazy.shape, lazy.dtype) if stacked.present else None
-        members = TensorArrays(tensors, role, sources, options.reading, absent)
+        members = TensorArrays(tensors, role, sources, reading, absent)
         grid = StackedArray(stacked.name, members, stacked.shape)
         yield Listed(stacked.name, grid, tensor, role, Stacked(stacked, members))
 
