@@ -285,8 +285,8 @@ def _explained(
     found = explain(cases, progress)
     left = iter(found)
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
-        told = [next(left) for _ in some]
-        attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
+        told = _at_places(entry, [next(left) for _ in some])
+        attr.update(explained_attrs(told, is_stacked=bool(entry.dims)))
     return {"explanation": sentence(cases, found)}
 
 
@@ -439,15 +439,20 @@ def _attrs_of(
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
     attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
     for attr, entry, some in zip(attrs, entries, rows, strict=True) if has_names else ():
-        found = [row.partner for row in some]
-        if entry.gone is not None:
-            each = iter(found)
-            found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+        found = _at_places(entry, [row.partner for row in some])
         # One text, or one for each place of a stack.
         for place, key in enumerate(("other_name", "matched_by")):
             told = [partner[place] if partner else "" for partner in found]
             attr[key] = told if entry.dims else told[0]
     return attrs
+
+
+def _at_places(entry: Described, found: Sequence[Any]) -> Sequence[Any]:
+    """Return what was found of the tensors of a variable by places; None where one is gone."""
+    if entry.gone is None:
+        return found
+    each = iter(found)
+    return [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
 
 
 # --- measures ------------------------------------------------------------------------------------

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from xckpt.progress import Progress
     from xckpt.statistics.readers import Reader
 
-__all__ = ["Fingerprint", "Transform", "fingerprints"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # One-dimensional tensors up to this size have a row for each element.
