@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
 import time
@@ -31,26 +32,44 @@ def code(path: Path) -> Iterator[Any]:
     return (cell for cell in read(path).cells if cell.cell_type == "code")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Run all notebooks in one kernel: to start one takes longer than most of them."""
+    from jupyter_client.manager import AsyncKernelManager
+
+    manager: Any = AsyncKernelManager(kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("XCKPT_CACHE_DIR", "IPYTHONDIR"):
+            patch.setenv(variable, str(tmp_path_factory.mktemp(variable)))
+        yield manager
+    asyncio.run(manager.shutdown_kernel(now=True))
+
+
+# A notebook has no name of the one before; `%reset` takes those that processes start with too.
+_ANEW = "%reset_selective -f ."
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+def test_it_runs(path: Path, folder: Path, kernel: Any) -> None:
     from nbclient import NotebookClient
 
     notebook = read(path)
-    folder = tmp_path / "work"
-    folder.mkdir()
-    client = NotebookClient(
-        notebook,
-        timeout=_LONGEST_SECONDS,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
-    )
+    notebook.cells.insert(0, importlib.import_module("nbformat").v4.new_code_cell(_ANEW))
+    where = {"metadata": {"path": str(folder)}}
+    client: Any = NotebookClient(notebook, timeout=_LONGEST_SECONDS, km=kernel, resources=where)
     start = time.monotonic()
-    client.execute()
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
     assert time.monotonic() - start < _LONGEST_SECONDS
     assert not list(folder.iterdir())
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

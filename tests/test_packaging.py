@@ -188,18 +188,20 @@ def import_times(statement: str) -> dict[str, float]:
     return {name: int(microseconds) / 1000 for microseconds, name in rows}
 
 
-def share_of_xarray(module: str, *, runs: int = 3) -> float:
-    """Return how long a module takes to import, as a share of xarray in the same process."""
-    found = [import_times(f"import xarray, xarray.backends; import {module}") for _ in range(runs)]
-    return min(times[module] / times["xarray"] for times in found)
-
-
 def roots(modules: dict[str, float]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
-def test_importing_the_package_costs_next_to_nothing() -> None:
-    assert share_of_xarray("xckpt") < 0.05
+def test_importing_costs_next_to_nothing() -> None:
+    def shares() -> tuple[float, float]:
+        found = import_times("import xarray, xarray.backends; import xckpt, xckpt.backend")
+        return found["xckpt"] / found["xarray"], found["xckpt.backend"] / found["xarray"]
+
+    # A busy machine is asked again.
+    assert any(max(shares()) < 0.05 for _ in range(3))
+
+
+def test_the_package_imports_nothing_heavy() -> None:
     assert not roots(import_times("import xckpt")) & {"numpy", "xarray", *HEAVY}
 
 
@@ -207,10 +209,6 @@ def test_objects_in_memory_have_the_accessor() -> None:
     # No engine of ours is ever loaded here.
     code = "import xarray as xr, xckpt; xr.Dataset({'a': 1}).ckpt; xr.DataTree().ckpt"
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own interpreter
-
-
-def test_the_engines_add_little_to_xarray() -> None:
-    assert share_of_xarray("xckpt.backend") < 0.05
 
 
 def test_the_engines_import_nothing_heavy() -> None:

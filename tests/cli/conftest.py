@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import xarray as xr
 
 from tests.hostile_names import HOSTILE
+from xckpt.cli import main
 from xckpt.sample import write_checkpoint
 from xckpt.writing import save
 
@@ -40,29 +41,36 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Callable[..., tuple[str, int]]]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, int]]]:
     """Run the command in a terminal of 100 columns and give what it shows, and its status."""
     ours, theirs = pty.openpty()
 
     def run(*arguments: str, columns: int = 100) -> tuple[str, int]:
-        environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
-        streams: dict[str, Any] = {"stdout": theirs, "stderr": theirs, "stdin": theirs}
-        with subprocess.Popen(  # noqa: S603  our own module
-            [sys.executable, "-m", "xckpt", *arguments], env=environment, **streams
-        ) as process:
-            # Read until all is written: a terminal holds some kilobytes only.
-            chunks = []
-            while process.poll() is None or _is_readable(ours):
-                if _is_readable(ours):
-                    chunks.append(os.read(ours, 65536))
-        return b"".join(chunks).decode(), process.returncode
+        shown = bytearray()
+
+        def read() -> None:  # until all is written: a terminal holds some kilobytes only
+            while not shown.endswith(_END):
+                shown.extend(os.read(ours, 65536))
+
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TERM", "xterm")
+        reader = threading.Thread(target=read)
+        reader.start()
+        with open(theirs, "w", encoding="utf-8", closefd=False) as stream:
+            try:
+                with monkeypatch.context() as patch:
+                    for name in ("stdout", "stderr"):
+                        patch.setattr(sys, name, stream)
+                    status = main(arguments)
+            finally:
+                stream.flush()
+                os.write(theirs, _END)
+                reader.join()
+        return shown.removesuffix(_END).decode(), status
 
     yield run
     os.close(ours)
     os.close(theirs)
 
 
-def _is_readable(descriptor: int) -> bool:
-    import select
-
-    return bool(select.select([descriptor], [], [], 0.05)[0])
+_END = b"\0the end\0"

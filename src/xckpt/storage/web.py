@@ -409,7 +409,8 @@ class _Body(asyncio.BufferedProtocol):
             self._add(piece)
         connection = response.connection
         protocol = None if connection is None else connection.protocol
-        if protocol is None or protocol.transport is None:
+        is_all = self._done == len(self._memory)
+        if is_all or protocol is None or protocol.transport is None:
             # That was all of it, or the connection broke, which reading on tells.
             async for piece in response.content.iter_any():
                 self._add(piece)
@@ -433,6 +434,8 @@ class _Body(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Count bytes; after the last one the connection is there for the next request."""
+        if self._ended.done():  # the time is over, and the connection is about to be closed
+            return
         error = None
         try:
             self._arrived(nbytes)
@@ -443,8 +446,10 @@ class _Body(asyncio.BufferedProtocol):
             self._content.feed_eof()
         elif error is None:
             return
-        if not self._ended.done():
-            self._ended.set_exception(error) if error else self._ended.set_result(None)
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell aiohttp, too, that the connection is closed."""
