@@ -15,7 +15,6 @@ from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.channels import (
     CELL_NBYTES,
     Channels,
@@ -25,6 +24,7 @@ from xckpt.statistics.channels import (
     wanted_lengths,
 )
 from xckpt.statistics.codes import OF_CODES, use_of_codes
+from xckpt.statistics.comparison import Comparison
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import (
     Described,

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined
-from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
+from xckpt.statistics.accumulate import Accumulator
+from xckpt.statistics.comparison import as_floats, in_two_parts
 from xckpt.statistics.kinds import Kind, kind_named
 from xckpt.statistics.pairs import in_c_order
 from xckpt.statistics.scan import gather
