@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK_TYPES",
     "ELEMENT_TYPES",
     "NUMPY_CODES",
+    "STRUCT_CODES",
     "BlockType",
     "ElementType",
     "decoded_dtype",
@@ -30,50 +31,24 @@ __all__ = [
 
 
 class Precision(NamedTuple):
-    """Which numbers a type of floats has.
+    """Which numbers a type of floats has."""
 
-    Parameters
-    ----------
-    bits : int
-        Of the significand, with the hidden one.
-    least, largest : int
-        Exponents of the least and of the largest value.
-    exponent_bits : int or None
-        Bits of the exponent, if NaN and infinities are those of IEEE 754.
-    """
-
-    bits: int
-    least: int
-    largest: int
-    exponent_bits: int | None = None
+    bits: int  # of the significand, with the hidden one
+    least: int  # exponent of the least value
+    largest: int  # and of the largest
+    exponent_bits: int | None = None  # if NaN and infinities are those of IEEE 754
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """How one kind of element is stored and what it becomes.
+    """How one kind of element is stored and what it becomes."""
 
-    Parameters
-    ----------
-    name : str
-        Name in numpy or ml_dtypes, or of our own where neither has such a type.
-    bits : int
-        Size of one element in a file, in bits; below 8 several share a byte.
-    kind : {"float", "complex", "integer", "bool"}
-        What its values are.
-    decoded : str
-        Name of the numpy type that ``decode=True`` gives.
-    precision : Precision or None
-        Which numbers a float can be, for complex types each of the two.
-    carrier : str or None
-        Name of the numpy type that ``decode=False`` gives, where neither numpy nor ml_dtypes has
-        a type of this name.
-    """
-
-    name: str
-    bits: int
-    kind: Literal["float", "complex", "integer", "bool"]
-    decoded: str
-    precision: Precision | None = None
+    name: str  # in numpy or ml_dtypes, or of our own where neither has such a type
+    bits: int  # of one element in a file; below 8 several share a byte
+    kind: Literal["float", "complex", "integer", "bool"]  # what its values are
+    decoded: str  # name of the numpy type that ``decode=True`` gives
+    precision: Precision | None = None  # which numbers a float can be, or each of a complex number
+    # Name of the numpy type that ``decode=False`` gives, where neither has a type of this name.
     carrier: str | None = None
 
     @property
@@ -81,9 +56,8 @@ class ElementType:
         """The least integer, and the one after the largest."""
         if self.kind != "integer":
             return None
-        return (
-            (0, 2**self.bits) if self.name[0] == "u" else (-(2**self.bits) // 2, 2**self.bits // 2)
-        )
+        half = 1 << self.bits - 1
+        return (0, 2 * half) if self.name[0] == "u" else (-half, half)
 
 
 _ROWS = (
@@ -134,24 +108,13 @@ _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
 
 
 class BlockType(NamedTuple):
-    """A type of quantised elements that share a block with their scales, and decode to float32.
+    """A type of quantised elements that share a block with their scales, and decode to float32."""
 
-    Parameters
-    ----------
-    name : str
-        Name in ggml, in lower case.
-    size : int
-        Elements in a block, which lie along the last axis.
-    nbytes : int
-        Bytes of a block.
-    halves : tuple of int or None
-        Where its float16 are, which are all that another byte order turns; None where there may be
-        other numbers of several bytes.
-    """
-
-    name: str
-    size: int
+    name: str  # in ggml, in lower case
+    size: int  # elements in a block, which lie along the last axis
     nbytes: int
+    # Where its float16 are, which are all that another byte order turns; None where there may be
+    # other numbers of several bytes.
     halves: tuple[int, ...] | None = None
 
 
@@ -170,6 +133,11 @@ BLOCK_TYPES: dict[str, BlockType] = {
     }.items()
     for name, nbytes in types.items()
 }
+
+# The letters of `struct` for types that it has.
+STRUCT_CODES = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "bool": "?"}
+STRUCT_CODES |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
+STRUCT_CODES |= {"float16": "e", "float32": "f", "float64": "d"}
 
 _NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
 

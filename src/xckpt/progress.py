@@ -54,7 +54,10 @@ class Progress:
         self._what = what
         self._call = wanted if callable(wanted) else None
         self._delay = 0.0 if wanted is True else _DELAY_SECONDS
-        self._is_shown = wanted is True or (wanted is None and _is_seen())
+        self._is_shown = wanted is True or (
+            wanted is None
+            and ("ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty()))
+        )
         self._bar: Any = None
         self._lock = threading.Lock()
 
@@ -102,10 +105,6 @@ def report(observer: str, nbytes: int) -> None:
     progress = _observers.get(observer)
     if progress is not None:
         progress.advance(nbytes)
-
-
-def _is_seen() -> bool:
-    return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 
 
 def _bar(total: int, what: str, delay: float) -> Any:

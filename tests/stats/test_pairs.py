@@ -28,7 +28,7 @@ from xckpt.arrays.sparse import COOArray, CSRArray
 from xckpt.errors import CheckpointError
 from xckpt.index import Part, Tensor
 from xckpt.statistics import MEASURES, compare
-from xckpt.statistics.accumulate import Comparison
+from xckpt.statistics.comparison import Comparison
 from xckpt.statistics.differences import compare_pairs, measures
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.pairs import PairReader, SparsePairReader, pair_of, stored_pair

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
 from xckpt.errors import CheckpointWarning, shown
-from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.labels import AxisNames, select
 from xckpt.labels.numbering import numbered_modules, words
 from xckpt.labels.selection import similar
 from xckpt.labels.stacking import Stack, stack, stack_in_tree
@@ -17,6 +17,7 @@ from xckpt.storage.source import sources_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from xckpt.arrays import ReadOptions
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Tensor
     from xckpt.storage import Source
@@ -123,9 +124,12 @@ def list_arrays(
     source: Source, index: Index, options: OpenOptions, *, for_tree: bool = False
 ) -> Listing:
     """List what becomes a variable; nothing is built for what is left out."""
-    dropped = options.drop_variables
-    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
-    chosen = _chosen(index, options.tensors)
+    drop = options.dropped
+    chosen = select(index.tensors, options.tensors)
+    if options.tensors is not None and not chosen and index.tensors:
+        text = f"tensors={options.tensors!r} matches none of the {len(index.tensors)} tensors"
+        text += similar(index.tensors, options.tensors)
+        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=6)
     if index.arrangement.order:
         kept = set(chosen)
         chosen = [name for name in index.arrangement.order if name in kept]
@@ -134,11 +138,12 @@ def list_arrays(
     stacks = _stacks(tensors, index, sources, options, for_tree=for_tree)
     members = {name for each in stacks.values() for name in each.members}
     arrays: list[Listed] = []
+    reading = options.reading
     for tensor in tensors:
         stacked = stacks.get(tensor.name)
         if stacked is None and tensor.name in members:
             continue
-        arrays += _arrays(tensor, stacked, index, sources, options)
+        arrays += _arrays(tensor, stacked, index, sources, reading)
     arrays = [each for each in _named_apart(arrays, tensors) if each.name not in drop]
     if options.dims and arrays:
         _warn_of_unused_names(index, arrays, options.dims)
@@ -158,15 +163,11 @@ def _named_apart(arrays: list[Listed], tensors: list[Tensor]) -> list[Listed]:
             tries = 0
             while not taken.isdisjoint({part.name, *part.members}):
                 tries += 1
-                more = 1 if tries < _FEW else 1 + max(map(_colons_behind, taken))
+                more = 1 if tries < _FEW else 1 + max(len(t) - len(t.rstrip(":")) for t in taken)
                 part = part._replace(name=f"{part.name}{':' * more}")
             taken.update({part.name, *part.members})
             parts.append(part)
     return whole + parts
-
-
-def _colons_behind(name: str) -> int:
-    return len(name) - len(name.rstrip(":"))
 
 
 def stacked_modules(stack: Literal[True] | str | Collection[str]) -> Collection[str] | None:
@@ -204,10 +205,10 @@ def _arrays(
     stacked: Stack | None,
     index: Index,
     sources: Mapping[str | None, Source],
-    options: OpenOptions,
+    reading: ReadOptions,
 ) -> Iterator[Listed]:
     """Return what a tensor, or the stack that it is the first of, is shown as."""
-    arrays = lazy_arrays(tensor, sources, options.reading)
+    arrays = lazy_arrays(tensor, sources, reading)
     if stacked is None:
         for role, lazy in arrays.items():
             yield Listed(tensor.name, lazy, tensor, role)
@@ -215,7 +216,7 @@ def _arrays(
     tensors = tuple(stacked.spread([index.tensors[name] for name in stacked.members]))
     for role, lazy in arrays.items():
         absent = AbsentArray(stacked.name, lazy.shape, lazy.dtype) if stacked.present else None
-        members = TensorArrays(tensors, role, sources, options.reading, absent)
+        members = TensorArrays(tensors, role, sources, reading, absent)
         grid = StackedArray(stacked.name, members, stacked.shape)
         yield Listed(stacked.name, grid, tensor, role, Stacked(stacked, members))
 
@@ -339,12 +340,3 @@ def _warn_of_unused_names(
             hint = similar(index.tensors, glob)
             text = f"{index.source}: dims[{glob!r}] matches no tensor{hint}"
             warnings.warn(text, CheckpointWarning, stacklevel=7)
-
-
-def _chosen(index: Index, wanted: TensorFilter | None) -> list[str]:
-    chosen = select(index.tensors, wanted)
-    if wanted is not None and not chosen and index.tensors:
-        hint = similar(index.tensors, wanted)
-        text = f"tensors={wanted!r} matches none of the {len(index.tensors)} tensors{hint}"
-        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=7)
-    return chosen

@@ -93,12 +93,15 @@ def make_groups(
 ) -> dict[str, xr.Dataset]:
     """Make the Datasets of the modules of a checkpoint."""
     listing = list_arrays(source, index, options, for_tree=True)
-    nodes = _placed(listing.arrays)
+    by_name = {each.name: each for each in listing.arrays}
+    nodes: dict[str, dict[str, Listed]] = {"/": {}}
+    for name, (path, leaf) in tree_paths({n: e.path for n, e in by_name.items()}).items():
+        nodes.setdefault(path, {})[leaf] = by_name[name]
     places: dict[str, list[str]] = {}
     for path, node in nodes.items():
         for leaf in node:
             places.setdefault(leaf, []).append(path)
-    reserved = {*places}.union(each.name for each in listing.arrays)
+    reserved = {*places, *by_name}
     maker = VariableMaker.of(source, listing, options)
     top = AxisNames(options.dims, reserved)
     _claim(top, listing.arrays)
@@ -110,15 +113,23 @@ def make_groups(
     children = child_nodes(nodes)
     # A node comes after those above it, whose names keep their sizes below.
     for path in sorted(nodes, key=len):
-        above = _nearest(path, names)
+        above = path.rpartition("/")[0]
+        while above not in names:  # the empty path always is
+            above = above.rpartition("/")[0]
         here, node = path.rstrip("/"), nodes[path]
         # What a node has an index of, those below it have too: none has another variable there.
-        free = {leaf: e for leaf, e in node.items() if not _is_below(path, places[leaf])}
+        below = f"{here}/"
+        free = {
+            leaf: each
+            for leaf, each in node.items()
+            if not any(other != path and other.startswith(below) for other in places[leaf])
+        }
         own = coords.dims(free, names[above])
         indexed[here] = indexed[above] | own.keys()
         names[here] = AxisNames(options.dims, reserved - indexed[here], names[above])
         _claim(names[here], (), own)
-        roles = {} if axis_names is None else axis_names(_shapes(node))
+        shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
+        roles = {} if axis_names is None else axis_names(shapes)
         taken = {*node, *children.get(path, ())}
         how: Any = {"coords": coords, "roles": roles, "marks": marks}
         group = _group(node, taken, maker, names[here], **how)
@@ -137,11 +148,6 @@ def make_groups(
             if ds is not None and leaf not in ds.variables:
                 made[path] = xr.Dataset(attrs=attrs)
     return made
-
-
-def _is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether one of some nodes is below a node."""
-    return any(other != path and other.startswith(f"{path.rstrip('/')}/") for other in others)
 
 
 class _Coordinates:
@@ -183,15 +189,6 @@ def _is_indexable(each: Listed) -> bool:
     return bool(is_known and each.tensor.size * dtype.itemsize <= _LARGEST_INDEX)
 
 
-def _placed(arrays: Iterable[Listed]) -> dict[str, dict[str, Listed]]:
-    """Place arrays in a tree: by node and name in it."""
-    by_name = {each.name: each for each in arrays}
-    nodes: dict[str, dict[str, Listed]] = {"/": {}}
-    for name, (path, leaf) in tree_paths({n: e.path for n, e in by_name.items()}).items():
-        nodes.setdefault(path, {})[leaf] = by_name[name]
-    return nodes
-
-
 def _claim(
     names: AxisNames, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
 ) -> None:
@@ -201,18 +198,6 @@ def _claim(
     for each in arrays:
         for dim, size in zip(each.stacked_dims, each.lazy.shape, strict=False):
             names.claim(dim, size)
-
-
-def _nearest(path: str, names: Mapping[str, AxisNames]) -> str:
-    """Find the nearest node above a path that has names; the empty path always has."""
-    above = path.rpartition("/")[0]
-    while above not in names:
-        above = above.rpartition("/")[0]
-    return above
-
-
-def _shapes(node: Mapping[str, Listed]) -> dict[str, tuple[int, ...]]:
-    return {leaf: each.lazy.shape[len(each.stacked_dims) :] for leaf, each in node.items()}
 
 
 def _group(

@@ -83,6 +83,12 @@ class OpenOptions:
 
         return ReadOptions(decode=self.decode, sparse=self.sparse, verify=self.verify)
 
+    @property
+    def dropped(self) -> set[str]:
+        """The names in `drop_variables`."""
+        dropped = self.drop_variables
+        return {dropped} if isinstance(dropped, str) else set(dropped or ())
+
     @classmethod
     def keywords(cls) -> tuple[str, ...]:
         """Return the keywords that all engines share."""

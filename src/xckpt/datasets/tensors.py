@@ -265,7 +265,13 @@ class OpenTensors:
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
             if dtype not in known:
                 known[dtype] = str(dtype)
-            storage = "" if _is_plain(encoding) else _storage(encoding)
+            # Most are plain, and there are many.
+            is_plain = (
+                encoding.get("layout") in {None, "dense"}
+                and encoding.get("stored_compression") is None
+                and "parts" not in encoding
+            )
+            storage = "" if is_plain else _storage(encoding)
             row = Row(str(name), known[dtype], shape, nbytes, storage)
             if "stack" in encoding:
                 yield from self._unstacked(row, variable)
@@ -490,11 +496,6 @@ def _indices(
             "has something else than whole numbers, or one of them twice"
         )
     return tuple(values.tolist())
-
-
-def _is_plain(encoding: Mapping[Any, Any]) -> bool:
-    dense = encoding.get("layout") in {None, "dense"} and encoding.get("stored_compression") is None
-    return dense and "parts" not in encoding
 
 
 def _storage(encoding: Mapping[Any, Any]) -> str:

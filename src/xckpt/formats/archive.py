@@ -267,7 +267,11 @@ class Content:
         if nbytes > self._left:
             raise self._broken(f"{what}: {nbytes} bytes, but {self._left} are left")
         self._cursor.at = self.at + member.stored_nbytes - self._stored_left
-        taken = (self._copied if member.method == STORED else self._inflated)(nbytes, what)
+        if member.method == STORED:
+            taken = self._cursor.take(nbytes, what)
+            self._stored_left -= nbytes
+        else:
+            taken = self._inflated(nbytes, what)
         self._left -= nbytes
         self._crc = zlib.crc32(taken, self._crc)
         return taken
@@ -281,21 +285,8 @@ class Content:
             at = self.at + member.stored_nbytes - self._stored_left
             return Part("uint8", (self._stored_left,), at, self._stored_left, digest=digest)
         skip = member.nbytes - left
-        return Part(
-            "uint8",
-            (left,),
-            self.at,
-            member.stored_nbytes,
-            "deflate",
-            left,
-            digest,
-            "decoded",
-            skip=skip,
-        )
-
-    def _copied(self, nbytes: int, what: str) -> bytes:
-        self._stored_left -= nbytes
-        return self._cursor.take(nbytes, what)
+        stored = (self.at, member.stored_nbytes, "deflate", left, digest)
+        return Part("uint8", (left,), *stored, "decoded", skip=skip)
 
     def _inflated(self, nbytes: int, what: str) -> bytes:
         self._inflater = self._inflater or zlib.decompressobj(-zlib.MAX_WBITS)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import isfinite, prod
 from operator import itemgetter
 from struct import error as StructError  # noqa: N812
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from struct import Struct
 
+    from xckpt.formats import Readable
     from xckpt.formats.plan import Draft, WantedTensor
     from xckpt.index import Index, Tensor
 
@@ -38,17 +39,6 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 20
 _SHORT_JUMP = 1 << 14
 
 
-class Bytes(Protocol):
-    """What a cursor reads from."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` bytes."""
-
-
 TRUNCATED = "The file may be truncated"
 
 
@@ -61,7 +51,7 @@ class Cursor:
 
     __slots__ = ("_area", "_base", "_buffer", "_end", "_source", "_window", "at")
 
-    def __init__(self, source: Bytes, at: int = 0) -> None:
+    def __init__(self, source: Readable, at: int = 0) -> None:
         self._source = source
         self._buffer = b""
         self._base = at
@@ -550,16 +540,8 @@ def arrangement_texts(
 ) -> dict[str, str]:
     """Return the texts that a file has next to its tensors, by their keys; none without need.
 
-    Parameters
-    ----------
-    draft : Draft
-        What is to be written.
-    tensors : mapping of str to Tensor or WantedTensor
-        All of the file by the names that they are read with, in the order that they are read in.
-    rule : str
-        Of errors.
-    only_texts : bool
-        Whether `as_text` makes texts of the attributes of the file.
+    `tensors` are all of the file by the names that they are read with, in the order that they are
+    read in. Errors have the `rule`. With `only_texts`, `as_text` makes texts of the attributes.
     """
     for key in (DIMS_KEY, ARRANGEMENT_KEY):
         if key in draft.attrs:
@@ -625,10 +607,7 @@ def arranged(index: Index, texts: Mapping[str, Any] | None = None) -> Index:
     if texts is None:
         texts = {key: attrs.pop(key, None) for key in (DIMS_KEY, ARRANGEMENT_KEY)}
     tensors = with_dims(dict(index.tensors), texts.get(DIMS_KEY))
-    said, text = _Said({}), texts.get(ARRANGEMENT_KEY)
-    if text is not None:
-        said = _Said.parse(text)
-    names = list(tensors)
+    said, names = _Said(texts.get(ARRANGEMENT_KEY)), list(tensors)
     for name, own in said.mappings("attrs"):
         if name in tensors:
             tensors[name] = replace(tensors[name], attrs={**own, **tensors[name].attrs})
@@ -664,19 +643,14 @@ def _loaded(text: Any, levels: int) -> Any:
 class _Said:
     """The fields of an arrangement, of which a file may say anything."""
 
-    def __init__(self, fields: dict[str, Any], *, fits: bool = True) -> None:
-        self._fields = fields
-        #: Whether all that was asked for has the right type.
-        self.fits = fits
-
-    @classmethod
-    def parse(cls, text: Any) -> _Said:
+    def __init__(self, text: Any) -> None:
         try:
-            fields = _loaded(text, DEEPEST_ATTRS + 3)
+            fields: Any = {} if text is None else _loaded(text, DEEPEST_ATTRS + 3)
         except ValueError:
             fields = None
-        fits = type(fields) is dict
-        return cls(fields if fits else {}, fits=fits)
+        #: Whether all that was asked for has the right type.
+        self.fits = type(fields) is dict
+        self._fields: dict[str, Any] = fields if self.fits else {}
 
     def names(self, field: str) -> list[str]:
         found = self._typed(field, list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xckpt.labels.axes import AxisNames, stated_name
-from xckpt.labels.codes import scales_of_codes
+from xckpt.labels.conventions import scales_of_codes
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
 from xckpt.labels.selection import TensorFilter, select, similar
 

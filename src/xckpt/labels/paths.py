@@ -72,18 +72,14 @@ def flat_name(path: str, variable: str, known: str = "") -> str:
 
     As far as it is that of a `known` tensor, it has the slashes of this one.
     """
-    name = _dotted_name(path, variable)
+    components = [part for part in path.split("/") if part]
+    if variable != _SELF:
+        components.append(variable)
+    name = ".".join(["" if part == "%" else _ESCAPED.sub(_unescaped, part) for part in components])
     if "/" in known:
         same = len(commonprefix([known.replace("/", "."), name]))  # noqa: RUF071  by character
         name = known[:same] + name[same:]
     return name
-
-
-def _dotted_name(path: str, variable: str) -> str:
-    components = [part for part in path.split("/") if part]
-    if variable != _SELF:
-        components.append(variable)
-    return ".".join(_unescaped(component) for component in components)
 
 
 def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
@@ -109,12 +105,6 @@ def _escaped(component: str) -> str:
     return component.translate(_ESCAPES) or "%"
 
 
-def _unescaped(component: str) -> str:
-    if component == "%":
-        return ""
-    return _ESCAPED.sub(_unescaped_character, component)
-
-
-def _unescaped_character(match: re.Match[str]) -> str:
+def _unescaped(match: re.Match[str]) -> str:
     code = int(match[1], 16)
     return chr(code if code < 0x80 else 0xDC00 + code)

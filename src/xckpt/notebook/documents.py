@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from xckpt.notebook.summary import Summary
 
-__all__ = ["Document", "Field", "HtmlDocument", "MarkdownDocument"]
-
 _WIDEST_CELL = 120
 _LONGEST_SENTENCE = 400
 
@@ -55,25 +53,36 @@ class Field(NamedTuple):
 class Document(ABC):
     """What a report is written to, from its beginning to its end."""
 
+    _heading: str
+    _paragraph: str
+
     def __init__(self) -> None:
         self.title = ""
         self._pieces: list[str] = []
 
-    @abstractmethod
     def heading(self, title: str) -> None:
         """Begin a section."""
+        self._pieces.append(self._heading.format(self._text(title)))
 
-    @abstractmethod
     def paragraph(self, sentence: str) -> None:
         """Add a sentence or two."""
+        self._pieces.append(self._paragraph.format(self._text(sentence, _LONGEST_SENTENCE)))
+
+    def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
+        """Add a table of texts."""
+        table = []
+        for row in rows:
+            cells = []
+            for cell, field in zip(row, fields, strict=True):
+                width = _LONGEST_SENTENCE if field.kind == "text" else _WIDEST_CELL
+                is_code = field.kind == "name"
+                cells.append(self._code(cell) if is_code else self._text(cell, width))
+            table.append(cells)
+        self._table(fields, table)
 
     @abstractmethod
     def summary(self, summary: Summary) -> None:
         """Add what a checkpoint holds."""
-
-    @abstractmethod
-    def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        """Add a table of texts."""
 
     def picture(self, markup: str, caption: str) -> None:  # noqa: B027  Markdown has none
         """Add an image or a drawing, which is HTML, where there can be one."""
@@ -82,40 +91,45 @@ class Document(ABC):
     def finish(self) -> str:
         """Return all of it."""
 
+    @abstractmethod
+    def _text(self, content: str, width: int = _WIDEST_CELL) -> str: ...
+
+    @abstractmethod
+    def _code(self, name: str) -> str: ...
+
+    @abstractmethod
+    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None: ...
+
 
 class HtmlDocument(Document):
     """A page of HTML."""
 
-    def heading(self, title: str) -> None:
-        """See `Document.heading`."""
-        self._pieces.append(f"<h2>{_html(title)}</h2>")
+    _heading = "<h2>{}</h2>"
+    _paragraph = "<p>{}</p>"
 
-    def paragraph(self, sentence: str) -> None:
-        """See `Document.paragraph`."""
-        self._pieces.append(f"<p>{_html(sentence, _LONGEST_SENTENCE)}</p>")
+    def _text(self, content: str, width: int = _WIDEST_CELL) -> str:
+        return escape(shortened(printable(content), width))
+
+    def _code(self, name: str) -> str:
+        return f"<code>{self._text(name)}</code>" if name else ""
 
     def summary(self, summary: Summary) -> None:
         """See `Document.summary`."""
         self._pieces.append(html.render(summary))
 
-    def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        """See `Document.table`."""
-        style = ' class="n"'
-        styles = [style if field.kind == "number" else "" for field in fields]
-        pairs = zip(fields, styles, strict=True)
-        head = [f'<th scope="col"{style}>{_html(field.title)}</th>' for field, style in pairs]
-        body = []
-        for row in rows:
-            cells = []
-            for cell, field, style in zip(row, fields, styles, strict=True):
-                width = _LONGEST_SENTENCE if field.kind == "text" else _WIDEST_CELL
-                written = _html(cell, width)
-                is_code = field.kind == "name" and written
-                cells.append(f"<td{style}>{f'<code>{written}</code>' if is_code else written}</td>")
-            body.append(f"<tr>{''.join(cells)}</tr>")
+    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
+        styles = [' class="n"' if field.kind == "number" else "" for field in fields]
+        titles = [self._text(field.title) for field in fields]
+        pairs = zip(titles, styles, strict=True)
+        head = "".join(f'<th scope="col"{style}>{title}</th>' for title, style in pairs)
+        lines = [
+            "".join(f"<td{style}>{cell}</td>" for cell, style in zip(row, styles, strict=True))
+            for row in rows
+        ]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
         self._pieces.append(
-            f'<div class="t"><table><thead><tr>{"".join(head)}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>"
+            f'<div class="t"><table><thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
         )
 
     def picture(self, markup: str, caption: str) -> None:
@@ -125,7 +139,7 @@ class HtmlDocument(Document):
 
     def finish(self) -> str:
         """See `Document.finish`."""
-        title = _html(self.title)
+        title = self._text(self.title)
         head = f"{_HEAD}<title>{title}</title><style>{_STYLE}</style></head>"
         return "\n".join([head, f"<body><h1>{title}</h1>", *self._pieces, "</body></html>\n"])
 
@@ -133,13 +147,21 @@ class HtmlDocument(Document):
 class MarkdownDocument(Document):
     """A page of Markdown, as GitHub reads it; it has no pictures."""
 
-    def heading(self, title: str) -> None:
-        """See `Document.heading`."""
-        self._pieces.append(f"## {_markdown(title)}")
+    _heading = "## {}"
+    _paragraph = "{}"
 
-    def paragraph(self, sentence: str) -> None:
-        """See `Document.paragraph`."""
-        self._pieces.append(_markdown(sentence, _LONGEST_SENTENCE))
+    def _text(self, content: str, width: int = _WIDEST_CELL) -> str:
+        return _MARKUP.sub(r"\\\1", shortened(printable(content), width))
+
+    def _code(self, name: str) -> str:
+        """Write a name so that nothing in it is markup, not even of the table that it is in."""
+        content = shortened(printable(name), _WIDEST_CELL)
+        if not content:
+            return ""
+        fence = "`" * (_longest_run(content) + 1)
+        space = " " if content[0] in "` " or content[-1] in "` " else ""
+        escaped = content.replace("|", r"\|")
+        return f"{fence}{space}{escaped}{space}{fence}"
 
     def summary(self, summary: Summary) -> None:
         """See `Document.summary`."""
@@ -147,42 +169,15 @@ class MarkdownDocument(Document):
         fence = "`" * max(3, _longest_run(lines) + 1)
         self._pieces.append(f"{fence}text\n{lines}\n{fence}")
 
-    def table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-        """See `Document.table`."""
-        lines = [
-            [_markdown(field.title) for field in fields],
-            ["---:" if field.kind == "number" else "---" for field in fields],
-        ]
-        for row in rows:
-            cells = []
-            for cell, field in zip(row, fields, strict=True):
-                width = _LONGEST_SENTENCE if field.kind == "text" else _WIDEST_CELL
-                cells.append(_code(cell) if field.kind == "name" else _markdown(cell, width))
-            lines.append(cells)
-        self._pieces.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    def _table(self, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
+        titles = [self._text(field.title) for field in fields]
+        marks = ["---:" if field.kind == "number" else "---" for field in fields]
+        lines = [f"| {' | '.join(cells)} |" for cells in (titles, marks, *rows)]
+        self._pieces.append("\n".join(lines))
 
     def finish(self) -> str:
         """See `Document.finish`."""
-        return "\n\n".join([f"# {_markdown(self.title)}", *self._pieces]) + "\n"
-
-
-def _html(content: str, width: int = _WIDEST_CELL) -> str:
-    return escape(shortened(printable(content), width))
-
-
-def _markdown(content: str, width: int = _WIDEST_CELL) -> str:
-    return _MARKUP.sub(r"\\\1", shortened(printable(content), width))
-
-
-def _code(name: str) -> str:
-    """Write a name so that nothing in it is markup, not even of the table that it is in."""
-    content = shortened(printable(name), _WIDEST_CELL)
-    if not content:
-        return ""
-    fence = "`" * (_longest_run(content) + 1)
-    space = " " if content[0] in "` " or content[-1] in "` " else ""
-    escaped = content.replace("|", r"\|")
-    return f"{fence}{space}{escaped}{space}{fence}"
+        return "\n\n".join([f"# {self._text(self.title)}", *self._pieces]) + "\n"
 
 
 def _longest_run(content: str) -> int:

@@ -35,7 +35,7 @@ from xckpt.notebook.folding import CODES
 from xckpt.notebook.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     Compute = Callable[[Sequence[str], Report], KnownResults]
     #: Returns the edges of the bins of a tensor, and one count fewer.
     Histogram = Callable[[str, Report], tuple[ArrayLike, ArrayLike]]
-
-__all__ = ["Background", "Explorer"]
 
 _HERE = Path(__file__).parent
 # Statistics show up, and can be cancelled, after so many tensors or bytes.
@@ -359,7 +357,10 @@ class Explorer(ipywidgets.VBox):
         """Remember what is known; return the rows that it is known of, and what is wrong there."""
         rows = [self._row_of[name] for name in found.statistics if name in self._row_of]
         for row in rows:
-            self._known[row] = self._values(found.statistics[self._names[row]])
+            values = self._known[row] = np.full(len(self._columns), np.nan)
+            for name, value in found.statistics[self._names[row]].items():
+                if name in self._columns:
+                    values[self._columns[name]] = value
             self._failed.pop(row, None)
         wrong = [
             (self._row_of[each.tensor], word(each.rule), each.severity, float(each.value))
@@ -369,13 +370,6 @@ class Explorer(ipywidgets.VBox):
         ]
         self._found += wrong
         return rows, wrong
-
-    def _values(self, statistics: Mapping[str, float]) -> NDArray[np.float64]:
-        values = np.full(len(self._columns), np.nan)
-        for name, value in statistics.items():
-            if name in self._columns:
-                values[self._columns[name]] = value
-        return values
 
     def _tell_known(
         self, rows: Collection[int], wrong: Collection[tuple[int, str, str, float]]

@@ -14,8 +14,6 @@ import sys
 from itertools import accumulate
 from typing import Any
 
-__all__ = ["load_in_session", "load_ipython_extension", "unload_ipython_extension"]
-
 _NAME = "xckpt"
 _OPTION = "xckpt.summary-above"
 _MOST_VARIABLES = 500

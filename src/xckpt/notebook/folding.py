@@ -36,21 +36,6 @@ from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = [
-    "CODES",
-    "Family",
-    "Pattern",
-    "Row",
-    "ascending",
-    "families_of",
-    "fold",
-    "indices_text",
-    "mark_codes",
-    "marked",
-    "one_by_one",
-    "united",
-]
-
 _LONGEST_TEXT = 120
 _MOST_MEMBERS = 6
 _LONGEST_MEMBERS = 48
@@ -169,13 +154,21 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
     # With zeros for all digits the names of a deep model are some dozens, and their components
     # begin in the same places: nothing is split for each of 100,000 tensors.
     alike: dict[Hashable, list[int]] = defaultdict(list)
-    for place, kind in enumerate(zip(_masked(names), dtypes, shapes, storages, strict=True)):
+    # All at once, as this takes longer than anything else; a name may have the separator in it.
+    masked = _with_zeros("\n".join(names)).split("\n")
+    if len(masked) != len(names):
+        masked = list(map(_with_zeros, names))
+    for place, kind in enumerate(zip(masked, dtypes, shapes, storages, strict=True)):
         alike[kind].append(place)
     families: dict[tuple[Any, ...], Family] = {}
     indices: dict[tuple[Any, ...], list[set[str]]] = {}
     for places in alike.values():
         cuts, spelled = _cut(names[places[0]])
-        for some in _spelled_alike(names, places, spelled):
+        # By their words with digits, such as `w1` and `w2`.
+        words: dict[Hashable, list[int]] = defaultdict(list)
+        for place in places if spelled else ():
+            words[tuple([names[place][cut] for cut in spelled])].append(place)
+        for some in words.values() or [places]:
             first = names[some[0]]
             template = numbered(first).template
             of = (dtypes[some[0]], shapes[some[0]], storages[some[0]])
@@ -193,13 +186,6 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
         found = map(frozenset, indices[key])
         family.components = tuple([next(found) if part is None else part for part in key[0]])
     return sorted(families.values(), key=lambda family: family.place)
-
-
-def _masked(names: Sequence[str]) -> list[str]:
-    """Write zeros for all digits."""
-    # All at once, as this takes longer than anything else; a name may have the separator in it.
-    masked = _with_zeros("\n".join(names)).split("\n")
-    return masked if len(masked) == len(names) else list(map(_with_zeros, names))
 
 
 def _with_zeros(text: str) -> str:
@@ -222,41 +208,24 @@ def _cut(name: str) -> tuple[list[slice], list[slice]]:
     return cuts, spelled
 
 
-def _spelled_alike(
-    names: Sequence[str], places: list[int], spelled: Sequence[slice]
-) -> Iterable[list[int]]:
-    """Group names by their words with digits, such as ``w1`` and ``w2``."""
-    if not spelled:
-        return [places]
-    found: dict[Hashable, list[int]] = defaultdict(list)
-    for place in places:
-        found[tuple([names[place][cut] for cut in spelled])].append(place)
-    return found.values()
-
-
 def united(families: Sequence[Family]) -> list[Family]:
     """Unite families that differ in one word, from the last component to the first."""
     families = list(families)
     depth = max([len(family.components) for family in families], default=0)
     for position in reversed(range(min(depth, _DEEPEST_MERGE))):
-        families = _merged_at(position, families)
+        groups: dict[Hashable, list[Family]] = {}
+        for family in families:
+            groups.setdefault(_all_but(position, family), []).append(family)
+        for first, *others in groups.values():
+            if others:
+                words = [str(family.components[position]) for family in (first, *others)]
+                before, after = first.components[:position], first.components[position + 1 :]
+                first.components = (*before, tuple(words), *after)
+            for other in others:
+                first.count += other.count
+                first.nbytes += other.nbytes
+        families = [group[0] for group in groups.values()]
     return families
-
-
-def _merged_at(position: int, families: list[Family]) -> list[Family]:
-    """Unite families that differ in the component at a position only."""
-    groups: dict[Hashable, list[Family]] = {}
-    for family in families:
-        groups.setdefault(_all_but(position, family), []).append(family)
-    for first, *others in groups.values():
-        if others:
-            words = [str(family.components[position]) for family in (first, *others)]
-            before, after = first.components[:position], first.components[position + 1 :]
-            first.components = (*before, tuple(words), *after)
-        for other in others:
-            first.count += other.count
-            first.nbytes += other.nbytes
-    return [group[0] for group in groups.values()]
 
 
 def _all_but(position: int, family: Family) -> Hashable:
@@ -284,23 +253,17 @@ def _text(components: Sequence[_Component]) -> str:
     if columns(text) <= _LONGEST_TEXT:
         return text
     # Cutting through braces would turn "{0..63}.{0..63}" into "{0…63}": leave out whole words.
-    parts = _words(parts)
-    for kept in range(min(len(parts) - 1, _LONGEST_TEXT), 1, -1):
-        text = "".join([*parts[: kept // 2], ".…", *parts[kept // 2 - kept :]])
+    words: list[str] = []
+    for part in parts:
+        if not words or part.startswith((".", "/")):
+            words.append(part)
+        else:
+            words[-1] += part
+    for kept in range(min(len(words) - 1, _LONGEST_TEXT), 1, -1):
+        text = "".join([*words[: kept // 2], ".…", *words[kept // 2 - kept :]])
         if columns(text) <= _LONGEST_TEXT:
             return text
     return shortened(text, _LONGEST_TEXT)
-
-
-def _words(parts: Iterable[str]) -> list[str]:
-    """Join what is written of pieces to words, each with its number."""
-    found: list[str] = []
-    for part in parts:
-        if not found or part.startswith((".", "/")):
-            found.append(part)
-        else:
-            found[-1] += part
-    return found
 
 
 def _component_text(component: _Component) -> str:
@@ -404,7 +367,11 @@ def mark_codes(families: Iterable[Family]) -> None:
         name = "".join(["0" if part is None else part for part in family.template])
         templates.setdefault(name, []).append(family)
     # Of some names there are several types, as where the first layers are not quantised.
-    smallest = {name: min(some, key=_bits).dtype for name, some in templates.items()}
+    bits = {dtype: element.bits for dtype, element in ELEMENT_TYPES.items()}
+    smallest = {
+        name: min([family.dtype for family in some], key=lambda dtype: bits.get(dtype, 64))
+        for name, some in templates.items()
+    }
     for name, scale in scales_of_codes(smallest).items():
         scales = [each.indices for each in templates[scale]]
         there = [frozenset().union(*found) for found in zip(*scales, strict=False)]
@@ -412,11 +379,6 @@ def mark_codes(families: Iterable[Family]) -> None:
             covered = all(here <= all_ for here, all_ in zip(family.indices, there, strict=False))
             if covered and scales_of_codes({name: family.dtype, scale: smallest[scale]}):
                 family.storage = _storage(family.storage)
-
-
-def _bits(family: Family) -> int:
-    element = ELEMENT_TYPES.get(family.dtype)
-    return 64 if element is None else element.bits
 
 
 def _storage(storage: str) -> str:

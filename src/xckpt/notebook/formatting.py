@@ -11,23 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "TIMES",
-    "UNKNOWN",
-    "base_name",
-    "binary_size",
-    "columns",
-    "counted",
-    "figure",
-    "printable",
-    "shape_text",
-    "share",
-    "short_count",
-    "shortened",
-    "value_text",
-    "word",
-]
-
 TIMES = "×"
 #: The element type of a tensor in a file that is missing.
 UNKNOWN = "unknown"

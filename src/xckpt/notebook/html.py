@@ -25,7 +25,6 @@ from xckpt.notebook.formatting import (
 )
 from xckpt.notebook.text import (
     BREAK,
-    choice_text,
     count_text,
     format_text,
     kind_text,
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from xckpt.notebook.folding import Pattern
     from xckpt.notebook.summary import Summary
 
-__all__ = ["PALETTE", "colors_of", "render"]
-
 #: Colours of element types: each has a contrast of 3:1 and more with white and with ``#111``. The
 #: last is for all the rest.
 PALETTE = ("#2f81d6", "#d9731a", "#14958a", "#9a6bd6", "#c4528c", "#788794")
@@ -52,7 +49,6 @@ _PLAIN = "#788794"
 _MOST_ROWS = 12
 _MOST_FOLDED_ROWS = 8
 _MOST_DTYPES = 8
-_MOST_MODULES = 8
 _MOST_ITEMS = 24
 _LONGEST_NOTE = 240
 
@@ -148,13 +144,12 @@ def _modules(summary: Summary) -> Iterator[str]:
     if not summary.modules:
         return
     yield f'<div style="{_CODE};margin:4px 6px;{_WRAPPED}">'
-    for each in summary.modules[:_MOST_MODULES]:
-        label, parts = modules_text(each)
-        yield f"{_text(label)}: {_muted(_text(parts))}<br>"
-    if (rest := len(summary.modules) - _MOST_MODULES) > 0:
-        yield f"… {rest:,} more sets of modules<br>"
-    if choice := choice_text(summary):
-        yield _text(choice)
+    lines = [
+        ": ".join([_text(label), *map(_muted, map(_text, parts))])
+        for label, *parts in modules_text(summary)
+    ]
+    # How to choose is the last line, which needs no break.
+    yield "<br>".join(lines if summary.choose else [*lines, ""])
     yield "</div>"
 
 
@@ -213,7 +208,12 @@ def _table(summary: Summary, colors: dict[str, str]) -> Iterator[str]:
         yield _row(pattern, summary.nbytes, colors[pattern.dtype], folded=folded)
     yield "</tbody></table></div>"
     if rest := patterns[kept:]:
-        yield from _list(rest_text(rest), _rest(rest), len(rest), most=_MOST_FOLDED_ROWS)
+        some = []
+        for pattern in rest[:_MOST_FOLDED_ROWS]:
+            count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
+            figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
+            some.append((pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"))
+        yield from _list(rest_text(rest), some, len(rest), most=_MOST_FOLDED_ROWS)
 
 
 def _head(text: str, style: str) -> str:
@@ -255,13 +255,6 @@ def _name(text: str) -> str:
     ]
     html = "<wbr>".join(map(escape, pieces))
     return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
-
-
-def _rest(patterns: Iterable[Pattern]) -> Iterator[tuple[str, str]]:
-    for pattern in patterns:
-        count = f"{count_text(pattern)} tensors, " if pattern.grid > 1 else ""
-        figures = f"{count}{shape_text(pattern.shape, pattern.dtype)}, {kind_text(pattern)}"
-        yield pattern.text, f"{figures}, {binary_size(pattern.nbytes)}"
 
 
 # --- what folds ----------------------------------------------------------------------------------

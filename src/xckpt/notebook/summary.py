@@ -50,24 +50,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-__all__ = [
-    "FoldedFinding",
-    "KnownResults",
-    "ModuleSet",
-    "ModuleTree",
-    "StackedNames",
-    "Summary",
-    "TensorFinding",
-    "Total",
-    "index_summary",
-    "module_sets",
-    "new_summary",
-    "selection",
-    "shared_notes",
-    "sizes_table",
-    "storage_words",
-]
-
 # So few tensors are listed one by one: folding would hide names and save nothing.
 _FEW = 12
 # Headers, padding and manifests take less than this of any file that is not a toy.

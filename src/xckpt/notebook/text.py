@@ -24,19 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from xckpt.notebook.folding import Pattern
-    from xckpt.notebook.summary import FoldedFinding, ModuleSet, Summary
-
-__all__ = [
-    "BREAK",
-    "choice_text",
-    "count_text",
-    "format_text",
-    "kind_text",
-    "modules_text",
-    "remarks",
-    "render",
-    "rest_text",
-]
+    from xckpt.notebook.summary import FoldedFinding, Summary
 
 _WIDTH = 120
 _INDENT = "  "
@@ -71,13 +59,14 @@ def render(summary: Summary) -> str:
     dims = (f"{word(name)} {size:,}" for name, size in summary.dims.items())
     attrs = (f"{word(str(name))}={value_text(value)}" for name, value in summary.attrs.items())
     told = [f"{kind}: {printable(what)}" if kind else what for kind, what in remarks(summary)]
+    modules = modules_text(summary)
     return "\n".join(
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
             *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in told],
             *_table(summary),
-            *_modules(summary),
+            *[_INDENT + shortened(": ".join(one), _WIDTH - len(_INDENT)) for one in modules],
             *_listed("stored as: ", storage, len(storage), most_lines=1),
             *_listed("dims: ", dims, len(summary.dims), most_lines=2),
             *_listed("attrs: ", attrs, len(summary.attrs), most_lines=3),
@@ -177,16 +166,6 @@ def _wrapped(name: str, width: int) -> list[str]:
     return lines
 
 
-def _modules(summary: Summary) -> Iterator[str]:
-    for each in summary.modules[:_MOST_MODULES]:
-        label, parts = modules_text(each)
-        yield _INDENT + shortened(f"{label}: {parts}", _WIDTH - len(_INDENT))
-    if rest := len(summary.modules) - _MOST_MODULES:
-        yield from [f"{_INDENT}… {rest:,} more sets of modules"] if rest > 0 else []
-    if choice := choice_text(summary):
-        yield _INDENT + shortened(choice, _WIDTH - len(_INDENT))
-
-
 # --- words that all renderings share -------------------------------------------------------------
 
 
@@ -252,13 +231,13 @@ def findings_text(findings: Sequence[FoldedFinding]) -> str:
     return f"{counted(severities.total(), 'finding')}: {', '.join(parts)}"
 
 
-def modules_text(each: ModuleSet) -> tuple[str, str]:
-    """Name a set of modules, and what is in these only."""
-    dim = f" (dimension {word(each.dim)})" if each.dim else ""
-    return f"{word(each.module)} {each.indices}{dim}", ", ".join(each.parts)
-
-
-def choice_text(summary: Summary) -> str:
-    """Say how to choose by the numbers of modules, where these are not all alike."""
-    dims = ", whatever the dimensions are called" if any(m.dim for m in summary.modules) else ""
-    return f"choose with {summary.choose}{dims}" if summary.choose and summary.modules else ""
+def modules_text(summary: Summary) -> Iterator[tuple[str, ...]]:
+    """Name sets of modules and what is in these only, and say how to choose by their numbers."""
+    for each in summary.modules[:_MOST_MODULES]:
+        dim = f" (dimension {word(each.dim)})" if each.dim else ""
+        yield f"{word(each.module)} {each.indices}{dim}", ", ".join(each.parts)
+    if (rest := len(summary.modules) - _MOST_MODULES) > 0:
+        yield (f"… {rest:,} more sets of modules",)
+    if summary.choose and summary.modules:
+        dims = ", whatever the dimensions are called" if any(m.dim for m in summary.modules) else ""
+        yield (f"choose with {summary.choose}{dims}",)

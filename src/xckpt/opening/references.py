@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from xckpt.index import Tensor
-    from xckpt.storage import Source
 
 __all__ = ["references"]
 
@@ -109,7 +108,9 @@ def references(
             left_out.setdefault(reason, []).append(name)
             continue
         try:
-            url = _url(files[tensor.parts["data"].shard])
+            file = files[tensor.parts["data"].shard]
+            # A shard that is looked for next to its file has no name before it is found.
+            url = str(getattr(file, "found", file).name)
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
@@ -209,12 +210,6 @@ def _chunks(
         key = f"{tensor.name}/{'.'.join(position)}"
         refs[key] = [url, part.offset + number * nbytes, nbytes]
     return refs
-
-
-def _url(file: Source) -> str:
-    # A shard that is looked for beside its file has no name of its own before it is found.
-    found = getattr(file, "found", file)
-    return str(found.name)
 
 
 def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:

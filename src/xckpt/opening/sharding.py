@@ -138,7 +138,9 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
     """Find the checkpoint in a folder: an index of shards, one file, or all shards of one."""
 
     def listed_as(names: Sequence[str], attrs: Mapping[str, Any]) -> FileList:
-        return FileList(folder, {_label(files[name]): files[name] for name in names}, None, attrs)
+        chosen = [files[name] for name in names]
+        labels = [file.name if isinstance(file, Source) else str(file) for file in chosen]
+        return FileList(folder, dict(zip(labels, chosen, strict=True)), None, attrs)
 
     marked = [name for name in formats.folder_marks() if name in files]
     if marked:
@@ -184,10 +186,6 @@ def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
         reason = f"of {count} shards these are missing: {', '.join(map(str, missing))}"
         raise MissingShardError(reason, path=folder, hint="Or open a list of some files")
     return True
-
-
-def _label(file: Path | Source) -> str:
-    return file.name if isinstance(file, Source) else str(file)
 
 
 def _opened(file: Path | Source) -> Source:
@@ -347,7 +345,10 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
                 raise _twice(name, tensors[name], each)
             tensors[name] = _relabelled(tensor, each.label)
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
-    _check_complete(listed, tensors)
+    for name, label in (listed.weight_map or {}).items():
+        if name not in tensors:
+            reason = f"the index of shards says that {shown(label)} has this tensor, and it has not"
+            raise FormatError(reason, path=listed.name, tensor=name, rule="ShardIndex")
     if left_out:
         warnings.append(f"not in the index of shards, and left out: {some(left_out)}")
     first = opened[0].index
@@ -424,17 +425,6 @@ def _twice(name: str, before: Tensor, again: Opened) -> FormatError:
         rule="DuplicateTensor",
         hint="Open them apart",
     )
-
-
-def _check_complete(listed: FileList, tensors: Mapping[str, Tensor]) -> None:
-    for name, label in (listed.weight_map or {}).items():
-        if name not in tensors:
-            raise FormatError(
-                f"the index of shards says that {shown(label)} has this tensor, and it has not",
-                path=listed.name,
-                tensor=name,
-                rule="ShardIndex",
-            )
 
 
 def _merged_attrs(

@@ -169,12 +169,19 @@ def _combined(
 ) -> xr.Dataset:
     """Make one Dataset; `new` is the dimension and the step of each file."""
     dim, steps = new
-    chosen = [_chosen(each.index, options) for each in opened]
+    drop = options.dropped
+    names = [select(each.index.tensors, options.tensors) for each in opened]
+    chosen = [
+        {name: each.index.tensors[name] for name in some if name not in drop}
+        for each, some in zip(opened, names, strict=True)
+    ]
     kept = _common(chosen, [each.label for each in opened], join, options)
     attrs = stacked_attrs([labelled_attrs(each) for each in opened])
+    # One step alone has no module, since a stack of one is no stack.
+    prefixes = [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
     renamed = [
         replace(each, index=_renamed(each.index, tensors, kept, prefix))
-        for each, tensors, prefix in zip(opened, chosen, _prefixes(dim, steps), strict=True)
+        for each, tensors, prefix in zip(opened, chosen, prefixes, strict=True)
     ]
     source, index = merge(listed._replace(attrs=attrs.shared), renamed)
     ds = make_dataset(source, index, _stacking(options, dim, steps))
@@ -186,17 +193,10 @@ def _combined(
             free = f"{free}:"
         ds = ds.assign_coords({free: (dim, values)})
     if attrs.dropped:
-        names = ", ".join(map(shown, attrs.dropped))
-        text = f"{index.source}: attributes that differ between steps are left out: {names}"
+        lost = ", ".join(map(shown, attrs.dropped))
+        text = f"{index.source}: attributes that differ between steps are left out: {lost}"
         warnings.warn(text, CheckpointWarning, stacklevel=3)
     return described(ds, source, index)
-
-
-def _chosen(index: Index, options: OpenOptions) -> dict[str, Tensor]:
-    dropped = options.drop_variables
-    drop = {dropped} if isinstance(dropped, str) else set(dropped or ())
-    names = select(index.tensors, options.tensors)
-    return {name: index.tensors[name] for name in names if name not in drop}
 
 
 def _common(
@@ -223,11 +223,6 @@ def _common(
             raise ValueError(f"{text}. join='inner' leaves them out")
         warnings.warn(f"{text}: left out", CheckpointWarning, stacklevel=4)
     return first.keys() - problems.keys()
-
-
-def _prefixes(dim: str, steps: list[int]) -> list[str]:
-    """Name the modules of the steps; one step alone has none, since a stack of one is no stack."""
-    return [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
 
 
 def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix: str) -> Index:

@@ -16,22 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-__all__ = [
-    "add_heading",
-    "add_legend",
-    "line_styles",
-    "luminance",
-    "name_the_ends",
-    "new_axes",
-    "number_colours",
-    "number_text",
-    "require_drawable",
-    "require_matplotlib",
-    "safe",
-    "whole_numbers",
-    "write",
-]
-
 _WIDTH = 44
 _LABEL_WIDTH = 56
 # Of a label in a legend; and of all that is above and below axes.
@@ -98,7 +82,11 @@ def add_heading(ax: Axes, title: str, *notes: str) -> None:
     """Write a title, and below it in small letters what has to be known of a picture."""
     from matplotlib.font_manager import FontProperties
 
-    room = _room(ax)
+    # In points. Before the layout, which takes something on the left for labels.
+    figure: Any = ax.get_figure(root=True)
+    room, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
+    is_alone = spec is not None and spec.get_gridspec().ncols == 1
+    room = float(room - 50 if is_alone else ax.get_position().width * room)
     lines = [""]
     for note in filter(None, notes):
         size = FontProperties(size="small").get_size_in_points() * _CHARACTER_WIDTH
@@ -113,16 +101,6 @@ def add_heading(ax: Axes, title: str, *notes: str) -> None:
         )
         text.set(text="\n".join(lines), fontsize="small", alpha=0.8, parse_math=False)
         ax.set_title(ax.get_title(), pad=8 + 11 * len(lines), parse_math=False, x=0, ha="left")
-
-
-def _room(ax: Axes) -> float:
-    """Return how wide a line above axes may be, in points."""
-    figure: Any = ax.get_figure(root=True)
-    width, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
-    place = ax.get_position()
-    alone = spec is not None and spec.get_gridspec().ncols == 1
-    # Before the layout, which takes something on the left for labels.
-    return float(width - 50 if alone else place.width * width)
 
 
 def add_legend(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.statistics.channels import Reduced
 
-__all__ = ["draw_differences", "draw_error", "draw_steps"]
-
 _INCHES_PER_BAR = 0.26
 _WIDEST_NAME = 56
 _STATUS_WORDS = {
@@ -77,7 +75,15 @@ def draw_differences(
     kept = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
     add_heading(ax, summary, kept, note)
     if bars.empty:
-        _say(ax, counts)
+        same = counts["same"]
+        text = "No tensor that is in both has changed."
+        if not same:
+            text = "No tensor is in both with the same shape."
+        elif same == counts.total():
+            text = "All tensors are equal." if same > 1 else "The tensor is equal in both."
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        ax.text(0.5, 0.5, text, ha="center", va="center", size="large", transform=ax.transAxes)
         return ax
     values = bars[statistic].to_numpy(np.float64)
     drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
@@ -91,20 +97,6 @@ def draw_differences(
         ax.set_xscale("log")
     ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize="small")
     return ax
-
-
-def _say(ax: Axes, counts: Counter[str]) -> None:
-    """Say in the middle of a picture without bars what there is to say."""
-    same, other = counts["same"], counts.total() - counts["same"]
-    if not same:
-        text = "No tensor is in both with the same shape."
-    elif not other:
-        text = "All tensors are equal." if same > 1 else "The tensor is equal in both."
-    else:
-        text = "No tensor that is in both has changed."
-    ax.set(xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
-    ax.text(0.5, 0.5, text, ha="center", va="center", size="large", transform=ax.transAxes)
 
 
 # --- each channel --------------------------------------------------------------------------------
@@ -148,7 +140,11 @@ def draw_error(
         row[: each.size] = each
     worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
     height, width = values.shape
-    shown = _reduced(_reduced(values, _MOST_ROWS, 0, worst), _MOST_COLUMNS, 1, worst)
+    shown = values
+    for axis, most in enumerate((_MOST_ROWS, _MOST_COLUMNS)):
+        count = values.shape[axis]
+        if count > most:  # the worst of neighbours is kept
+            shown = worst.reduceat(shown, np.arange(most) * count // most, axis=axis)
     title, labels = _title_and_labels(list(rows))
     ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
     image = _drawn(ax, shown, (width, height), style)
@@ -161,7 +157,18 @@ def draw_error(
         ax.set_ylabel("tensor")
     whole_numbers(ax.xaxis)
     ax.set_xlabel("channel")
-    add_heading(ax, title, *_notes(values, shown.shape, left_out))
+    notes = [
+        f"{size:,} {what}, the worst of neighbours"
+        for what, size, drawn in zip(
+            ("tensors", "channels"), values.shape, shown.shape, strict=True
+        )
+        if drawn < size
+    ]
+    if equal := int(np.isposinf(values).sum()):
+        notes.append(f"{counted(equal, 'channel')} equal")
+    if left_out:
+        notes.append(f"without {counted(left_out, 'tensor')}: alone, or of one channel")
+    add_heading(ax, title, *notes)
     return ax
 
 
@@ -202,16 +209,6 @@ def _common(lists: list[list[str]]) -> list[str]:
     return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
 
 
-def _reduced(values: Array, most: int, axis: int, worst: Any) -> Array:
-    """Keep the worst of neighbours where there are too many."""
-    count = values.shape[axis]
-    if count <= most:
-        return values
-    starts = np.arange(most) * count // most
-    reduced: Array = worst.reduceat(values, starts, axis=axis)
-    return reduced
-
-
 def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]) -> Any:
     """Draw values; infinite ones, of what is equal or was zero, have colours of their own."""
     from matplotlib import colormaps
@@ -235,20 +232,6 @@ def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]
     return ax.imshow(held, extent=extent, **look)
 
 
-def _notes(values: Array, shape: tuple[int, ...], left_out: int) -> list[str]:
-    """Say what is not in the picture."""
-    notes = []
-    for what, size, drawn in zip(("tensors", "channels"), values.shape, shape, strict=True):
-        if drawn < size:
-            notes.append(f"{size:,} {what}, the worst of neighbours")
-    equal = int(np.isposinf(values).sum())
-    if equal:
-        notes.append(f"{counted(equal, 'channel')} equal")
-    if left_out:
-        notes.append(f"without {counted(left_out, 'tensor')}: alone, or of one channel")
-    return notes
-
-
 # --- from step to step ---------------------------------------------------------------------------
 
 _INCHES_PER_LAYER = 0.2
@@ -267,7 +250,10 @@ def draw_steps(
     changes = changes_of(obj, names)
     rows: dict[str, list[int]] = {}
     for at, name in enumerate(changes.names):
-        rows.setdefault(_layer(name), []).append(at)
+        # A name up to its first number, or its module where there is none.
+        found = numbered(name)
+        layer = found.outermost or "".join(found.pieces[:-1]) or name
+        rows.setdefault(layer, []).append(at)
     layers = [list(rows)[at] for at in ascending(list(rows))]
     norms = np.array([_norm(changes.norm[rows[layer]]) for layer in layers])
     if relative:
@@ -302,17 +288,10 @@ def _norm(norms: Any) -> Any:
     return np.where(known.any(axis=0), total, np.nan)
 
 
-def _layer(name: str) -> str:
-    """Return a name up to its first number, or its module where there is none."""
-    found = numbered(name)
-    return found.outermost or "".join(found.pieces[:-1]) or name
-
-
 def _label(axis: Any, labels: list[str]) -> None:
     """Put labels at places, fewer where there are many."""
-    every = -(-len(labels) // _MOST_LAYERS)
-    if axis.axis_name == "x":
-        every = -(-len(labels) // (_MOST_LAYERS // 4))
-    axis.set_ticks(list(range(0, len(labels), max(1, every))), labels[:: max(1, every)])
+    most = _MOST_LAYERS // 4 if axis.axis_name == "x" else _MOST_LAYERS
+    every = max(1, -(-len(labels) // most))
+    axis.set_ticks(list(range(0, len(labels), every)), labels[::every])
     for text in axis.get_ticklabels():
         text.set_parse_math(False)

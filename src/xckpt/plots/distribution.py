@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from xckpt.plots.roles import Chosen, Role
     from xckpt.statistics.bins import Distribution
 
-__all__ = ["draw_histogram", "draw_spectrum"]
-
 # So many lines at most are told apart by name rather than by number.
 _FEW_LINES = 5
 _FEWEST_BINS, _MOST_BINS = 10, 200
@@ -167,16 +165,12 @@ class _Axis:
     def _shared(self, found: Sequence[Distribution]) -> Values:
         from xckpt.statistics.bins import bin_edges, require_bins
 
-        bins = require_bins(self._number(found))
-        return bin_edges(bins, self.scale, [each.span for each in found])
-
-    def _number(self, found: Sequence[Distribution]) -> Any:
-        """Return how many bins there are, or their edges."""
-        if self.bins is not None:
-            return self.bins
-        # By Rice's rule; few elements in many bins would be no more than noise.
-        usual = float(np.median([each.count for each in found]))
-        return int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
+        bins = self.bins
+        if bins is None:
+            # By Rice's rule; few elements in many bins would be no more than noise.
+            usual = float(np.median([each.count for each in found]))
+            bins = int(np.clip(2 * usual ** (1 / 3), _FEWEST_BINS, _MOST_BINS))
+        return bin_edges(require_bins(bins), self.scale, [each.span for each in found])
 
     def _along(self, edges: Values) -> Values:
         """Return where numbers are on the axis, in decades if that is logarithmic."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-__all__ = ["Sample", "draw_heatmap", "sampled"]
-
 _MOST_ELEMENTS = 1 << 24
 # Of tensors with more than two axes, as many of the last ones lie along the columns as fit.
 _WIDEST_FOLD = 1 << 16
@@ -89,7 +87,6 @@ def draw_heatmap(
     variable = tensors.variable(name)
     if not variable.size:
         raise ValueError(f"{shown(name)} has no elements")
-    faults = _known_faults(tensors, name, known)
     if isinstance(rows, str):
         sample = blocks_of(variable.data, _MOST_ROWS, columns)
     else:
@@ -115,7 +112,7 @@ def draw_heatmap(
         whole_numbers(axis)
         if length == 1:
             axis.set_ticks([])
-    notes = sample.describe(), _what_is_known(faults, sample), codes_drawn(scales)
+    notes = sample.describe(), _what_is_known(tensors, name, known, sample), codes_drawn(scales)
     add_heading(ax, name, *notes)
     return ax
 
@@ -158,8 +155,10 @@ def _mark(ax: Axes, sample: Sample) -> None:
     add_legend(ax, handles, labels, below="labels")
 
 
-def _known_faults(tensors: OpenTensors, name: str, known: xr.Dataset | None) -> dict[str, int]:
-    """Return what statistics found, if there are any: how many NaN, infinities and dead rows."""
+def _what_is_known(
+    tensors: OpenTensors, name: str, known: xr.Dataset | None, sample: Sample
+) -> str:
+    """Say how many NaN, infinities and dead rows there are in all, if statistics know it."""
     from xckpt.statistics import findings, known_stats
 
     found = known_stats(tensors[name])
@@ -167,14 +166,10 @@ def _known_faults(tensors: OpenTensors, name: str, known: xr.Dataset | None) -> 
         (home,) = tensors.variables_of([name])
         found = known[[home]] if home in known else None
     if found is None:
-        return {}
+        return ""
     rules = findings(found)
     own = rules[rules["tensor"] == name]
-    return {rule: int(value) for rule, value in zip(own["rule"], own["value"], strict=True)}
-
-
-def _what_is_known(faults: dict[str, int], sample: Sample) -> str:
-    """Say what statistics know of the whole tensor."""
+    faults = {rule: int(value) for rule, value in zip(own["rule"], own["value"], strict=True)}
     words = {"nan": "NaN", "inf": "infinities", "dead_rows": "rows of zeros"}
     facts = [f"{faults[rule]:,} {word}" for rule, word in words.items() if rule in faults]
     if not facts:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
 
-__all__ = ["WIDE_SPAN", "draw_layers", "require_statistic"]
-
 #: A logarithmic axis is for values that span more.
 WIDE_SPAN = 100.0
 _FEW_POINTS = 64
@@ -175,31 +173,26 @@ def _lines(role: Role, column: Mapping[str, float], along: str, other: str | Non
         numbers = numbers_of(name)
         points = lines.setdefault(0 if other is None else numbers[other], {})
         points.setdefault(numbers[along], []).append((column[name], name))
-    return [_line(role, number, lines[number]) for number in sorted(lines)]
-
-
-def _line(role: Role, number: int, points: Mapping[int, list[tuple[float, str]]]) -> _Line:
-    at = sorted(points)
-    levels = np.full((5, len(at)), np.nan)
-    for column, each in enumerate(at):
-        values = np.array([value for value, _ in points[each]])
-        values = values[~np.isnan(values)]
-        if values.size:
-            # One of a few does not widen the inner band.
-            lower = np.quantile(values, _INNER[0], method="higher")
-            upper = np.quantile(values, _INNER[1], method="lower")
-            levels[:, column] = values.min(), lower, np.median(values), upper, values.max()
-    every = [
-        _Extreme(each, value, name)
-        for each in at
-        for value, name in points[each]
-        if not np.isnan(value)
-    ]
-    most = max(map(len, points.values()))
-    extremes: tuple[_Extreme, ...] = ()
-    if every and most > 1:
-        extremes = (min(every, key=lambda e: e.value), max(every, key=lambda e: e.value))
-    return _Line(role, number, at, levels, most, extremes)
+    found = []
+    for number in sorted(lines):
+        at = sorted(lines[number])
+        levels = np.full((5, len(at)), np.nan)
+        every: list[_Extreme] = []
+        for place, each in enumerate(at):
+            known = [_Extreme(each, *one) for one in lines[number][each] if not np.isnan(one[0])]
+            values = np.array([one.value for one in known])
+            if known:
+                # One of a few does not widen the inner band.
+                lower = np.quantile(values, _INNER[0], method="higher")
+                upper = np.quantile(values, _INNER[1], method="lower")
+                levels[:, place] = values.min(), lower, np.median(values), upper, values.max()
+            every += known
+        most = max(map(len, lines[number].values()))
+        extremes: tuple[_Extreme, ...] = ()
+        if every and most > 1:
+            extremes = (min(every, key=lambda e: e.value), max(every, key=lambda e: e.value))
+        found.append(_Line(role, number, at, levels, most, extremes))
+    return found
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -215,23 +208,7 @@ def _draw_all(ax: Axes, lines: Sequence[_Line], other: str, style: dict[str, Any
     kinds = {line.role.label: None for line in lines}
     styles = dict(zip(kinds, line_styles(len(kinds)), strict=True))
     drawn = [_draw(ax, line, {**styles[line.role.label], **style}) for line in lines]
-    _explain(ax, lines, drawn)
-
-
-def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
-    """Draw a line with its bands."""
-    style = {"marker": "." if len(line.at) <= _FEW_POINTS else "", **style}
-    low, lower, middle, upper, high = line.levels
-    (handle,) = ax.plot(line.at, middle, **style)
-    if line.most > 1:
-        bands = [(low, high), (lower, upper)] if line.most >= _FEWEST_QUANTILES else [(low, high)]
-        for (bottom, top), alpha in zip(bands, _ALPHAS, strict=False):
-            ax.fill_between(line.at, bottom, top, color=handle.get_color(), alpha=alpha, lw=0)
-    return handle
-
-
-def _explain(ax: Axes, lines: Sequence[_Line], drawn: Sequence[Any]) -> None:
-    """Add a legend of the roles, and below each the tensors at its extremes."""
+    # A legend of the roles, and below each the tensors at its extremes.
     handles: list[Any] = []
     labels: list[str] = []
     bands = sum(1 for line in lines if line.extremes)
@@ -246,6 +223,18 @@ def _explain(ax: Axes, lines: Sequence[_Line], drawn: Sequence[Any]) -> None:
             handles.append(ax.scatter([each.at], [each.value], **look))
             labels.append(f"{line.role.place(each.name)}: {number_text(each.value)}")
     add_legend(ax, handles, labels, beside=bands > 0)
+
+
+def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
+    """Draw a line with its bands."""
+    style = {"marker": "." if len(line.at) <= _FEW_POINTS else "", **style}
+    low, lower, middle, upper, high = line.levels
+    (handle,) = ax.plot(line.at, middle, **style)
+    if line.most > 1:
+        bands = [(low, high), (lower, upper)] if line.most >= _FEWEST_QUANTILES else [(low, high)]
+        for (bottom, top), alpha in zip(bands, _ALPHAS, strict=False):
+            ax.fill_between(line.at, bottom, top, color=handle.get_color(), alpha=alpha, lw=0)
+    return handle
 
 
 def _named(line: _Line, bands: int) -> list[tuple[str, _Extreme]]:

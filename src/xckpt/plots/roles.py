@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from xckpt.labels import TensorFilter
 
-__all__ = ["MOST_LINES", "Chosen", "Role", "choose", "groups_of", "roles_of", "title_and_labels"]
-
 #: More lines than this cannot be told apart, and become bands.
 MOST_LINES = 12
 
@@ -133,7 +131,12 @@ class Role:
         found = numbered(name)
         places = zip(found.bases, found.indices, strict=True)
         own = [word for word in words(found.template) if word not in self.shared]
-        return ", ".join([*(f"{_one_of(b)} {at}" for b, at in places), *own]) or name
+        # One of several is called so where it is English.
+        told = [
+            f"{base[:-1] if len(base) > 2 and base[-1] == 's' != base[-2] else base} {at}"
+            for base, at in places
+        ]
+        return ", ".join([*told, *own]) or name
 
 
 class _Siblings(NamedTuple):
@@ -246,11 +249,6 @@ def _end(text: str) -> str:
     fitting = [start for start in starts[:-1] if len(text) - start <= _LONGEST_LABEL]
     start = fitting[0] if fitting else starts[-2:][0]
     return f"…{text[start:]}" if start else text
-
-
-def _one_of(base: str) -> str:
-    """Return what one of several is called, where it is English."""
-    return base[:-1] if len(base) > 2 and base.endswith("s") and not base.endswith("ss") else base
 
 
 def numbers_of(name: str) -> dict[str, int]:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from xckpt.labels import TensorFilter
     from xckpt.notebook.folding import Row
 
-__all__ = ["draw_treemap", "squarify"]
-
 _ANY = "*"
 _POINT_SIZES = (8.0, 6.5)
 _HEAD_HEIGHT = 1.7

@@ -7,6 +7,7 @@ and transformers 5.23 for FP8 in blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xckpt.quantized.config import is_match
@@ -49,36 +50,17 @@ _MICRO = "uint8 exponents are of blocks of 32"
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """Parameters of a scheme that modules may have; None where nothing is said.
-
-    Parameters
-    ----------
-    bits, group, block
-        Bits of a code, and how many elements have a scale: along the last axis, or along the last
-        two.
-    kind : {"int", "float"}
-        Of codes.
-    symmetric : bool
-        Whether there are no zero points.
-    strategy : {"tensor", "channel", "group", "block"}
-        What has a scale of its own.
-    format : str
-        How codes are stored.
-    targets : tuple of str
-        Modules.
-    problem : str
-        Why no module has these: what is wrong with them.
-    """
+    """Parameters of a scheme that modules may have; None where nothing is said."""
 
     bits: int | None = None
-    kind: str | None = None
-    symmetric: bool | None = None
-    strategy: str | None = None
-    group: int | None = None
-    block: tuple[int, ...] | None = None
-    format: str | None = None
-    targets: tuple[str, ...] = ()
-    problem: str | None = None
+    kind: str | None = None  # of codes, "int" or "float"
+    symmetric: bool | None = None  # whether there are no zero points
+    strategy: str | None = None  # what has a scale: "tensor", "channel", "group" or "block"
+    group: int | None = None  # how many elements along the last axis have one,
+    block: tuple[int, ...] | None = None  # or along the last two
+    format: str | None = None  # how codes are stored
+    targets: tuple[str, ...] = ()  # modules
+    problem: str | None = None  # why no module has these
 
 
 def compressed_problem(config: Mapping[str, Any]) -> str | None:
@@ -224,10 +206,7 @@ def full(model: Model, name: str, data: Tensor) -> Weight | None:
     if not data.ndim:
         raise Unfit("shape", f"{leaf(name)} has no axes")
     scales = model.need(found, _SCALES)
-
-    def fit(params: Params) -> Weight:
-        return _full_weight(model, name, data, scales, params)
-
+    fit = partial(_full_weight, model, name, data, scales)
     if is_compressed:
         return _fitting(model, stem, fit)
     if model.method == "mxfp8":

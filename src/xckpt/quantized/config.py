@@ -39,26 +39,13 @@ _READ |= {"metal", "mlx", "modelopt", "mxfp4", "mxfp8"}
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What is declared of the quantisation of a model.
+    """What is declared of the quantisation of a model."""
 
-    Parameters
-    ----------
-    method : str or None
-        None where nothing says which.
-    config : mapping
-        The declaration.
-    problem : str or None
-        Why all tensors stay as they are stored.
-    warnings : list of str
-        What is wrong with the files.
-    attrs : mapping
-        The files that were looked at, by their names without a suffix.
-    """
-
-    method: str | None = None
+    method: str | None = None  # None where nothing says which
     config: Mapping[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-    warnings: tuple[str, ...] = ()
+    problem: str | None = None  # why all tensors stay as they are stored
+    warnings: tuple[str, ...] = ()  # what is wrong with the files
+    #: The files that were looked at, by their names without a suffix.
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -7,20 +7,18 @@ until another accumulator brings the rest. So results depend on nothing but the 
 
 from __future__ import annotations
 
-import math
 import threading
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from xckpt.statistics import kernels
-from xckpt.statistics.kernels import LANES, PAGE, SUMS, TINY, WIDTH
+from xckpt.statistics.kernels import LANES, PAGE, WIDTH
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import EMPTY, LEAF, Moments, Tree, merge, runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from xckpt.statistics.kinds import Kind
 
@@ -33,9 +31,6 @@ SHORTEST_ROW = 2
 
 # The counters of a table have 32 bits.
 _MOST_PENDING = 1 << 31
-# Integers up to this are float64.
-_WHOLE = 1 << 53
-_LOWER_BITS = 0x7FF
 
 _thread = threading.local()
 
@@ -116,9 +111,6 @@ class Accumulator:
             ordered = sorted(self.pieces.pop(leaf), key=lambda piece: piece[0])
             whole = zip(*(columns for _, columns in ordered), strict=True)
             self._complete(leaf * self.leaf, tuple(np.concatenate(column) for column in whole))
-
-
-# --- one tensor ----------------------------------------------------------------------------------
 
 
 class Sketch(Accumulator):
@@ -542,275 +534,3 @@ def prepared(values: Array, kind: Kind) -> Array:
     if kind.bits < 8 and kind.dtype.kind == "V":
         values = values & np.uint8((1 << kind.bits) - 1)
     return values
-
-
-# --- two tensors ---------------------------------------------------------------------------------
-
-#: Sums of the squares of the differences, of those of both sides, and of the products, and the
-#: power of two that the elements were divided by.
-Sums = tuple[float, float, float, float, float]
-
-_NO_SUMS: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-_COUNTS = ("count", "equal", "finite", "nan", "inf")
-
-
-class Comparison(Accumulator):
-    """What is known of some pairs of elements."""
-
-    def __init__(self, kinds: tuple[str, str], size: int, *, omits_zeros: bool = False) -> None:
-        #: Names of kinds, or "complex128".
-        self.kinds = kinds
-        self.size = size
-        self.omits_zeros = omits_zeros
-        self.count = 0
-        #: Pairs of one number, or both NaN; both finite, which is what the sums are about; and not
-        #: equal because of a NaN, or else of an infinity.
-        self.equal = self.finite = self.nan = self.inf = 0
-        #: The largest difference.
-        self.largest = 0.0
-        self.tree: Tree[Sums] = Tree(_merged, _NO_SUMS)
-        self.pieces = {}
-
-    @classmethod
-    def begin(cls, reader: Any, argument: Any) -> Comparison:  # noqa: ARG003
-        """Return one for pairs of elements."""
-        return cls(reader.kinds, reader.size, omits_zeros=reader.omits_zeros)
-
-    @staticmethod
-    def _columns(values: Mapping[str, Array]) -> tuple[Array, ...]:
-        return values["a"], values["b"]
-
-    def _add_run(self, start: int, columns: tuple[Array, ...], *, is_whole: bool) -> None:
-        self.count += len(columns[0])
-        if is_whole:
-            self._complete(start, columns)
-        else:
-            self._add_piece(start, tuple(column.copy() for column in columns))
-
-    def _complete(self, start: int, columns: tuple[Array, ...]) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN, infinities
-            nodes = self._compare(*columns)
-        for (level, number), node in _folded(start // LEAF, nodes):
-            self.tree.add(level, number, node)
-
-    def close(self) -> Self:
-        """Add the pairs of zeros that were left out."""
-        if self.omits_zeros:
-            self.imply(self.size - self.count)
-        return self
-
-    def imply(self, zeros: int, row: int = 0, dead: int = 0) -> None:
-        """Add pairs of zeros that neither side stores."""
-        self.count += zeros
-        self.equal += zeros
-        self.finite += zeros
-
-    def merge(self, other: Comparison) -> None:
-        """Add what another one found in other pairs."""
-        for name in ("equal", "finite", "nan", "inf"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.largest = max(self.largest, other.largest)
-        super().merge(other)
-
-    def pack(self) -> bytes:
-        """Return bytes to keep."""
-        import msgpack
-
-        counts = [str(getattr(self, name)) for name in _COUNTS]
-        nodes = [[*place, *node] for place, node in self.tree.nodes.items()]
-        data: bytes = msgpack.packb([counts, self.largest, nodes])
-        return data
-
-    @classmethod
-    def unpack(cls, data: bytes, reader: Any) -> Comparison:
-        """Return what `pack` was called on; whatever is wrong with it is an error."""
-        import msgpack
-
-        counts, largest, nodes = msgpack.unpackb(data)
-        found = cls(reader.kinds, reader.size)
-        for name, count in zip(_COUNTS, counts, strict=True):
-            setattr(found, name, int(count, 10))  # of text only
-        found.largest = float(largest)
-        found.tree.nodes = {(int(node[0]), int(node[1])): tuple(node[2:]) for node in nodes}
-        if len(found.tree.nodes) != len(nodes):
-            raise ValueError("two nodes have one place")
-        return found
-
-    def _compare(self, a: Array, b: Array) -> Array:
-        """Compare whole leaves; return the sums of each."""
-        if set(self.kinds) & {"int64", "uint64", "complex128"}:
-            compare = self._compare_complex if "complex128" in self.kinds else self._compare_whole
-            leaves = range(0, len(a), LEAF)
-            return np.array([compare(a[at : at + LEAF], b[at : at + LEAF]) for at in leaves])
-        # The float that has all values of both sides.
-        narrow = all(name == "float32" or kind_named(name).exact for name in self.kinds)
-        memory = _pair_memory("float32" if narrow else "float64")
-        first, second = (memory.side(n, (a, b)[n], self.kinds[n]) for n in (0, 1))
-        nodes = np.empty((-(-len(a) // LEAF), SUMS + 1))
-        tally, largest = np.zeros(4, np.int64), np.zeros(1)
-        kernels.compare_floats(first, second, (nodes, tally, largest, *memory.out))
-        equal, finite, nan, inf = tally.tolist()
-        self._count(equal, finite, nan, inf, float(largest[0]))
-        for leaf in np.flatnonzero(np.isnan(nodes[:, SUMS])).tolist():
-            x, y = (side[0][leaf * LEAF : (leaf + 1) * LEAF] for side in (first, second))
-            both = np.isfinite(x) & np.isfinite(y)
-            nodes[leaf] = _scaled_sums(x[both], y[both])
-        return nodes
-
-    def _compare_whole(self, a: Array, b: Array) -> list[float]:
-        """Compare integers of 64 bits with whatever else."""
-        x, x_rest = in_two_parts(a, self.kinds[0])
-        y, y_rest = in_two_parts(b, self.kinds[1])
-        both = np.isfinite(x) & np.isfinite(y)
-        nan = np.count_nonzero(np.isnan(x) | np.isnan(y))
-        inf = np.count_nonzero(np.isinf(x) | np.isinf(y))
-        if not both.all():
-            x, x_rest, y, y_rest = x[both], x_rest[both], y[both], y_rest[both]
-        # Exact where it is not large: see `in_two_parts`.
-        difference = (x - y) + (x_rest - y_rest)
-        largest = float(np.abs(difference).max(initial=0.0))
-        self._count(np.count_nonzero(difference == 0), len(x), nan, inf, largest)
-        return _sums(x, y, difference)
-
-    def _compare_complex(self, a: Array, b: Array) -> list[float]:
-        """Compare complex numbers: a difference is the magnitude of one, sums are over both."""
-        x, y = _complex(a, self.kinds[0]), _complex(b, self.kinds[1])
-        both = np.isfinite(x) & np.isfinite(y)
-        ours, theirs = np.isnan(x), np.isnan(y)
-        equal = (x == y) | (ours & theirs)
-        nan = np.count_nonzero(~both & ~equal & (ours | theirs))
-        inf = np.count_nonzero(~both & ~equal & ~(ours | theirs))
-        x, y = x[both], y[both]
-        difference = x - y
-        largest = float(np.abs(difference).max(initial=0.0))
-        self._count(np.count_nonzero(equal), len(x), nan, inf, largest)
-        return _sums(x.view(np.float64), y.view(np.float64), difference.view(np.float64))
-
-    def _count(self, equal: Any, finite: int, nan: Any, inf: Any, largest: float) -> None:
-        self.equal += int(equal)
-        self.finite += int(finite)
-        self.nan += int(nan)
-        self.inf += int(inf)
-        self.largest = max(self.largest, largest)
-
-
-def _folded(first: int, nodes: Array) -> Iterable[tuple[tuple[int, int], Sums]]:
-    """Merge neighbouring leaves as far as they make nodes of the tree."""
-    is_scaled = bool(nodes[:, SUMS].any())
-    for level, number in runs(first, len(nodes)):
-        start = (number << level) - first
-        some = nodes[start : start + (1 << level)]
-        while len(some) > 1 and not is_scaled:
-            some = some[0::2] + some[1::2]
-        rows: list[Any] = [tuple(row) for row in some.tolist()]
-        while len(rows) > 1:
-            rows = [_merged(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
-        yield (level, number), rows[0]
-
-
-def _merged(a: Sums, b: Sums) -> Sums:
-    if a[4] != b[4]:
-        # Sums of zeros have no power of two of their own.
-        if not any(a[:4]):
-            return b
-        if not any(b[:4]):
-            return a
-        common = max(a[4], b[4])
-        a, b = _brought(a, common), _brought(b, common)
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4]
-
-
-def _brought(a: Sums, exponent: float) -> Sums:
-    shift = int(2 * (a[4] - exponent))
-    d, x, y, p = (math.ldexp(number, shift) for number in a[:4])
-    return d, x, y, p, exponent
-
-
-class _PairMemory:
-    """Memory that a thread uses for one leaf of pairs after another."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-        self.nothing = np.empty(0, dtype), np.empty(0, np.uint16), np.empty(0, np.uint32)
-        self.widened = np.empty(LEAF, dtype), np.empty(LEAF, dtype)
-        self.out = np.empty(LEAF), np.empty((2, LEAF), dtype), np.empty((SUMS + 1) * LANES)
-
-    def side(self, number: int, values: Array, name: str) -> tuple[Array, ...]:
-        """Return one side as the kernel wants it."""
-        kind = kind_named(name)
-        values = prepared(values, kind)
-        wide, bits, table = self.nothing
-        if not kind.exact:
-            wide = values if values.dtype == self.dtype else values.astype(self.dtype)
-        elif self.dtype == np.float64:
-            wide = kind.values[values]
-        else:
-            # One type of patterns, so that there is one kernel to compile.
-            bits = values if values.dtype == np.uint16 else values.astype(np.uint16)
-            table = table if name == "bfloat16" else _float32_patterns(name)
-        return wide, bits, table, self.widened[number]
-
-
-def _pair_memory(name: str) -> _PairMemory:
-    memories: dict[str, _PairMemory] = _thread.__dict__.setdefault("pairs", {})
-    if name not in memories:
-        memories[name] = _PairMemory(np.dtype(name))
-    return memories[name]
-
-
-@cache
-def _float32_patterns(name: str) -> Array:
-    """Return the float32, as patterns, that the codes of an exact kind stand for."""
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        patterns: Array = kind_named(name).values.astype(np.float32).view(np.uint32)
-    return patterns
-
-
-def as_floats(values: Array, name: str) -> Array:
-    """Return numbers as float32 where all of the kind are, else as float64."""
-    kind = kind_named(name)
-    if kind.exact:
-        floats: Array = _float32_patterns(name)[prepared(values, kind)].view(np.float32)
-        return floats
-    values = prepared(values, kind)
-    return values.astype(np.float64) if kind.integer else values
-
-
-def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
-    """Return two float64 for each element, whose sum it is exactly."""
-    kind = kind_named(name)
-    values = prepared(values, kind)
-    if name not in {"int64", "uint64"}:
-        wide = kind.values[values] if kind.exact else values.astype(np.float64)
-        return wide, np.zeros(len(wide))
-    lower = values & values.dtype.type(_LOWER_BITS)
-    lower[(values <= _WHOLE) & (values >= (-_WHOLE if kind.dtype.kind == "i" else 0))] = 0
-    return (values - lower).astype(np.float64), lower.astype(np.float64)
-
-
-def _complex(values: Array, name: str) -> Array:
-    if name == "complex128":
-        return values.astype(np.complex128)
-    first, second = in_two_parts(values, name)
-    return (first + second).astype(np.complex128)
-
-
-def _sums(x: Array, y: Array, difference: Array) -> list[float]:
-    lanes = np.empty((SUMS + 1) * LANES)
-    kernels.add_up(x, y, difference, lanes)
-    found: list[float] = lanes[: SUMS * LANES : LANES].tolist()
-    if not TINY < found[1] + found[2] < math.inf:
-        return _scaled_sums(x, y)
-    return [*found, 0.0]
-
-
-def _scaled_sums(x: Array, y: Array) -> list[float]:
-    """Add up squares that leave the range of float64: those of elements divided by one number."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    largest = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0))
-    # Few different ones, so that leaves seldom have to be brought to a common one.
-    exponent = 256 * ((math.frexp(largest)[1] + 128) // 256) if largest else 0
-    x, y = np.ldexp(x, -exponent), np.ldexp(y, -exponent)
-    lanes = np.empty((SUMS + 1) * LANES)
-    kernels.add_up(x, y, x - y, lanes)
-    return [*lanes[: SUMS * LANES : LANES].tolist(), float(exponent)]

@@ -13,7 +13,8 @@ import numpy as np
 from xckpt.errors import shown
 from xckpt.labels.selection import similar
 from xckpt.statistics import kernels
-from xckpt.statistics.accumulate import Comparison, Sketch, as_floats
+from xckpt.statistics.accumulate import Sketch
+from xckpt.statistics.comparison import Comparison, as_floats, compare_cells
 from xckpt.statistics.moments import LEAF, Tree
 from xckpt.statistics.pairs import ChunkedPair, PairReader, in_c_order
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor
@@ -393,7 +394,7 @@ class Channels(Comparison):
         low, high = (along // block, end // block) if line == last else (0, (size - 1) // block)
         first = int(bases.min()) + low
         table = np.zeros((int(bases.max()) + high + 1 - first, _COLUMNS))
-        kernels.compare_cells(*self._numbers(a, b), along, size, block, bases - first, table)
+        compare_cells(*self._numbers(a, b), along, size, block, bases - first, table)
         return first, table
 
     def _numbers(self, a: Array, b: Array) -> tuple[Array, Array]:

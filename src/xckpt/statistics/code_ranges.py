@@ -9,7 +9,7 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
-from xckpt.labels.codes import scales_of_codes
+from xckpt.labels import scales_of_codes
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.channels import count_at_ends

@@ -15,7 +15,6 @@ from xckpt.errors import CheckpointWarning, locating, shown
 from xckpt.index import paused_collector
 from xckpt.labels.selection import similar
 from xckpt.progress import Progress
-from xckpt.statistics.accumulate import Comparison
 from xckpt.statistics.channels import (
     CELL_NBYTES,
     Channels,
@@ -25,6 +24,7 @@ from xckpt.statistics.channels import (
     wanted_lengths,
 )
 from xckpt.statistics.codes import OF_CODES, use_of_codes
+from xckpt.statistics.comparison import Comparison
 from xckpt.statistics.describe import scaled
 from xckpt.statistics.entries import (
     Described,
@@ -285,8 +285,8 @@ def _explained(
     found = explain(cases, progress)
     left = iter(found)
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
-        told = [next(left) for _ in some]
-        attr.update(explained_attrs(told, entry.gone, is_stacked=bool(entry.dims)))
+        told = _at_places(entry, [next(left) for _ in some])
+        attr.update(explained_attrs(told, is_stacked=bool(entry.dims)))
     return {"explanation": sentence(cases, found)}
 
 
@@ -439,15 +439,20 @@ def _attrs_of(
     texts = ["; ".join(f"{row.name}: {row.shapes}" for row in some if row.shapes) for some in rows]
     attrs: list[dict[str, Any]] = [{"shapes": text} if text else {} for text in texts]
     for attr, entry, some in zip(attrs, entries, rows, strict=True) if has_names else ():
-        found = [row.partner for row in some]
-        if entry.gone is not None:
-            each = iter(found)
-            found = [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
+        found = _at_places(entry, [row.partner for row in some])
         # One text, or one for each place of a stack.
         for place, key in enumerate(("other_name", "matched_by")):
             told = [partner[place] if partner else "" for partner in found]
             attr[key] = told if entry.dims else told[0]
     return attrs
+
+
+def _at_places(entry: Described, found: Sequence[Any]) -> Sequence[Any]:
+    """Return what was found of the tensors of a variable by places; None where one is gone."""
+    if entry.gone is None:
+        return found
+    each = iter(found)
+    return [None if is_gone else next(each) for is_gone in entry.gone.ravel()]
 
 
 # --- measures ------------------------------------------------------------------------------------

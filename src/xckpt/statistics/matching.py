@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from xckpt.statistics.explaining.fingerprints import Fingerprint
     from xckpt.statistics.readers import Reader
 
-__all__ = ["matched"]
-
 Prints = dict[str, "Fingerprint"]
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.statistics.accumulate import SHORTEST_ROW, Comparison, Rows, Sketch
+from xckpt.statistics.accumulate import SHORTEST_ROW, Rows, Sketch
+from xckpt.statistics.comparison import Comparison
 from xckpt.statistics.describe import OF_REAL_NUMBERS, statistic_names
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF, runs

@@ -17,15 +17,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = [
-    "FLOOR",
-    "STATISTICS",
-    "describe_largest",
-    "describe_values",
-    "power_law",
-    "singular_values",
-]
-
 #: What is said of a matrix.
 STATISTICS = (
     "spectral_norm",

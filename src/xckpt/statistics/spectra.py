@@ -372,28 +372,20 @@ def _find_all(
 
             find = partial(_find, is_quick=is_quick)
             near = send_out(left, find, deliver, lambda matrix: matrix.array)
-            _here(near, find, deliver)
+            large = [matrix for matrix in near if min(matrix.shape) >= _SMALL_SIDE]
+            small = [matrix for matrix in near if min(matrix.shape) < _SMALL_SIDE]
+            with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
+                for matrix in large:
+                    deliver(matrix, find(matrix))
+            threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
+            try:
+                with reading_ahead(_ranges(small)), blas_threads(1):
+                    futures = {threads.submit(find, matrix): matrix for matrix in small}
+                    for future in as_completed(futures):
+                        deliver(futures[future], future.result())
+            finally:
+                threads.shutdown(cancel_futures=True)
     return found
-
-
-def _here(
-    matrices: Sequence[Matrix],
-    find: Callable[[Matrix], _Decomposed],
-    deliver: Callable[[Matrix, _Decomposed], None],
-) -> None:
-    large = [matrix for matrix in matrices if min(matrix.shape) >= _SMALL_SIDE]
-    small = [matrix for matrix in matrices if min(matrix.shape) < _SMALL_SIDE]
-    with reading_ahead(_ranges(large)), blas_threads(cpu_count()):
-        for matrix in large:
-            deliver(matrix, find(matrix))
-    threads = ThreadPoolExecutor(cpu_count(), "xckpt-spectrum")
-    try:
-        with reading_ahead(_ranges(small)), blas_threads(1):
-            futures = {threads.submit(find, matrix): matrix for matrix in small}
-            for future in as_completed(futures):
-                deliver(futures[future], future.result())
-    finally:
-        threads.shutdown(cancel_futures=True)
 
 
 def _ranges(matrices: Iterable[Matrix]) -> Iterator[Range]:

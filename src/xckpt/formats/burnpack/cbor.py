@@ -21,6 +21,7 @@ import struct as binary
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xckpt.elements import STRUCT_CODES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 
@@ -187,16 +188,7 @@ _HELD = {
     "Float": lambda value: type(value) is float or (type(value) is int and float(value) == value),
     "Bool": lambda value: type(value) is bool,
 }
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_FORMS = {
-    **dict(zip(_INTEGERS, "bhiqBHIQ", strict=True)),
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "bool": "?",
-    "bool32": "?",
-    "bfloat16": "f",
-}
+_FORMS = {**STRUCT_CODES, "bool32": "?", "bfloat16": "f"}
 
 _MARK = ":scalar"
 # Of marks in a row: beyond, a name gets another one whatever is before.

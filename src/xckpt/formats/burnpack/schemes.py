@@ -82,7 +82,15 @@ class Scheme:
         if old and ("tensor" in fields or "block" in fields):
             raise FormatError("a QuantScheme of two dialects at once", rule="QuantScheme")
         kind = cbor.unit("value", fields.get("value"), _VALUES)
-        store, axis = _store(fields.get("store"))
+        store, axis = cbor.variant("store", fields.get("store"))
+        if store in _PLAIN_STORES:
+            if axis is not cbor.UNIT:
+                raise cbor.mistyped("store", fields["store"], "a variant without content")
+            store, axis = _PLAIN_STORES[store]
+        elif store not in {"PackedU32", "PackedNative"}:
+            raise cbor.unknown("store", store)
+        else:
+            axis = cbor.number("the axis of 'store'", axis)
         mode = cbor.unit("mode", fields.get("mode"), _MODES)
         scales = _old_scales(fields) if old else _new_scales(fields)
         return cls(kind, store, axis, mode, *scales)
@@ -155,17 +163,6 @@ def _old_scales(
         whole = cbor.unit("global", inner.get("global"), _SCALE_TYPES)
         return whole, _block_size(inner.get("block")), param, False
     raise cbor.unknown("level", level)
-
-
-def _store(value: Any) -> tuple[str, int | None]:
-    store, content = cbor.variant("store", value)
-    if store in _PLAIN_STORES:
-        if content is not cbor.UNIT:
-            raise cbor.mistyped("store", value, "a variant without content")
-        return _PLAIN_STORES[store]
-    if store not in {"PackedU32", "PackedNative"}:
-        raise cbor.unknown("store", store)
-    return store, cbor.number("the axis of 'store'", content)
 
 
 def _block_size(value: Any) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -100,7 +100,7 @@ class Gguf(Format):
 
     def read(self, source: Readable) -> Index:
         """Read metadata, but no long lists, and what is said of tensors."""
-        reader = _HeadReader.of(source)
+        reader = _HeadReader(source)
         attrs = reader.attrs()
         tensors = reader.tensors(attrs)
         index = Index(
@@ -188,50 +188,37 @@ class _Info(NamedTuple):
     at: int  # where it says so
 
 
-@dataclass(slots=True)
 class _HeadReader:
     """Reads the head of a file."""
 
-    cursor: kit.Cursor
-    size: int
-    version: int
-    byteorder: Any
-    entry_count: int
-    tensor_count: int
-    notes: kit.Notes = field(default_factory=kit.Notes)
-    types: dict[str, str] = field(default_factory=dict)  # of attributes
-    split_at: int = 0  # where the number of files is
-    nested: int = 0  # entries of lists in lists
-    escaped: dict[tuple[str, bytes], str] = field(default_factory=dict)  # what is not UTF-8
-
-    @classmethod
-    def of(cls, source: Readable) -> _HeadReader:
-        cursor = kit.Cursor(source)
+    def __init__(self, source: Readable) -> None:
+        self.size, self.notes = source.size, kit.Notes()
+        self.types: dict[str, str] = {}  # of attributes
+        self.split_at = 0  # where the number of files is
+        self._nested = 0  # entries of lists in lists
+        self._escaped: dict[tuple[str, bytes], str] = {}  # what is not UTF-8
+        self.cursor = cursor = kit.Cursor(source)
         magic = cursor.take(4, "the magic")
         if magic != _MAGIC:
             raise FormatError(f"the file begins {magic!r}, not {_MAGIC!r}", rule="Magic", offset=0)
         word = cursor.take(4, "the version")
         version = int.from_bytes(word, "little")
-        order: Any = "little" if version & 0xFFFF else "big"
-        version = int.from_bytes(word, order)
-        if version not in {1, 2, 3}:
-            reason = f"version {version}, or {int.from_bytes(word, 'little'):#x}, is not 1, 2 or 3"
+        self.byteorder: Any = "little" if version & 0xFFFF else "big"
+        self.version = version if self.byteorder == "little" else int.from_bytes(word, "big")
+        if self.version not in {1, 2, 3}:
+            reason = f"version {self.version}, or {version:#x}, is not 1, 2 or 3"
             raise UnsupportedError(reason, offset=4, rule="Version")
-        made = cls(cursor, source.size, version, order, 0, 0)
-        if order == "big" and version < 3:
-            made.notes.add("big-endian, which came with version 3", f"version {version}")
-        made.tensor_count = cursor.number(made.count, "the number of tensors")
-        made.entry_count = cursor.number(made.count, "the number of entries")
-        width = made.count.size
-        least = made.entry_count * (width + 5) + made.tensor_count * (2 * width + 8)
+        if self.byteorder == "big" and self.version < 3:
+            reason = "big-endian, which came with version 3"
+            self.notes.add(reason, f"version {self.version}")
+        self.tensor_count = cursor.number(self.count, "the number of tensors")
+        self.entry_count = cursor.number(self.count, "the number of entries")
+        width = self.count.size
+        least = self.entry_count * (width + 5) + self.tensor_count * (2 * width + 8)
         if least > cursor.left:
-            raise FormatError(
-                f"{made.entry_count} entries and {made.tensor_count} tensors take at least {least} "
-                f"bytes, but {cursor.left} are left of the file",
-                offset=8,
-                rule="Count",
-            )
-        return made
+            reason = f"{self.entry_count} entries and {self.tensor_count} tensors take at least "
+            reason += f"{least} bytes, but {cursor.left} are left of the file"
+            raise FormatError(reason, offset=8, rule="Count")
 
     def _struct(self, code: str) -> struct.Struct:
         return _compiled(("<" if self.byteorder == "little" else ">") + code)
@@ -283,15 +270,15 @@ class _HeadReader:
 
     def _named(self, data: bytes, what: str, taken: Mapping[str, Any]) -> str:
         """Name what has a name that is not UTF-8; what has it a second time gets the same."""
-        if (what, data) in self.escaped:
-            return self.escaped[what, data]
+        if (what, data) in self._escaped:
+            return self._escaped[what, data]
         name = data.decode(errors="backslashreplace")
         for _ in range(_MOST_ALIKE):
             if name not in taken:
                 break
             name += "_"
         self.notes.add(f"a {what} is not UTF-8, and escaped", shown(name))
-        self.escaped[what, data] = name
+        self._escaped[what, data] = name
         return name
 
     def _value(self, kind: int, key: str) -> Any:
@@ -337,8 +324,8 @@ class _HeadReader:
         if least * count > cursor.left:
             reason = f"a list of {count} entries of at least {least} bytes, but {cursor.left} are "
             raise FormatError(f"{reason}left of the file", offset=cursor.at, rule="Truncated")
-        self.nested += count if depth > 1 or kind == LIST else 0
-        if self.nested > _MOST_NESTED:
+        self._nested += count if depth > 1 or kind == LIST else 0
+        if self._nested > _MOST_NESTED:
             reason = f"lists of lists have more than {_MOST_NESTED} entries"
             raise UnsupportedError(reason, offset=cursor.at, rule="Nesting")
         if kind == LIST:

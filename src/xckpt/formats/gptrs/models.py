@@ -134,16 +134,15 @@ def _sizes(kind: str, config: Any) -> dict[str, int | None]:
             quotient, left = divmod(known[dividend], known[divisor])
             if quotient and not left:
                 known[key] = quotient
-    return {name: _evaluated(size, known) for name, size in _SIZES.get(kind, {}).items()}
-
-
-def _evaluated(size: str, known: Mapping[str, int]) -> int | None:
-    terms = [
-        [int(factor) if factor.isdigit() else known.get(factor) for factor in term.split(" * ")]
-        for term in size.split(" + ")
-    ]
-    products = [prod(factor for factor in term if factor is not None) for term in terms]
-    return None if any(None in term for term in terms) else sum(products)
+    sizes: dict[str, int | None] = {}
+    for name, text in _SIZES.get(kind, {}).items():
+        terms = [
+            [int(factor) if factor.isdigit() else known.get(factor) for factor in term.split(" * ")]
+            for term in text.split(" + ")
+        ]
+        products = [prod(factor for factor in term if factor is not None) for term in terms]
+        sizes[name] = None if any(None in term for term in terms) else sum(products)
+    return sizes
 
 
 # --- configs --------------------------------------------------------------------------------------

@@ -180,7 +180,14 @@ class Mlcp(Format):
             raise ValueError(f"multi_shard=True: {reason}")
         self.check(draft)
         ranks = _ranks(draft)
-        shards = [_new_shard(rank, group) for rank, group in ranks.items()]
+        shards = []
+        for rank, group in ranks.items():
+            records = [
+                Record(name, tensor.dtype, tensor.shape, nbytes_of(tensor.dtype, tensor.size))
+                for name, tensor in group.items()
+            ]
+            *offsets, nbytes = places(records)
+            shards.append(ShardMetadata(rank, records, offsets, "", nbytes))
         times = Counter(name for group in ranks.values() for name in group)
         as_read = {
             variable_name(name, rank, repeated=times[name] > 1): tensor
@@ -386,15 +393,6 @@ def _is_i32(value: Any) -> bool:
     return type(value) is int and -_BOUND_I32 <= value < _BOUND_I32
 
 
-def _new_shard(rank: int, group: Mapping[str, WantedTensor]) -> ShardMetadata:
-    records = [
-        Record(name, tensor.dtype, tensor.shape, nbytes_of(tensor.dtype, tensor.size))
-        for name, tensor in group.items()
-    ]
-    *offsets, nbytes = places(records)
-    return ShardMetadata(rank, records, offsets, "", nbytes)
-
-
 def _in_one(
     draft: Draft,
     shards: Sequence[ShardMetadata],
@@ -423,8 +421,13 @@ def _in_several(
     files, listed = {}, []
     for shard, group in zip(shards, tensors, strict=True):
         path = candidates(draft.path, shard.rank)[0]
-        files[path] = _shard_file(shard, group)
+        extents = placed(group, shard.offsets, HEADER.size)
+        for extent in extents:
+            end = (extent.offset or 0) - HEADER.size + extent.part.nbytes
+            _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
+        head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(group), shard.file_size)
         size = HEADER.size + shard.file_size
+        files[path] = Plan.headed(head, extents, size)
         listed.append(shard._replace(file_path=path, file_size=size))
 
     def with_names(names: Mapping[str, str]) -> bytes:
@@ -437,15 +440,6 @@ def _in_several(
         return metadata.write(draft.attrs, of, {"payload": None, **custom})
 
     return referring(files, with_names)
-
-
-def _shard_file(shard: ShardMetadata, tensors: Sequence[WantedTensor]) -> Plan:
-    extents, start = placed(tensors, shard.offsets, HEADER.size), HEADER.size
-    for extent in extents:
-        end = (extent.offset or 0) - start + extent.part.nbytes
-        _check_i32(end, f"the data of rank {shard.rank} up to here", extent.tensor)
-    head = HEADER.pack(SHARD_MAGIC, shard.rank, 0, len(tensors), shard.file_size)
-    return Plan.headed(head, extents, start + shard.file_size)
 
 
 def _check_i32(nbytes: int, what: str, tensor: str | None = None) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from xckpt.elements import NUMPY_CODES, nbytes_of
+from xckpt.elements import NUMPY_CODES, STRUCT_CODES, nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats import kit
 from xckpt.index import Part, Tensor
@@ -131,7 +131,6 @@ def is_plain(value: Any) -> bool:
 
 # --- arrays and numbers of NumPy ------------------------------------------------------------------
 
-_FLOATS = {"float64": "d", "float32": "f", "float16": "e", "bool": "?"}
 # They are held in memory as long as the Index is.
 _LARGEST_ARRAY = 1 << 20
 
@@ -153,12 +152,12 @@ def scalar_of(args: tuple[Any, ...]) -> Any:
     kind, data = _numpy_type(args[0]), data_of(args[1])
     if kind is None or data is None or len(data) != nbytes_of(kind[0], 1):
         return None
-    mark = ">" if kind[1] == "big" else "<"
-    if kind[0] in _FLOATS:
-        return struct.unpack(mark + _FLOATS[kind[0]], data)[0]
-    if "int" in kind[0]:
-        return int.from_bytes(data, kind[1], signed=kind[0][0] == "i")
-    return None
+    code = STRUCT_CODES.get(kind[0])
+    return (
+        None
+        if code is None
+        else struct.unpack(f"{'>' if kind[1] == 'big' else '<'}{code}", data)[0]
+    )
 
 
 def array_of(call: Call, name: str, left: int) -> Tensor | None:

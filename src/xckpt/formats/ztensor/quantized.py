@@ -40,6 +40,7 @@ _SCALE_TYPES = {
     "f16_factors": _FLOATS,
     "e8m0_exponent": frozenset({"float8_e8m0fnu"}),
 }
+_CODE_BITS = frozenset({2, 3, 4, 5, 6, 8})
 _MX_TYPES = frozenset({"float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "int8"})
 
 
@@ -53,8 +54,7 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
     form = _choice(zero_point, "form", {"none", "implied", "tensor"})
     roles = ("data", "scales", "zeros") if form == "tensor" else ("data", "scales")
     require_roles(_GROUPS, parts, roles)
-    data, scales = parts["data"], parts["scales"]
-    bits = _choice(attrs, "bits", {2, 3, 4, 5, 6, 8})
+    data, scales, bits = parts["data"], parts["scales"], _choice(attrs, "bits", _CODE_BITS)
     word = SHORT[_choice(packing, "word", {"u8", "u16", "u32", "u64"})]
     if data.dtype not in {word, word.removeprefix("u")}:
         raise _broken(f"'word' is {word}, but 'data' is {data.dtype}")
@@ -62,9 +62,9 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
     msb_first = _choice(packing, "order", {"lsb_first", "msb_first"}) == "msb_first"
     axis = _axis(shape, attrs)
     _check_scale_type(scales, attrs)
-    if word_bits % bits:
+    per_word, rest = divmod(word_bits, bits)
+    if rest:
         return None
-    per_word = word_bits // bits
     if _uint(packing, "per_word") != per_word:
         raise _broken(f"'per_word' is {packing['per_word']}: expected {per_word}")
     _check_size("data", data, _packed_size(prod(shape), per_word, word_bits))

@@ -353,29 +353,27 @@ def append(source: Readable, draft: Draft, old: Index) -> Plan:
 
 
 def _planned(draft: Draft, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
-    entries = {name: _entry(tensor) for name, tensor in by_source(draft.tensors).items()}
+    entries: dict[str, manifest.NewEntry] = {}
+    for tensor in by_source(draft.tensors).values():
+        name = kit.check_text("the name", tensor.name, tensor.name)
+        parts = manifest.storable_parts(tensor, ("uint64",))
+        main = manifest.ROLES.get(tensor.layout, ("",))[0]
+        dtype = parts[main].dtype if main in parts else tensor.dtype
+        if dtype not in manifest.LONG:
+            raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
+        head = {"dtype": dtype, "shape": list(tensor.shape)}
+        attrs = dict(tensor.attrs)
+        if tensor.layout in manifest.ROLES:
+            head["format"] = tensor.layout
+        elif tensor.layout == "structural":
+            head["format"] = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
+        else:
+            raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
+        asked = manifest.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
+        entries[name] = manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
     return manifest.planned(
         literals, entries, start, _ALIGNMENT, partial(_finish, root, entries, start)
     )
-
-
-def _entry(tensor: WantedTensor) -> manifest.NewEntry:
-    name = kit.check_text("the name", tensor.name, tensor.name)
-    parts = manifest.storable_parts(tensor, ("uint64",))
-    main = manifest.ROLES.get(tensor.layout, ("",))[0]
-    dtype = parts[main].dtype if main in parts else tensor.dtype
-    if dtype not in manifest.LONG:
-        raise _lacking(f"version 1.0 has no {shown(dtype)[1:-1]}", name, "Dtype")
-    head = {"dtype": dtype, "shape": list(tensor.shape)}
-    attrs = dict(tensor.attrs)
-    if tensor.layout in manifest.ROLES:
-        head["format"] = tensor.layout
-    elif tensor.layout == "structural":
-        head["format"] = _structural(tensor, parts, attrs.pop(manifest.LAYOUT_KEY, None))
-    else:
-        raise _lacking(f"version 1.0 has no {tensor.layout} layout", name, "Layout")
-    asked = manifest.wished(tensor, parts, _ENCODINGS, _DIGESTS, "stored")
-    return manifest.NewEntry(head, asked, manifest.storable(attrs, _LEVELS, name))
 
 
 def _structural(tensor: WantedTensor, parts: Mapping[str, Part], layout: Any) -> str:

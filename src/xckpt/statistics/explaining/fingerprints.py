@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined
-from xckpt.statistics.accumulate import Accumulator, as_floats, in_two_parts
+from xckpt.statistics.accumulate import Accumulator
+from xckpt.statistics.comparison import as_floats, in_two_parts
 from xckpt.statistics.kinds import Kind, kind_named
 from xckpt.statistics.pairs import in_c_order
 from xckpt.statistics.scan import gather
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
     from xckpt.progress import Progress
     from xckpt.statistics.readers import Reader
-
-__all__ = ["Fingerprint", "Transform", "fingerprints"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

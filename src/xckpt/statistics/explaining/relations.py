@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.arrays.compiling import compiled, inlined, within
-from xckpt.statistics.accumulate import Accumulator, as_floats
+from xckpt.statistics.accumulate import Accumulator
+from xckpt.statistics.comparison import as_floats
 from xckpt.statistics.explaining.fingerprints import Transform
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,13 +126,13 @@ class Search:
                     self._say(n, m, placed, by.get(n))
                     break
 
-    def _say(self, n: int, m: int, placed: Placement, before: Explanation | None) -> None:
+    def _say(self, n: int, m: int, placed: Explanation, before: Explanation | None) -> None:
         causes, done = placed.causes, placed.text
         if before is not None:
             causes = (*before.causes, *causes)
             done = " and ".join(filter(None, (before.text, done)))
         after = f" after {done}" if done else ""
-        one = replace(before or Explanation((), ""), causes=causes, heads=placed.heads)
+        one = replace(before or placed, causes=causes, heads=placed.heads)
         if n == m:
             text = f"equal{after}" if after else "equal, but the shapes differ"
             one = replace(one, causes=causes or ("equal",), text=text)
@@ -172,7 +172,7 @@ class Search:
             made = _joint(whole, some) if len(some) > 1 else None
             if made is None:
                 continue
-            members = [int(each) for each in made.parts]
+            members = [int(each) for each in made.other_names]
             cause = "fused" if side else "split"
             causes = (before.causes if before else ()) + (cause, *made.causes)
             names = tuple(theirs[n].name for n in members)
@@ -349,19 +349,10 @@ def _moved_by(transform: Transform, kind: str) -> Explanation:
 # --- how one tensor is placed in another, by hashes: no element is read again -------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How the numbers of one tensor are placed in another."""
-
-    causes: tuple[str, ...] = ()
-    text: str = ""
-    heads: int | None = None
-
-
-def _placement(a: Fingerprint, b: Fingerprint) -> Placement | None:
+def _placement(a: Fingerprint, b: Fingerprint) -> Explanation | None:
     """Find how all numbers of two tensors belong together; None if they do not."""
     if a.contents == b.contents:
-        return Placement()
+        return Explanation((), "")
     if a.elements == b.elements and a.count == b.count:
         if a.shape == b.shape:
             if a.rows is None or b.rows is None:
@@ -374,18 +365,19 @@ def _placement(a: Fingerprint, b: Fingerprint) -> Placement | None:
     return _extended(a, b)
 
 
-def _transposed(a: Fingerprint, b: Fingerprint) -> Placement | None:
+def _transposed(a: Fingerprint, b: Fingerprint) -> Explanation | None:
     if a.columns is None or b.columns is None or a.rows is None or b.rows is None:
         return None
     if np.array_equal(a.columns, b.rows):
-        return Placement(("transposed",), "transposing")
+        return Explanation(("transposed",), "transposing")
     found = _permuted(a.columns, b.rows) or _permuted(a.rows, b.columns)
     if found is None:
         return None
-    return Placement(("transposed", *found.causes), f"transposing and {found.text}", found.heads)
+    causes = ("transposed", *found.causes)
+    return Explanation(causes, f"transposing and {found.text}", heads=found.heads)
 
 
-def _permuted(a: Array, b: Array) -> Placement | None:
+def _permuted(a: Array, b: Array) -> Explanation | None:
     if len(a) != len(b):
         return None
     # So many rows may be of heads of these sizes, usual ones first.
@@ -397,14 +389,14 @@ def _permuted(a: Array, b: Array) -> Placement | None:
         for halves, pairs, text in ((a, b, "halves interleaved"), (b, a, "interleaving undone")):
             if halves[order[1]] == pairs[1] and np.array_equal(halves[order], pairs):
                 told = f"permuting rows as for rotary embeddings ({heads_of(heads)}, {text})"
-                return Placement(("rope_permuted",), told, heads)
+                return Explanation(("rope_permuted",), told, heads=heads)
     if not np.array_equal(np.sort(a), np.sort(b)):
         return None
     moved = int(np.count_nonzero(a != b))
-    return Placement(("rows_permuted",), f"permuting rows ({moved:,} of {len(a):,} moved)")
+    return Explanation(("rows_permuted",), f"permuting rows ({moved:,} of {len(a):,} moved)")
 
 
-def _extended(a: Fingerprint, b: Fingerprint) -> Placement | None:
+def _extended(a: Fingerprint, b: Fingerprint) -> Explanation | None:
     """Find whether one of two tensors is the beginning of the other."""
     cause, small, large = ("padded", a, b) if a.count < b.count else ("cut", b, a)
     if small.rows is None or large.rows is None:
@@ -432,22 +424,13 @@ def _extended(a: Fingerprint, b: Fingerprint) -> Placement | None:
     if small.shape[1] == large.shape[1] == 1:
         what = what.replace("rows", "elements")
     verb = "adding" if cause == "padded" else "cutting"
-    return Placement((cause,), f"{verb} {what} {'of zeros' if is_zero else 'that are not zeros'}")
+    return Explanation((cause,), f"{verb} {what} {'of zeros' if is_zero else 'that are not zeros'}")
 
 
 # --- how several tensors are put together -------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """Of what a tensor is put together, in order."""
-
-    parts: tuple[str, ...]
-    causes: tuple[str, ...]
-    text: str
-
-
-def _joint(whole: Fingerprint, parts: Mapping[str, Fingerprint]) -> Joint | None:
+def _joint(whole: Fingerprint, parts: Mapping[str, Fingerprint]) -> Explanation | None:
     """Find the tensors that one is made of: along its rows or columns, transposed or not."""
     for causes, along, own, of_parts in _WAYS:
         hashes: Array | None = getattr(whole, own)
@@ -464,10 +447,11 @@ def _joint(whole: Fingerprint, parts: Mapping[str, Fingerprint]) -> Joint | None
             continue
         found = _in_order(hashes, fitting)
         if found is not None:
-            return Joint(found, causes, f"one after the other along the {along}")
+            return Explanation(causes, f"one after the other along the {along}", other_names=found)
         found = _in_any_order(hashes, fitting)
         if found is not None:
-            return Joint(found, (*causes, "rows_permuted"), f"with {along} in another order")
+            text = f"with {along} in another order"
+            return Explanation((*causes, "rows_permuted"), text, other_names=found)
     return None
 
 

@@ -152,15 +152,11 @@ def changed(measures: dict[str, float], shapes: str = "") -> Explanation:
     return Explanation(("changed",), ", ".join(facts))
 
 
-def explained_attrs(
-    found: Sequence[Explanation | None], gone: Any, *, is_stacked: bool
-) -> dict[str, Any]:
+def explained_attrs(found: Sequence[Explanation | None], *, is_stacked: bool) -> dict[str, Any]:
     """Return the attributes of a variable: one value, or a list for stacked tensors."""
-    left = iter(found)
-    every = list(found) if gone is None else [None if g else next(left) for g in gone.ravel()]
     told: dict[str, Any] = {}
     for column in COLUMNS:
-        values = [_value(one, column) for one in every]
+        values = [_value(one, column) for one in found]
         if column in _ALWAYS or any(value == value and value != "" for value in values):  # noqa: PLR0124  NaN
             told[column] = values if is_stacked else values[0]
     return told
