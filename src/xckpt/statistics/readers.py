@@ -75,11 +75,13 @@ class Reader:
     omits_zeros = False
     #: File and offset, to read in this order.
     place: tuple[str, int] = ("", 0)
-    #: The local file that has the elements as they are, with nothing to check, from that offset on;
-    #: None unless they are few.
-    shared_source: Source | None = None
     #: What it depends on but for the file; None where it has none that lasts.
     identity: tuple[Any, ...] | None = None
+
+    @property
+    def shared_source(self) -> Source | None:
+        """The local file that has all elements, which are few, as they are from `place` on."""
+        return None
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
         """Read some of the elements, perhaps into a buffer of bytes that is used again."""
