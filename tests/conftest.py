@@ -41,6 +41,7 @@ def pytest_collection_finish() -> None:
     """Have the collector look no more at what was loaded and collected: all of it stays."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # and at the rest not after every few arrays
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Imports take longer than most of what follows, so they are done once: each writer is a fork. Until
 # then nothing may leave threads behind, which a fork does not have.
 _NURSERY = """
-import os, sys, tempfile
+import gc, os, sys, tempfile
 import numpy as np, dask, dask.array as da, xarray as xr
 from xckpt.writing import append, save
 
@@ -30,6 +30,8 @@ with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="sync"):
         save(ds, folder + "/m.zt", overwrite=True, version=version, encoding=wanted)
         append(ds, folder + "/m.zt", replace=True, encoding=wanted)
 
+gc.collect()
+gc.freeze()  # else each writer copies all of it when it collects
 code = compile(sys.argv.pop(1), "writer", "exec")
 for line in sys.stdin:
     child = os.fork()

@@ -124,6 +124,7 @@ def _plain(attrs: Mapping[str, Any], anew: Container[str] = ()) -> dict[str, str
     return {key: repr(value) for key, value in attrs.items() if key not in anew}
 
 
+@pytest.mark.usefixtures("in_this_thread")
 @pytest.mark.parametrize("engine", sorted(FILES))
 @settings(max_examples=25)
 @given(data=st.data())

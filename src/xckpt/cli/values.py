@@ -380,8 +380,8 @@ def compare(
         return int(not same)
     for text in said.values():
         print_text(printable(text))
-    _print_comparison((frame if everything else different).head(limit), chosen)
-    _print_counts(frame, "channels" if dims else "tensors")
+    listed = (frame if everything else different).head(limit)
+    _print_comparison(frame, listed, chosen, "channels" if dims else "tensors")
     return int(not different.empty)
 
 
@@ -430,20 +430,19 @@ def _lengths(dims: tuple[str, ...]) -> Any:
     return found
 
 
-def _print_counts(frame: pd.DataFrame, what: str) -> None:
+def _print_comparison(
+    frame: pd.DataFrame, listed: pd.DataFrame, chosen: list[str], what: str
+) -> None:
+    """Print the rows that are listed, and how many there are in all."""
+    if not listed.empty:
+        columns = [listed[name].tolist() for name in chosen]
+        texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
+        head = [Column("tensor")]
+        head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
+        print_table(head, list(zip(listed.index, *texts, strict=True)))
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
     complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
-
-
-def _print_comparison(frame: pd.DataFrame, chosen: list[str]) -> None:
-    if frame.empty:
-        return
-    columns = [frame[name].tolist() for name in chosen]
-    texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-    head = [Column("tensor")]
-    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
-    print_table(head, list(zip(frame.index, *texts, strict=True)))
 
 
 # --- report --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import xarray as xr
 
 from xckpt.arrays import read_later
 from xckpt.arrays.graph import tensor_array
-from xckpt.arrays.lazy import target_nbytes
+from xckpt.arrays.selection import target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype

@@ -75,15 +75,7 @@ def draw_differences(
     kept = f"the {len(bars):,} most changed" if len(bars) < len(changed) else ""
     add_heading(ax, summary, kept, note)
     if bars.empty:
-        same = counts["same"]
-        text = "No tensor that is in both has changed."
-        if not same:
-            text = "No tensor is in both with the same shape."
-        elif same == counts.total():
-            text = "All tensors are equal." if same > 1 else "The tensor is equal in both."
-        ax.set(xticks=[], yticks=[])
-        ax.spines[:].set_visible(False)
-        ax.text(0.5, 0.5, text, ha="center", va="center", size="large", transform=ax.transAxes)
+        _say(ax, counts["same"], counts.total())
         return ax
     values = bars[statistic].to_numpy(np.float64)
     drawn = ax.barh(np.arange(len(values)), np.where(np.isfinite(values), values, 0.0), **style)
@@ -97,6 +89,18 @@ def draw_differences(
         ax.set_xscale("log")
     ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize="small")
     return ax
+
+
+def _say(ax: Axes, same: int, count: int) -> None:
+    """Say in the middle of a picture without bars what there is to say."""
+    text = "No tensor that is in both has changed."
+    if not same:
+        text = "No tensor is in both with the same shape."
+    elif same == count:
+        text = "All tensors are equal." if same > 1 else "The tensor is equal in both."
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    ax.text(0.5, 0.5, text, ha="center", va="center", size="large", transform=ax.transAxes)
 
 
 # --- each channel --------------------------------------------------------------------------------

@@ -178,22 +178,16 @@ def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str]]:
 # --- what is equal of two tensors that belong together -------------------------------------------
 
 
-def _transposed(one: Fingerprint) -> list[Hashable]:
-    return [(one.elements, _digest(each)) for each in (one.rows, one.columns) if each is not None]
-
-
-def _rows(one: Fingerprint) -> list[Hashable]:
-    sides = [each for each in (one.rows, one.columns) if each is not None and len(each) > 1]
-    return [(one.elements, _digest(np.sort(each))) for each in sides]
-
-
-def _digest(hashes: np.ndarray[Any, Any]) -> bytes:
-    return blake2b(hashes.tobytes(), digest_size=16).digest()
+def _hashes(one: Fingerprint, fewest: int, order: Callable[[Any], Any]) -> list[Hashable]:
+    """Return digests of the rows and of the columns, if there are so many, in some order."""
+    sides = [each for each in (one.rows, one.columns) if each is not None and len(each) >= fewest]
+    digests = [blake2b(order(each).tobytes(), digest_size=16).digest() for each in sides]
+    return [(one.elements, digest) for digest in digests]
 
 
 _KEYS: tuple[tuple[str, Callable[[Fingerprint], list[Hashable]]], ...] = (
     ("values", lambda one: [one.contents]),
-    ("transposed", _transposed),
-    ("rows", _rows),
+    ("transposed", lambda one: _hashes(one, 0, np.asarray)),
+    ("rows", lambda one: _hashes(one, 2, np.sort)),
     ("elements", lambda one: [(one.elements, one.count)]),
 )

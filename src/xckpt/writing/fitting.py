@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
-from xckpt.errors import CheckpointError, CheckpointWarning, FormatError, UnsupportedError, shown
+from xckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    FormatError,
+    UnsupportedError,
+    shown,
+    some,
+)
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
 from xckpt.index import Arrangement, is_json
 from xckpt.storage.digests import Hasher
@@ -77,13 +84,12 @@ class Changes:
 
     def warn(self, path: str, stacklevel: int) -> None:
         """Warn of all that was noted, if anything was."""
-        lines = []
-        for what, names in self._names.items():
-            line = f"{what}: {', '.join(map(shown, list(names)[:_SHOWN_NAMES]))}"
-            more = len(names) - _SHOWN_NAMES
-            lines.append(f"{line} and {more} more" if more > 0 else line)
-        if lines:
-            text = f"{path}: " + "; ".join(lines)
+        if self._names:
+            listed = [
+                f"{what}: {some(list(names), '', _SHOWN_NAMES)}"
+                for what, names in self._names.items()
+            ]
+            text = f"{path}: " + "; ".join(listed)
             warnings.warn(text, CheckpointWarning, stacklevel=stacklevel + 1)
 
 

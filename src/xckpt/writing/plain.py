@@ -68,7 +68,11 @@ _BY_AXIS = ("preferred_chunks", "chunks", "shards", "chunksizes", "original_shap
 def plain(obj: xr.Dataset | xr.DataTree) -> Any:
     """Make an object that xarray writes to netCDF and zarr as it is; warn once of what changed."""
     changes = Changes()
-    nodes: _Nodes = {"/": (obj, ())} if isinstance(obj, xr.Dataset) else _nodes(obj)
+    nodes: _Nodes = {"/": (obj, ())} if isinstance(obj, xr.Dataset) else {}
+    for node in obj.subtree if isinstance(obj, xr.DataTree) else ():  # those above others first
+        path = "/" + node.path.removeprefix(obj.path).lstrip("/")
+        # The root has what it inherits: nothing above it is written.
+        nodes[path] = node.to_dataset(inherit=node is obj), tuple(node.children)
     taken = {str(name) for ds, below in nodes.values() for name in (*ds.variables, *below)}
     dims = _dims(nodes, taken)
     for dim, new in dims.items():
@@ -91,18 +95,6 @@ def plain(obj: xr.Dataset | xr.DataTree) -> Any:
     if isinstance(obj, xr.Dataset):
         return made["/"]
     return xr.DataTree.from_dict(made, name=obj.name)
-
-
-def _nodes(tree: xr.DataTree) -> _Nodes:
-    """List Datasets by their paths below the tree, those above others first."""
-    return {
-        "/" + node.path.removeprefix(tree.path).lstrip("/"): (
-            # The root has what it inherits: nothing above it is written.
-            node.to_dataset(inherit=node is tree),
-            tuple(node.children),
-        )
-        for node in tree.subtree
-    }
 
 
 def _dims(nodes: _Nodes, taken: set[str]) -> dict[Any, str]:
@@ -179,24 +171,19 @@ def _variable(name: Any, old: xr.Variable, renamed: _Renamed, changes: Changes) 
         changes.add("element types became wider ones", str(name))
     if is_sparse(old._data):  # noqa: SLF001  `data` would load what is lazy
         changes.add("sparse chunks become dense", str(name))
-    new.encoding = _encoding(old, new, renamed.dims)
-    if old.attrs or said:
-        new.attrs = _held_attrs(old.attrs, said, changes)
-    return new
-
-
-def _encoding(old: xr.Variable, new: xr.Variable, dims: Mapping[Any, str]) -> dict[Any, Any]:
     encoding = dict(old.encoding)
     if new.ndim > old.ndim:
         for key in _BY_AXIS:
             encoding.pop(key, None)
     elif "preferred_chunks" in encoding:
         by_dim = encoding["preferred_chunks"].items()
-        encoding["preferred_chunks"] = {dims.get(dim, dim): size for dim, size in by_dim}
-    if new.dtype.kind == "f":
-        # No value is one that is missing, whatever its bits.
-        encoding = {"_FillValue": None, "fill_value": 0.0} | encoding
-    return encoding
+        encoding["preferred_chunks"] = {renamed.dims.get(dim, dim): size for dim, size in by_dim}
+    # No value is one that is missing, whatever its bits.
+    no_fill = {"_FillValue": None, "fill_value": 0.0} if new.dtype.kind == "f" else {}
+    new.encoding = no_fill | encoding
+    if old.attrs or said:
+        new.attrs = _held_attrs(old.attrs, said, changes)
+    return new
 
 
 def _held_variable(old: xr.Variable, dims: tuple[str, ...], pair: str) -> xr.Variable:
