@@ -167,7 +167,7 @@ class Subject:
         return Described(name, dims, shape, readers, encoding, self, gone, absent)
 
 
-class _File(Subject):
+class _FileSubject(Subject):
     """A file, of which a Dataset is made only where names of dimensions are asked for."""
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
@@ -322,7 +322,7 @@ def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     source, index = open_index(path, format, storage_options=storage_options)
     load_in_session()
     with paused_collector():
-        return _File(source, index, OpenOptions(storage_options=storage_options))
+        return _FileSubject(source, index, OpenOptions(storage_options=storage_options))
 
 
 def _tree_contents(tree: xr.DataTree) -> Subject:
