@@ -177,8 +177,8 @@ def test_sparse_tensors_are_never_made_dense() -> None:
     lazy = COOArray(tensor, {role: PartReader(source, part) for role, part in parts.items()})
     (sketch,) = scanned(reader_of(lazy))
     found = describe(sketch, [0.5])
-    assert found[0] == prod(shape)
-    assert found[3] == prod(shape) - 2
+    assert (sketch.count, sketch.zero) == (prod(shape), prod(shape) - 2)
+    assert (found[0], found[3]) == (float(prod(shape)), float(prod(shape) - 2))
     assert found[10] == 5.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 import xarray as xr
 
 from tests.stats.checkpoints import memory_of, sparse_file, write
+from xckpt.errors import CheckpointError
 from xckpt.statistics import scan, stats
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.kinds import kind_named
+from xckpt.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +76,30 @@ def test_chunks(path: Path, expected: xr.Dataset, size: str) -> None:
         found = stats(computed, cache=False)
     for name in ("large", "whole", "small.19"):
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {f"w{n}": rng.standard_normal(n + 1).astype(np.float32) for n in range(300)}
+    path = write(tmp_path / "m.safetensors", tensors)
+    ds, reads = opened(path), []
+    read_into = LocalSource.read_into
+
+    def counting(source: LocalSource, offset: int, memory: memoryview) -> None:
+        reads.append(len(memory))
+        read_into(source, offset, memory)
+
+    monkeypatch.setattr(LocalSource, "read_into", counting)
+    found = stats(ds, cache=False)
+    assert len(reads) < 10
+    assert sum(reads) == sum(array.nbytes for array in tensors.values())
+    monkeypatch.setattr(scan, "_TOGETHER_NBYTES", 0)
+    xr.testing.assert_identical(stats(ds, cache=False), found)
+    assert len(reads) > len(tensors)
+    monkeypatch.undo()
+    os.truncate(path, path.stat().st_size - 4)
+    with pytest.raises(CheckpointError, match=r"tensor 'w\d+'"):
+        stats(ds, cache=False)
 
 
 def test_chunks_that_are_no_runs(path: Path, expected: xr.Dataset) -> None:

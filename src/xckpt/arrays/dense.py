@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.lazy import (
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.parts import strided_chunks
+from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
-    LazyArray,
     chunks_along_slowest,
     contiguous_run,
     cut_along,
@@ -23,7 +24,6 @@ from xckpt.arrays.lazy import (
     result_shape,
     take,
 )
-from xckpt.arrays.parts import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS

@@ -1,261 +1,32 @@
-"""Arrays of which nothing is read yet, what an index selects of them, and how they are cut."""
+"""Arrays of which nothing is read yet, and slices of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from math import prod
-from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from xckpt.arrays.selection import (
+    AxisKey,
+    Chunks,
+    chunks_along_slowest,
+    compose,
+    cut_chunks,
+    normalize,
+    result_shape,
+    whole,
+)
 from xckpt.errors import CheckpointError, UnsupportedError, locating, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator
 
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range
-
-AxisKey = int | slice | np.ndarray[Any, np.dtype[np.int64]]
-
-
-class ElementRun(NamedTuple):
-    """A contiguous run of the elements of a C-ordered array."""
-
-    start: int  # of the first element in the flat array
-    shape: tuple[int, ...]  # of the block that the run makes; it has the axes of the whole array
-    key: tuple[AxisKey, ...]  # what to take of that block, one entry for each axis
-
-
-def normalize(key: Any, shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Spell an index out: one in-range entry for each axis."""
-    entries = list(key) if isinstance(key, tuple) else [key]
-    where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
-    if where:
-        fill = len(shape) - len(entries) + 1
-        entries[where[0] : where[0] + 1] = [slice(None)] * fill
-    entries += [slice(None)] * (len(shape) - len(entries))
-    if len(entries) != len(shape):
-        raise IndexError(f"{len(entries)} indices for an array of {len(shape)} dimensions")
-    return tuple(_normalize_axis(e, n) for e, n in zip(entries, shape, strict=True))
-
-
-def whole(shape: Sequence[int]) -> tuple[AxisKey, ...]:
-    """Return the index that selects all, as `normalize` spells it."""
-    return tuple([slice(0, length, 1) for length in shape])
-
-
-def _slice_of(steps: range) -> slice:
-    # A negative stop would count from the end; None means "to the start".
-    stop = None if steps.stop < 0 else steps.stop
-    return slice(steps.start, stop, steps.step) if steps else slice(0, 0, 1)
-
-
-def _normalize_axis(entry: Any, length: int) -> AxisKey:
-    if isinstance(entry, slice):
-        return _slice_of(range(length)[entry])
-    if isinstance(entry, list | np.ndarray):
-        return _normalize_array(np.asarray(entry), length)
-    try:
-        position = as_integer(entry)
-    except TypeError:
-        raise IndexError(f"cannot index with {entry!r}") from None
-    if not -length <= position < length:
-        raise IndexError(f"index {position} is out of bounds for an axis of size {length}")
-    return position % length
-
-
-def _normalize_array(entry: np.ndarray[Any, Any], length: int) -> AxisKey:
-    if entry.ndim != 1:
-        raise IndexError(f"only 1-d arrays can index an axis, not {entry.ndim}-d ones")
-    if entry.dtype == bool:
-        if len(entry) != length:
-            raise IndexError(f"boolean index of length {len(entry)} for an axis of size {length}")
-        return np.flatnonzero(entry)
-    positions = entry.astype(np.int64)
-    if positions.size and not (-length <= positions.min() and positions.max() < length):
-        raise IndexError(f"index array is out of bounds for an axis of size {length}")
-    return np.where(positions < 0, positions + length, positions)
-
-
-def _bounds(entry: AxisKey, length: int) -> tuple[int, int]:
-    """Return the half-open hull of what an entry selects; ``(0, 0)`` for nothing."""
-    if isinstance(entry, int):
-        return entry, entry + 1
-    chosen = positions(entry, length)
-    if not len(chosen):
-        return 0, 0
-    if isinstance(chosen, range):
-        return min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1
-    return int(chosen.min()), int(chosen.max()) + 1
-
-
-def _shifted(entry: AxisKey, low: int) -> AxisKey:
-    if isinstance(entry, slice):
-        if entry.stop is None or entry.stop < low:
-            return slice(entry.start - low, None, entry.step)
-        return slice(entry.start - low, entry.stop - low, entry.step)
-    return entry - low
-
-
-def contiguous_run(shape: Sequence[int], key: Sequence[AxisKey]) -> ElementRun:
-    """Find the smallest contiguous run of a C-ordered array that holds a selection."""
-    start, narrowed = 0, True
-    block: list[int] = []
-    inner: list[AxisKey] = []
-    for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
-        if not narrowed:
-            block.append(length)
-            inner.append(entry)
-            continue
-        low, high = _bounds(entry, length)
-        start += low * prod(shape[axis + 1 :])
-        block.append(high - low)
-        inner.append(_shifted(entry, low))
-        narrowed = high - low == 1
-    return ElementRun(start, tuple(block), tuple(inner))
-
-
-def result_shape(shape: Sequence[int], key: Sequence[AxisKey]) -> tuple[int, ...]:
-    """Return the shape of a selection."""
-    sizes = []
-    for length, entry in zip(shape, key, strict=True):
-        if isinstance(entry, slice):
-            sizes.append(len(range(*entry.indices(length))))
-        elif not isinstance(entry, int):
-            sizes.append(len(entry))
-    return tuple(sizes)
-
-
-def is_all(run: ElementRun) -> bool:
-    """Whether what is taken of a run is all of it, in its order."""
-    key = tuple([slice(0, 1, 1) if isinstance(entry, int) else entry for entry in run.key])
-    return all(isinstance(entry, slice) for entry in key) and key == whole(run.shape)
-
-
-def positions(entry: AxisKey, length: int) -> range | np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the positions on an axis that an entry selects, in the order of the result."""
-    if isinstance(entry, slice):
-        return range(length)[entry]
-    return np.atleast_1d(np.asarray(entry))
-
-
-def groups(entry: AxisKey, length: int, size: int) -> Iterator[AxisKey]:
-    """Cut an entry into entries that select `size` positions each, in the same order."""
-    chosen = positions(entry, length)
-    for start in range(0, len(chosen), size):
-        part = chosen[start : start + size]
-        yield _slice_of(part) if isinstance(part, range) else part
-
-
-def cut_along(
-    axis: int, size: int, shape: Sequence[int], key: tuple[AxisKey, ...]
-) -> Iterator[tuple[tuple[slice, ...], tuple[AxisKey, ...]]]:
-    """Cut an index along an axis: where in the result each part is, and its index."""
-    before = (slice(None),) * len(result_shape(shape[:axis], key[:axis]))
-    for number, some in enumerate(groups(key[axis], shape[axis], size)):
-        where = slice(number * size, (number + 1) * size)
-        yield (*before, where), (*key[:axis], some, *key[axis + 1 :])
-
-
-def leading_axes(shape: Sequence[int], key: Sequence[AxisKey], skip: int) -> int:
-    """Return along how many axes it is best to read each selected position by itself."""
-    best, lowest, count = 0, float("inf"), 1
-    for axis, (length, entry) in enumerate(zip(shape, key, strict=True)):
-        cost = count * (prod(contiguous_run(shape[axis:], key[axis:]).shape) + skip)
-        if cost < lowest:
-            best, lowest = axis, cost
-        count *= len(positions(entry, length))
-    return best
-
-
-def take(block: Any, key: Sequence[AxisKey]) -> Any:
-    """Apply an index to a block, orthogonally: each array acts on its own axis."""
-    arrays = [axis for axis, entry in enumerate(key) if isinstance(entry, np.ndarray)]
-    for axis in arrays:
-        block = block[(slice(None),) * axis + (key[axis],)]
-    return block[tuple(slice(None) if isinstance(e, np.ndarray) else e for e in key)]
-
-
-def compose(first: Sequence[AxisKey], second: Sequence[AxisKey]) -> tuple[AxisKey, ...]:
-    """Return the index that selects at once what two select one after the other."""
-    rest = iter(second)
-    return tuple([e if isinstance(e, int) else _within(e, next(rest)) for e in first])
-
-
-def _within(outer: Any, inner: AxisKey) -> AxisKey:
-    steps = range(outer.start, outer.stop, outer.step)
-    if isinstance(inner, int):
-        return steps[inner]
-    if not isinstance(inner, slice):
-        return np.asarray(outer.start + inner * outer.step)
-    return _slice_of(steps[inner])
-
-
-def cut_chunks(chunks: Chunks, key: Sequence[AxisKey]) -> Chunks:
-    """Return the chunks of a selection as dask does: those of the whole without the rest."""
-    kept = zip(chunks, key, strict=True)
-    return tuple([_cut(sizes, entry) for sizes, entry in kept if isinstance(entry, slice)])
-
-
-def _cut(sizes: tuple[int, ...], entry: slice) -> tuple[int, ...]:
-    start, stop, step = entry.start, entry.stop, entry.step
-    if (start, stop, step) == (0, sum(sizes), 1):
-        return sizes
-    left = []
-    for begin, end in pairwise(accumulate(sizes, initial=0)):
-        first = max(start, begin + (start - begin) % step)
-        # Like dask's (``dask.array.slicing._slice_1d``), a chunk in which the next step would be
-        # is there without an element if the end comes first: variables that are cut alike must
-        # have chunks alike, or their Dataset has none.
-        if begin < stop and first < end:
-            left.append(len(range(first, min(stop, end), step)))
-    return tuple(left) or (0,)
-
-
-# Sparse tensors claim any shape in a few bytes; a chunk of a real file is no smaller for this.
-_MOST_CHUNKS = 1 << 17
-
-Chunks = tuple[tuple[int, ...], ...]
-
-
-def target_nbytes() -> int:
-    """Return the wanted size of a chunk in bytes: dask's ``array.chunk-size``."""
-    import dask
-    from dask.utils import parse_bytes
-
-    return max(1, int(parse_bytes(dask.config.get("array.chunk-size", "128MiB"))))
-
-
-@lru_cache(maxsize=4096)
-def chunks_along_slowest(
-    shape: tuple[int, ...], itemsize: int, target: int, order: str = "C"
-) -> Chunks:
-    """Cut a shape into chunks of about `target` bytes, each contiguous in memory order."""
-    if order == "F":
-        return chunks_along_slowest(shape[::-1], itemsize, target)[::-1]
-    chunks: list[tuple[int, ...]] = []
-    rest = itemsize
-    for length in shape:
-        rest *= length
-    target = max(target, rest // _MOST_CHUNKS)
-    if rest <= target:
-        return tuple((length,) for length in shape)
-    for length in shape:
-        rest //= length
-        step = min(length, max(1, target // rest)) if rest else length
-        whole, left = divmod(length, step)
-        chunks.append((step,) * whole + ((left,) if left else ()))
-        # Once a chunk holds several positions of an axis, the faster axes must stay whole.
-        if step > 1:
-            target = rest
-    return tuple(chunks)
 
 
 class Origin(NamedTuple):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray, elements
-from xckpt.arrays.lazy import (
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
-    LazyArray,
     chunks_along_slowest,
     contiguous_run,
     cut_along,

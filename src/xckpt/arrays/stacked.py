@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from xckpt.arrays import lazy_arrays
-from xckpt.arrays.lazy import (
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.selection import (
     AxisKey,
     Chunks,
-    LazyArray,
     chunks_along_slowest,
     normalize,
     positions,

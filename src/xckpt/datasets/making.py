@@ -12,7 +12,7 @@ import xarray as xr
 
 from xckpt.arrays import read_later
 from xckpt.arrays.graph import tensor_array
-from xckpt.arrays.lazy import target_nbytes
+from xckpt.arrays.selection import target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
@@ -95,12 +95,10 @@ def make_groups(
     listing = list_arrays(source, index, options, for_tree=True)
     by_name = {each.name: each for each in listing.arrays}
     nodes: dict[str, dict[str, Listed]] = {"/": {}}
+    places: dict[str, list[str]] = {}
     for name, (path, leaf) in tree_paths({n: e.path for n, e in by_name.items()}).items():
         nodes.setdefault(path, {})[leaf] = by_name[name]
-    places: dict[str, list[str]] = {}
-    for path, node in nodes.items():
-        for leaf in node:
-            places.setdefault(leaf, []).append(path)
+        places.setdefault(leaf, []).append(path)
     reserved = {*places, *by_name}
     maker = VariableMaker.of(source, listing, options)
     top = AxisNames(options.dims, reserved)
@@ -108,7 +106,7 @@ def make_groups(
     coords = _Coordinates(index.arrangement.coords, top)
     names, indexed = {"": top}, {"": set[str]()}
     dropped: dict[str, list[str]] = {}
-    marks = StackMarks()
+    how: Any = {"coords": coords, "marks": StackMarks()}
     datasets: dict[str, xr.Dataset] = {}
     children = child_nodes(nodes)
     # A node comes after those above it, whose names keep their sizes below.
@@ -131,13 +129,12 @@ def make_groups(
         shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
         roles = {} if axis_names is None else axis_names(shapes)
         taken = {*node, *children.get(path, ())}
-        how: Any = {"coords": coords, "roles": roles, "marks": marks}
-        group = _group(node, taken, maker, names[here], **how)
+        group = _group(node, taken, maker, names[here], roles=roles, **how)
         datasets[path] = xr.Dataset(group.variables, group.coords)
         dropped |= group.dropped_attrs
     # Nodes have an order of their own.
-    order = {"file_order": listing.file_order}
-    datasets["/"].encoding = order | _stack_encoding(listing, dropped)
+    encoding = _stack_encoding(listing, dropped)
+    datasets["/"].encoding = {"file_order": listing.file_order, **encoding}
     made = {path: datasets[path] for path in nodes}
     for path, attrs in sorted(index.arrangement.modules.items()):
         parent, slash, leaf = path.rpartition("/")

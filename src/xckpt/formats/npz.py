@@ -142,7 +142,7 @@ def _read_head(content: archive.Content) -> list[Any]:
         text = data.decode("utf-8" if version == b"\3\0" else "latin-1").strip()
         fields = _LITERAL.fullmatch(text) and ast.literal_eval(re.sub(r"(\d)L", r"\1", text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise FormatError(f"{_HEAD} does not parse: {error}", rule="Head") from error
+        raise FormatError(f"{_HEAD} does not parse: {shown(str(data))}", rule="Head") from error
     if type(fields) is not dict or sorted(map(str, fields)) != _KEYS:
         raise FormatError(f"{_HEAD} is {shown(text)}", rule="Head")
     return [fields[key] for key in _KEYS]

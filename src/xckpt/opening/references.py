@@ -16,7 +16,7 @@ import warnings
 from math import isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.arrays.lazy import chunks_along_slowest, target_nbytes
+from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import CheckpointWarning, MissingShardError, shown
 from xckpt.labels import AxisNames, TensorFilter, select

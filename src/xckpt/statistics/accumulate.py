@@ -298,8 +298,8 @@ class Sketch(Accumulator):
             "row": self.rows.length,
             "dead": self.rows.dead,
             "kind": self.kind.name,
-            "codes": _narrowed(steps),
-            "counts": _narrowed(counts),
+            "codes": _narrowed(steps, (1 << self.kind.code_bits) - 1),
+            "counts": _narrowed(counts, self.count),
             "extremes": [self.low, self.high],
             "nodes": [[*place, *node] for place, node in self.tree.nodes.items()],
             "open": [[row, *seen] for row, seen in self.rows.open.items()],
@@ -332,9 +332,8 @@ _NUMBERS = ("count", "nan", "inf", "zero", "negative_zero", "total", "implied")
 _WIDTHS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
-def _narrowed(numbers: Array) -> bytes:
-    """Return numbers in as few bytes as hold the largest, after how many these are."""
-    most = int(numbers.max(initial=0))
+def _narrowed(numbers: Array, most: int) -> bytes:
+    """Return numbers, of which none is larger than one, in few bytes, after how many these are."""
     width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     return bytes([width]) + numbers.astype(_WIDTHS[width]).tobytes()
 

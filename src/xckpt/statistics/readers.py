@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from itertools import product
 from math import prod
@@ -24,7 +25,7 @@ from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, dense_values
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
-from xckpt.errors import UnsupportedError, locating
+from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part
 from xckpt.statistics.kinds import Kind, kind_named, require_numbers
 from xckpt.storage.encodings import STREAMS
@@ -32,6 +33,7 @@ from xckpt.storage.encodings import STREAMS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from xckpt.storage import Source
     from xckpt.storage.ahead import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -40,6 +42,8 @@ _FIELDS = attrgetter(*(field.name for field in fields(Part)))
 # Of what is decoded or comes from elsewhere, at a time.
 _PIECE_NBYTES = 4 << 20
 _LARGEST_BAND = 64 << 20
+# Read together with what is next to it.
+_SMALL_NBYTES = 1 << 18
 # Of what is stored in another order of axes, where a row is in many places.
 _TURNED_NBYTES = 32 << 20
 
@@ -74,6 +78,11 @@ class Reader:
     #: What it depends on but for the file; None where it has none that lasts.
     identity: tuple[Any, ...] | None = None
 
+    @property
+    def shared_source(self) -> Source | None:
+        """The local file that has all elements, which are few, as they are from `place` on."""
+        return None
+
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Any]]:
         """Read some of the elements, perhaps into a buffer of bytes that is used again."""
         raise NotImplementedError
@@ -100,11 +109,26 @@ class RawReader(Reader):
         self.kind = kind_named(part.dtype)
         _describe_dense(self, lazy)
 
+    @property
+    def shared_source(self) -> Source | None:
+        """See `Reader.shared_source`."""
+        part = self.array.reader.part
+        if part.nbytes == self.nbytes <= _SMALL_NBYTES and part.digest is None:
+            with suppress(OSError, CheckpointError):  # reading it tells
+                near: Source | None = self.array.reader.source.near
+                return near
+        return None
+
+    @property
+    def block_dtype(self) -> np.dtype[Any]:
+        """What blocks are of: elements, or patterns of those that are only counted."""
+        return self.kind.unsigned if self.kind.exact else self.kind.dtype
+
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """Return the bytes of some of the elements."""
-        first, end = (nbytes_of(self.array.reader.part.dtype, n) for n in (start, stop))
-        for source, offset, _ in self.array.reader.ranges():
-            yield source, offset + first, end - first
+        reader, itemsize = self.array.reader, self.kind.itemsize
+        if stop > start and reader.part.nbytes:
+            yield reader.source, reader.part.offset + start * itemsize, (stop - start) * itemsize
 
     def blocks(self, start: int, stop: int, buffer: Array) -> Iterator[tuple[int, Array]]:
         """Read some of the elements."""
@@ -112,7 +136,7 @@ class RawReader(Reader):
         if reader.part.nbytes != self.nbytes or reader.part.digest is not None:
             reader.read(0, 0, self.nbytes)  # checks size and digest, and reads nothing
         step = buffer.nbytes // itemsize
-        dtype = self.kind.unsigned if self.kind.exact else self.kind.dtype
+        dtype = self.block_dtype
         for at in range(start, stop, step):
             memory = buffer[: (min(at + step, stop) - at) * itemsize]
             reader.source.read_into(reader.part.offset + at * itemsize, memory.data)

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -52,6 +52,12 @@ _FAR_TASK_NBYTES = 4 * IN_FLIGHT * REQUEST_NBYTES
 _MOST_CUTS = 256
 _MOST_FAR_CUTS = 4096
 _MANY = 64
+# Small tensors of a local file that are read at once: what is between them, and all of them.
+_LARGEST_GAP = 4096
+_TOGETHER_NBYTES = 1 << 20
+_ALIGNMENT = 64
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _thread = threading.local()
 
@@ -170,8 +176,7 @@ def _stretches(reader: Reader) -> list[tuple[int, int]]:
     return [(start, min(start + _STRETCH, size)) for start in range(0, size, _STRETCH)]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Elements of a tensor, by its number and that of the stretch, that one task reads."""
 
     number: int
@@ -229,7 +234,7 @@ def _tasks(cuts: Sequence[Cut], piece: int, target: int, most: int) -> Iterator[
             step = max(1, stop - cut.start)
         for at in range(cut.start, max(stop, cut.start + 1), step):
             end = min(at + step, stop)
-            task.append(Cut(cut.number, cut.stretch, reader, cut.argument, at, end))
+            task.append(cut._replace(start=at, stop=end) if step < stop - cut.start else cut)
             nbytes += task[-1].nbytes
             if nbytes >= target or len(task) >= most:
                 yield task
@@ -244,12 +249,58 @@ def _ranges(cuts: Iterable[Cut]) -> Iterator[Range]:
 
 def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[Any]:
     """Do one task."""
-    return [_scan_cut(cut, operation, stop) for cut in task]
+    if not hasattr(_thread, "buffer"):
+        _thread.buffer = empty_array(BLOCK_NBYTES)
+    found: list[Any] = []
+    for some in _neighbours(task):
+        memory = _read_together(some) if len(some) > 1 else None
+        if memory is None:
+            found += [_scan_cut(cut, operation, stop) for cut in some]
+            continue
+        first = some[0].reader.place[1]
+        for cut in some:
+            each = operation.begin(cut.reader, cut.argument)
+            start = cut.reader.place[1] - first
+            values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
+            if cut.stop:
+                each.update(0, values)
+            found.append(each.close())
+    return found
+
+
+def _neighbours(task: list[Cut]) -> Iterator[list[Cut]]:
+    """Cut a task so that whole small tensors that are next to each other in a file are together."""
+    some: list[Cut] = []
+    source, start, end = None, 0, 0
+    for cut in task:
+        own, at = cut.reader.shared_source, cut.reader.place[1]
+        is_whole = own is not None and cut.stop - cut.start == cut.reader.size
+        is_next = is_whole and own is source and 0 <= at - end <= _LARGEST_GAP
+        if some and not (is_next and at + cut.reader.nbytes - start <= _TOGETHER_NBYTES):
+            yield some
+            some = []
+        if not some:
+            start = at
+        source, end = own if is_whole else None, at + cut.reader.nbytes
+        some.append(cut)
+    if some:
+        yield some
+
+
+def _read_together(some: list[Cut]) -> Array | None:
+    """Read small tensors at once; None if that fails: read one by one, an error names its own."""
+    reader = some[-1].reader
+    first = some[0].reader.place[1]
+    # As far from an aligned place as in the file, of which elements are multiples.
+    start = first % _ALIGNMENT
+    memory: Array = _thread.buffer[start : start + reader.place[1] + reader.nbytes - first]
+    with suppress(OSError, CheckpointError):
+        reader.shared_source.read_into(first, memory.data)
+        return memory
+    return None
 
 
 def _scan_cut(cut: Cut, operation: type[Accumulator], stop: Any) -> Accumulator:
-    if not hasattr(_thread, "buffer"):
-        _thread.buffer = empty_array(BLOCK_NBYTES)
     reader = cut.reader
     found = operation.begin(reader, cut.argument)
     with locating(path=reader.place[0] or None, tensor=reader.name):

@@ -104,7 +104,7 @@ class HttpSource(FsspecSource):
                 if found is None:
                     return None
                 wanted = memory[: found["size"] - offset]
-                body = _Body(wanted, patience, came, skip=found.get("skip", 0))
+                body = _AnswerBody(wanted, patience, came, skip=found.get("skip", 0))
                 return found, await body.read(response.content.iter_any(), response)
 
         return run(fs.loop, request, memory)
@@ -316,7 +316,7 @@ class S3Source(HttpSource):
                 answer = await fs._call_s3("get_object", **which)  # noqa: SLF001
             async with answer["Body"] as body:
                 look(answer)
-                return answer, await _Body(memory, patience, came).read(
+                return answer, await _AnswerBody(memory, patience, came).read(
                     pieces(body), broken=BotoCoreError
                 )
 
@@ -340,7 +340,7 @@ def _refusal(error: BaseException) -> tuple[int, str]:
     return int(status), str(answer.get("Error", {}).get("Code"))
 
 
-class _Body(asyncio.BufferedProtocol):
+class _AnswerBody(asyncio.BufferedProtocol):
     """Reads a body, or no more than its beginning, into memory.
 
     aiohttp would copy what comes twice before it is copied there. So the connection of an answer

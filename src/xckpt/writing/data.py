@@ -21,9 +21,9 @@ import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
 from xckpt.arrays.dense import ChunkedArray, DenseArray, elements, unpack_codes
-from xckpt.arrays.lazy import chunks_along_slowest, target_nbytes
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import turned
+from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
