@@ -127,6 +127,7 @@ names = st.one_of(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=150)
+@example(chosen={"\ud800"})
 @given(chosen=st.sets(names, min_size=1, max_size=4))
 def test_names_come_back_or_are_refused(engine: str, chosen: set[str]) -> None:
     ds = dataset({name: np.full(2, at, "f4") for at, name in enumerate(sorted(chosen))})

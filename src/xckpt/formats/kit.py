@@ -547,6 +547,8 @@ def arrangement_texts(
         if key in draft.attrs:
             reason = f"the attribute {key!r} is where names of axes and coordinates are kept"
             raise UnsupportedError(reason, rule=rule, hint="Rename it")
+    for name in tensors:
+        check_text("the name", name, name)
     read_as = {tensor.name: name for name, tensor in tensors.items()}
     coords = {read_as[name]: None for name in draft.arrangement.coords if name in read_as}
     order = [read_as[name] for name in draft.arrangement.order if name in read_as]

@@ -220,7 +220,6 @@ def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:
 def _nbytes(tensor: WantedTensor) -> int:
     """Return how many bytes a tensor takes, if it can be written."""
     bits = ELEMENT_TYPES[tensor.dtype].bits * tensor.size
-    kit.check_text("the name", tensor.name, tensor.name)
     if tensor.name == "__metadata__":
         reason, rule = "the name has another meaning here: rename it", "Name"
     elif bits % 8:
