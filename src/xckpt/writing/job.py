@@ -141,7 +141,7 @@ class Target(NamedTuple):
         return new_file(path, overwrite=self.overwrite, storage_options=self.storage_options)
 
 
-class _PlannedFile(NamedTuple):
+class _FileToWrite(NamedTuple):
     """One file of a checkpoint: its name if it is a companion, its plan and the data."""
 
     name: str | None
@@ -191,7 +191,7 @@ class WriteJob:
                 items.append(item_at(0, StoredData(whole, grown.size, (grown.size,))))
             # What has no offset keeps its order, after all that has one.
             items.sort(key=lambda item: inf if item.extent.offset is None else item.extent.offset)
-            self._files.append(_PlannedFile(name, each, items))
+            self._files.append(_FileToWrite(name, each, items))
         # The ranges that are written to by memory maps.
         self._reserved = [
             (file, offset, prod(data.array.shape) * stored_dtype(data.dtype).itemsize)
