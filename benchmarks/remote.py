@@ -30,7 +30,7 @@ LINES = ((0.0, 0.0), (0.02, 100e6), (0.1, 100e6))
 REQUEST = 8 << 20
 IN_FLIGHT = 32
 BUCKET = "bucket"
-ROUNDS = 3
+ROUNDS = 6
 # Times the floor: 0.6 and 0.5 of its speed.
 BOUND_OF_STATS, BOUND = 1 / 0.6, 2.0
 MIB = 1 << 20
