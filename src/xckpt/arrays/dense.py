@@ -43,14 +43,36 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK_NBYTES = 1 << 20
 
 
-class DenseArray(LazyArray):
+class OnePartArray(LazyArray):
+    """An array of which one part has everything."""
+
+    __slots__ = ("reader",)
+
+    def __init__(
+        self, name: str, reader: PartReader, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        super().__init__(name, reader.source, shape, dtype)
+        self.reader = reader
+
+    @property
+    def readers(self) -> dict[str, PartReader]:
+        """The part by its role, as arrays of several parts have them."""
+        return {"data": self.reader}
+
+    @property
+    def part_readers(self) -> Collection[PartReader]:
+        """See `LazyArray.part_readers`."""
+        return (self.reader,)
+
+
+class DenseArray(OnePartArray):
     """A dense tensor, or one part of a composite one.
 
     `decode` is whether to return types that numpy computes well with, or those that are stored;
     `strict` whether values that the format forbids are errors.
     """
 
-    __slots__ = ("decode", "order", "reader", "strict")
+    __slots__ = ("decode", "order", "strict")
 
     def __init__(
         self,
@@ -64,8 +86,7 @@ class DenseArray(LazyArray):
     ) -> None:
         element_type = reader.part.dtype
         dtype = decoded_dtype(element_type) if decode else stored_dtype(element_type)
-        super().__init__(name, reader.source, shape, dtype)
-        self.reader = reader
+        super().__init__(name, reader, shape, dtype)
         self.order = order
         self.decode = decode
         self.strict = strict
@@ -79,16 +100,6 @@ class DenseArray(LazyArray):
         if strides is not None and len(strides) == self.ndim:
             return strided_chunks(self.shape, strides, self.dtype.itemsize, target)
         return chunks_along_slowest(self.shape, self.dtype.itemsize, target, self.order)
-
-    @property
-    def readers(self) -> dict[str, PartReader]:
-        """What reads its parts, by role, as other arrays have it."""
-        return {"data": self.reader}
-
-    @property
-    def part_readers(self) -> Collection[PartReader]:
-        """See `LazyArray.part_readers`."""
-        return (self.reader,)
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the run of bytes that a selection is; see `LazyArray.ranges`."""

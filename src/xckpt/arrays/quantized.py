@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.dense import DenseArray, elements
+from xckpt.arrays.dense import DenseArray, OnePartArray, elements
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.selection import (
     AxisKey,
@@ -466,27 +466,16 @@ def _contiguous(codes: Array) -> Array:
 _BLOCK_NBYTES = 1 << 20
 
 
-class BlockArray(LazyArray):
+class BlockArray(OnePartArray):
     """A tensor whose rows are blocks of a type, a key of `BLOCK_TYPES`, one after another."""
 
-    __slots__ = ("block_type", "reader")
+    __slots__ = ("block_type",)
 
     def __init__(
         self, name: str, reader: PartReader, shape: tuple[int, ...], block_type: str
     ) -> None:
-        super().__init__(name, reader.source, shape, np.dtype(np.float32))
-        self.reader = reader
+        super().__init__(name, reader, shape, np.dtype(np.float32))
         self.block_type = block_type
-
-    @property
-    def readers(self) -> dict[str, PartReader]:
-        """The part by its role, as arrays of several parts have them."""
-        return {"data": self.reader}
-
-    @property
-    def part_readers(self) -> Collection[PartReader]:
-        """See `LazyArray.part_readers`."""
-        return (self.reader,)
 
     def ranges(self, key: Any) -> Iterator[Range]:
         """Return the blocks that a selection touches, if it is a run; see `LazyArray.ranges`."""

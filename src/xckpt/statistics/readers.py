@@ -352,12 +352,11 @@ def _describe_dense(reader: Reader, lazy: DenseArray) -> None:
 
 def _stored(lazy: Any) -> tuple[Any, ...]:
     """Say what the values depend on."""
-    readers = {"data": lazy.reader} if isinstance(lazy, DenseArray) else lazy.readers
     return tuple(
         [
             # The fields: to write the part itself takes several times as long.
             (role, each.source.name, each.source.identity, _FIELDS(each.part), each.verify)
-            for role, each in readers.items()
+            for role, each in lazy.readers.items()
         ]
     )
 
