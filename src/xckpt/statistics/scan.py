@@ -254,17 +254,14 @@ def scan_cuts(task: list[Cut], operation: type[Accumulator], stop: Any) -> list[
     found: list[Any] = []
     for some in _neighbours(task):
         memory = _read_together(some) if len(some) > 1 else None
-        if memory is None:
-            found += [_scan_cut(cut, operation, stop) for cut in some]
-            continue
         first = some[0].reader.place[1]
         for cut in some:
-            each = operation.begin(cut.reader, cut.argument)
-            start = cut.reader.place[1] - first
-            values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
-            if cut.stop:
-                each.update(0, values)
-            found.append(each.close())
+            blocks = None
+            if memory is not None:
+                start = cut.reader.place[1] - first
+                values = memory[start : start + cut.reader.nbytes].view(cut.reader.block_dtype)
+                blocks = [(0, values)] if cut.stop else []
+            found.append(_scan_cut(cut, blocks, operation, stop))
     return found
 
 
@@ -300,12 +297,20 @@ def _read_together(some: list[Cut]) -> Array | None:
     return None
 
 
-def _scan_cut(cut: Cut, operation: type[Accumulator], stop: Any) -> Accumulator:
+def _scan_cut(
+    cut: Cut,
+    blocks: Iterable[tuple[int, Any]] | None,
+    operation: type[Accumulator],
+    stop: Any,
+) -> Accumulator:
+    """Describe a cut; its blocks are read unless they are there."""
     reader = cut.reader
     found = operation.begin(reader, cut.argument)
     with locating(path=reader.place[0] or None, tensor=reader.name):
         if not reader.sparse:
-            for at, values in reader.blocks(cut.start, cut.stop, _thread.buffer):
+            if blocks is None:
+                blocks = reader.blocks(cut.start, cut.stop, _thread.buffer)
+            for at, values in blocks:
                 found.update(at, values)
                 if stop.is_set():
                     break
