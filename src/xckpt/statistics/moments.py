@@ -98,9 +98,6 @@ class Tree(Generic[Node]):
     def total(self) -> Node:
         """Return what is known of all elements, once all leaves are there."""
         total = self.empty
-        if len(self.nodes) == 1:
-            (node,) = self.nodes.values()
-            return self.merged(node, total)
         for place in sorted(self.nodes, key=lambda place: place[1] << place[0], reverse=True):
             total = self.merged(self.nodes[place], total)
         return total

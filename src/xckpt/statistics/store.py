@@ -81,7 +81,7 @@ class Store:
         self._data, records = read_records(self._path)
         self._size = len(self._data)
         self._good = _end_of(records.values()) if self._data else 0
-        #: By key: in which record a sketch is, and where in that once it is decompressed.
+        #: By key: in which frame a sketch is, and where in that once it is decompressed.
         self._places: dict[bytes, tuple[tuple[int, int], int, int]] = {}
         for record in records.values():
             self._places |= dict(_places(self._data, record))
@@ -95,13 +95,13 @@ class Store:
         place = self._places.get(_key(reader, stretch)) if self._places else None
         if place is None:
             return None
-        record, start, stop = place
+        frame, start, stop = place
         try:
-            if record not in self._frames:
+            if frame not in self._frames:
                 if sum(map(len, self._frames.values())) > LARGEST_RECORD:
                     self._frames.clear()
-                self._frames[record] = _decompressed(self._data, record)
-            kept = self._operation.unpack(self._frames[record][start:stop], reader)
+                self._frames[frame] = _decompressed(self._data[slice(*frame)])
+            kept = self._operation.unpack(self._frames[frame][start:stop], reader)
             with np.errstate(all="ignore"):
                 require(kept, reader, stretch)
         except Exception:  # noqa: BLE001  whatever is wrong with it, it can be made again
@@ -142,21 +142,19 @@ def _places(data: bytes, record: tuple[int, int]) -> Iterator[tuple[bytes, tuple
     count = _COUNT.unpack_from(data, first)[0] if end - first >= _COUNT.size else 0
     keys = first + _COUNT.size
     lengths = keys + _KEY_NBYTES * count
-    if lengths + 4 * count > end:
+    frame = lengths + 4 * count, end
+    if frame[0] > end:
         return
     stops = np.cumsum(np.frombuffer(data, "<u4", count, lengths), dtype=np.int64).tolist()
     start = 0
     for at, stop in zip(range(keys, lengths, _KEY_NBYTES), stops, strict=True):
-        yield data[at : at + _KEY_NBYTES], (record, start, stop)
+        yield data[at : at + _KEY_NBYTES], (frame, start, stop)
         start = stop
 
 
-def _decompressed(data: bytes, record: tuple[int, int]) -> bytes:
+def _decompressed(frame: bytes) -> bytes:
     import zstandard
 
-    first, end = record
-    (count,) = _COUNT.unpack_from(data, first)
-    frame = data[first + _COUNT.size + (_KEY_NBYTES + 4) * count : end]
     # The size that a frame states is allocated, whatever limit is given with it.
     if not 0 < zstandard.frame_content_size(frame) <= LARGEST_RECORD:
         raise ValueError("not a record of sketches")
