@@ -12,15 +12,21 @@
     └── FileChangedError (OSError)             the file changed after it was opened
 
     CheckpointWarning (UserWarning)            what a specification lets pass with a warning
+
+`warn` shows a warning at the line of the user that it is due to.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 __all__ = [
     "CheckpointError",
@@ -32,13 +38,31 @@ __all__ = [
     "PayloadMissingError",
     "TooLargeError",
     "UnsupportedError",
+    "deprecated_name",
     "locating",
     "named",
     "shown",
     "some",
+    "warn",
 ]
 
 _LONGEST_SHOWN_NAME = 200
+# Packages that may stand between a warning and the code of the user.
+_BETWEEN = frozenset(
+    {
+        "asyncio",
+        "concurrent",
+        "contextlib",
+        "dask",
+        "distributed",
+        "functools",
+        "lazy_loader",
+        "queue",
+        "threading",
+        "xarray",
+        "xckpt",
+    }
+)
 
 
 def shown(name: str) -> str:
@@ -205,3 +229,46 @@ def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[
         reason = f"memory ran out: {error}" if str(error) else "memory ran out"
         hint = "Select less of it at once"
         raise TooLargeError(reason, path=path, tensor=tensor, rule="Memory", hint=hint) from error
+
+
+# --- warnings ------------------------------------------------------------------------------------
+
+
+def warn(message: str, category: type[Warning] = CheckpointWarning) -> None:
+    """Warn at the line of the user's code that led here, each time.
+
+    The user's filters apply. There is no registry of warnings shown before, which would silence
+    all but the first one of a line.
+    """
+    frame = _user_frame()
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module)
+
+
+def deprecated_name(old: str, new: str, since: str) -> None:
+    """Warn that a name is a deprecated alias, which works for one release.
+
+    Parameters
+    ----------
+    old, new : str
+        The names as users write them: ``"join="`` of an option, ``"xckpt.load"`` of a function.
+    since : str
+        Version in which `new` replaced `old`.
+    """
+    # Unlike DeprecationWarning it is shown by default, in libraries and on the command line too.
+    text = f"{old} is called {new} since xckpt {since}; the old name will be removed"
+    warn(text, FutureWarning)
+
+
+def _user_frame() -> FrameType:
+    """Return the innermost frame of the user, in this thread or else in the main thread."""
+    frames = sys._current_frames()  # noqa: SLF001  documented, and the only way to another thread
+    here = frames[threading.get_ident()]
+    # Work of a pool has no frame of the user, who usually waits for it in the main thread.
+    for innermost in (here, frames.get(threading.main_thread().ident or 0)):
+        frame = innermost
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
+                return frame
+            frame = frame.f_back
+    return here

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xckpt.labels import select
-from xckpt.labels.selection import similar
+from xckpt.labels.selection import similar, similar_filter
 
 NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
 
@@ -36,9 +36,26 @@ def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
         select(NAMES, wanted)
 
 
-def test_similar() -> None:
+def test_names_similar_to_one_that_is_missing() -> None:
     assert similar(NAMES, "heed") == "; similar names: 'head'"
-    assert similar(NAMES, "*.10.ww") == "; did you mean '*.10.w'?"
-    assert similar(NAMES, ["block.[0-9].b", "haed*"]) == "; did you mean 'blocks.[0-9].b', 'head*'?"
-    assert similar(NAMES, "*.something.*") == ""
-    assert similar(NAMES, re.compile("x")) == ""
+    assert similar(NAMES, "something else") == ""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hint"),
+    [
+        ("*.10.ww", "; did you mean '*.10.w'?"),
+        (["block.[0-9].b", "haed*"], "; did you mean 'blocks.[0-9].b', 'head*'?"),
+        ("blocks", "; did you mean 'blocks.*'?"),
+        ("BLOCKS.0", "; did you mean 'blocks.0.*'?"),
+        ("10.w", "; did you mean '*10.w*'?"),
+        ("0.w", "; did you mean '*0.w*'?"),
+        ("blck", "; did you mean 'blocks.*'?"),
+        ("heed", "; similar names: 'head'"),
+        ("*.something.*", ""),
+        ("", ""),
+        (re.compile("x"), ""),
+    ],
+)
+def test_filters_in_place_of_one_without_a_match(wanted: Any, hint: str) -> None:
+    assert similar_filter(NAMES, wanted) == hint

@@ -410,7 +410,7 @@ class CheckpointAccessor(Generic[Obj]):
         Warns
         -----
         CheckpointWarning
-            If no name matches; it has names that resemble.
+            If nothing matches; the warning suggests a filter or similar names.
 
         Examples
         --------

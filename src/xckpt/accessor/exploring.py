@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import CheckpointWarning
+from xckpt.errors import warn
 from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
 
@@ -57,7 +56,7 @@ def explore(tensors: OpenTensors, summary: Summary, result: xr.Dataset | None = 
         if error.name not in {"anywidget", "ipywidgets"}:
             raise
         text = "explore() needs anywidget: pip install 'xckpt[widgets]'; here is the summary"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
+        warn(text)
         return StaticSummary(summary)
     from xckpt.statistics import QUANTILES, statistic_names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,7 +21,7 @@ from xckpt.arrays.selection import (
     take,
 )
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, UnsupportedError
+from xckpt.errors import FormatError, IntegrityError, UnsupportedError, warn
 from xckpt.storage import digests, encodings
 from xckpt.storage.limits import Locks, Pool
 from xckpt.storage.source import StoredRange
@@ -339,7 +338,7 @@ class PartReader:
                 return
             if not digests.is_known(digest):
                 text = f"{self.source.name}: byte {part.offset}: {digest!r} cannot be verified"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                warn(text)
             elif part.digest_of == "stored" or part.encoding is None:
                 digests.check(digest, self.stored_blocks())
             else:

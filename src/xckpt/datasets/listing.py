@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import shown, warn
 from xckpt.labels import AxisNames, select
 from xckpt.labels.numbering import numbered_modules, words
-from xckpt.labels.selection import similar
+from xckpt.labels.selection import similar_filter
 from xckpt.labels.stacking import Stack, stack, stack_in_tree
 from xckpt.storage.source import sources_of
 
@@ -128,8 +127,8 @@ def list_arrays(
     chosen = select(index.tensors, options.tensors)
     if options.tensors is not None and not chosen and index.tensors:
         text = f"tensors={options.tensors!r} matches none of the {len(index.tensors)} tensors"
-        text += similar(index.tensors, options.tensors)
-        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=6)
+        text += similar_filter(index.tensors, options.tensors)
+        warn(f"{index.source}: {text}")
     if index.arrangement.order:
         kept = set(chosen)
         chosen = [name for name in index.arrangement.order if name in kept]
@@ -256,7 +255,7 @@ def _stacks(
         return stack(kinds, only, paths, reserved, wanted, outer=how)
 
     order = {tensor.name: number for number, tensor in enumerate(tensors)}
-    warn_of_unknown_modules(order, only, stacklevel=7)
+    warn_of_unknown_modules(order, only)
     wanted = None
     if len(tensors) < len(index.tensors):
         # A dimension has the name that it has where nothing is left out.
@@ -293,9 +292,7 @@ def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any
     )
 
 
-def warn_of_unknown_modules(
-    names: Collection[str], modules: Collection[str] | None, stacklevel: int = 4
-) -> None:
+def warn_of_unknown_modules(names: Collection[str], modules: Collection[str] | None) -> None:
     """Warn of modules to stack that no name has, with those that there are."""
     there = numbered_modules(names, modules) if modules is not None else []
     unknown = [module for module in modules or () if module not in there]
@@ -304,7 +301,7 @@ def warn_of_unknown_modules(
     listed = ", ".join(shown(module) for module in there[:_MOST_MODULES]) or "none"
     asked = ", ".join(map(shown, unknown))
     text = f"stack: no numbered module is called {asked}; there are: {listed}"
-    warnings.warn(text, CheckpointWarning, stacklevel=stacklevel)
+    warn(text)
 
 
 def _orders(arrays: list[Listed], tensors: list[Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -337,6 +334,6 @@ def _warn_of_unused_names(
     names = {name for each in arrays for name in (each.name, each.tensor.name)}
     for glob in dims:
         if not select(names, glob):
-            hint = similar(index.tensors, glob)
+            hint = similar_filter(index.tensors, glob)
             text = f"{index.source}: dims[{glob!r}] matches no tensor{hint}"
-            warnings.warn(text, CheckpointWarning, stacklevel=7)
+            warn(text)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNames
 
@@ -114,7 +113,7 @@ def join_optimizer(
         raise ValueError(_nothing_shared(known, lost))
     if lost:
         text = f"{len(lost)} variables of the optimizer, {shown(lost[0])} the first, belong to no"
-        warnings.warn(f"{text} parameter of the model", CheckpointWarning, stacklevel=2)
+        warn(f"{text} parameter of the model")
     joined = model.assign(_attached(model, found))
     if "namespace" in joined.encoding:
         # Joined to another optimizer, the model has other state of the same names.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,11 +12,11 @@ from dask.utils import parse_bytes
 
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.numbering import bare
-from xckpt.labels.selection import similar
+from xckpt.labels.selection import similar, similar_filter
 from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import StackedNames, storage_words
 
@@ -327,8 +326,8 @@ def find(
     known = {str(name): name for name in flat.variables}
     matching = select(known, names)
     if not matching and known and names is not None:
-        text = f"{names!r} matches none of the {len(known)} variables{similar(known, names)}"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
+        text = f"{names!r} matches none of the {len(known)} variables{similar_filter(known, names)}"
+        warn(text)
     chosen = {}
     for text in matching:
         variable = flat.variables[known[text]]

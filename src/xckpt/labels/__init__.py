@@ -5,7 +5,7 @@ from __future__ import annotations
 from xckpt.labels.axes import AxisNames, stated_name
 from xckpt.labels.conventions import scales_of_codes
 from xckpt.labels.paths import child_nodes, flat_name, tree_paths
-from xckpt.labels.selection import TensorFilter, select, similar
+from xckpt.labels.selection import TensorFilter, select, similar, similar_filter
 
 __all__ = [
     "AxisNames",
@@ -15,6 +15,7 @@ __all__ = [
     "scales_of_codes",
     "select",
     "similar",
+    "similar_filter",
     "stated_name",
     "tree_paths",
 ]

@@ -22,12 +22,11 @@ known by what these are called.
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import shown, warn
 from xckpt.labels.numbering import numbered, split_leaf
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ def _architecture(ours: Iterable[str], theirs: Iterable[str]) -> Any:
         some = next((name for name in (*ours, *theirs) if name.startswith("blk.")), None)
         if some is not None:
             text = f"names like {shown(some)} are those of GGUF: pip install gguf to match them"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warn(text)
         return None
     kinds = [Counter(_kind(name)[0] for name in names) for names in (ours, theirs)]
     if max(map(len, kinds)) > _MOST_KINDS:

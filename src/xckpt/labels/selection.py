@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from itertools import islice
@@ -11,8 +11,18 @@ from typing import Any
 
 from xckpt.errors import shown
 
-__all__ = ["Renaming", "TensorFilter", "renamed", "select", "select_some", "similar"]
+__all__ = [
+    "Renaming",
+    "TensorFilter",
+    "renamed",
+    "select",
+    "select_some",
+    "similar",
+    "similar_filter",
+]
 
+# Names that are searched for similar ones, which takes time quadratic in their length.
+_SAMPLE = 5000
 # Between the words of a name or a glob, each of which is a piece as well.
 _SEPARATORS = re.compile(r"([./:*?\[\]!]+)")
 
@@ -51,26 +61,53 @@ def select_some(names: Iterable[str], wanted: TensorFilter | None) -> list[str]:
     names = list(names)
     chosen = select(names, wanted)
     if wanted is not None and names and not chosen:
-        hint = similar(names, wanted)
+        hint = similar_filter(names, wanted)
         raise ValueError(f"tensors={wanted!r} matches none of the {len(names)} tensors{hint}")
     return chosen
 
 
-def similar(names: Iterable[str], wanted: TensorFilter) -> str:
-    """Return the end of a message: names that resemble a filter that matched nothing, if any."""
-    globs = [wanted] if isinstance(wanted, str) else wanted
-    if isinstance(globs, re.Pattern) or callable(globs):
+def similar(names: Iterable[str], wanted: Iterable[str]) -> str:
+    """Return the end of a message: names that resemble one that is missing, or several, if any."""
+    missing = [wanted] if isinstance(wanted, str) else list(wanted)
+    sample = list(islice(names, _SAMPLE))
+    close = [each for name in missing for each in get_close_matches(name, sample, 3, cutoff=0.5)]
+    return f"; similar names: {', '.join(map(shown, close[:3]))}" if close else ""
+
+
+def similar_filter(names: Iterable[str], wanted: TensorFilter) -> str:
+    """Return the end of a message: filters in place of one without a match, or similar names."""
+    if isinstance(wanted, re.Pattern) or callable(wanted):
         return ""
-    # Closeness is quadratic in the length of names: a sample of a huge file is enough for a hint.
-    sample = list(islice(names, 5000))
-    meant = [_respelled(glob, sample) for glob in globs if any(mark in glob for mark in "*?[")]
-    if any(select(sample, glob) for glob in meant):
-        return f"; did you mean {', '.join(map(shown, meant))}?"
-    found = [each for glob in globs for each in get_close_matches(glob, sample, n=3, cutoff=0.5)]
-    return f"; similar names: {', '.join(map(shown, found[:3]))}" if found else ""
+    globs = [wanted] if isinstance(wanted, str) else list(wanted)
+    sample = list(islice(names, _SAMPLE))
+    suggestions = [text for glob in globs if (text := _suggestion(glob, sample))]
+    if not suggestions:
+        return similar(sample, globs)
+    return f"; did you mean {', '.join(map(shown, suggestions))}?"
 
 
-def _respelled(glob: str, names: Iterable[str]) -> str:
+def _suggestion(glob: str, names: Sequence[str]) -> str | None:
+    """Return a glob that matches, if one resembles what was given."""
+    respelled = _respelled(glob, names)
+    if any(mark in glob for mark in "*?["):
+        return respelled if select(names, respelled) else None
+    if respelled in names:  # which `similar` lists
+        return None
+    return _containing(glob, names) or _containing(respelled, names)
+
+
+def _containing(text: str, names: Iterable[str]) -> str | None:
+    """Return a glob for the names in a module or, in any case, for those that contain a text."""
+    contained = re.compile(re.escape(text), re.IGNORECASE)
+    matches = [match for name in names if (match := contained.search(name))]
+    if not matches or not text:
+        return None
+    spelled = matches[0].group()
+    is_module = any(match.string.startswith(f"{spelled}.") for match in matches)
+    return f"{spelled}.*" if is_module else f"*{spelled}*"
+
+
+def _respelled(glob: str, names: Sequence[str]) -> str:
     """Put for each word of a glob the closest one of all names."""
     words = {word for name in names for word in _SEPARATORS.split(name)[::2]}
     pieces = _SEPARATORS.split(glob)

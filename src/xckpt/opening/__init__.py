@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt import formats
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
-from xckpt.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    FormatError,
-    MissingShardError,
-    locating,
-    shown,
-)
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, locating, shown, warn
 from xckpt.index import paused_collector
 from xckpt.opening.sharding import (
     FileList,
@@ -297,8 +289,8 @@ def _is_called_like(path: str, format: str) -> bool:
 def warn_of(index: Index) -> None:
     """Warn of what the specification of a file lets pass."""
     for text in index.warnings[:_SHOWN_WARNINGS]:
-        warnings.warn(f"{index.source}: {text}", CheckpointWarning, stacklevel=4)
+        warn(f"{index.source}: {text}")
     more = len(index.warnings) - _SHOWN_WARNINGS
     if more > 0:
         text = f"{index.source}: {more} more warnings, listed in read_index(...).warnings"
-        warnings.warn(text, CheckpointWarning, stacklevel=4)
+        warn(text)

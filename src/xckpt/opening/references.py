@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import base64
 import json
-import warnings
 from math import isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
-from xckpt.errors import CheckpointWarning, MissingShardError, shown
+from xckpt.errors import MissingShardError, shown, warn
 from xckpt.labels import AxisNames, TensorFilter, select
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
@@ -121,7 +120,7 @@ def references(
         more = len(omitted) - _MOST_NAMES
         text = f"{source.name}: left out, {reason}: {some}"
         text += f" and {more} more" if more > 0 else ""
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        warn(text)
     return {"version": 1, "refs": refs}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import index as as_integer
@@ -13,7 +12,7 @@ from xckpt import formats
 from xckpt.datasets.listing import kind_of
 from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.errors import CheckpointWarning, shown
+from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNames, select
 from xckpt.labels.numbering import is_index
@@ -195,7 +194,7 @@ def _combined(
     if attrs.dropped:
         lost = ", ".join(map(shown, attrs.dropped))
         text = f"{index.source}: attributes that differ between steps are left out: {lost}"
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
+        warn(text)
     return described(ds, source, index)
 
 
@@ -221,7 +220,7 @@ def _common(
         text = f"steps have different tensors: {some}" + (f"; {more} more" if more > 0 else "")
         if join == "exact":
             raise ValueError(f"{text}. join='inner' leaves them out")
-        warnings.warn(f"{text}: left out", CheckpointWarning, stacklevel=4)
+        warn(f"{text}: left out")
     return first.keys() - problems.keys()
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels import scales_of_codes, similar
+from xckpt.labels import scales_of_codes, similar_filter
 from xckpt.labels.numbering import (
     bare,
     numbered,
@@ -80,7 +80,7 @@ def require_any(
     if not chosen and (names is None or not known):
         raise ValueError("there are no tensors")
     if not chosen:
-        raise ValueError(f"no tensor is called {names!r}{similar(known, names or ())}")
+        raise ValueError(f"no tensor is called {names!r}{similar_filter(known, names or ())}")
 
 
 def codes_of(tensors: OpenTensors) -> dict[str, str]:

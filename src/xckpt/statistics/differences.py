@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
-from xckpt.errors import CheckpointWarning, locating, shown
+from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
-from xckpt.labels.selection import similar
+from xckpt.labels.selection import similar_filter
 from xckpt.progress import Progress
 from xckpt.statistics.channels import (
     CELL_NBYTES,
@@ -251,7 +250,7 @@ def _warn_of_no_match(
     statuses = {row.status for some in rows for row in some if row.is_chosen}
     if not rows and tensors is not None:
         every = [reader.name for side in sides for entry in side for reader in entry.readers]
-        text = f"tensors={tensors!r} matches no tensor of a or b{similar(every, tensors)}"
+        text = f"tensors={tensors!r} matches no tensor of a or b{similar_filter(every, tensors)}"
     elif explain or statuses != {"only_a", "only_b"}:
         return
     elif names == "auto":
@@ -261,7 +260,7 @@ def _warn_of_no_match(
             "no tensor of a has the name of one of b: names='auto' finds, and names= says, which "
             "belong together"
         )
-    warnings.warn(text, CheckpointWarning, stacklevel=3)
+    warn(text)
 
 
 def _explained(
@@ -381,7 +380,7 @@ def _along(
             continue
         if any(each.array.dtype.kind == "c" for row in some for each in row.both or ()):
             text = f"{shown(str(entry.name))} has complex numbers, which are compared as a whole"
-            warnings.warn(text, CheckpointWarning, stacklevel=3)
+            warn(text)
             continue
         inputs.append((some, entry.shape, entry.gone, None if is_alone else grid))
         kept.append(some)

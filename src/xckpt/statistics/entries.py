@@ -6,7 +6,6 @@ Results are laid out alike, with a dimension for what was found.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -27,7 +26,7 @@ from xckpt.datasets.listing import Listed, list_arrays
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.tensors import remembered
 from xckpt.datasets.variables import LazyVariable
-from xckpt.errors import CheckpointWarning, locating, shown, some
+from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
 from xckpt.labels import flat_name
 from xckpt.labels.numbering import numbered
@@ -113,7 +112,7 @@ class Subject:
                 left_out[_problem(each) or str(error)].append(str(name))
         for reason, names in left_out.items():
             text = f"{some(names)} {'has' if len(names) == 1 else 'have'} no statistics: {reason}"
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+            warn(text)
         return found
 
     def _require_known(self, dims: Collection[Hashable]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ import xarray as xr
 
 from xckpt.arrays.lazy import LazyArray
 from xckpt.arrays.sparse import dense_values
-from xckpt.errors import CheckpointWarning, locating
+from xckpt.errors import locating, warn
 from xckpt.labels import select
-from xckpt.labels.selection import similar
+from xckpt.labels.selection import similar, similar_filter
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
@@ -188,7 +187,7 @@ def _chosen(
     arrays = {reader.name: reader for entry in entries for reader in entry.readers}
     wanted = select(arrays, tensors)
     if tensors is not None and not wanted:
-        raise KeyError(f"tensors={tensors!r} matches no matrix{similar(arrays, tensors)}")
+        raise KeyError(f"tensors={tensors!r} matches no matrix{similar_filter(arrays, tensors)}")
     subtracted = None
     if others is not None:
         subtracted = {r.name: r for entry in others.entries() for r in entry.readers}
@@ -214,7 +213,7 @@ def _chosen(
             matrices[name] = Matrix(name, array, reader.kind, identity)
     if left_out:
         told = "; ".join(f"{count} {why}" for why, count in left_out.items())
-        warnings.warn(f"matrices without a spectrum: {told}", CheckpointWarning, stacklevel=3)
+        warn(f"matrices without a spectrum: {told}")
     return matrices
 
 

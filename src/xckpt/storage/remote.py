@@ -11,19 +11,13 @@ import os
 import re
 import time
 import uuid
-import warnings
 from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from xckpt.errors import (
-    CheckpointWarning,
-    FileChangedError,
-    UnsupportedError,
-    shown,
-)
+from xckpt.errors import FileChangedError, UnsupportedError, shown, warn
 from xckpt.storage import ahead
 from xckpt.storage.cache import reading_header
 from xckpt.storage.limits import Pool
@@ -339,11 +333,9 @@ class FsspecSource(Source):
         # What is computed of another opening may be of another version.
         opening = uuid.uuid4().hex
         self.identity = (self.size, (_OPENING, opening), (_BEGINNING, digest))
-        warnings.warn(
+        warn(
             f"{self.name}: the server tells neither ETag nor time, so changes of the file while it "
             "is open are noticed only in its size and its first 64 KiB",
-            CheckpointWarning,
-            stacklevel=5,
         )
 
     def _beginning(self) -> str | None:

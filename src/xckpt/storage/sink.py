@@ -24,13 +24,12 @@ import stat
 import sys
 import tempfile
 import threading
-import warnings
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError
+from xckpt.errors import CheckpointError, UnsupportedError, warn
 from xckpt.storage.local import let_go, local_path
 from xckpt.storage.partial import (
     alone,
@@ -299,7 +298,7 @@ def publish(
         for sink in sinks if interim is None else [*sinks, interim]:
             sink.abort()
     if problem is not None:
-        warnings.warn(f"{main.name}: {problem}", CheckpointWarning, stacklevel=2)
+        warn(f"{main.name}: {problem}")
 
 
 def _take_names(main: Sink, companions: Mapping[str, Sink]) -> str | None:

@@ -8,7 +8,6 @@ written; what changes its form or has no place is told in one warning.
 from __future__ import annotations
 
 import re
-import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -20,14 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from xckpt.datasets.listing import free_name
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, element_type_of, nbytes_of
-from xckpt.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    FormatError,
-    UnsupportedError,
-    shown,
-    some,
-)
+from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown, some, warn
 from xckpt.formats.plan import Draft, WantedPart, WantedTensor, Written
 from xckpt.index import Arrangement, is_json
 from xckpt.storage.digests import Hasher
@@ -82,7 +74,7 @@ class Changes:
         """Note something."""
         self._names[what][name] = None
 
-    def warn(self, path: str, stacklevel: int) -> None:
+    def warn(self, path: str) -> None:
         """Warn of all that was noted, if anything was."""
         if self._names:
             listed = [
@@ -90,7 +82,7 @@ class Changes:
                 for what, names in self._names.items()
             ]
             text = f"{path}: " + "; ".join(listed)
-            warnings.warn(text, CheckpointWarning, stacklevel=stacklevel + 1)
+            warn(text)
 
 
 # --- what is asked for ---------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def plain(obj: xr.Dataset | xr.DataTree) -> Any:
             said[below] = {} if names[child] == child else {_NAME: child}
             if said[below]:
                 changes.add("modules have other names", below)
-    changes.warn("plain()", stacklevel=3)
+    changes.warn("plain()")
     if isinstance(obj, xr.Dataset):
         return made["/"]
     return xr.DataTree.from_dict(made, name=obj.name)

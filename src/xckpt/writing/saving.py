@@ -559,7 +559,7 @@ class Destination:
             job = WriteJob(planned, fitted, self._fitting.cast, self.target, label, **more)
         except CheckpointError as error:
             raise error.located(path=self.path) from error.__cause__
-        self.changes.warn(self.path, stacklevel=3)
+        self.changes.warn(self.path)
         return job
 
 
