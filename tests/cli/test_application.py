@@ -13,7 +13,7 @@ import pytest
 import xckpt
 from tests.hostile_names import HOSTILE
 from xckpt.cli import main
-from xckpt.errors import IntegrityError, UnsupportedError
+from xckpt.errors import IntegrityError, UnsupportedError, deprecated_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +82,20 @@ def test_what_gives_no_answer_has_status_2(
     fails(error)
     assert main(["info", "m.zt"]) == status
     assert capsys.readouterr() == ("", f"xckpt: {line}\n")
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")
+def test_a_deprecated_name_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_index(*_: Any, **__: Any) -> None:
+        deprecated_name("--old", "--new", since="0.2")
+        raise ConnectionResetError
+
+    monkeypatch.setattr("xckpt.opening.open_index", open_index)
+    assert main(["stats", "m.zt", "--tensors", "*"]) == 2
+    text = "xckpt: warning: --old is called --new since xckpt 0.2; the old name will be removed"
+    assert capsys.readouterr().err.splitlines()[0] == text
 
 
 def test_an_interrupt_is_quiet(fails: Any, capsys: pytest.CaptureFixture[str]) -> None:

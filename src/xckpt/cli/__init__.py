@@ -99,13 +99,13 @@ def _flushed(status: int | None, /, **_: Any) -> int:
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Print our warnings as lines, without the place in our source."""
+    """Print warnings for users as lines, without a place in a source file."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         show = warnings.showwarning
 
         def print_line(message: Any, category: type[Warning], *more: Any, **others: Any) -> None:
-            if issubclass(category, CheckpointWarning):
+            if issubclass(category, CheckpointWarning | FutureWarning):
                 complain(f"warning: {message}")
             else:
                 show(message, category, *more, **others)
