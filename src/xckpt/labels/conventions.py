@@ -231,24 +231,30 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
     >>> scales_of_codes({"a.weight": "int8", "a.weight_scale": "float32", "a.bias": "float32"})
     {'a.weight': 'a.weight_scale'}
     """
-    found = {}
+    codes, companions = codes_and_companions(dtypes)
+    return codes | companions
+
+
+def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the scales of codes, and those of the codes in the module of other integers."""
+    codes = {}
     types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype) is not None}
     for name, dtype in dtypes.items() if types else ():
         if dtype in types:
             scales = next((each for each in _candidates(name) if each in dtypes), None)
             if scales is not None:
-                found[name] = scales
-    modules = {split_leaf(name)[0]: scales for name, scales in found.items()}
-    modules = {name: scales for name, scales in modules.items() if name} | found
-    codes = dict(found)
+                codes[name] = scales
+    modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
+    modules = {name: scales for name, scales in modules.items() if name} | codes
+    companions = {}
     for name, dtype in dtypes.items() if codes else ():
         if dtype.lstrip("u").startswith("int") and name not in codes:
             # In the module of codes, or below them: ``weight.quant_state.bitsandbytes__nf4``.
             module = split_leaf(name)[0]
             scales = modules.get(module) or codes.get(split_leaf(module)[0])
             if scales is not None:
-                found[name] = scales
-    return found
+                companions[name] = scales
+    return codes, companions
 
 
 def _candidates(name: str) -> Iterator[str]:
