@@ -12,6 +12,7 @@ import xarray as xr
 
 import xckpt
 from tests.formats import torch_files
+from tests.stats.architectures import ARCHITECTURES, resnet
 from tests.stats.checkpoints import write
 from tests.stats.models import FRESH, gpt2, llama, quantised, torch_mixture
 from xckpt.sample import write_checkpoint
@@ -42,7 +43,7 @@ def rules(frame: pd.DataFrame) -> set[tuple[str, str]]:
 
 
 class TestNothing:
-    @pytest.mark.parametrize("model", [*FRESH, quantised])
+    @pytest.mark.parametrize("model", [*FRESH, *ARCHITECTURES, quantised])
     def test_is_found_in_a_new_model(self, model: Callable[[], Tensors], tmp_path: Path) -> None:
         frame = found(tmp_path / "m.safetensors", model())
         assert frame.empty, frame.to_string()
@@ -205,12 +206,12 @@ PLANTED: list[tuple[str, str, Callable[[Tensors], str]]] = [
     ("all_zero", "all 4,096 elements are 0, unlike those of 19 siblings", plant_dead_expert),
     ("constant", "all 4,096 elements are 0.5, unlike those of 4 siblings", plant_constant),
     ("exploding", "the largest magnitude, 1e+06, is 160 standard deviations", plant_exploding),
-    ("dead_rows", "2 of 64 rows of zeros", plant_dead_rows),
-    ("dead_columns", "1 of 64 column of zeros", plant_dead_column),
-    ("dead_heads", "32 of 192 rows of zeros: as many as 1 head of 32", plant_dead_heads),
+    ("dead_rows", "2 of 64 rows are zero", plant_dead_rows),
+    ("dead_columns", "1 of 64 columns is zero", plant_dead_column),
+    ("dead_heads", "32 of 192 rows are zero: as many as 1 head of 32", plant_dead_heads),
     (
         "dead_heads",
-        "16 of 64 columns of zeros: as many as 1 head of 16",
+        "16 of 64 columns are zero: as many as 1 head of 16",
         plant_dead_heads_of_columns,
     ),
     ("dead_experts", "a row of the router near zero, first expert 3", plant_idle_expert),
@@ -238,7 +239,7 @@ def test_each_rule_finds_what_is_planted(
     frame = xckpt.findings(in_memory(tensors), progress=False)
     mine = frame[(frame["rule"] == rule) & (frame["tensor"] == name)]
     assert words in mine["explanation"].item(), frame.to_string()
-    assert mine["severity"].item() == RULES[rule]
+    assert mine["severity"].item() == RULES[rule].severity
     if rule not in {"exploding", "subnormal"}:  # which change more than one thing
         assert set(frame["tensor"]) == {name}, frame.to_string()
 
@@ -303,6 +304,80 @@ class TestEqualTensors:
         assert "both have the same bytes" in row.explanation
 
 
+def adam(tensors: Tensors, *, seed: int = 0) -> Tensors:
+    """Return the state of Adam for weights: few large gradients, and rows without any."""
+    rng = np.random.default_rng(seed)
+    state: Tensors = {}
+    trained = [v for name, v in tensors.items() if not name.endswith(("attn.bias", "masked_bias"))]
+    for number, values in enumerate(trained):
+        gradients = np.abs(rng.standard_cauchy(values.shape)) ** 1.5 * 1e-6
+        gradients[..., :1] *= 1000
+        if values.ndim > 1:
+            gradients[1:3] = 0
+        state[f"optimizer.state.{number}.step"] = np.array(700, np.float32)
+        state[f"optimizer.state.{number}.exp_avg"] = gradients * rng.choice((-1, 1), values.shape)
+        state[f"optimizer.state.{number}.exp_avg_sq"] = gradients**2
+    return {name: np.asarray(values, np.float32) for name, values in state.items()}
+
+
+class TestTrainingCheckpoints:
+    """Rules about weights do not judge buffers and the state of an optimizer."""
+
+    @pytest.fixture
+    def training(self) -> Tensors:
+        weights = gpt2(3, 32)
+        return {f"model.{name}": values for name, values in weights.items()} | adam(weights)
+
+    def test_moments_are_not_weights(self, training: Tensors, tmp_path: Path) -> None:
+        frame = found(tmp_path / "m.safetensors", training)
+        assert frame.empty, frame.to_string()
+
+    def test_nor_are_averages_and_copies_of_new_weights(
+        self, training: Tensors, tmp_path: Path
+    ) -> None:
+        weights = {name: v for name, v in training.items() if name.startswith("model.")}
+        training |= {name.replace("model.", "ema.", 1): v.copy() for name, v in weights.items()}
+        masks = ("attn.bias", "masked_bias")
+        flat = np.concatenate([v.ravel() for n, v in weights.items() if not n.endswith(masks)])
+        training["optimizer_state_dict.fp32_flat_groups.0"] = flat
+        frame = found(tmp_path / "m.safetensors", training)
+        assert frame.empty, frame.to_string()
+
+    def test_a_mask_of_infinities_is_fine(self, tmp_path: Path) -> None:
+        mask = np.where(np.tri(64) > 0, 0, -np.inf).astype(np.float32)
+        assert found(tmp_path / "m.safetensors", llama(4, 64) | {"attn_mask": mask}).empty
+
+    @pytest.mark.parametrize(
+        ("rule", "field", "words"),
+        [
+            ("nan", "exp_avg", "1 of 3,072 elements is NaN"),
+            ("all_zero", "exp_avg", "all 3,072 elements are 0, unlike those of"),
+            ("negative_moment", "exp_avg_sq", "an average of squares is -1e-05"),
+        ],
+    )
+    def test_moments_have_rules_of_their_own(
+        self, rule: str, field: str, words: str, training: Tensors, tmp_path: Path
+    ) -> None:
+        name = f"optimizer.state.2.{field}"
+        changed = {"nan": np.nan, "all_zero": 0, "negative_moment": -1e-5}[rule]
+        training[name][... if rule == "all_zero" else (5, 5)] = changed
+        frame = found(tmp_path / "m.safetensors", training)
+        assert rules(frame) == {(name, rule)}, frame.to_string()
+        assert words in frame["explanation"].item()
+
+
+def test_a_norm_is_recognised_without_its_name(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = resnet()
+    for name in tensors:
+        if name.endswith(("bn1.weight", "bn2.weight", "downsample.1.weight")):
+            tensors[name] += rng.standard_normal(tensors[name].shape, np.float32) / 10
+    name = "layer3.0.downsample.1.weight"
+    tensors[name] -= 1
+    frame = found(tmp_path / "m.safetensors", tensors)
+    assert rules(frame) == {(name, "zero_centred_norm")}, frame.to_string()
+
+
 class TestSiblings:
     def test_a_pattern_of_the_model_is_not_a_layer_unlike_the_others(self, tmp_path: Path) -> None:
         tensors = llama(20, 32)
@@ -362,6 +437,6 @@ class TestSilence:
 
 def test_the_documentation_has_every_rule() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/health-check.md").read_text("utf-8")
-    for rule, severity in RULES.items():
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| `{rule}`")]
-        assert f"| {severity} |" in line
+    for name, rule in RULES.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
+        assert f"| {rule.severity} |" in line

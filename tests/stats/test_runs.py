@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import xckpt
 from tests.stats.checkpoints import write
@@ -71,6 +72,49 @@ def test_a_step_out_of_line(tmp_path: Path) -> None:
     ((name, rule, value, text),) = rules(run(tmp_path, jump=600))
     assert (name, rule, round(value)) == ("step.600", "unlike_step", 20)
     assert text.startswith("from step 500 to 600 tensors change 20.2 times as much as around it")
+
+
+@pytest.mark.parametrize("kind", ["weights", "training"])
+def test_a_jump_among_five_changes(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weights = {f"m.layers.{n}.w": rng.standard_normal((32, 32)) for n in range(3)}
+    for step, size in zip(range(100, 700, 100), (0, 6.5, 4.1, 160, 8.6, 6.5), strict=True):
+        tensors: Tensors = {}
+        for number, name in enumerate(weights):
+            change = rng.standard_normal((32, 32))
+            weights[name] = weights[name] + size * change / np.linalg.norm(change)
+            tensors[name] = weights[name].astype(np.float32)
+            if kind == "training":  # which is much larger than the weights, and changes steadily
+                tensors[f"optimizer.state.{number}.step"] = np.array(step, np.float32)
+                tensors[f"optimizer.state.{number}.exp_avg"] = change.astype(np.float32) * 1e4
+        write(tmp_path / f"step-{step}.safetensors", tensors)
+    ((name, rule, value, text),) = rules(str(tmp_path / "step-*.safetensors"))
+    assert (name.split(".")[:2], rule) == (["step", "400"], "unlike_step")
+    assert 18 < value < 30
+    assert text.startswith("from step 300 to 400 tensors change 2")
+
+
+def test_counters_and_moments_are_not_summed_with_weights(tmp_path: Path) -> None:
+    run(tmp_path, jump=600)
+    rng = np.random.default_rng(1)
+    for step in STEPS:
+        path = tmp_path / f"step-{step}.safetensors"
+        tensors = {name: v.to_numpy() for name, v in xr.open_dataset(path).variables.items()}
+        tensors["optimizer.state.0.step"] = np.array(step, np.float32)
+        tensors["optimizer.state.0.exp_avg"] = rng.standard_normal((32, 32)).astype(np.float32)
+        write(path, {str(name): values for name, values in tensors.items()})
+    ((name, rule, value, _),) = rules(str(tmp_path / "step-*.safetensors"))
+    assert (name, rule, round(value)) == ("step.600", "unlike_step", 20)
+
+
+@pytest.mark.parametrize("final", [0.3, 0.01])
+def test_a_learning_rate_that_falls_is_not_out_of_line(final: float, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((32, 32))
+    for step, size in enumerate([0, 0.1, 1, *np.geomspace(1, final, 6)]):
+        weight = weight + size * rng.standard_normal((32, 32))
+        write(tmp_path / f"step-{step}.safetensors", {"w": weight.astype(np.float32)})
+    assert rules(str(tmp_path / "step-*.safetensors")) == []
 
 
 def test_a_tensor_that_stopped_changing(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def _role_in_optimizer(words: list[str], dtype: str, *, is_scalar: bool) -> Role
         return Role.MOMENT
     if any(map(_MASTER.fullmatch, words)):
         return Role.MASTER
-    # Eight bits are those of moments that are quantised.
+    # Integers of eight bits are moments that are quantised.
     is_counter = _INTEGER.fullmatch(dtype) is not None and not dtype.endswith("int8")
     return Role.STEP if is_scalar or is_counter else Role.MOMENT
 

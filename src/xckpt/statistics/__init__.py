@@ -8,8 +8,9 @@ from xckpt.statistics.bins import histogram
 from xckpt.statistics.codes import OF_CODES
 from xckpt.statistics.describe import statistic_names
 from xckpt.statistics.differences import MEASURES, STATUSES, compare
+from xckpt.statistics.finding import examine, findings
 from xckpt.statistics.kinds import require_numbers
-from xckpt.statistics.rules import RULES, examine, findings
+from xckpt.statistics.rules import RULES
 from xckpt.statistics.runs import changes_of
 from xckpt.statistics.singular import STATISTICS as OF_MATRICES
 from xckpt.statistics.spectra import spectrum

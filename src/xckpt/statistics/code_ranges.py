@@ -1,4 +1,4 @@
-"""Codes of quantised tensors: whether they use their range, and whether values were cut off."""
+"""Codes of quantised tensors: the range that they use, and how many are at its ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
 from xckpt.labels import scales_of_codes
+from xckpt.labels.roles import Role
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.channels import count_at_ends
 from xckpt.statistics.describe import spectrum
+from xckpt.statistics.evidence import CODED, Rule
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.readers import reader_of
 from xckpt.statistics.scan import gather
@@ -22,21 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.measured import Found, Measured
+    from xckpt.statistics.evidence import Evidence, Finding
     from xckpt.statistics.readers import Reader
-
-#: Share of codes at the ends of their range from which values were cut off.
-SATURATED = 0.05
-#: Part of the range that codes use; tensors with fewer elements for each code are not judged.
-NARROW, ELEMENTS_OF_A_CODE = 0.5, 64
-#: Of float8 that is made for weights: the part of the largest number that the largest element is.
-NARROW_FLOAT = 1 / 16
 
 
 class CodeRange(NamedTuple):
-    """The codes of a tensor, by its number."""
+    """Codes of a quantised tensor, which has a row in the evidence."""
 
-    at: int
+    row: int
     dtype: str
     elements: float
     low: float
@@ -46,26 +41,25 @@ class CodeRange(NamedTuple):
     scales: float
 
 
-def plain_codes(measured: Measured) -> Iterator[CodeRange]:
-    """Find the codes among tensors that are described as they are stored."""
-    scales = scales_of_codes(dict(zip(measured.names, measured.dtypes, strict=True)))
-    sizes = dict(zip(measured.names, measured["count"].tolist(), strict=True))
-    facts = ("count", "min", "max", "at_ends")
-    for at in np.flatnonzero(~np.isnan(measured["at_ends"])).tolist():
-        name, dtype = measured.names[at], measured.dtypes[at]
-        is_code = name in scales and not name.endswith(("_zero_point", "zeros"))
-        if is_code or dtype.startswith("float8"):
-            count, low, high, ends = (measured[each][at] for each in facts)
-            yield CodeRange(at, dtype, count, low, high, ends, sizes.get(scales.get(name, ""), 0.0))
+def plain_codes(evidence: Evidence) -> Iterator[CodeRange]:
+    """Return the ranges of codes that are described as they are stored."""
+    names, dtypes = evidence.names, evidence.dtypes
+    scales = scales_of_codes(dict(zip(names, dtypes, strict=True)))
+    sizes = dict(zip(names, evidence["count"].tolist(), strict=True))
+    for row in np.flatnonzero(~np.isnan(evidence["at_ends"])).tolist():
+        is_code = evidence.roles[row] is Role.CODES and names[row] in scales
+        if is_code or dtypes[row].startswith("float8"):
+            count, low, high, ends = (
+                evidence[name][row] for name in ("count", "min", "max", "at_ends")
+            )
+            of_scales = sizes.get(scales.get(names[row], ""), 0.0)
+            yield CodeRange(row, dtypes[row], count, low, high, ends, of_scales)
 
 
 def decoded_codes(
     readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
 ) -> list[CodeRange]:
-    """Read the codes of tensors that are described as the numbers they stand for.
-
-    Those that share words are left out.
-    """
+    """Read the codes of tensors that are described as decoded numbers; packed codes are skipped."""
     quantised = {at: reader.array for at, reader in enumerate(readers) if _has_codes(reader.array)}
     codes, numbered = [], list(quantised.items())
     for _, lazy in numbered:
@@ -91,23 +85,61 @@ def _has_codes(array: Any) -> bool:
     return array.quantization.bits == array.quantization.word_bits == 8
 
 
-def judge(measured: Measured, codes: CodeRange) -> Iterator[Found]:
-    """Say what is odd about the codes of a tensor."""
-    at, dtype, count, low, high, at_ends, scales = codes
-    kind = kind_named(dtype)
-    levels = 1 << kind.bits
-    if count < ELEMENTS_OF_A_CODE * levels:
-        return
-    if dtype.startswith("float8"):
-        most = float(kind.values[np.isfinite(kind.values)].max())
-        largest = max(abs(low), abs(high))
-        if "e5" not in dtype and 0 < largest < NARROW_FLOAT * most:
-            what = f"the largest magnitude of its codes is {largest:.3g}, and {dtype} has {most:g}"
-            yield measured.found(at, "narrow_codes", largest / most, what)
-    elif low < high and (part := (high - low + 1) / levels) < NARROW:
-        what = f"codes are from {low:.0f} to {high:.0f}: {part:.0%} of the range of {dtype}"
-        yield measured.found(at, "narrow_codes", part, what)
-    share = max(0.0, at_ends - scales) / count
-    if share > max(SATURATED, 4 / levels):
-        what = f"{share:.1%} of the codes are at an end of their range: values were cut off"
-        yield measured.found(at, "saturated_codes", share, what)
+# --- rules ---------------------------------------------------------------------------------------
+
+
+class _Codes(Rule):
+    """Codes of quantised tensors use little of their range, or too much of its ends."""
+
+    roles = CODED
+    #: Tensors with fewer elements for each code are not judged.
+    elements_of_a_code = 64
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        for codes in evidence.code_ranges:
+            levels = 1 << kind_named(codes.dtype).bits
+            if codes.elements >= self.elements_of_a_code * levels:
+                for value, sentence in self._of(codes, levels):
+                    yield self.finding(evidence, codes.row, value, sentence)
+
+    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        raise NotImplementedError
+
+
+class NarrowCodes(_Codes):
+    """Codes use a part of their range."""
+
+    name, severity = "narrow_codes", "info"
+    threshold = 0.5  # of the range of integers
+    threshold_of_floats = 1 / 16  # of the largest number
+
+    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        low, high, dtype = codes.low, codes.high, codes.dtype
+        if dtype.startswith("float8"):
+            values = kind_named(dtype).values
+            most, largest = float(values[np.isfinite(values)].max()), max(abs(low), abs(high))
+            # Types with five bits of exponent are made for gradients.
+            if "e5" not in dtype and 0 < largest < self.threshold_of_floats * most:
+                sentence = f"the largest magnitude of its codes is {largest:.3g}, and {dtype}"
+                yield largest / most, f"{sentence} has {most:g}"
+        elif low < high and (part := (high - low + 1) / levels) < self.threshold:
+            yield (
+                part,
+                f"codes are from {low:.0f} to {high:.0f}: {part:.0%} of the range of {dtype}",
+            )
+
+
+class SaturatedCodes(_Codes):
+    """Values were cut off at the ends of the range of their codes."""
+
+    name, severity = "saturated_codes", "warning"
+    threshold = 0.05  # share of the codes; 0.25 of codes of 4 bits
+
+    def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
+        # Each scale puts one code at an end.
+        share = max(0.0, codes.at_ends - codes.scales) / codes.elements
+        if share > max(self.threshold, 4 / levels):
+            yield (
+                share,
+                f"{share:.1%} of the codes are at an end of their range: values were cut off",
+            )

@@ -1,458 +1,440 @@
-"""`findings`: what a specialist would point out in the statistics of tensors, as rules.
+"""The rules of `findings`, in the order in which they are listed.
 
-A rule looks at the table of all tensors and says of which it holds, with a number and a sentence.
-Many rules compare a tensor with its siblings, which are those whose names differ in numbers only:
-so a bias that is zero is nothing in a new model, and something if those of all other layers are
-not. Which tensors are equal is suspected because of their statistics, and then read.
+A rule is a class with a name, a severity, the roles of the tensors that it judges, its thresholds,
+and the sentence that explains a finding. Many rules compare a tensor with its siblings, whose names
+differ in numbers only: a bias of zeros is usual in a new model, and odd if other layers have none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
-from xckpt.index import paused_collector
-from xckpt.labels.selection import select, similar
+from xckpt.labels.roles import Role
 from xckpt.notebook.formatting import binary_size, counted
-from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.channels import OUTLYING
-from xckpt.statistics.code_ranges import decoded_codes, judge, plain_codes
-from xckpt.statistics.entries import contents_of
-from xckpt.statistics.equals import equal_tensors
-from xckpt.statistics.measured import Measured
-from xckpt.statistics.runs import run_dim, run_findings
+from xckpt.statistics.code_ranges import NarrowCodes, SaturatedCodes
+from xckpt.statistics.equals import CopiedLayer, Duplicated, Tied
+from xckpt.statistics.evidence import CODED, EVERY, Rule, out_of_line
+from xckpt.statistics.kinds import kind_named
+from xckpt.statistics.runs import IdenticalStep, Stopped, UnlikeStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    import pandas as pd
-
-    from xckpt.progress import ProgressOption
-    from xckpt.statistics.entries import Describable
-    from xckpt.statistics.measured import Found
+    from xckpt.statistics.evidence import Evidence, Finding
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-#: Every rule, and how severe it is that it holds.
-RULES: dict[str, str] = {
-    "nan": "error",
-    "inf": "error",
-    "all_zero": "warning",
-    "constant": "info",
-    "exploding": "warning",
-    "dead_rows": "warning",
-    "dead_columns": "warning",
-    "dead_heads": "warning",
-    "dead_experts": "warning",
-    "zero_centred_norm": "warning",
-    "negative_norm": "info",
-    "unlike_layer": "warning",
-    "outlier_channels": "info",
-    "subnormal": "warning",
-    "wide_type": "info",
-    "mixed_types": "warning",
-    "narrow_codes": "info",
-    "saturated_codes": "warning",
-    "tied": "info",
-    "duplicated": "info",
-    "copied_layer": "warning",
-    "identical_step": "warning",
-    "unlike_step": "warning",
-    "stopped": "warning",
-}
-_SEVERITIES = ("error", "warning", "info")
-_COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
-_NEEDED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
-
-#: Largest magnitude in standard deviations from which a tensor is said to explode. Of a billion
-#: normally distributed elements the largest is at about 6; trained weights reach some tens.
-EXPLODING = 100.0
-#: Distance of a layer from its neighbours, in robust standard deviations of all layers.
-UNLIKE = 6.0
-# Layers below which there is no trend, and what is taken for the least spread of one: 5 %.
-_FEWEST_LAYERS = 5
-_LEAST_SPREAD = 0.05
-#: Share of elements that are subnormal.
-SUBNORMAL = 0.1
-# Part of the channels that are few.
-_FEW_CHANNELS = 0.01
-# Distance of weights that are centred on 0 from 0, and of those that are centred on 1 from 1.
-_NEAR_ZERO, _NEAR_ONE = 0.25, (0.5, 2.0)
-# With fewer of them, a norm is compared with all others.
-_FEWEST_SIBLINGS = 4
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-# Types that hold all numbers of a larger one if so many of its lowest bits are always zero.
-_FEWEST_ELEMENTS = 64
-_SPARE = {"float32": (16, 23, "bfloat16"), "float64": (29, 52, "float32")}
-
-# What vectors of zeros or ones are called in a new model, and matrices of zeros.
-_INITIAL = re.compile(r"(^|_)(weight|bias|gamma|beta|scale|shift|mean|var|norm|ln|g|b|D)$")
-_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
-_EMBEDDING = re.compile(r"emb|wte|wpe|(^|\.)shared\.", re.IGNORECASE)
-_NORM = re.compile(
-    r"(norm\w*|(^|[._])(ln|bn)(_?\w+)?)([._]\d+)?(\.(weight|gamma|scale|g))?$", re.IGNORECASE
-)
-_NO_GAIN = re.compile(r"(bias|beta|shift|mean|var|_b)$", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|[._])(router|gate|wg|ffn_gate_inp)([._]\w+)?$")
-_HEADS = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv|\bw[qkvo]\b", re.IGNORECASE)
-
-
-def findings(
-    obj: Describable,
-    *,
-    ignore: str | Iterable[str] | None = None,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
-) -> pd.DataFrame:
-    """List what looks wrong with tensors, or what is worth knowing of them.
-
-    ``docs/how-to/health-check.md`` has a table of all rules with their thresholds. What is found
-    is a reason to look, and not always a fault.
-
-    Parameters
-    ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
-        What to look at: its tensors are read once, as `stats` does it with ``channels=True``, and
-        those that seem to be equal once more. Of a Dataset of `open_steps`, steps are also
-        compared with each other. Of the result of `stats`, what follows from that alone; nothing
-        is read then.
-    ignore : str or iterable of str, optional
-        What not to list: a rule such as ``"constant"``, or a rule, a colon and a glob of tensors,
-        ``"dead_rows:*.delta"``; ``"*"`` stands for all rules.
-    progress : bool or callable, optional
-        As for `stats`.
-    cache : bool
-        As for `stats`.
-    storage_options : dict, optional
-        For fsspec, where `obj` is a URL.
-
-    Returns
-    -------
-    pandas.DataFrame
-        With the columns ``tensor, rule, value, severity, explanation``; errors first, then
-        warnings, each in the order of the tensors. A step of a run counts as a tensor.
-
-    Raises
-    ------
-    ValueError
-        If there is no such rule, or statistics that the rules need are missing.
-    TypeError
-        If `ignore` is not a text, or several.
-    CheckpointError
-        If a tensor cannot be read.
-
-    Examples
-    --------
-    >>> xckpt.findings("m.zt", ignore=["constant", "dead_rows:*.delta"])  # doctest: +SKIP
-       tensor       rule   value severity                explanation
-    0  blocks.3.w    nan     1.0    error  1 of 4,096 elements is NaN
-    """
-    ignored = ignored_rules(ignore)
-    if isinstance(obj, xr.Dataset) and "statistic" in obj.dims:
-        return _frame(_judged(Measured.of(obj)), ignored)
-    return examine(
-        obj, ignore=ignore, progress=progress, cache=cache, storage_options=storage_options
-    )[1]
-
-
-def examine(
-    obj: Any,
-    *,
-    ignore: str | Iterable[str] | None = None,
-    quantiles: Sequence[float] = QUANTILES,
-    exact_quantiles: bool = False,
-    progress: ProgressOption = None,
-    cache: bool = True,
-    storage_options: dict[str, Any] | None = None,
-) -> tuple[xr.Dataset, pd.DataFrame]:
-    """Return statistics, and what is found with them in the object."""
-    ignored = ignored_rules(ignore)
-    subject: Any = contents_of(obj, storage_options)  # so that a file is opened once
-    result = stats(
-        subject,
-        quantiles=quantiles,
-        exact_quantiles=exact_quantiles,
-        channels=True,
-        progress=progress,
-        cache=cache,
-    )
-    with paused_collector():
-        readers = [reader for entry in subject.entries() for reader in entry.readers]
-    measured = Measured.of(result, run_dim(subject.coords))
-    found = _judged(measured)
-    for codes in decoded_codes(readers, progress=progress, cache=cache):
-        found += judge(measured, codes)
-    if measured.run is None:
-        found += equal_tensors(measured, readers, progress=progress, cache=cache)
-    else:
-        found += run_findings(measured, readers, progress=progress, cache=cache)
-    return result, _frame(found, ignored)
-
-
-def _judged(measured: Measured) -> list[Found]:
-    missing = _NEEDED - set(measured.columns)
-    if missing:
-        raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
-    with np.errstate(all="ignore"):
-        return [found for rule in _EACH for found in rule(measured)]
-
-
-def _frame(found: Sequence[Found], ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
-    """Sort what was found, and leave out what nobody wants to know."""
-    import pandas as pd
-
-    for rule, glob in ignored:
-        some = [each for each in found if rule in {each.rule, "*"}]
-        names = {each.name for each in some}
-        gone = names if glob is None else set(select(names, glob))
-        found = [each for each in found if rule not in {each.rule, "*"} or each.name not in gone]
-    order = list(RULES)
-    rows = [
-        (_SEVERITIES.index(RULES[each.rule]), each.at, order.index(each.rule), each)
-        for each in found
-    ]
-    rows.sort(key=lambda row: row[:3])
-    table = [
-        (each.name, each.rule, float(each.value), RULES[each.rule], each.explanation)
-        for *_, each in rows
-    ]
-    return pd.DataFrame(table, columns=list(_COLUMNS))
-
-
-def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
-    """Return the rules that are not to be listed, each perhaps with a glob of tensors."""
-    texts = [ignore] if isinstance(ignore, str) else [] if ignore is None else ignore
-    if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
-        texts = [texts]
-    found: list[tuple[str, str | None]] = []
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(
-                f"ignore takes rules such as 'constant' or 'dead_rows:*.delta', not {text!r}"
-            )
-        rule, colon, glob = text.partition(":")
-        if rule not in {*RULES, "*"}:
-            known = similar(RULES, rule) or f"; rules are {', '.join(RULES)}"
-            raise ValueError(f"ignore={text!r}: there is no such rule{known}")
-        found.append((rule, glob if colon else None))
-    return found
-
 
 # --- elements ------------------------------------------------------------------------------------
 
 
-def _not_finite(measured: Measured) -> Iterator[Found]:
-    for rule, words in (("nan", "NaN"), ("inf", "infinite")):
-        for at in np.flatnonzero(measured[rule] > 0):
-            value = measured[rule][at]
-            yield measured.found(at, rule, value, f"{measured.part(at, value, 'element')} {words}")
+class _NotFinite(Rule):
+    severity = "error"
+    word = ""
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        for row in np.flatnonzero(evidence[self.name] > 0):
+            number, count = evidence[self.name][row], evidence["count"][row]
+            verb = "is" if number == 1 else "are"
+            sentence = f"{number:,.0f} of {count:,.0f} elements {verb} {self.word}"
+            yield self.finding(evidence, row, number, sentence)
 
 
-def _constants(measured: Measured) -> Iterator[Found]:
-    count, low = measured["count"], measured["min"]
-    one_value = (low == measured["max"]) & (count > 1) & (measured["nan"] + measured["inf"] == 0)
-    if not one_value.any():
-        return
-    for siblings in measured.families.values():
-        same = [at for at in siblings if one_value[at]]
-        others = len(siblings) - len(same)
-        # Few of many, such as the bias of one layer, are not as they were made.
-        is_usual = 2 * len(same) > len(siblings) and len({low[at] for at in same}) == 1
-        for at in same:
-            name = measured.dotted[at]
-            is_initial = low[at] == 0 and _INITIAL_MATRIX.search(name)
-            if low[at] in {0, 1} and measured.is_vector(at):
-                is_initial = is_initial or _INITIAL.search(name.rpartition(".")[2])
-            if is_usual and is_initial:
-                continue
-            what = f"all {count[at]:,.0f} elements are {low[at]:.6g}"
-            if others:
-                what += f", unlike those of {counted(others, 'sibling')}"
-            if low[at] == 0:
-                yield measured.found(at, "all_zero", count[at], what)
-            else:
-                yield measured.found(at, "constant", low[at], what)
+class NaN(_NotFinite):
+    """Elements are NaN."""
+
+    name, word = "nan", "NaN"
+    roles = EVERY
 
 
-def _exploding(measured: Measured) -> Iterator[Found]:
-    std, largest = measured["std"], measured["absmax"]
-    ratio = largest / std
-    # Not of few elements with a mean, rather than about zero: 100 and 101 do not explode.
-    centred = np.abs(measured["mean"]) < largest / 2
-    known = ~np.isnan(measured["mean"])
-    for at in np.flatnonzero((std > 0) & (ratio > EXPLODING) & (centred | ~known)):
-        what = f"the largest magnitude, {largest[at]:.3g}, is {ratio[at]:,.0f} standard deviations"
-        yield measured.found(at, "exploding", ratio[at], what)
+class Infinite(_NotFinite):
+    """Elements are infinite. Masks are made of infinities."""
+
+    name, word = "inf", "infinite"
+    roles = EVERY - {Role.CONSTANT}
 
 
-def _subnormal(measured: Measured) -> Iterator[Found]:
-    share = measured["subnormal"] / measured["count"]
-    for at in np.flatnonzero(share > SUBNORMAL):
-        what = f"{share[at]:.0%} of the elements are subnormal: few of their digits are left"
-        yield measured.found(at, "subnormal", share[at], what)
+# Vectors of zeros or ones in a new model, and matrices of zeros.
+_INITIAL = re.compile(
+    r"(^|_)(weight|bias|gamma|beta|scale|shift|mean|var|norm|ln|g|b|D|tokens?)$|(^|_)running_"
+)
+_INITIAL_MATRIX = re.compile(r"lora_[bB]\b")
+
+
+class _OneValue(Rule):
+    """All elements are the same, and this is not how the tensor begins in a new model."""
+
+    #: Moments are zeros before the first step, and scales may all be the same.
+    only_if_unlike_siblings = frozenset({Role.MOMENT, Role.SCALE})
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        count, low = evidence["count"], evidence["min"]
+        is_finite = evidence["nan"] + evidence["inf"] == 0
+        is_constant = (low == evidence["max"]) & (count > 1) & is_finite
+        for siblings in evidence.families.values() if is_constant.any() else ():
+            constants = [row for row in siblings if is_constant[row]]
+            varied = len(siblings) - len(constants)
+            # If most siblings are constant, it is how they begin; a few of many are not.
+            is_usual = 2 * len(constants) > len(siblings) and len({low[r] for r in constants}) == 1
+            for row in constants:
+                if self._is_mine(low[row]) and not (is_usual and self._is_initial(evidence, row)):
+                    sentence = f"all {count[row]:,.0f} elements are {low[row] + 0.0:.6g}"
+                    if varied:
+                        sentence += f", unlike those of {counted(varied, 'sibling')}"
+                    yield self.finding(evidence, row, low[row] or count[row], sentence)
+
+    def _is_mine(self, value: float) -> bool:
+        raise NotImplementedError
+
+    def _is_initial(self, evidence: Evidence, row: int) -> bool:
+        if evidence.is_new or evidence.roles[row] in self.only_if_unlike_siblings:
+            return True
+        name, value = evidence.dotted[row], evidence["min"][row]
+        is_matrix = value == 0 and _INITIAL_MATRIX.search(name) is not None
+        is_vector = value in {0, 1} and evidence.is_vector(row)
+        return is_matrix or (is_vector and bool(_INITIAL.search(name.rpartition(".")[2])))
+
+
+class AllZero(_OneValue):
+    """All elements are zero."""
+
+    name, severity = "all_zero", "warning"
+    roles = CODED | {Role.STATISTIC, Role.MOMENT, Role.SCALE}
+
+    def _is_mine(self, value: float) -> bool:
+        return value == 0
+
+
+class Constant(_OneValue):
+    """All elements are the same number other than zero."""
+
+    name, severity = "constant", "info"
+    roles = CODED | {Role.STATISTIC, Role.SCALE}
+
+    def _is_mine(self, value: float) -> bool:
+        return value != 0
+
+
+class Exploding(Rule):
+    """The largest magnitude is many standard deviations."""
+
+    name, severity = "exploding", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE, Role.MOMENT})
+    #: Of a billion normally distributed elements the largest is at about 6 standard deviations;
+    #: trained weights reach some tens. Squares of gradients reach thousands.
+    threshold, threshold_of_moments = 100.0, 10_000.0
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        std, largest, mean = evidence["std"], evidence["absmax"], evidence["mean"]
+        ratio = largest / std
+        is_moment = np.array([role is Role.MOMENT for role in evidence.roles])
+        limit = np.where(is_moment, self.threshold_of_moments, self.threshold)
+        # Not a few elements with a mean, rather than about zero: 100 and 101 do not explode.
+        is_centred = (np.abs(mean) < largest / 2) | np.isnan(mean)
+        for row in np.flatnonzero((std > 0) & (ratio > limit) & is_centred):
+            sentence = f"the largest magnitude, {largest[row]:.3g}, is {ratio[row]:,.0f}"
+            yield self.finding(evidence, row, ratio[row], f"{sentence} standard deviations")
+
+
+class NegativeMoment(Rule):
+    """An average of squares has a negative element."""
+
+    name, severity = "negative_moment", "warning"
+    roles = frozenset({Role.MOMENT})
+    _squares = re.compile(r"(^|[._:/])(max_)?(exp_avg_sq|square_avg|nu|moment_2|m2|v)([._:/]|$)")
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        low = evidence["min"]
+        for row in np.flatnonzero(low < 0):
+            if self._squares.search(evidence.names[row]):
+                sentence = f"an average of squares is {low[row]:.3g} at its smallest element"
+                yield self.finding(evidence, row, low[row], sentence)
+
+
+class Subnormal(Rule):
+    """Many elements are too small for all digits of their type."""
+
+    name, severity = "subnormal", "warning"
+    threshold = 0.1  # share of the elements
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        share = evidence["subnormal"] / evidence["count"]
+        for row in np.flatnonzero(share > self.threshold):
+            sentence = (
+                f"{share[row]:.0%} of the elements are subnormal: few of their digits are left"
+            )
+            yield self.finding(evidence, row, share[row], sentence)
 
 
 # --- rows and columns ----------------------------------------------------------------------------
 
-
-def _dead_channels(measured: Measured) -> Iterator[Found]:
-    alive = measured["zero"] < measured["count"]
-    for rule, word in (("dead_rows", "row"), ("dead_columns", "column")):
-        for at in np.flatnonzero((measured[rule] > 0) & alive):
-            value, name = measured[rule][at], measured.dotted[at]
-            if rule == "dead_rows" and value == 1 and _EMBEDDING.search(name):
-                continue  # of the token that stands for none
-            shape, block = measured.shapes[at], measured["dead_block"][at]
-            if word == "row" and (
-                (len(shape) == 3 and "expert" in name) or _is_router(measured, at)
-            ):
-                what = f"{value:,.0f} of {counted(shape[0], 'expert')} has nothing but zeros"
-                yield measured.found(at, "dead_experts", value, what)
-                continue
-            total = shape[0] if shape and word == "row" else shape[-1] if len(shape) == 2 else 0
-            of = f" of {total:,}" if total else ""
-            what = f"{value:,.0f}{of} {word if value == 1 else word + 's'} of zeros"
-            if block > 1 and _HEADS.search(name) and value % block == 0:
-                what += f": as many as {counted(int(value // block), 'head')} of {block:.0f}"
-                yield measured.found(at, "dead_heads", value // block, what)
-            else:
-                yield measured.found(at, rule, value, what)
+_EMBEDDING = re.compile(r"emb|wte|wpe|(^|\.)shared\.", re.IGNORECASE)
+_ROUTER = re.compile(r"(^|[._])(router|gate|wg|ffn_gate_inp)([._]\w+)?$")
+_HEADS = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv|\bw[qkvo]\b", re.IGNORECASE)
 
 
-def _idle_experts(measured: Measured) -> Iterator[Found]:
-    for at in np.flatnonzero(measured["faint_rows"] > 0):
-        if _is_router(measured, at):
-            value, first = measured["faint_rows"][at], measured["faint_row"][at]
-            what = (
-                f"{value:,.0f} of {counted(measured.shapes[at][0], 'expert')} "
-                f"{'has' if value == 1 else 'have'} a row of the router near zero, "
-                f"first expert {first:.0f}"
-            )
-            yield measured.found(at, "dead_experts", value, what)
-
-
-def _is_router(measured: Measured, at: Any) -> bool:
-    shape, name = measured.shapes[at], measured.dotted[at]
-    module = name.removesuffix(".weight").removesuffix(".kernel")
+def is_router(evidence: Evidence, row: Any) -> bool:
+    """Return whether a tensor has a row for each expert."""
+    shape = evidence.shapes[row]
+    module = evidence.dotted[row].removesuffix(".weight").removesuffix(".kernel")
     is_named = _ROUTER.search(module) is not None and not module.endswith("_proj")
     return is_named and len(shape) == 2 and 2 <= shape[0] < shape[1]
 
 
-def _outlier_channels(measured: Measured) -> Iterator[Found]:
-    rows, columns = measured["outlier_rows"], measured["outlier_columns"]
-    ratio = measured["absmax"] / measured["std"]
-    for at in np.flatnonzero((rows > 0) & (columns > 0)):
-        shape = measured.shapes[at]
-        totals = (shape[0], int(np.prod(shape[1:])))
-        each = (columns[at], "column", totals[1]), (rows[at], "row", totals[0])
-        number, word, total = min(each)
-        if number <= max(1, _FEW_CHANNELS * total):
-            where = measured[f"top_{word}"][at]
-            what = (
-                f"{counted(int(number), word)} of {total:,} "
-                f"{'has' if number == 1 else 'have'} elements beyond {OUTLYING:g} standard "
-                f"deviations, up to {ratio[at]:.0f} in {word} {where:.0f}"
-            )
-            yield measured.found(at, "outlier_channels", ratio[at], what)
+class _Dead(Rule):
+    """Rows or columns are zero in a tensor that has other elements."""
+
+    severity = "warning"
+    roles = CODED
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        has_others = evidence["zero"] < evidence["count"]
+        for word, statistic in (("row", "dead_rows"), ("column", "dead_columns")):
+            dead = evidence[statistic]
+            for row in np.flatnonzero((dead > 0) & has_others):
+                name, value, sentence = self._kind_of(evidence, row, word, dead[row])
+                if name == self.name and not self._is_initial(evidence, row, dead):
+                    yield self.finding(evidence, row, value, sentence)
+
+    @staticmethod
+    def _is_initial(evidence: Evidence, row: Any, dead: Array) -> bool:
+        siblings = evidence.families[evidence.family_of(row)]
+        return evidence.is_new and len(siblings) > 1 and len({dead[at] for at in siblings}) == 1
+
+    @staticmethod
+    def _kind_of(evidence: Evidence, row: Any, word: str, number: float) -> tuple[str, float, str]:
+        """Return the rule that dead rows or columns belong to, its value and its sentence."""
+        shape, name, block = evidence.shapes[row], evidence.dotted[row], evidence["dead_block"][row]
+        is_row = word == "row"
+        if is_row and number == 1 and _EMBEDDING.search(name):
+            return "", 0.0, ""  # the token for padding
+        if is_row and ((len(shape) == 3 and "expert" in name) or is_router(evidence, row)):
+            experts = counted(shape[0], "expert")
+            return "dead_experts", number, f"{number:,.0f} of {experts} has nothing but zeros"
+        total = shape[0] if shape and is_row else shape[-1] if len(shape) == 2 else 0
+        share = f" of {total:,}" if total else ""
+        plural = "" if number == 1 and not share else "s"
+        sentence = f"{number:,.0f}{share} {word}{plural} {'is' if number == 1 else 'are'} zero"
+        if block > 1 and _HEADS.search(name) and number % block == 0:
+            heads = counted(int(number // block), "head")
+            return "dead_heads", number // block, f"{sentence}: as many as {heads} of {block:.0f}"
+        return f"dead_{word}s", number, sentence
+
+
+class DeadRows(_Dead):
+    """Rows are zero."""
+
+    name = "dead_rows"
+
+
+class DeadColumns(_Dead):
+    """Columns are zero."""
+
+    name = "dead_columns"
+
+
+class DeadHeads(_Dead):
+    """Rows or columns of whole attention heads are zero."""
+
+    name = "dead_heads"
+
+
+class DeadExperts(_Dead):
+    """Experts are zero, or the router nearly never chooses them."""
+
+    name = "dead_experts"
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        yield from super()._judge(evidence)
+        for row in np.flatnonzero(evidence["faint_rows"] > 0):
+            if is_router(evidence, row):
+                number, first = evidence["faint_rows"][row], evidence["faint_row"][row]
+                sentence = (
+                    f"{number:,.0f} of {counted(evidence.shapes[row][0], 'expert')} "
+                    f"{'has' if number == 1 else 'have'} a row of the router near zero, "
+                    f"first expert {first:.0f}"
+                )
+                yield self.finding(evidence, row, number, sentence)
+
+
+class OutlierChannels(Rule):
+    """A few rows or columns have elements far beyond all others."""
+
+    name, severity = "outlier_channels", "info"
+    threshold = OUTLYING  # standard deviations
+    few = 0.01  # share of the rows or columns
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        rows, columns = evidence["outlier_rows"], evidence["outlier_columns"]
+        ratio = evidence["absmax"] / evidence["std"]
+        for row in np.flatnonzero((rows > 0) & (columns > 0)):
+            shape = evidence.shapes[row]
+            by_column = columns[row], "column", int(np.prod(shape[1:]))
+            number, word, total = min(by_column, (rows[row], "row", shape[0]))
+            if number <= max(1, self.few * total):
+                place = evidence[f"top_{word}"][row]
+                sentence = (
+                    f"{counted(int(number), word)} of {total:,} "
+                    f"{'has' if number == 1 else 'have'} elements beyond {self.threshold:g} "
+                    f"standard deviations, up to {ratio[row]:.0f} in {word} {place:.0f}"
+                )
+                yield self.finding(evidence, row, ratio[row], sentence)
 
 
 # --- siblings ------------------------------------------------------------------------------------
 
 
-def _norms(measured: Measured) -> Iterator[Found]:
-    every = [
-        at
-        for at, name in enumerate(measured.dotted)
-        if measured.is_vector(at)
-        and _NORM.search(name)
-        and not (_NO_GAIN.search(name) or np.isnan(measured["mean"][at]))
-    ]
-    mean, std, low, high = (measured[each] for each in ("mean", "std", "min", "max"))
-    # The mean of a norm in the middle: of those that are siblings, and of all in a step.
-    groups: dict[Any, list[int]] = {}
-    for at in every:
-        for key in (measured.family_of(at), measured.step_of(at)):
-            groups.setdefault(key, []).append(at)
-    centers = {key: float(np.median(mean[some])) for key, some in groups.items()}
-    for at in every:
-        key = measured.family_of(at)
-        if len(groups[key]) < _FEWEST_SIBLINGS:
-            key = measured.step_of(at)
-        others = len(groups[key]) - 1
-        if others < 2 or not _NEAR_ONE[0] <= centers[key] <= _NEAR_ONE[1]:
-            continue
-        of = f"those of {others} like it on {centers[key]:.2g}"
-        is_zero = low[at] == high[at] == 0
-        if is_zero or abs(mean[at]) <= min(_NEAR_ZERO, std[at]):
-            what = f"its weights are centred on {mean[at]:.2g}, {of}: is 1 missing?"
-            yield measured.found(at, "zero_centred_norm", mean[at], what)
-        elif low[at] < 0:
-            what = f"its smallest weight is {low[at]:.3g}; it is centred on {mean[at]:.2g}, {of}"
-            yield measured.found(at, "negative_norm", low[at], what)
+class _Norm(Rule):
+    """The gains of a norm are unlike the gains of other norms, which are around 1."""
+
+    #: Largest mean of gains that are centred on 0; range of means that are centred on 1.
+    near_zero, near_one = 0.25, (0.5, 2.0)
+    #: A norm with fewer siblings is compared with all norms.
+    fewest_siblings = 4
+
+    def _compared(self, evidence: Evidence) -> Iterator[tuple[int, str]]:
+        """Return norms whose siblings are around 1, and a phrase about the siblings."""
+        mean = evidence["mean"]
+        norms = [row for row in evidence.norms if not np.isnan(mean[row])]
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for row in norms:
+            for group in (evidence.family_of(row), (evidence.step_of(row),)):
+                groups.setdefault(group, []).append(row)
+        centres = {key: float(np.median(mean[rows])) for key, rows in groups.items()}
+        for row in norms:
+            key = evidence.family_of(row)
+            if len(groups[key]) < self.fewest_siblings:
+                key = (evidence.step_of(row),)
+            count, centre = len(groups[key]) - 1, centres[key]
+            if count >= 2 and self.near_one[0] <= centre <= self.near_one[1]:
+                yield row, f"those of {count} like it on {centre:.2g}"
+
+    def _is_centred_on_zero(self, evidence: Evidence, row: int) -> bool:
+        mean, std = evidence["mean"][row], evidence["std"][row]
+        is_zero = evidence["min"][row] == evidence["max"][row] == 0
+        return bool(is_zero or abs(mean) <= min(self.near_zero, std))
 
 
-def _unlike_layers(measured: Measured) -> Iterator[Found]:
-    rms, count = measured["rms"], measured["count"]
-    for siblings in measured.series():
-        there = [at for at in siblings if rms[at] > 0 and np.isfinite(rms[at])]
-        if len(there) < _FEWEST_LAYERS:
-            continue
-        noise = np.log2(1 + 1 / np.sqrt(2 * count[there].min()))
-        spread = max(noise, np.log2(1 + _LEAST_SPREAD))
-        far = measured.unlike(np.log2(rms[there]), spread, UNLIKE)[1:-1]
-        # Where there are several, it is how the model is built.
-        if 0 < np.count_nonzero(far) <= max(1, len(there) // 16):
-            for place in (np.flatnonzero(far) + 1).tolist():
-                at, distance = there[place], abs(far[place - 1])
-                near = np.median(
-                    rms[[each for each in there[max(0, place - 2) : place + 3] if each != at]]
+class ZeroCentredNorm(_Norm):
+    """The gains of a norm are centred on 0 where others are centred on 1."""
+
+    name, severity = "zero_centred_norm", "warning"
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        for row, norms in self._compared(evidence):
+            mean, is_constant = evidence["mean"][row], evidence["std"][row] == 0
+            if self._is_centred_on_zero(evidence, row) and not (evidence.is_new and is_constant):
+                sentence = f"its weights are centred on {mean:.2g}, {norms}: is 1 missing?"
+                yield self.finding(evidence, row, mean, sentence)
+
+
+class NegativeNorm(_Norm):
+    """A gain of a norm is negative where others are around 1."""
+
+    name, severity = "negative_norm", "info"
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        low, mean = evidence["min"], evidence["mean"]
+        for row, norms in self._compared(evidence):
+            if low[row] < 0 and not self._is_centred_on_zero(evidence, row):
+                sentence = (
+                    f"its smallest weight is {low[row]:.3g}; it is centred on {mean[row]:.2g}"
                 )
-                what = (
-                    f"its root mean square, {rms[at]:.3g}, is {rms[at] / near:.2g} times that of "
-                    f"the layers next to it: {distance:.0f} robust standard deviations"
-                )
-                yield measured.found(at, "unlike_layer", distance, what)
+                yield self.finding(evidence, row, low[row], f"{sentence}, {norms}")
+
+
+class UnlikeLayer(Rule):
+    """The root mean square of a layer is far from its neighbours."""
+
+    name, severity = "unlike_layer", "warning"
+    roles = frozenset({Role.WEIGHT, Role.AVERAGE})
+    threshold = 6.0  # robust standard deviations of all layers
+    #: Number of layers from which a trend is known, and its least spread.
+    fewest_layers, least_spread = 5, 0.05
+    #: One layer in so many is odd. More of them are how the model is built.
+    one_in = 16
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        rms, count = evidence["rms"], evidence["count"]
+        for siblings in evidence.series():
+            rows = [row for row in siblings if rms[row] > 0 and np.isfinite(rms[row])]
+            if len(rows) < self.fewest_layers:
+                continue
+            noise = np.log2(1 + 1 / np.sqrt(2 * count[rows].min()))
+            spread = max(noise, np.log2(1 + self.least_spread))
+            distances = out_of_line(np.log2(rms[rows]), spread, self.threshold)[1:-1]
+            if 0 < np.count_nonzero(distances) <= max(1, len(rows) // self.one_in):
+                for place in (np.flatnonzero(distances) + 1).tolist():
+                    row, distance = rows[place], abs(distances[place - 1])
+                    near = [at for at in rows[max(0, place - 2) : place + 3] if at != row]
+                    factor = rms[row] / np.median(rms[near])
+                    sentence = (
+                        f"its root mean square, {rms[row]:.3g}, is {factor:.2g} times that of the "
+                        f"layers next to it: {distance:.0f} robust standard deviations"
+                    )
+                    yield self.finding(evidence, row, distance, sentence)
 
 
 # --- element types -------------------------------------------------------------------------------
 
 
-def _wide_types(measured: Measured) -> Iterator[Found]:
-    spare = measured["spare_bits"]
-    for at in np.flatnonzero(spare > 0):
-        least, most, type_name = _SPARE.get(measured.dtypes[at], (1, 0, ""))
-        if least <= spare[at] < most and measured["count"][at] >= _FEWEST_ELEMENTS:
-            half = binary_size(int(measured["count"][at]) * (4 if least == 29 else 2))
-            what = f"every value of this {measured.dtypes[at]} is a {type_name}: {half} would do"
-            yield measured.found(at, "wide_type", spare[at], what)
+class WideType(Rule):
+    """Every element fits into a type of half the size."""
+
+    name, severity = "wide_type", "info"
+    fewest_elements = 64
+    #: A smaller type, with the bits that its elements spare, and those that few numbers spare.
+    smaller = MappingProxyType({"float32": ("bfloat16", 16, 23), "float64": ("float32", 29, 52)})
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        spare, count = evidence["spare_bits"], evidence["count"]
+        for row in np.flatnonzero((spare > 0) & (count >= self.fewest_elements)):
+            dtype = evidence.dtypes[row]
+            smaller, least, most = self.smaller.get(dtype, ("", 1, 0))
+            if least <= spare[row] < most:
+                half = binary_size(int(count[row]) * kind_named(smaller).bits // 8)
+                sentence = f"every value of this {dtype} is a {smaller}: {half} would do"
+                yield self.finding(evidence, row, spare[row], sentence)
 
 
-def _mixed_types(measured: Measured) -> Iterator[Found]:
-    dtypes, shapes = measured.dtypes, measured.shapes
-    for siblings in measured.families.values():
-        kinds = [dtypes[at] for at in siblings]
-        if len(set(kinds)) < 2 or not set(kinds) <= set(_FLOATS):
-            continue
-        usual = max(dict.fromkeys(kinds), key=kinds.count)
-        others = kinds.count(usual)
-        alike = {shapes[at] for at in siblings if dtypes[at] == usual}
-        for at in siblings:
-            if dtypes[at] != usual and shapes[at] in alike:
-                what = (
-                    f"it is {dtypes[at]}, and {others} of its {len(siblings) - 1} siblings {usual}"
-                )
-                yield measured.found(at, "mixed_types", others, what)
+class MixedTypes(Rule):
+    """A tensor has another float type than most of its siblings."""
+
+    name, severity = "mixed_types", "warning"
+    floats = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        for siblings in evidence.families.values():
+            dtypes = [evidence.dtypes[row] for row in siblings]
+            if len(set(dtypes)) < 2 or not self.floats.issuperset(dtypes):
+                continue
+            usual = max(dict.fromkeys(dtypes), key=dtypes.count)
+            number = dtypes.count(usual)
+            shapes = {evidence.shapes[row] for row in siblings if evidence.dtypes[row] == usual}
+            for row in siblings:
+                dtype = evidence.dtypes[row]
+                if dtype != usual and evidence.shapes[row] in shapes:
+                    sentence = (
+                        f"it is {dtype}, and {number} of its {len(siblings) - 1} siblings {usual}"
+                    )
+                    yield self.finding(evidence, row, number, f"{sentence} {usual}")
 
 
-_EACH: tuple[Callable[[Measured], Iterator[Found]], ...] = (
-    *(_not_finite, _constants, _exploding, _subnormal),
-    *(_dead_channels, _idle_experts, _outlier_channels),
-    *(_norms, _unlike_layers),
-    *(_wide_types, _mixed_types),
-    lambda measured: (one for each in plain_codes(measured) for one in judge(measured, each)),
-)
+# --- all of them ---------------------------------------------------------------------------------
+
+#: Every rule by its name, in the order in which findings of one tensor are listed.
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        *(NaN(), Infinite(), AllZero(), Constant(), Exploding(), NegativeMoment()),
+        *(DeadRows(), DeadColumns(), DeadHeads(), DeadExperts()),
+        *(ZeroCentredNorm(), NegativeNorm(), UnlikeLayer(), OutlierChannels()),
+        *(Subnormal(), WideType(), MixedTypes(), NarrowCodes(), SaturatedCodes()),
+        *(Tied(), Duplicated(), CopiedLayer()),
+        *(IdenticalStep(), UnlikeStep(), Stopped()),
+    )
+}

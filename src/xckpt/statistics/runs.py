@@ -1,4 +1,4 @@
-"""The steps of a training run: how much changes from each to the next, and what is odd about it."""
+"""The steps of a training run: how much changes from each to the next, and rules about it."""
 
 from __future__ import annotations
 
@@ -12,182 +12,199 @@ from xckpt.notebook.formatting import counted
 from xckpt.statistics.differences import MEASURES, compare_pairs
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_to
-from xckpt.statistics.measured import Found, Measured
+from xckpt.statistics.evidence import EVERY, Evidence, Finding, Rule, out_of_line
 from xckpt.statistics.pairs import pair_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping
 
     import xarray as xr
 
     from xckpt.labels import TensorFilter
-    from xckpt.progress import ProgressOption
-    from xckpt.statistics.readers import Reader
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Distance of a change from those next to it, in robust standard deviations, of which one is taken
-#: to be a factor of 1.25 at least; and the changes below which nobody knows what is usual.
-FAR, _LEAST_FACTOR, _FEWEST_CHANGES = 6.0, 1.25, 4
-#: Steps in a row without a change of a tensor that changed before.
-STOPPED = 2
-
 
 def run_dim(coords: Mapping[Hashable, xr.Variable]) -> str | None:
-    """Return the dimension of the steps of what `open_steps` opened; None for anything else."""
+    """Return the dimension of the steps of a Dataset of `open_steps`; None for other Datasets."""
     dims = (str(name) for name, coord in coords.items() if coord.encoding.get("steps"))
     return next(dims, None)
 
 
 class StepChanges:
-    """How much each tensor of a run changed between steps: rows are tensors, in plain names."""
+    """Changes of each tensor of a run between steps: rows are tensors, named without steps.
 
-    def __init__(
-        self,
-        measured: Measured,
-        readers: Sequence[Reader],
-        *,
-        progress: ProgressOption = None,
-        cache: bool = True,
-    ) -> None:
-        self.dim = measured.run or ""
+    Parameters
+    ----------
+    evidence : Evidence
+        With readers and the dimension of the steps.
+    rows : iterable of int
+        Rows of the tensors to compare.
+    """
+
+    def __init__(self, evidence: Evidence, rows: Iterable[int]) -> None:
+        self.dim = evidence.run or ""
         by_name: dict[str, dict[int, int]] = {}
-        for at in range(len(readers)):
-            step = measured.step_of(at)
+        for row in rows:
+            step = evidence.step_of(row)
             if step:
-                by_name.setdefault(measured.plain_name(at), {})[int(step)] = at
+                by_name.setdefault(evidence.plain_name(row), {})[int(step)] = row
         self.steps = sorted({step for places in by_name.values() for step in places})
         self.names = list(by_name)
-        #: The place of each tensor at each step in the table of all; -1 where there is none.
+        #: Row of each tensor at each step in the evidence; -1 where it does not exist.
         self.places = np.array(
             [[places.get(step, -1) for step in self.steps] for places in by_name.values()], np.int64
         ).reshape(len(self.names), len(self.steps))
         before, after = self.places[:, :-1], self.places[:, 1:]
-        there = (before >= 0) & (after >= 0)
+        exists = (before >= 0) & (after >= 0)
+        readers, names = evidence.readers, evidence.names
         pairs = [
-            pair_of(readers[new], readers[old], measured.names[new])
-            for old, new in zip(before[there].tolist(), after[there].tolist(), strict=True)
+            pair_of(readers[new], readers[old], names[new])
+            for old, new in zip(before[exists].tolist(), after[exists].tolist(), strict=True)
         ]
-        rows = compare_pairs(pairs, progress=progress, cache=cache)
-        found = np.full((*before.shape, len(MEASURES)), np.nan)
-        found[there] = np.array(rows, np.float64).reshape(-1, len(MEASURES))
-        by_measure = {name: found[..., at] for at, name in enumerate(MEASURES)}
+        measures = compare_pairs(pairs, progress=evidence.progress, cache=evidence.cache)
+        table = np.full((*before.shape, len(MEASURES)), np.nan)
+        table[exists] = np.array(measures, np.float64).reshape(-1, len(MEASURES))
+        by_measure = {name: table[..., column] for column, name in enumerate(MEASURES)}
         self.same = by_measure["status"] == 0
-        #: Norm of the change, and relative to that of the later step.
+        #: Norm of the change; also divided by the norm at the later step.
         self.norm = by_measure["rmse"] * np.sqrt(by_measure["count"])
         self.relative = by_measure["rel_l2"]
+        #: Role of each tensor.
+        self.roles = [evidence.roles[int(places[places >= 0][0])] for places in self.places]
+
+    def first_row(self, step: int) -> int:
+        """Return the row of the first tensor of a step, which stands for the step."""
+        places = self.places[:, self.steps.index(step)]
+        return int(places[places >= 0][0])
 
 
 def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
-    """Compare the steps of what `open_steps` opened; `tensors` chooses by names without steps."""
+    """Compare the steps of a Dataset of `open_steps`; `tensors` selects by names without steps."""
     subject = contents_of(obj)
     with paused_collector():
         readers = [reader for entry in subject.entries() for reader in entry.readers]
-    names = [reader.name for reader in readers]
     dim = run_dim(subject.coords)
-    measured = Measured(names, {}, [""] * len(names), [()] * len(names), dim)
-    plain = [measured.plain_name(at) if measured.step_of(at) else "" for at in range(len(names))]
-    known = list(filter(None, dict.fromkeys(plain)))
-    if dim is None or len({measured.step_of(at) for at in range(len(names))}) < 2:
+    dtypes = [reader.kind.name for reader in readers]
+    shapes = [tuple(reader.array.shape) for reader in readers]
+    names = [reader.name for reader in readers]
+    evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers)
+    plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
+    names = list(filter(None, dict.fromkeys(plain)))
+    if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
-    chosen = set(select_some(known, tensors))
-    kept = [at for at, name in enumerate(plain) if name in chosen]
-    some = Measured([names[at] for at in kept], {}, [""] * len(kept), [()] * len(kept), dim)
-    return StepChanges(some, [readers[at] for at in kept], progress=None, cache=True)
+    selected = set(select_some(names, tensors))
+    return StepChanges(evidence, [row for row, name in enumerate(plain) if name in selected])
 
 
-def run_findings(
-    measured: Measured, readers: Sequence[Reader], *, progress: ProgressOption, cache: bool
-) -> list[Found]:
-    """Find steps that are equal or out of line, and tensors that stopped changing."""
-    changes = StepChanges(measured, readers, progress=progress, cache=cache)
-    if len(changes.steps) < 2 or not changes.names:
-        return []
-    equal = _equal_steps(measured, readers, changes, progress=progress, cache=cache)
-    of = f"all {counted(len(changes.names), 'tensor')} are equal to those of step"
-    found = [
-        _at_step(measured, changes, step, ("identical_step", first, f"{of} {first}"))
-        for step, first in equal.items()
-    ]
-    found += _out_of_line(measured, changes)
-    moved = ~changes.same.all(axis=0)  # intervals in which anything changed
-    for row, name in enumerate(changes.names):
-        changed = np.flatnonzero(~changes.same[row] & ~np.isnan(changes.norm[row]))
-        since = int(changed[-1]) + 1 if len(changed) else 0
-        still = int(np.count_nonzero(moved[since:]))
-        if since and still >= STOPPED:
-            at = int(changes.places[row, -1])
-            what = (
-                f"{name} did not change after step {changes.steps[since]}, "
-                f"in {still} steps in which others did"
+# --- rules ---------------------------------------------------------------------------------------
+
+
+class _OfRuns(Rule):
+    """Rules about the trainable tensors of a run, or about all tensors of one without any."""
+
+    roles = EVERY
+
+    def _at_step(self, evidence: Evidence, step: int, value: float, sentence: str) -> Finding:
+        """Return a finding about a step as a whole."""
+        changes = evidence.changes
+        row = 0 if changes is None else changes.first_row(step)
+        return Finding(row, f"{evidence.run}.{evidence.step_of(row)}", self.name, value, sentence)
+
+
+class IdenticalStep(_OfRuns):
+    """All weights of a step are equal to the weights of another step."""
+
+    name = "identical_step"
+    severity = "warning"
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        sentence = f"all {counted(len(changes.names), 'tensor')} are equal to those of step"
+        for step, first in _equal_steps(evidence, changes).items():
+            yield self._at_step(evidence, step, first, f"{sentence} {first}")
+
+
+class UnlikeStep(_OfRuns):
+    """The weights change much more, or less, than at the steps around."""
+
+    name = "unlike_step"
+    severity = "warning"
+    threshold = 6.0  # robust standard deviations, each at least a factor of 1.25
+    least_factor = 1.25
+    #: A change so many times as large as each of its neighbours is enough, in short runs too.
+    enough = 5.0
+    fewest_changes = 4
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        steps = np.array(changes.steps, np.float64)
+        total = np.sqrt(np.nansum(changes.norm**2, axis=0))
+        moved = np.flatnonzero(np.isfinite(total) & (total > 0))
+        if len(moved) < self.fewest_changes:
+            return
+        # Many small steps in random directions lead as far as the root of their number.
+        rate = np.log2(total[moved] / np.sqrt(np.diff(steps)[moved]))
+        score = out_of_line(rate, np.log2(self.least_factor), self.threshold)
+        for place in range(1, len(moved)):  # the first change is large in every run
+            near = [at for at in range(place - 2, place + 3) if at != place and 0 <= at < len(rate)]
+            above = rate[place] - max(rate[at] for at in near if at)
+            if not score[place] and above <= np.log2(self.enough):
+                continue
+            factor = 2.0 ** (rate[place] - np.median(rate[near]))
+            old, new = changes.steps[moved[place]], changes.steps[moved[place] + 1]
+            sentence = (
+                f"from step {old} to {new} tensors change {factor:.3g} times as much as around it, "
+                f"by {total[moved[place]]:.3g} in total"
             )
-            found.append(measured.found(at, "stopped", changes.steps[since], what))
-    return found
+            if score[place]:
+                sentence += f": {abs(score[place]):.0f} robust standard deviations"
+            yield self._at_step(evidence, new, float(factor), sentence)
 
 
-def _equal_steps(
-    measured: Measured,
-    readers: Sequence[Reader],
-    changes: StepChanges,
-    *,
-    progress: ProgressOption,
-    cache: bool,
-) -> dict[int, int]:
+class Stopped(_OfRuns):
+    """A tensor no longer changes, and others do."""
+
+    name = "stopped"
+    severity = "warning"
+    threshold = 2  # steps in a row
+
+    def _judge(self, evidence: Evidence) -> Iterator[Finding]:
+        changes = evidence.changes
+        if changes is None:
+            return
+        moved = ~changes.same.all(axis=0)  # intervals in which anything changed
+        for number, name in enumerate(changes.names):
+            changed = np.flatnonzero(~changes.same[number] & ~np.isnan(changes.norm[number]))
+            since = int(changed[-1]) + 1 if len(changed) else 0
+            still = int(np.count_nonzero(moved[since:]))
+            row = int(changes.places[number, -1])
+            if since and still >= self.threshold and row >= 0:
+                sentence = (
+                    f"{name} did not change after step {changes.steps[since]}, "
+                    f"in {still} steps in which others did"
+                )
+                yield self.finding(evidence, row, changes.steps[since], sentence)
+
+
+def _equal_steps(evidence: Evidence, changes: StepChanges) -> dict[int, int]:
     """Return which step each step is equal to, with all its tensors."""
-    whole = (changes.places >= 0).all(axis=1)
-    columns = np.array([np.nan_to_num(each, nan=-1.0) for each in measured.columns.values()]).T
-    alike: dict[bytes, list[int]] = {}
-    for number, places in enumerate(changes.places[whole].T):
-        alike.setdefault(columns[places].tobytes(), []).append(number)
-    groups = [
-        [int(changes.places[row, number]) for number in numbers]
-        for numbers in alike.values()
-        if len(numbers) > 1
-        for row in np.flatnonzero(whole)
-    ]
-    twins = equal_to(measured, readers, groups, progress=progress, cache=cache)
+    places = changes.places[(changes.places >= 0).all(axis=1)]
+    columns = np.array([np.nan_to_num(column, nan=-1.0) for column in evidence.columns.values()]).T
+    by_statistics: dict[bytes, list[int]] = {}
+    for number, rows in enumerate(places.T):
+        by_statistics.setdefault(columns[rows].tobytes(), []).append(number)
+    suspected = [numbers for numbers in by_statistics.values() if len(numbers) > 1]
+    groups = [[int(rows[number]) for number in numbers] for numbers in suspected for rows in places]
+    twins = equal_to(evidence, groups)
     equal = {}
-    for numbers in alike.values():
-        for number in numbers[1:]:
-            pairs = zip(
-                changes.places[whole][:, number], changes.places[whole][:, numbers[0]], strict=True
-            )
-            if all(twins.get(int(new)) == int(old) for new, old in pairs):
-                equal[changes.steps[number]] = changes.steps[numbers[0]]
+    for first, *later in suspected:
+        for number in later:
+            pairs = zip(places[:, number].tolist(), places[:, first].tolist(), strict=True)
+            if all(twins.get(new) == old for new, old in pairs):
+                equal[changes.steps[number]] = changes.steps[first]
     return equal
-
-
-def _out_of_line(measured: Measured, changes: StepChanges) -> list[Found]:
-    steps = np.array(changes.steps, np.float64)
-    total = np.sqrt(np.nansum(changes.norm**2, axis=0))
-    there = np.flatnonzero(np.isfinite(total) & (total > 0))
-    if len(there) < _FEWEST_CHANGES:
-        return []
-    # Many small steps in random directions lead as far as the root of their number.
-    rate = np.log2(total[there] / np.sqrt(np.diff(steps)[there]))
-    score = measured.unlike(rate, np.log2(_LEAST_FACTOR), FAR)
-    found = []
-    for place in np.flatnonzero(score).tolist():
-        if place == 0:
-            continue  # the first change is large in every run
-        near = [
-            each for each in range(max(0, place - 2), min(len(there), place + 3)) if each != place
-        ]
-        factor = 2.0 ** (rate[place] - np.median(rate[near]))
-        old, new = changes.steps[there[place]], changes.steps[there[place] + 1]
-        what = (
-            f"from step {old} to {new} tensors change {factor:.3g} times as much as around it, "
-            f"by {total[there[place]]:.3g} in total: {abs(score[place]):.0f} robust standard "
-            "deviations"
-        )
-        found.append(_at_step(measured, changes, new, ("unlike_step", float(factor), what)))
-    return found
-
-
-def _at_step(
-    measured: Measured, changes: StepChanges, step: int, found: tuple[str, float, str]
-) -> Found:
-    """Say something of a step, which stands at its first tensor."""
-    places = changes.places[:, changes.steps.index(step)]
-    at = int(places[places >= 0][0])
-    return Found(at, f"{measured.run}.{measured.step_of(at)}", *found)
