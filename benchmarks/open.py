@@ -33,12 +33,14 @@ def mixture(folder: Path) -> list[Result]:
     floor = best_of(lambda: cbor2.loads(manifest), 3)
     index = best_of(lambda: xckpt.read_index(path), 3)
     flat = best_of(lambda: xr.open_dataset(path, engine="ztensor").close(), 3)
+    tree = best_of(lambda: xr.open_datatree(path, engine="ztensor").close(), 3)
     count = len(tensors)
     loads = f"cbor2.loads of its {len(manifest) / 1e6:.0f} MB manifest, {floor:.2f} s"
     return [
         Result(f"read_index of {count:,} tensors", index / floor, "x", loads),
         Result(f"open_dataset of {count:,} tensors", flat / floor, "x", loads, 12),
         Result("the same for each tensor", flat / count * 1e6, "µs"),
+        Result(f"open_datatree of {count:,} tensors", tree / flat, "x", "open_dataset", 3),
     ]
 
 

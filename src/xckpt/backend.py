@@ -11,7 +11,6 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from xarray.backends import BackendEntrypoint
-from xarray.backends.common import datatree_from_dict_with_io_cleanup
 
 import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
 from xckpt import formats
@@ -176,10 +175,14 @@ class CheckpointBackend(BackendEntrypoint):
         xarray.DataTree
             The root has the attributes of the file.
         """
+        from xckpt.datasets.trees import make_tree
+        from xckpt.index import paused_collector
+
         groups = self.open_groups_as_dict(
             filename_or_obj, drop_variables=drop_variables, **keywords
         )
-        return datatree_from_dict_with_io_cleanup(groups)
+        with paused_collector():
+            return make_tree(groups)
 
     def _open(
         self,

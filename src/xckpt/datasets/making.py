@@ -14,6 +14,7 @@ from xckpt.arrays import read_later
 from xckpt.arrays.graph import tensor_array
 from xckpt.arrays.selection import target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
+from xckpt.datasets.trees import make_module
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
@@ -104,33 +105,30 @@ def make_groups(
     top = AxisNames(options.dims, reserved)
     _claim(top, listing.arrays)
     coords = _Coordinates(index.arrangement.coords, top)
-    names, indexed = {"": top}, {"": set[str]()}
+    repeated = _repeated_below(places) if index.arrangement.coords else set()
+    names = {"": top}
     dropped: dict[str, list[str]] = {}
     how: Any = {"coords": coords, "marks": StackMarks()}
     datasets: dict[str, xr.Dataset] = {}
-    children = child_nodes(nodes)
+    # Only stacks have coordinates, which give way to the names of children.
+    children = child_nodes(nodes) if any(each.stacked for each in listing.arrays) else {}
     # A node comes after those above it, whose names keep their sizes below.
     for path in sorted(nodes, key=len):
         above = path.rpartition("/")[0]
         while above not in names:  # the empty path always is
             above = above.rpartition("/")[0]
         here, node = path.rstrip("/"), nodes[path]
-        # What a node has an index of, those below it have too: none has another variable there.
-        below = f"{here}/"
-        free = {
-            leaf: each
-            for leaf, each in node.items()
-            if not any(other != path and other.startswith(below) for other in places[leaf])
-        }
+        # Nodes inherit the indexes of those above them: no other variable may have the name there.
+        free = {leaf: each for leaf, each in node.items() if (here, leaf) not in repeated}
         own = coords.dims(free, names[above])
-        indexed[here] = indexed[above] | own.keys()
-        names[here] = AxisNames(options.dims, reserved - indexed[here], names[above])
-        _claim(names[here], (), own)
-        shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
-        roles = {} if axis_names is None else axis_names(shapes)
+        names[here] = names[above].below(own)
+        roles: Mapping[str, tuple[str | None, ...]] = {}
+        if axis_names is not None:
+            shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
+            roles = axis_names(shapes)
         taken = {*node, *children.get(path, ())}
         group = _group(node, taken, maker, names[here], roles=roles, **how)
-        datasets[path] = xr.Dataset(group.variables, group.coords)
+        datasets[path] = make_module(group.variables, group.coords)
         dropped |= group.dropped_attrs
     # Nodes have an order of their own.
     encoding = _stack_encoding(listing, dropped)
@@ -145,6 +143,20 @@ def make_groups(
             if ds is not None and leaf not in ds.variables:
                 made[path] = xr.Dataset(attrs=attrs)
     return made
+
+
+def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
+    """Return the nodes, as paths without a slash at the end, and names of variables below them."""
+    below = set()
+    for leaf, paths in places.items():
+        for path in paths:
+            node = path.rstrip("/")
+            while node:
+                node = node.rpartition("/")[0]
+                if (node, leaf) in below:
+                    break  # and in those above it
+                below.add((node, leaf))
+    return below
 
 
 class _Coordinates:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = ["AxisNames", "stated_name"]
 
@@ -33,9 +33,6 @@ class AxisNames:
         axis is to be named otherwise. The last matching entry wins.
     reserved : collection of str
         Names that no axis may have: those of the variables.
-    above : AxisNames, optional
-        The names of a node above this one in a tree: where it has a name, that has the same size
-        here, as a tree demands of nodes below each other.
 
     Raises
     ------
@@ -55,17 +52,31 @@ class AxisNames:
         self,
         dims: Mapping[str, Sequence[str | None]] | None = None,
         reserved: Collection[str] = (),
-        above: AxisNames | None = None,
     ) -> None:
         self._chosen = [_compiled(glob, names) for glob, names in (dims or {}).items()]
         self._reserved = reserved
-        self._sizes: MutableMapping[str, int] = {}
-        if above is not None:
-            self._sizes = ChainMap(self._sizes, above._sizes)  # noqa: SLF001  the same class
+        #: Names of variables that are dimensions.
+        self._indexed: frozenset[str] = frozenset()
+        self._sizes: ChainMap[str, int] = ChainMap()
         self._fitted_before: dict[
             tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]
         ] = {}
         self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
+
+    def below(self, indexed: Mapping[str, int]) -> AxisNames:
+        """Return the names of a node below this one in a tree.
+
+        A name that has a size here has the same size there. `indexed` has the sizes of dimensions
+        that have the names of variables of the node.
+        """
+        below = AxisNames()
+        below._chosen, below._reserved = self._chosen, self._reserved
+        below._indexed = self._indexed.union(indexed)
+        below._sizes = self._sizes.new_child(dict(indexed))
+        return below
+
+    def _is_reserved(self, name: str) -> bool:
+        return name in self._reserved and name not in self._indexed
 
     def claim(self, name: str, size: int) -> None:
         """Keep a name for axes of one size, before any variable may take it for another."""
@@ -131,7 +142,7 @@ class AxisNames:
 
     def _refuse_names_of_variables(self, glob: str, names: tuple[str | None, ...]) -> None:
         for name in names:
-            if name is not None and name in self._reserved:
+            if name is not None and self._is_reserved(name):
                 raise ValueError(
                     f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
                     "choose another"
@@ -141,7 +152,7 @@ class AxisNames:
         """Keep the wanted names that fit, and give the other axes the names of their sizes."""
         fitted: list[str | None] = []
         for name, size in zip(wanted, shape, strict=True):
-            free = name is not None and name not in fitted and name not in self._reserved
+            free = name is not None and name not in fitted and not self._is_reserved(name)
             fits = free and self._sizes.setdefault(str(name), size) == size
             fitted.append(name if fits else None)
         result: list[str] = []
@@ -164,7 +175,7 @@ class AxisNames:
         repeat = 0
         while True:
             name = f"d{size}_{repeat}" if repeat else f"d{size}"
-            free = name not in taken and name not in self._reserved
+            free = name not in taken and not self._is_reserved(name)
             if free and self._sizes.setdefault(name, size) == size:
                 return name
             repeat += 1

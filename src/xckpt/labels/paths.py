@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
@@ -95,10 +96,12 @@ def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _components(path: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    *node, leaf = (_escaped(component) for component in path)
+    *node, leaf = map(_escaped, path)
     return tuple(node), leaf
 
 
+# Few components are in very many names.
+@lru_cache(maxsize=4096)
 def _escaped(component: str) -> str:
     if component in {".", ".."}:
         return component.replace(".", "%2E")
