@@ -30,7 +30,8 @@ def saved(ds: xr.Dataset, tree: xr.DataTree, path: Path, *, compute: bool) -> No
     xckpt.save(ds, path, max_shard_sise="5GB")  # type: ignore[call-overload]
     xckpt.save(ds, path, version=2)  # type: ignore[call-overload]
     xckpt.save(ds, path, cast="round")  # type: ignore[call-overload]
-    xckpt.save({"w": np.zeros(3)}, path)  # type: ignore[call-overload]
+    xckpt.save({"w": np.zeros(3)}, path)
+    xckpt.save([np.zeros(3)], path)  # type: ignore[call-overload]
     xckpt.append(ds, path, replace=True)
 
 
@@ -50,6 +51,7 @@ def described(ds: xr.Dataset, tree: xr.DataTree, index: xckpt.Index) -> None:
     assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), xr.Dataset)
     assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), xr.Dataset)
     assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), xr.Dataset)
+    xckpt.compare({"w": np.zeros(3)}, "m.zt")
     xckpt.stats(3)  # type: ignore[arg-type]
     xckpt.stats(ds, quantile=[0.5])  # type: ignore[call-arg]
     xckpt.histogram(ds, scale="log")  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztens
 here is loaded on first use, so that ``import xckpt`` costs next to nothing.
 """
 
-import sys
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import lazy_loader
+
+from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
     from xckpt.datasets.optimizers import join_optimizer
@@ -92,9 +92,7 @@ __getattr__, _, _ = lazy_loader.attach(
     },
 )
 
-# An engine that opens a file brings `.ckpt` with it; objects in memory have it, too.
-if hasattr(sys.modules.get("xarray"), "register_dataset_accessor"):
-    import_module("xckpt.accessor")
+register_accessor()
 
 
 def __dir__() -> list[str]:

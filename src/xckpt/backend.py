@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from xarray.backends import BackendEntrypoint
 
-import xckpt.accessor  # noqa: F401  registers ds.ckpt for users who never import xckpt
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
 

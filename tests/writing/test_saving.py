@@ -378,9 +378,9 @@ def test_what_is_no_number_is_an_error(values: Any, tmp_path: Path) -> None:
         save(xr.Dataset({"w": ("n", values)}), tmp_path / "m.safetensors")
 
 
-def test_only_xarray_objects(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="got dict; a mapping of arrays is a Dataset"):
-        save({"w": np.zeros(3)}, tmp_path / "m.safetensors")  # type: ignore[call-overload]
+def test_only_xarray_objects_and_mappings(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a mapping of names to arrays, got ndarray"):
+        save(np.zeros(3), tmp_path / "m.safetensors")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"\.rename"):
         save(xr.DataArray(np.zeros(3)), tmp_path / "m.safetensors")
     with pytest.raises(TypeError, match="names of tensors are text"):

@@ -69,9 +69,10 @@ def stats(
 
     Parameters
     ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to describe. Element types are those that are stored: bfloat16 and float8 are never
-        converted; quantised tensors are described as the numbers they stand for.
+        converted; quantised tensors are described as the numbers they stand for. A mapping has
+        arrays by name, such as the state dict of a PyTorch module.
     quantiles : sequence of float
         Between 0 and 1; the statistic ``q0.5`` is the median.
     exact_quantiles : bool

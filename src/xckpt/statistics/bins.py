@@ -99,7 +99,7 @@ def histogram(
 
     Parameters
     ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to describe.
     bins : int or sequence of float
         Number of bins between the smallest and the largest element of all tensors, or the edges.

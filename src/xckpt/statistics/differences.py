@@ -81,7 +81,7 @@ def compare(
 
     Parameters
     ----------
-    a, b : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+    a, b : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to compare; `a` is what differences are relative to. Two DataArrays are compared with
         each other whatever their names are.
     names : "auto", mapping, callable, or pair of a regular expression and its replacement, optional

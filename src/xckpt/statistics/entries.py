@@ -23,6 +23,7 @@ from xckpt.arrays.graph import TensorGraph, TensorLayer
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.listing import Listed, list_arrays
+from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.datasets.tensors import remembered
 from xckpt.datasets.variables import LazyVariable
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.readers import Reader
     from xckpt.storage import Source
 
-    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree
+    Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -273,6 +274,7 @@ def contents_of_all(
     objects: Sequence[Any], storage_options: dict[str, Any] | None = None
 ) -> list[Subject]:
     """Find what there is to describe of several objects, some of which may be open."""
+    objects = [as_dataset(obj) for obj in objects]
     if storage_options is not None and all(map(_is_open, objects)):
         text = "storage_options are for a path or URL: pass them to xr.open_dataset"
         raise TypeError(text)
@@ -308,8 +310,11 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
         return _tree_contents(obj)
     if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
         return _file_contents(obj, storage_options)
+    if callable(getattr(obj, "state_dict", None)):
+        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays; its state_dict() is")
     raise TypeError(
-        f"expected a path, an Index, a Dataset, a DataArray or a DataTree, got {type(obj).__name__}"
+        "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
+        f"DataTree, got {type(obj).__name__}"
     )
 
 

@@ -44,7 +44,7 @@ def findings(
 
     Parameters
     ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         Checkpoint to examine: its tensors are read once, as `stats` does with ``channels=True``,
         and those that seem to be equal once more. The steps of a Dataset of `open_steps` are also
         compared with each other. For the result of `stats`, findings follow from the statistics

@@ -81,7 +81,7 @@ def spectrum(
 
     Parameters
     ----------
-    obj : path, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
         What to describe. Quantised tensors are taken as the numbers they stand for.
     tensors : str, iterable of str, re.Pattern or callable, optional
         Only these: a glob of whole names, several, a regular expression that is searched, or a

@@ -122,8 +122,8 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
         return obj.to_dataset(promote_attrs=False)
     if not isinstance(obj, xr.Dataset | xr.DataTree):
         raise TypeError(
-            f"expected a Dataset, a DataTree or a DataArray, got {type(obj).__name__}; "
-            "a mapping of arrays is a Dataset by xr.Dataset({name: (dims, array)})"
+            "expected a Dataset, a DataTree, a DataArray or a mapping of names to arrays, got "
+            f"{type(obj).__name__}"
         )
     return obj
 

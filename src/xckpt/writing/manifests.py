@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import xarray as xr
 
+from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, locating, shown
 from xckpt.index import Index, paused_collector
@@ -237,7 +238,7 @@ def _short(value: Any) -> str:
 
 
 def manifest(
-    obj: OpenPath | Index | xr.Dataset | xr.DataTree | xr.DataArray,
+    obj: OpenPath | Index | xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any],
     engine: str | None = None,
     *,
     tensors: TensorFilter | None = None,
@@ -251,7 +252,7 @@ def manifest(
 
     Parameters
     ----------
-    obj : path, Index, xarray.Dataset, xarray.DataTree or xarray.DataArray
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataTree or xarray.DataArray
         A checkpoint, as `xckpt.read_index` takes it, or an object that was opened or made. The
         manifest of an object is that of the file that `xckpt.save` makes of it, as far as the
         format has its types.
@@ -290,6 +291,7 @@ def manifest(
     >>> xckpt.verify("m.zt", manifest="m.json").ok  # doctest: +SKIP
     True
     """
+    obj = as_dataset(obj)
     if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
         if engine is not None or storage_options is not None:
             raise TypeError(

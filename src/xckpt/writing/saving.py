@@ -22,6 +22,7 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.arrays import read_later
+from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.index import paused_collector
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from xckpt.storage import Source
     from xckpt.writing.casting import Cast
 
-    Writable = xr.Dataset | xr.DataTree | xr.DataArray
+    Writable = xr.Dataset | xr.DataTree | xr.DataArray | Mapping[str, Any]
 
 __all__ = ["Conversion", "Destination", "Recast", "append", "convert", "save"]
 
@@ -125,7 +126,7 @@ def save(
     storage_options: dict[str, Any] | None = None,
     **format_options: Unpack[FormatOptions],
 ) -> Delayed | None:
-    """Write a Dataset, DataTree or DataArray to a checkpoint, without loading it into memory.
+    """Write a Dataset, DataTree, DataArray or mapping of arrays, without loading it into memory.
 
     The file is complete under its name, or not there: it is written next to its place and renamed,
     so that after an error, Ctrl-C or a full disk an old file is as it was. What xckpt opened and
@@ -134,7 +135,7 @@ def save(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+    obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
         Its variables become tensors, and so do coordinates with numbers.
     path : str or os.PathLike
         The new file, a path or an fsspec URL.
@@ -185,6 +186,7 @@ def save(
     >>> xckpt.save(ds, "m.zt", encoding={"*": {"compression": "zstd"}})  # doctest: +SKIP
     >>> xckpt.save(ds.astype("float16"), "half.safetensors")  # doctest: +SKIP
     """
+    obj = as_dataset(obj)
     destination = Destination(
         path,
         engine,
@@ -206,7 +208,7 @@ def save(
     return delayed
 
 
-def _opened_as(obj: Writable, format: str) -> Index | None:
+def _opened_as(obj: Any, format: str) -> Index | None:
     """Return the index of the file that an object was opened from, if that is of a format."""
     whole = obj.root if isinstance(obj, xr.DataTree) else obj
     if whole.encoding.get("format") != format:
@@ -378,7 +380,7 @@ def append(
 
     Parameters
     ----------
-    obj : xarray.Dataset, xarray.DataTree or xarray.DataArray
+    obj : xarray.Dataset, xarray.DataTree, xarray.DataArray, or mapping of str to array
         What is added; see `xckpt.save`. Attributes of it replace those of the same name that the
         file has.
     path : str or os.PathLike
@@ -428,6 +430,7 @@ def append(
     """
     if not isinstance(path, str | PathLike):
         raise TypeError(f"expected a path or URL, got {type(path).__name__}")
+    obj = as_dataset(obj)
     source, index = open_index(path, storage_options=storage_options, whole=False)
     try:
         destination = Destination(

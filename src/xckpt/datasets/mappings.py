@@ -1,0 +1,108 @@
+"""Mappings of names to arrays, such as the state dict of a module, as Datasets in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.errors import shown, some, warn
+from xckpt.index import Index
+from xckpt.labels import AxisNames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["as_dataset"]
+
+_SCALARS = (str, int, float, bool, type(None))
+# Deeper ones are not state dicts; a mapping may contain itself.
+_DEEPEST = 100
+
+
+def as_dataset(obj: Any) -> Any:
+    """Return a Dataset of a mapping of names to arrays; other objects as they are.
+
+    Keys of nested mappings are joined by dots; scalars and texts become attributes. Arrays of
+    numpy, dask and xarray, and tensors in main memory, are not copied.
+    """
+    opened = xr.Dataset | xr.DataTree | xr.DataArray | Index
+    return obj if not isinstance(obj, Mapping) or isinstance(obj, opened) else _dataset(obj)
+
+
+def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:
+    arrays: dict[str, Any] = {}
+    attrs: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in _flattened(mapping, ()):
+        if isinstance(value, _SCALARS):
+            attrs[name] = value
+        elif not _is_array(value):
+            others.append(name)
+        elif name in arrays:
+            raise ValueError(f"two arrays are called {shown(name)}; rename one of them")
+        else:
+            arrays[name] = value
+    if mapping and not arrays:
+        kinds = ", ".join(sorted({type(value).__name__ for value in mapping.values()}))
+        raise TypeError(f"expected a mapping of names to arrays; its values are of type {kinds}")
+    if others:
+        warn(f"{some(others, 'values')} of the mapping left out: neither arrays nor numbers")
+    names = AxisNames(None, arrays.keys())
+    variables = {name: _variable(name, value, names) for name, value in arrays.items()}
+    return xr.Dataset(variables, attrs=attrs)
+
+
+def _flattened(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays and other values in nested mappings and sequences, with their names."""
+    if len(path) > _DEEPEST:
+        raise ValueError(f"the mapping is nested more than {_DEEPEST} levels deep")
+    if isinstance(value, Mapping):
+        items = [(str(key), inner) for key, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(position), inner) for position, inner in enumerate(value)]
+    else:
+        yield ".".join(path), value
+        return
+    for key, inner in items:
+        yield from _flattened(inner, (*path, key))
+
+
+def _is_array(value: Any) -> bool:
+    has_values = hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+    return has_values and hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _variable(name: str, value: Any, names: AxisNames) -> xr.Variable:
+    if isinstance(value, xr.DataArray | xr.Variable):
+        return xr.as_variable(value)
+    # Arrays of dask, sparse and others that xarray computes with stay what they are.
+    if not hasattr(value, "__array_function__"):
+        try:
+            value = _as_numpy(value)
+        except Exception as error:
+            kind = type(value)
+            text = f"{shown(name)} is a {kind.__module__}.{kind.__name__} that numpy cannot read"
+            raise TypeError(f"{text}: {error}") from error
+    return xr.Variable(names.of(name, value.shape), value)
+
+
+def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """Return the elements of a tensor of another library; those of bfloat16 as `ml_dtypes`."""
+    for method in ("detach", "cpu"):  # of PyTorch
+        value = getattr(value, method, lambda value=value: value)()
+    element_type = str(value.dtype).rpartition(".")[2]
+    if not isinstance(value.dtype, np.dtype) and element_type in ELEMENT_TYPES:
+        stored = stored_dtype(element_type)
+        if stored.isbuiltin != 1:  # which PyTorch and MLX do not hand to numpy
+            integers = getattr(
+                sys.modules[type(value.dtype).__module__], f"int{stored.itemsize * 8}"
+            )
+            return np.asarray(value.view(integers)).view(stored)
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    return np.from_dlpack(value)

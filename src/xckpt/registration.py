@@ -1,0 +1,49 @@
+"""Registration of ``.ckpt`` with xarray, whichever of the two packages is imported first."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ["register_accessor"]
+
+
+def register_accessor() -> None:
+    """Register ``.ckpt`` now if xarray is imported, or else as soon as it is."""
+    if "xarray" in sys.modules:
+        import_module("xckpt.accessor")
+    elif not any(isinstance(finder, _XarrayFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _XarrayFinder())
+
+
+class _XarrayFinder:
+    """A finder for xarray alone, which asks the other finders.
+
+    Importing xarray takes 50 times as long as importing xckpt, so xckpt does not do it for users
+    who may not need it. The finder stays where it is: other threads may iterate over the finders.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "xarray":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                import_module("xckpt.accessor")
+
+            # The loader stays what it is, as others ask it for sources and resources.
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
