@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 import xarray as xr
 
 from xckpt import formats
-from xckpt.datasets.mappings import as_dataset
 from xckpt.identity import base_id_text, stable_id
 
 if TYPE_CHECKING:
@@ -1184,6 +1183,8 @@ def _as_findings(found: pd.DataFrame) -> tuple[TensorFinding, ...]:
 
 def _summary_of(obj: Any, storage_options: dict[str, Any] | None) -> Summary:
     """Sum up what is open, or a file."""
+    from xckpt.datasets.mappings import as_dataset
+
     obj = as_dataset(obj)
     if isinstance(obj, xr.Dataset | xr.DataTree | xr.DataArray):
         return CheckpointAccessor(obj)._summary()  # noqa: SLF001  our own
