@@ -171,6 +171,9 @@ class Quantization:
         Whether the part ``biases`` has a number for each block that is added last.
     factor : float or None
         What all is multiplied with after the scale.
+    wide : bool
+        Whether the product with a scale is computed in float64 and then rounded to float32.
+        Differences from zero points are of float32 either way.
     """
 
     block: tuple[int, ...]
@@ -195,6 +198,7 @@ class Quantization:
     reciprocal: bool = False
     biases: bool = False
     factor: float | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +242,8 @@ class Tensor:
     parts : mapping of str to Part
         By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR and CSC,
         ``values, coords`` for COO, ``data, scales, zeros`` for quantised ones, blocks with an
-        `origin` for chunked ones, the file's own otherwise.
+        `origin` for chunked ones, ``real, imag`` for complex numbers that numpy has no type for,
+        the file's own otherwise.
         Of blocks ``data`` is bytes, with those of a row of the tensor along the last axis.
     layout : {"dense", "chunked", "sparse_csr", "sparse_csc", "sparse_coo", "quantized", \
 "blocks", "structural"}

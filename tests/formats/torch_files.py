@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CLASSES = {"f4": "FloatStorage", "f8": "DoubleStorage", "i8": "LongStorage", "u1": "ByteStorage"}
 CLASSES |= {"c8": "ComplexFloatStorage", "i1": "QInt8Storage", "u2": "BFloat16Storage"}
+CLASSES |= {"f2": "HalfStorage", "i4": "QInt32Storage"}
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -67,6 +68,43 @@ def whole(key: str, array: np.ndarray[Any, Any]) -> bytes:
     steps = tuple(step // array.itemsize for step in array.strides)
     kind = CLASSES[array.dtype.str[1:]]
     return view(storage(key, array.size, kind), 0, array.shape, steps)
+
+
+def typed_view(
+    key: str, dtype: str, array: np.ndarray[Any, Any], bits: Mapping[str, bytes] | None = None
+) -> bytes:
+    """Write a tensor of a type that has no class of storages, as newer versions do.
+
+    The last axis of `array` has the bytes of an element. `bits` are what is set of conj and neg.
+    """
+    shape = array.shape[:-1]
+    strides = tuple(step // array.shape[-1] for step in array.strides[:-1])
+    hooks = name("collections", "OrderedDict") + b")R"
+    where = (storage(key, array.nbytes, "UntypedStorage"), number(0), sizes(*shape))
+    about = (sizes(*strides), b"\x89", hooks, name("torch", dtype))
+    more = () if bits is None else (mapping(bits),)
+    return called(name("torch._utils", "_rebuild_tensor_v3"), *where, *about, *more)
+
+
+def quantized(key: str, codes: np.ndarray[Any, Any], scheme: str, *parameters: bytes) -> bytes:
+    """Write a quantised tensor that is all of a storage."""
+    steps = tuple(step // codes.itemsize for step in codes.strides)
+    where = (storage(key, codes.size, CLASSES[codes.dtype.str[1:]]), number(0))
+    about = (sizes(*codes.shape), sizes(*steps), several(name("torch", scheme), *parameters))
+    hooks = name("collections", "OrderedDict") + b")R"
+    return called(name("torch._utils", "_rebuild_qtensor"), *where, *about, b"\x89", hooks)
+
+
+def sparse(layout: str, shape: tuple[int, ...], *parts: bytes) -> bytes:
+    """Write a sparse tensor of its parts."""
+    kind = called(name("torch.serialization", "_get_layout"), text(f"torch.{layout}"))
+    size = called(name("torch", "Size"), sizes(*shape))
+    data = several(*parts, size)
+    return called(name("torch._utils", "_rebuild_sparse_tensor"), kind, data)
+
+
+def real(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
 
 
 def ndarray(array: np.ndarray[Any, Any]) -> bytes:

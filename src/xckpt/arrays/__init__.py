@@ -76,7 +76,11 @@ def _arrays(
     if tensor.layout == "chunked":
         return {None: ChunkedArray(tensor, readers, decode=options.decode)}
     if tensor.layout == "structural" or not options.decode:
-        return {role: _part(tensor, role, readers) for role in tensor.parts}
+        # Halves of complex numbers are numbers; the meaning of other parts is in the layout.
+        decode = options.decode and tensor.parts.keys() == {"real", "imag"}
+        return {
+            role: _part(tensor, role, reader, decode=decode) for role, reader in readers.items()
+        }
     if tensor.layout == "blocks":
         return {None: BlockArray(tensor.name, readers["data"], tensor.shape, tensor.dtype)}
     if tensor.layout == "sparse_csr":
@@ -88,16 +92,15 @@ def _arrays(
     return {None: quantized_array(tensor, readers)}
 
 
-def _part(tensor: Tensor, role: str, readers: Mapping[str, PartReader]) -> LazyArray:
+def _part(tensor: Tensor, role: str, reader: PartReader, *, decode: bool) -> LazyArray:
     """Return a part as an array; one whose length cannot be found out is listed, and not read."""
-    reader = readers[role]
     try:
         shape = decoded_shape(tensor, role, reader, _COUNTED_NBYTES)
     except CheckpointError as problem:
         dtype = stored_dtype(reader.part.dtype)
         located = problem.with_traceback(None).located(path=reader.source.name, tensor=tensor.name)
         return UnreadableArray(tensor.name, reader.source, (reader.part.nbytes,), dtype, located)
-    return DenseArray(tensor.name, reader, shape, decode=False, strict=tensor.strict)
+    return DenseArray(tensor.name, reader, shape, decode=decode, strict=tensor.strict)
 
 
 class LazyList(Sequence[Any]):

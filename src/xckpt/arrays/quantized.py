@@ -157,8 +157,8 @@ class QuantizedArray(_OfParts):
             tuple([int(each.min()) for each in entries]),
             tuple([int(each.max()) + 1 for each in entries]),
         )
-        if scheme.bits > 8:
-            return self._numbers_of_long(box, grid, entries)
+        if scheme.bits > 8 or scheme.wide:
+            return self._numbers_by_numpy(box, grid, entries)
         table, codes = self._codes(box)
         zeros = _NOTHING
         if scheme.zero is None:
@@ -180,15 +180,23 @@ class QuantizedArray(_OfParts):
             numbers *= np.float32(scheme.factor)
         return numbers
 
-    def _numbers_of_long(self, box: _Box, grid: _Box, entries: Sequence[Array]) -> Array:
-        """Compute numbers of codes of which there are too many for a table."""
-        scheme, data = self.quantization, self._dense("data", self.shape)
-        codes = data[box.along(tuple(range(self.ndim)))].astype(np.float64)
-        at = np.ix_(*(each - start for each, start in zip(entries, grid.start, strict=True)))
-        codes -= self._grid("zeros", grid)[at] if scheme.zero is None else scheme.zero
-        with np.errstate(all="ignore"):
-            numbers: Array = (codes * self._scales(grid)[at]).astype(np.float32)
-        return numbers
+    def _numbers_by_numpy(self, box: _Box, grid: _Box, entries: Sequence[Array]) -> Array:
+        """Compute numbers of codes that need more than float32 or a table of 256 values."""
+        scheme = self.quantization
+        block = np.ix_(*(each - start for each, start in zip(entries, grid.start, strict=True)))
+        if scheme.bits > 8:
+            codes = self._dense("data", self.shape)[box.along(tuple(range(self.ndim)))]
+        else:
+            table, places = self._codes(box)
+            codes = table[places]
+        if scheme.zero is None:
+            numbers = codes.astype(np.float32) - self._zeros(grid)[block]
+        else:
+            wide = codes.astype(np.int64) if scheme.bits > 8 else codes
+            numbers = (wide - scheme.zero).astype(np.float32)
+        with np.errstate(all="ignore"):  # scales are whatever the file says
+            products: Array = (numbers * self._scales(grid)[block]).astype(np.float32)
+        return products
 
     def _entries(self, axis: int, box: _Box) -> Array:
         """Return the position in the grid of each position along an axis."""
@@ -236,7 +244,7 @@ class QuantizedArray(_OfParts):
 
     def _scales(self, grid: _Box) -> Array:
         scheme = self.quantization
-        scales = self._grid("scales", grid)
+        scales = self._grid("scales", grid, np.float64 if scheme.wide else np.float32)
         if scheme.reciprocal:
             scales = np.float32(1) / scales
         if scheme.global_scale:
@@ -251,11 +259,11 @@ class QuantizedArray(_OfParts):
         blocks = zip(self.shape, scheme.block, strict=True)
         return scheme.stored_grid or tuple([-(-size // block) for size, block in blocks])
 
-    def _grid(self, role: str, grid: _Box) -> Array:
-        """Return entries of a stored grid as float32, with the axes of the tensor."""
+    def _grid(self, role: str, grid: _Box, dtype: type = np.float32) -> Array:
+        """Return entries of a stored grid as a type of floats, with the axes of the tensor."""
         axes = self.quantization.scale_axes or tuple(range(self.ndim))
         stored = self._dense(role, tuple([self._stored_grid[axis] for axis in axes]))
-        return np.transpose(stored[grid.along(axes)].astype(np.float32), np.argsort(axes))
+        return np.transpose(stored[grid.along(axes)].astype(dtype), np.argsort(axes))
 
 
 class CodebookArray(_OfParts):

@@ -130,7 +130,7 @@ def contents_of(item: Stored | Computed, *, verify: bool | None = True) -> Itera
     if tensor.problem is not None:
         raise tensor.problem.located(tensor=tensor.name)
     is_bool = ELEMENT_TYPES[tensor.dtype].decoded == "bool" if tensor.layout == "dense" else False
-    decode = is_bool or tensor.layout not in {"dense", "chunked"}
+    decode = is_bool or tensor.layout not in {"dense", "chunked", "structural"}
     sources: dict[str | None, Any] = {None: next(iter(readers.values())).source}
     sources |= {reader.part.shard: reader.source for reader in readers.values()}
     for role, lazy in lazy_arrays(tensor, sources, ReadOptions(decode, verify=verify)).items():

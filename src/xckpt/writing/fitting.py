@@ -225,7 +225,8 @@ class Fitting:
             if not is_asked:
                 self.changes.add(f"{layout} tensors written dense", tensor.name)
             values = payload.values()
-            dtype = values.dtype.name
+            # Values of sparse tensors keep the type that they are stored as.
+            dtype = tensor.dtype if layout in _VALUES else values.dtype.name
             part = WantedPart.of(dtype, tensor.shape)
             about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
             dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)

@@ -371,20 +371,28 @@ class Tensors:
         return Tensor(self.name, half, size, parts, "structural", attrs=attrs)
 
     def _with_bits(self, tensor: Tensor, meta: Any) -> Tensor:
-        """Apply the bits that say that values are the conjugate, or the negative, of the bytes."""
+        """Apply the bits that mark values as the conjugate, or the negative, of their bytes."""
         bits = dict_of(meta.items()) if type(meta) is Pairs else {}
         is_conj, is_neg = bits.get("conj") is True, bits.get("neg") is True
-        if not (is_conj or is_neg) or "data" not in tensor.parts:
+        if not (is_conj or is_neg) or not tensor.parts:
             return tensor
-        kind, part = ELEMENT_TYPES[tensor.dtype], tensor.parts["data"]
-        if kind.kind not in {"float", "complex"}:
+        kind = ELEMENT_TYPES[tensor.dtype].kind
+        if kind not in {"float", "complex"}:
             return self.unread(tensor.dtype, tensor.shape, "negated integers", "Bits")
-        # Of each element the sign of the number, or of its real and its imaginary part.
-        signs = [is_neg, is_neg ^ is_conj] if kind.kind == "complex" else [is_neg]
-        nbytes = kind.bits // 8 // len(signs)
+        # Which signs of an element change: of a real number, or of a real and an imaginary part.
+        signs = {"real": [is_neg], "imag": [is_neg ^ is_conj]}
+        signs["data"] = signs["real"] + (signs["imag"] if kind == "complex" else [])
+        parts = {role: self._negated(part, signs[role]) for role, part in tensor.parts.items()}
+        return replace(tensor, parts=parts)
+
+    def _negated(self, part: Part, signs: list[bool]) -> Part:
+        """Return a part whose elements change some of their signs."""
+        if not any(signs):
+            return part
+        nbytes = ELEMENT_TYPES[part.dtype].bits // 8 // len(signs)
         masks = [bytes(nbytes - 1) + bytes((0x80 * sign,)) for sign in signs]
         inverted = b"".join(masks if self._byteorder == "little" else [m[::-1] for m in masks])
-        return replace(tensor, parts={"data": replace(part, inverted=inverted, digest=None)})
+        return replace(part, inverted=inverted, digest=None)
 
 
 def _fortran(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -484,7 +492,10 @@ def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
     if not size:
         return replace(tensor, parts=parts, layout="structural", attrs=attrs)
     bits = ELEMENT_TYPES[tensor.dtype].bits
-    about = Quantization(block, tensor.dtype, bits, bits, len(size) - 1, zero=zero)
+    # torch.dequantize multiplies with one scale in float32, with those of channels in their type.
+    is_wide = zero is None and parts["scales"].dtype == "float64"
+    axis = len(size) - 1
+    about = Quantization(block, tensor.dtype, bits, bits, axis, zero=zero, wide=is_wide)
     return replace(tensor, parts=parts, layout="quantized", attrs=attrs, quantization=about)
 
 

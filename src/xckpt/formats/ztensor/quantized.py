@@ -107,6 +107,7 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
         zero=zero,
         packed_zeros=packed_zeros,
         scale_axes=scale_axes,
+        wide=scales.dtype == "float64",
     )
 
 
