@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # What ggml refuses, or what the specification asks of writers.
-WARNED = {"align_4_small", "long_names", "metadata_odd"}
+WARNED = {"align_4_small", "gaps_and_order", "long_names", "metadata_odd"}
 # The shape of a metadata value says nothing of the file's own: any type, any count.
 NUMBERS = st.sampled_from([0, 1, 2, 4, 8, 9, 12, 13, 31, 32, 64, 255, 1 << 31, (1 << 64) - 1])
 BYTES = st.lists(NUMBERS.map(lambda n: struct.pack("<Q", n)), max_size=12).map(b"".join)

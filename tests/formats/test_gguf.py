@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import re
@@ -172,6 +173,10 @@ def indexed(data: bytes) -> tuple[Any, Any]:
     return formats.get("gguf").read(source), {None: source}
 
 
+def is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(entry, list) for entry in value)
+
+
 class TestSaving:
     def test_keys_that_are_not_allowed_are_told_and_not_written(self, tmp_path: Path) -> None:
         attrs = {"a.b-c_1": 1, "worldSize": 2, "": 3, "k" * 65536: 4}
@@ -191,16 +196,20 @@ class TestSaving:
                 del ds.attrs["general.alignment"]
             xckpt.save(ds, copied, long_names=True)
             again, new = xr.open_dataset(copied, engine="gguf"), read_index(copied)
-        # Keys that GGUF does not allow are read, but not written.
+        # Keys that GGUF does not allow are read, but not written; nor are lists of lists.
         attrs = {
-            key: value
+            key: json.dumps(value) if is_nested(value) else value
             for key, value in ds.attrs.items()
             if re.fullmatch(r"(?!split\.)[a-z0-9_.-]+", key)
         }
         assert repr({k: spelled(v) for k, v in again.attrs.items()}) == repr(
             {k: spelled(v) for k, v in attrs.items()}
         )
-        assert new.attr_types == {k: t for k, t in index.attr_types.items() if k in attrs}
+        assert new.attr_types == {
+            key: dtype
+            for key, dtype in index.attr_types.items()
+            if key in attrs and not is_nested(ds.attrs[key])
+        }
         assert list(new.tensors) == list(index.tensors)
         is_little = all(
             part.byteorder == "little" for t in index.tensors.values() for part in t.parts.values()
@@ -242,7 +251,7 @@ class TestSaving:
         assert (kinds["negative"], kinds["large"]) == ([value.INT32], [value.UINT64])
         assert kinds["flags"] == [value.ARRAY, value.BOOL]
         assert kinds["per_layer"] == [value.ARRAY, value.INT32]
-        assert kinds["mapping"] == [value.STRING]
+        assert kinds["mapping"] == kinds["nested"] == [value.STRING]
         assert reader.fields["texts"].contents() == attrs["texts"]
         assert reader.fields["huge"].contents() == attrs["huge"]
         assert [(t.name, t.data.tolist()) for t in reader.tensors] == [
@@ -251,6 +260,7 @@ class TestSaving:
         ]
         again = xr.open_dataset(tmp_path / "m.gguf")
         changed = {"mapping": '{"a": [null]}', "nothing": "null", "mixed": '[1, "a"]'}
+        changed |= {"nested": "[[1, 2], [], [3]]"}  # which ggml has no type for
         assert again.attrs == attrs | changed
         assert again["w"].dims == ("out", "in")
 
@@ -499,6 +509,10 @@ QUESTIONABLE = {
     "alignment of 4": gguf_file({"general.alignment": u32(4)}, W, bytes(4), alignment=4),
     "unaligned": gguf_file({}, [("w", [1], 0, 4)], bytes(8)),
     "shared": gguf_file({}, [*W, ("v", [1], 0, 0)], bytes(4)),
+    "a gap": gguf_file({}, [*W, ("v", [1], 0, 64)], bytes(68)),
+    "another order": gguf_file({}, [("v", [1], 0, 32), ("w", [1], 0, 0)], bytes(36)),
+    "a gap before the first": gguf_file({}, [("w", [1], 0, 32)], bytes(36)),
+    "lists of lists": gguf_file({"k": listed(9, [struct.pack("<IQ", 4, 0)])}, W, bytes(4)),
     "a long name": gguf_file({}, [("w" * 64, [1], 0, 0)], bytes(4)),
     "five axes": gguf_file({}, [("w", [1] * 5, 0, 0)], bytes(4)),
     "padding": gguf_file({}, W, b"")[:-1] + b"\1" + bytes(4),
@@ -531,6 +545,8 @@ class TestRules:
         index, _ = indexed(QUESTIONABLE[label])
         assert len(index.warnings) == 1
         assert len(index.tensors) >= 1
+        report = xckpt.verify(QUESTIONABLE[label])
+        assert [finding.severity for finding in report.findings] == ["warning"]
 
     def test_a_scale_that_is_not_applied_is_named(self) -> None:
         tensors = [("a.weight", [64], 40, 0), ("a.scale", [1], 0, 64), ("b.weight", [64], 40, 0)]

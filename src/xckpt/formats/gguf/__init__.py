@@ -21,8 +21,9 @@ types share blocks with their scales (`xckpt.elements.BLOCK_TYPES`); a block lie
 ``general.alignment`` (u32, a power of two, 32 if absent) is that of the data and of all offsets.
 
 Nothing says how long the metadata are, so texts are walked one by one. Long lists stay in the file.
-A tensor that is unaligned, shares bytes with others, or has more than four axes or a name of 64
-bytes is refused by some readers: such a file is read with a warning. So is metadata with odd keys.
+A tensor that is unaligned, shares bytes with others, does not follow the one before, or has more
+than four axes or a name of 64 bytes is refused by some readers: such a file is read with a warning.
+So is metadata with odd keys or lists of lists.
 
 The files of a split model are called ``NAME-00001-of-00003.gguf``, and each says so by ``split.no``
 (from 0), ``split.count`` and ``split.tensors.count``. Offsets count within each.
@@ -329,6 +330,7 @@ class _HeadReader:
             reason = f"lists of lists have more than {_MOST_NESTED} entries"
             raise UnsupportedError(reason, offset=cursor.at, rule="Nesting")
         if kind == LIST:
+            self.notes.add("ggml refuses lists of lists", f"the value of {shown(key)}")
             return [self._list(key, depth + 1) for _ in range(count)]
         if dtype not in {"text", "int32", "float32"} or (dtype == "text" and not count):
             self.types[key] = dtype
@@ -444,21 +446,30 @@ class _HeadReader:
     def _check_places(
         self, infos: Iterable[_Info], tensors: Mapping[str, Tensor], start: int, alignment: int
     ) -> None:
-        """Warn of what ggml refuses, and of a file that was cut off."""
+        """Warn of places that ggml refuses, and of a file that was cut off."""
+        overlapping: set[str] = set()
         ranges = [
             (part.offset, part.offset + part.nbytes, tensor.name)
             for tensor in tensors.values()
             for part in tensor.parts.values()
             if part.nbytes
         ]
-        for info in infos:
-            if info.offset % alignment and tensors[info.name].nbytes:
-                reason = f"data do not begin at a multiple of {alignment} bytes"
-                self.notes.add(reason, f"tensor {shown(info.name)}")
         if any(end > begin for (_, end, _), (begin, _, _) in pairwise(ranges)):
             inside = [each for each in ranges if each[1] <= self.size]
             for _, name, other in kit.overlaps(inside):
+                overlapping.update((name, other))
                 self.notes.add(f"data are also those of {shown(other)}", f"tensor {shown(name)}")
+        expected: int | None = 0
+        for info in infos:
+            tensor = tensors[info.name]
+            if info.offset % alignment and tensor.nbytes:
+                reason = f"data do not begin at a multiple of {alignment} bytes"
+                self.notes.add(reason, f"tensor {shown(info.name)}")
+            elif not (tensor.problem or info.name in overlapping or expected in {None, info.offset}):
+                reason = "data do not follow those of the tensor before without a gap"
+                self.notes.add(f"{reason}, as ggml demands", f"tensor {shown(info.name)}")
+            end = info.offset + tensor.nbytes
+            expected = kit.aligned(end, alignment) if tensor.problem is None else None
         expected = max((end for _, end, _ in ranges), default=0)
         if expected and all(end > self.size for _, end, _ in ranges):
             reason = f"no data are in the file: {expected} bytes are expected, it has {self.size}"

@@ -73,12 +73,6 @@ def _encoded(value: Any, dtype: str | None) -> bytes | None:
     if all(map(_is_text, value)) and (value or dtype == "text"):
         head = struct.pack("<IIQ", LIST, TEXT, len(value))
         return head + b"".join([_text(each) for each in value])
-    if value and all(isinstance(each, list | tuple) for each in value):
-        inner = [each for each in (_encoded(each, dtype) for each in value) if each is not None]
-        if len(inner) < len(value):
-            return None
-        # Each without the type that it is a list, which is said once.
-        return struct.pack("<IIQ", LIST, LIST, len(value)) + b"".join([i[4:] for i in inner])
     chosen, data = _as_numbers(value, dtype, in_list=True)
     if data is None:
         return None
