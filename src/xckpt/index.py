@@ -92,6 +92,9 @@ class Part:
         Bits of each element that are stored inverted, such as the sign of an imaginary part.
     origin : tuple of int or None
         Where in a chunked tensor its first element is.
+    within : Part or None
+        A longer run of bytes that these are the beginning of, where the file states its decoded
+        size or its digest; only verifying reads it.
     """
 
     dtype: str
@@ -109,6 +112,7 @@ class Part:
     strides: tuple[int, ...] | None = None
     inverted: bytes | None = None
     origin: tuple[int, ...] | None = None
+    within: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)

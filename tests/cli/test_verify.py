@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import xckpt
 from xckpt.cli import main
 
 if TYPE_CHECKING:
@@ -27,6 +28,20 @@ def test_a_sound_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert out.startswith(f"{checkpoint}: ok, ztensor 1.0, ")
     assert err == ""
+
+
+def test_a_file_without_digests(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.safetensors"
+    xckpt.convert(checkpoint, path, tensors="*norm*")
+    assert main(["verify", str(path)]) == 0
+    expected = "structure intact; contents have no digests, so they were not checked, safetensors, "
+    assert capsys.readouterr().out.startswith(f"{path}: {expected}")
+    assert main(["verify", str(path), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["files"]
+    assert (report["status"], report["ok"]) == ("unchecked", True)
+    assert report["unchecked"] == report["tensors"] > 0
 
 
 def test_a_damaged_file_among_others(

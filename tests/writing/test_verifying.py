@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import struct
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import sparse
 import xarray as xr
 
 from tests.conftest import golden_files
-from xckpt import read_index
+from xckpt import CheckpointWarning, manifest, read_index
 from xckpt.writing import save, verify
 
 if TYPE_CHECKING:
@@ -50,11 +53,65 @@ def damage(path: Path, tensor: str, role: str, at: int = 5, value: int | None = 
 
 
 def test_a_whole_file(model: Path) -> None:
+    report = verify(model, tensors=["raw", "packed"])
+    assert report.ok
+    assert (report.tensors, report.digests, report.findings) == (2, 2, ())
+    assert (report.status, report.unchecked) == ("ok", 0)
+    assert repr(report).startswith(f"{model}: ok  ztensor 1.0 · 2 tensors · 2 digests")
+    assert len(report.to_dataframe()) == 0
+
+
+def test_contents_without_digests_are_not_called_ok(model: Path) -> None:
     report = verify(model)
     assert report.ok
-    assert (report.tensors, report.digests, report.findings) == (3, 2, ())
-    assert repr(report).startswith(f"{model}: ok  ztensor 1.0 · 3 tensors · 2 digests")
-    assert len(report.to_dataframe()) == 0
+    assert (report.tensors, report.digests, report.unchecked) == (3, 2, 1)
+    assert report.status == "unchecked"
+    expected = "structure intact; the contents of 1 of 3 tensors have no digests, "
+    assert repr(report).startswith(f"{model}: {expected}so they were not checked  ztensor 1.0 · 3")
+
+
+def test_damage_that_nothing_tells_is_not_denied(tmp_path: Path) -> None:
+    """Zeros over values of a file without digests are as good as other values."""
+    path = tmp_path / "m.safetensors"
+    save(xr.Dataset({"w": ("n", np.ones(1000, "f4")), "empty": ("m", np.ones(0, "f4"))}), path)
+    made = manifest(path)
+    assert verify(path, manifest=made).status == "ok"
+    data = path.read_bytes()
+    path.write_bytes(data[:-400] + bytes(400))
+    report = verify(path)
+    assert (report.status, report.digests, report.unchecked) == ("unchecked", 0, 1)
+    expected = "structure intact; contents have no digests, so they were not checked"
+    assert verify(path, tensors="w").sentence == expected
+    assert verify(path, tensors="empty").status == "ok"
+    assert verify(path, manifest=made).status == "damaged"
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("kind", ["longer by the directory", "longer", "damaged at the end"])
+def test_arrays_in_members_that_are_longer(kind: str, method: int, tmp_path: Path) -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(100, dtype="f4"))
+    data = file.getvalue()
+    data += b"more bytes" if kind != "longer by the directory" else b""
+    with zipfile.ZipFile(tmp_path / "m.npz", "w", method) as archive:
+        archive.writestr("w.npy", data)
+    content = bytearray((tmp_path / "m.npz").read_bytes())
+    entry = content.index(b"PK\1\2")
+    if kind == "longer by the directory":
+        size = struct.pack("<I", len(data) + 5)
+        # What is stored ends where the directory says, in the directory itself.
+        content[entry + 24 : entry + 28] = size
+        if method == zipfile.ZIP_STORED:
+            content[entry + 20 : entry + 24] = size
+    elif kind == "damaged at the end":
+        content[entry + 16] ^= 1  # the checksum
+    (tmp_path / "m.npz").write_bytes(content)
+    report = verify(tmp_path / "m.npz")
+    assert report.status == ("ok" if kind == "longer" else "damaged")
+    if kind == "longer" or method == zipfile.ZIP_DEFLATED:
+        with pytest.warns(CheckpointWarning, match="by the directory, its member has bytes after"):
+            ds = xr.open_dataset(tmp_path / "m.npz")
+        np.testing.assert_array_equal(ds["w"], np.arange(100))
 
 
 @pytest.mark.parametrize(

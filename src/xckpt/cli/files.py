@@ -332,8 +332,10 @@ def verify(
     """Check whether every FILE is intact.
 
     Structure, extents, digests, compressed streams, sparse indices and shards are checked. The exit
-    status is 1 if one is damaged. Warnings do not count as damage: they are about what is
-    questionable but allowed by the specification, or unknown to this version.
+    status is 1 if one is damaged. Contents without digests are not checked, unless --manifest gives
+    some: the file is then called "structure intact" in place of "ok". Warnings do not count as
+    damage: they are about what is questionable but allowed by the specification, or unknown to this
+    version.
 
     With --findings, the numbers of files that are intact are judged as well, as by "xckpt stats
     --findings": the exit status is also 1 if anything is found that is more than information.
@@ -387,7 +389,7 @@ def _manifest(path: str, reading: FileInput) -> Manifest:
 
 def _print_report(file: str, report: Report) -> None:
     facts = [
-        "ok" if report.ok else "DAMAGED",
+        report.sentence,
         f"{report.format} {report.version}".strip(),
         counted(report.tensors, "tensor"),
         counted(report.digests, "digest"),
@@ -408,10 +410,12 @@ def _print_report(file: str, report: Report) -> None:
 def _report_document(report: Report) -> dict[str, Any]:
     return {
         "path": report.path,
+        "status": report.status,
         "ok": report.ok,
         "format": report.format,
         "version": report.version,
         "tensors": report.tensors,
         "digests": report.digests,
+        "unchecked": report.unchecked,
         "findings": [finding._asdict() for finding in report.findings],
     }

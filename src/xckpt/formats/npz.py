@@ -167,8 +167,9 @@ def _tensor(name: str, head: list[Any], rest: Part, notes: kit.Notes) -> Tensor:
     if nbytes > left:
         raise FormatError(f"{nbytes} bytes of elements, but {left} are left", rule="Truncated")
     if nbytes < left:
-        notes.add("bytes after the array are ignored", f"tensor {shown(name)}")
-        rest = replace(rest, digest=None)
+        reason = "by the directory, its member has bytes after the array, which are ignored"
+        notes.add(reason, f"tensor {shown(name)}")
+        rest = replace(rest, digest=None, within=rest)
     of: Any = {"nbytes" if rest.encoding is None else "decoded_nbytes": nbytes}
     of["byteorder"] = "big" if descr[0] == ">" else "little"
     part = replace(rest, dtype=dtype, shape=shape, **of)

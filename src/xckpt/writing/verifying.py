@@ -1,4 +1,4 @@
-"""Verifying: all that can be said of the bytes of a checkpoint, and what is wrong with them."""
+"""Verifying: whether the structure of a checkpoint is intact, and contents match their digests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -89,20 +89,22 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `verify` found.
+    """The result of `verify`.
 
     Parameters
     ----------
     path : str
-        Of the file.
+        Path or URL of the file.
     format, version : str
-        Of the file; empty where it could not be opened.
+        Format of the file and its version; empty where it could not be opened.
     tensors : int
-        How many were checked.
+        Number of tensors that were checked.
     digests : int
-        How many digests, of the file and of the manifest, were compared with what they cover.
+        Number of digests, of the file and of the manifest, that were compared with what they cover.
     findings : tuple of Finding
         In file order.
+    unchecked : int
+        Number of tensors with contents that no digest covers: damage there would not be noticed.
     """
 
     path: str
@@ -111,11 +113,29 @@ class Report:
     tensors: int
     digests: int
     findings: tuple[Finding, ...]
+    unchecked: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors."""
+        """Whether there are no errors; contents without digests are not looked at, see `status`."""
         return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def status(self) -> Literal["ok", "unchecked", "damaged"]:
+        """``"ok"`` if all contents match digests, ``"unchecked"`` if some have none."""
+        if not self.ok:
+            return "damaged"
+        return "unchecked" if self.unchecked else "ok"
+
+    @property
+    def sentence(self) -> str:
+        """The status in words."""
+        if self.status != "unchecked":
+            return "ok" if self.status == "ok" else "DAMAGED"
+        contents = "contents"
+        if self.unchecked < self.tensors:
+            contents = f"the contents of {self.unchecked:,} of {self.tensors:,} tensors"
+        return f"structure intact; {contents} have no digests, so they were not checked"
 
     def to_dataframe(self) -> DataFrame:
         """Return the findings as a table."""
@@ -126,7 +146,7 @@ class Report:
     def __repr__(self) -> str:
         errors = sum(finding.severity == "error" for finding in self.findings)
         others = len(self.findings) - errors
-        head = f"{self.path}: {'ok' if self.ok else 'DAMAGED'}  "
+        head = f"{self.path}: {self.sentence}  "
         head += " · ".join(
             [
                 *([f"{self.format} {self.version}".strip()] if self.format else []),
@@ -159,8 +179,8 @@ def verify(
     """Check a checkpoint: structure, extents, digests, compressed streams, sparse rules, shards.
 
     The header is checked as opening does. Then whatever has a rule is read: parts with a digest,
-    compressed parts, indices of sparse tensors, booleans. Values as such are not judged, unless a
-    manifest says what they were: then all are read.
+    compressed parts, indices of sparse tensors, booleans. Other values are not read: without a
+    digest, nothing tells whether they are what was written. With a manifest all are read.
 
     Parameters
     ----------
@@ -183,7 +203,7 @@ def verify(
     Returns
     -------
     Report
-        ``report.ok``, and one finding for each thing that is wrong.
+        ``report.status``, ``report.ok``, and one finding for each thing that is wrong.
 
     Raises
     ------
@@ -208,7 +228,7 @@ def verify(
         finding = _finding(error)._replace(file=None, message=message)
         return Report(error.path or "", "", "", 0, 0, (finding,))
     findings = [Finding("warning", None, None, None, text) for text in index.warnings]
-    digests = 0
+    digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
         wanted = set(select_some(names, tensors))
@@ -223,15 +243,17 @@ def verify(
             )
             ahead = chain.from_iterable(ranges)
             with side_by_side(check, chosen, ahead, lambda tensor: tensor.nbytes) as results:
-                for finding, count in results:
-                    findings += [] if finding is None else [finding]
-                    digests += count
+                for result in results:
+                    findings += [] if result.finding is None else [result.finding]
+                    digests += result.digests
+                    unchecked += not result.is_covered
             findings += [] if compared is None else compared.findings()
             # Each may take a request, and a wait for its answer.
             with ThreadPoolExecutor(_CONCURRENCY) as threads:
                 findings += filter(None, threads.map(_change, set(sources.values())))
     named = tuple([f if f.file != source.name else f._replace(file=None) for f in findings])
-    return Report(source.name, index.format, index.version, len(chosen), digests, named)
+    counts = len(chosen), digests, named, unchecked
+    return Report(source.name, index.format, index.version, *counts)
 
 
 def _change(file: Source) -> Finding | None:
@@ -249,6 +271,14 @@ def _finding(error: CheckpointError, tensor: str | None = None) -> Finding:
     name = tensor if error.tensor is None else error.tensor
     severity: Any = "warning" if isinstance(error, UnsupportedError) else "error"
     return Finding(severity, name, error.rule, error.offset, error.reason, error.path)
+
+
+class _Checked(NamedTuple):
+    """The result for one tensor: digests that were compared, and whether they cover all of it."""
+
+    finding: Finding | None
+    digests: int
+    is_covered: bool
 
 
 class _Compared:
@@ -322,6 +352,7 @@ def _ranges(
         for part in tensor.parts.values():
             reader = PartReader(sources[part.shard], part)
             is_read = reader.is_checked or part.encoding is not None or _has_rules(tensor)
+            is_read |= part.within is not None
             if is_read or everything:
                 yield from reader.ranges()
 
@@ -333,14 +364,14 @@ def _check(
     sources: Mapping[str | None, Source],
     progress: Progress,
     compared: _Compared | None,
-) -> tuple[Finding | None, int]:
+) -> _Checked:
     """Check a tensor, and count the digests that were compared."""
     if tensor.problem is not None:
         finding = _finding(tensor.problem, tensor.name)
         if compared is not None:
             compared.failed[tensor.name] = finding
-        return finding, 0
-    count = 0
+        return _Checked(finding, 0, is_covered=False)
+    digests, is_covered = 0, True
     try:
         with locating(tensor=tensor.name):
             contents: list[TensorContent] = []
@@ -352,36 +383,40 @@ def _check(
                 reader = PartReader(sources[part.shard], part)
                 shape = decoded_shape(tensor, role, reader)
                 nbytes = nbytes_of(part.dtype, prod(shape))
-                count += (
-                    reader.is_checked
-                    if is_hashed
-                    else _check_part(StoredData(reader, nbytes, shape))
-                )
+                data = StoredData(reader, nbytes, shape)
+                is_compared = reader.is_checked if is_hashed else _check_part(data)
+                digests += is_compared
+                # What the header itself has is structure.
+                is_covered &= is_compared or not part.nbytes or part.inline is not None
                 progress.advance(0 if is_hashed else part.nbytes)
             _check_values(tensor, sources)
             if compared is not None:
                 advance = progress.advance if is_hashed else lambda _: None
                 compared.take(contents, advance, stop)
-            count += len(contents)
+            digests += len(contents)
     except CheckpointError as error:
         finding = _finding(error, tensor.name)
         if compared is not None:
             compared.failed[tensor.name] = finding
-        return finding, count
-    return None, count
+        return _Checked(finding, digests, is_covered=False)
+    return _Checked(None, digests, is_covered=is_covered or compared is not None)
 
 
 def _check_part(data: StoredData) -> bool:
     """Check the bytes of a part; return whether it has a digest that could be compared."""
-    part = data.reader.part
-    nbytes = data.reader.decoded_nbytes() if part.encoding is None else data.nbytes
+    part, reader = data.reader.part, data.reader
+    if part.within is not None:
+        whole = replace(reader, part=part.within)
+        nbytes = whole.decoded_nbytes()
+        return _check_part(StoredData(whole, nbytes, (nbytes,)))
+    nbytes = reader.decoded_nbytes() if part.encoding is None else data.nbytes
     if nbytes != data.nbytes:
         reason = f"{nbytes} bytes are not the {data.nbytes} of its shape and element type"
         raise FormatError(reason, offset=part.offset, rule="LayoutData")
-    data.reader.check(nbytes)  # a digest that is malformed is damage, as it is to who reads it
+    reader.check(nbytes)  # a digest that is malformed is damage, as it is to who reads it
     if part.encoding is None and not data.is_checked:
         # Look whether it is where it is said to be, without reading it.
-        source, end = data.reader.source, part.offset + part.nbytes
+        source, end = reader.source, part.offset + part.nbytes
         if part.inline is None and end > source.size:
             reason = f"it ends at byte {end}, but the file has {source.size}"
             raise FormatError(reason, offset=part.offset, rule="Truncated")
