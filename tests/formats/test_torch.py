@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import xarray as xr
 import xckpt
 from tests.conftest import GOLDEN, golden_files
 from tests.formats import torch_files as files
-from tests.formats.safetensors_files import safetensors_file
+from tests.formats.safetensors_files import entry, safetensors_file
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.formats.torch import pickles
@@ -315,11 +316,55 @@ class TestFolders:
         with pytest.raises(xckpt.MissingShardError, match="__1_0"):
             ds["w"].values  # noqa: B018
 
-    def test_a_file_of_safetensors_is_listed(self, tmp_path: Path) -> None:
-        """`FileSystemWriter` can write them, with offsets that are none of the file."""
+    @pytest.mark.parametrize("values", [b"", files.archive(b"K\3")])
+    def test_files_of_safetensors_are_read(self, values: bytes, tmp_path: Path) -> None:
+        """`FileSystemWriter` can write them after its values, with the offset of the first byte."""
+        w = np.arange(9, dtype="f4").reshape(3, 3)
+        chunks: dict[tuple[int, ...], Any] = {(0, 0): w[:2], (2, 0): w[2:]}
+        written = files.distributed({"w": chunks}, {"w": (3, 3)})
+        metadata = written.pop(".metadata")
+        for (name, item), rows in zip(written.items(), chunks.values(), strict=True):
+            header = {"w": entry("F32", [*rows.shape], 0, rows.nbytes)}
+            (tmp_path / name).write_bytes(values + safetensors_file(header, rows.tobytes()))
+            metadata = metadata.replace(files.number64(len(item)), files.number64(rows.nbytes))
+        metadata = metadata.replace(files.number64(0), files.number64(len(values)))
+        (tmp_path / ".metadata").write_bytes(metadata)
+        ds = xr.open_dataset(tmp_path)
+        np.testing.assert_array_equal(ds["w"], w)
+        assert ds["w"][1:, 1].values.tolist() == [4, 7]
+
+    def test_a_file_of_other_safetensors_is_listed(self, tmp_path: Path) -> None:
         (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
         ds = xr.open_dataset(tmp_path)
         with pytest.raises(xckpt.UnsupportedError, match="safetensors"):
+            ds["w"].values  # noqa: B018
+
+    @pytest.mark.parametrize("cuts", [[2], [1, 1]], ids=["one chunk", "two chunks"])
+    def test_pairs_of_four_bits(self, cuts: list[int], tmp_path: Path) -> None:
+        """Sizes of metadata count bytes, each of which has two elements."""
+        codes = np.arange(6, dtype="u1").reshape(2, 3, 1) * 17
+        starts = np.cumsum([0, *cuts])[:-1].tolist()
+        chunks = {(at, 0): codes[at : at + n] for at, n in zip(starts, cuts, strict=True)}
+        for name, data in files.distributed(
+            {"w": chunks}, {"w": (2, 3)}, "float4_e2m1fn_x2"
+        ).items():
+            (tmp_path / name).write_bytes(data)
+        ds = xr.open_dataset(tmp_path)
+        expected = np.repeat([[0, 0.5, 1], [1.5, 2, 3]], 2, axis=1)
+        np.testing.assert_array_equal(ds["w"], expected)
+
+    @pytest.mark.parametrize("cuts", [[2], [1, 1]], ids=["one chunk", "two chunks"])
+    def test_complex_halves(self, cuts: list[int], tmp_path: Path) -> None:
+        halves = np.arange(4, dtype="f2").reshape(2, 2).view("u1")
+        starts = np.cumsum([0, *cuts])[:-1].tolist()
+        chunks = {(at,): halves[at : at + n] for at, n in zip(starts, cuts, strict=True)}
+        for name, data in files.distributed({"w": chunks}, {"w": (2,)}, "complex32").items():
+            (tmp_path / name).write_bytes(data)
+        ds = xr.open_dataset(tmp_path)
+        if len(cuts) == 1:
+            assert ds["w:imag"].values.tolist() == [1, 3]
+            return
+        with pytest.raises(xckpt.UnsupportedError, match="not dense and of one type"):
             ds["w"].values  # noqa: B018
 
     @pytest.mark.parametrize("name", ["<f8", "../m", "C:m", ""])
@@ -561,6 +606,81 @@ def test_many_tensors_of_one_name_take_no_longer() -> None:
     assert list(tensors)[:3] == ["a", "a#2", "a#3"]
     assert len(tensors) == 20_001
     assert time.process_time() - start < 5
+
+
+MANY = 60_000
+SMALL_ONES = {
+    "empty tuples": b"](" + b")" * MANY + b"e",
+    "pairs": b"}(" + b"N)" * (MANY // 2) + b"u",
+    "items of an instance": b"cm\nf\n)R(" + b")" * MANY + b"e",
+    "names": b"](" + b"cm\nf\n" * (MANY // 6) + b"e",
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_ONES)
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
+def test_memory_is_a_small_multiple_of_the_pickle(kind: str) -> None:
+    source = CountingSource(files.archive(SMALL_ONES[kind]))
+    FORMAT.read(CountingSource(files.archive(b"](Ne")))
+    tracemalloc.start()
+    try:
+        FORMAT.read(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * MANY
+
+
+@pytest.mark.parametrize("opcodes", [b"]", b"}", b"\x8f", b")2\x94\x94", b"cm\nf\n)R"])
+def test_pickles_of_objects_alone_are_refused(opcodes: bytes) -> None:
+    """One byte of a pickle can make an object of a hundred bytes."""
+    value = b"(" + opcodes * (3_000_000 // len(opcodes)) + b"l"
+    with pytest.raises(xckpt.UnsupportedError) as caught:
+        FORMAT.read(CountingSource(files.archive(value)))
+    assert caught.value.rule == "Objects"
+
+
+def test_very_many_names_of_one_tensor_are_refused() -> None:
+    item = files.text("a") + b"q\1" + files.storage("0", 2) + b"q\2"
+    data = files.archive(b"}(" + item + b"h\1h\2" * 100_000 + b"u", {"0": bytes(8)})
+    with pytest.raises(xckpt.UnsupportedError) as caught:
+        FORMAT.read(CountingSource(data))
+    assert caught.value.rule == "Paths"
+
+
+MODULE = {
+    "_parameters": files.mapping({"weight": GOOD, "bias": b"N"}),
+    "_buffers": files.mapping({"mean": GOOD, "mask": GOOD, "none": b"N"}),
+    "_modules": b"}",
+    "training": b"\x88",
+    "cache": GOOD,
+    "history": b"](" + GOOD + b"K\7e",
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        files.called(files.name("__builtin__", "set"), b"](" + files.text("mask") + b"e"),
+        b"\x8f(" + files.text("mask") + b"\x90",
+        b"N",
+    ],
+    ids=["protocol 2", "protocol 4", "old"],
+)
+def test_modules_have_the_names_of_their_state_dict(names: bytes) -> None:
+    state = files.mapping({**MODULE, "_non_persistent_buffers_set": names})
+    module = files.name("m", "Net") + b")\x81" + state + b"b"
+    data = files.archive(files.mapping({"net": module}), {"0": bytes(8)})
+    ds = xr.open_dataset(data, engine="torch")
+    buffers = ["net.mean", "net.mask"] if names == b"N" else ["net.mean"]
+    assert list(ds) == ["net.weight", *buffers]
+    text = "<float32 tensor (2,) outside the state_dict>"
+    outside = {"net.cache": text, "net.history.0": text}
+    outside |= {} if names == b"N" else {"net.mask": text}
+    assert ds.attrs == {"net.training": True, "net.history.1": 7, **outside}
+    everything = xr.open_dataset(data, engine="torch", all_tensors=True)
+    assert set(everything) == {*ds, *outside}
+    assert everything.attrs == {"net.training": True, "net.history.1": 7}
 
 
 @pytest.mark.parametrize("opcodes", [b"](", b"(", b"cm\nf\n", b"}K\0"])

@@ -168,16 +168,23 @@ def built(module: str, each: str, state: bytes) -> bytes:
 def distributed(
     tensors: Mapping[str, Mapping[tuple[int, ...], np.ndarray[Any, Any]]],
     shapes: Mapping[str, tuple[int, ...]],
+    dtype: str = "float32",
 ) -> dict[str, bytes]:
-    """Write a folder: of each tensor, chunks by where they begin, by turns in two files."""
+    """Write a folder: of each tensor, chunks by where they begin, by turns in two files.
+
+    The last axis of chunks of another type has the bytes of an element.
+    """
     files = {"__0_0.distcp": b"", "__1_0.distcp": b""}
     about, places = {}, []
     for label, chunks in tensors.items():
         listed = []
         for number, (origin, array) in enumerate(chunks.items()):
             file = f"__{number % 2}_0.distcp"
-            item = archive(whole("0", array), {"0": array.tobytes(order="A")})
-            where = {"offsets": sizes(*origin), "sizes": sizes(*array.shape)}
+            is_plain = dtype == "float32"
+            value = whole("0", array) if is_plain else typed_view("0", dtype, array)
+            item = archive(value, {"0": array.tobytes(order="A")})
+            extents = array.shape if is_plain else array.shape[:-1]
+            where = {"offsets": sizes(*origin), "sizes": sizes(*extents)}
             listed.append(built("metadata", "ChunkStorageMetadata", mapping(where)))
             key = mapping({"fqn": text(label), "offset": sizes(*origin)})
             place = {"relative_path": text(file), "offset": number64(len(files[file]))}
@@ -185,7 +192,7 @@ def distributed(
             places.append(built("metadata", "MetadataIndex", key))
             places.append(built("filesystem", "_StorageInfo", mapping(place)))
             files[file] += item
-        properties = built("metadata", "TensorProperties", several(name("torch", "float32")))
+        properties = built("metadata", "TensorProperties", several(name("torch", dtype)))
         state = {"properties": properties, "size": sizes(*shapes[label])}
         state |= {"chunks": b"](" + b"".join(listed) + b"e"}
         about[label] = built("metadata", "TensorStorageMetadata", mapping(state))

@@ -48,8 +48,22 @@ class Torch(Format):
             return True
         return distributed.is_metadata(head)
 
-    def read(self, source: Readable) -> Index:
-        """Read the pickle, and where storages are."""
+    def read(self, source: Readable, *, all_tensors: bool = False) -> Index:
+        """Read the pickle, and where storages are.
+
+        Parameters
+        ----------
+        source : Readable
+            The file.
+        all_tensors : bool, default False
+            Whether tensors that modules keep outside their ``state_dict`` are variables as well:
+            buffers that are not persistent, and plain attributes.
+
+        Returns
+        -------
+        Index
+            Tensors in the order of the pickle.
+        """
         head = bytes(source.read(0, min(512, source.size)))
         notes = kit.Notes()
         if distributed.is_metadata(head):
@@ -64,7 +78,8 @@ class Torch(Format):
             raise FormatError(f"it begins {head[:16]!r}", offset=0, rule="Container")
         content = (containers.read_zip if is_zip else containers.read_legacy)(source, notes)
         tensors = Tensors(content.place, notes, content.byteorder, content.base)
-        objects = ObjectWalk(tensors, content.nbytes, notes, content.base)
+        size, base = content.nbytes, content.base
+        objects = ObjectWalk(tensors, size, notes, base, all_tensors=all_tensors)
         objects.walk(content.value)
         found, texts = (objects.tensors, objects.attrs), notes.warnings()
         return Index(self.name, content.version, *found, source.name, source.size, warnings=texts)

@@ -8,7 +8,8 @@
                                           offset, length, transform_descriptors)}
 
 Each chunk of a tensor, and each value that is no tensor, is an item: a complete zip archive of
-`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value.
+`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value. A file can
+have a safetensors file after its values instead, with all of its tensors.
 
 References: torch/distributed/checkpoint/metadata.py and filesystem.py of
 github.com/pytorch/pytorch, 2.15.
@@ -20,17 +21,18 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, UnsupportedError, shown
-from xckpt.formats import kit
+from xckpt.formats import chunks, kit
 from xckpt.formats.torch.containers import read_zip
 from xckpt.formats.torch.objects import ObjectWalk
 from xckpt.formats.torch.pickles import Machine
 from xckpt.formats.torch.records import Call, Global, Pairs, key_text, sizes_of, spelled
-from xckpt.formats.torch.tensors import Tensors, dtype_named
+from xckpt.formats.torch.tensors import Tensors, dtype_named, element_named, in_elements
 from xckpt.index import Index, Shard, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from xckpt.formats import Readable
     from xckpt.formats.torch.tensors import Region
@@ -133,6 +135,7 @@ class _MetadataReader:
         self._files: dict[str, Readable | None] = {}
         self._items = self._listed_items()
         self._values = 0
+        self._embedded: dict[tuple[str, int], Mapping[str, Tensor]] = {}
 
     def _mapping(self, name: str) -> Pairs:
         found = self.fields.get(name)
@@ -211,7 +214,6 @@ class _MetadataReader:
             reason = "items that were transformed (compressed) are not read"
             raise UnsupportedError(reason, rule="Transform")
         if item.offset + item.nbytes > file.size:
-            _refuse_safetensors(item.file, file)
             reason = f"an item ends at byte {item.offset + item.nbytes} of {file.size}"
             raise FormatError(f"{item.file}: {reason}", rule="Truncated")
         try:
@@ -226,7 +228,6 @@ class _MetadataReader:
             objects = ObjectWalk(tensors, content.nbytes, self._notes, base)
             objects.walk(content.value, (name,))
         except CheckpointError as error:
-            _refuse_safetensors(item.file, file)
             # Offsets are those in the item, and `.metadata` is the file that the user opened.
             error.reason = f"the item at byte {item.offset} of {item.file}: {error.reason}"
             error.offset = None
@@ -257,35 +258,30 @@ class _MetadataReader:
         dtype = dtype_named(kind[0]) if type(kind) is tuple and kind else None
         if dtype is None or type(listed) is not list:
             raise _broken(f"{shown(name)} is of no known type, or has no chunks")
-        if kit.is_oversized(size) or len(size) > kit.MOST_AXES:
+        if kit.is_oversized(in_elements(dtype, size)) or len(size) > kit.MOST_AXES:
             raise _broken(f"no array is as large as {spelled(size)}", "Shape")
-        chunks = _chunks(name, size, listed)
-        _check_cover(name, size, chunks)
+        places = _chunks(name, size, listed)
+        chunks.check_cover(name, size, places)
+        size = in_elements(dtype, size)
         try:
-            found = [self._chunk(name, origin, extents) for origin, extents in chunks]
+            found = {
+                in_elements(dtype, origin): self._chunk(name, origin, in_elements(dtype, extents))
+                for origin, extents in places
+            }
         except (MissingShardError, UnsupportedError) as problem:
-            return Tensor(name, dtype, size, {}, problem=problem)
-        if any(each.dtype != found[0].dtype or len(each.parts) != 1 for each in found):
-            reason = "its chunks are not dense and of one type"
-            return Tensor(name, dtype, size, {}, problem=UnsupportedError(reason, rule="Chunks"))
+            return Tensor(name, element_named(dtype), size, {}, problem=problem)
+        # A tensor in one piece can be of any layout.
         if len(found) == 1:
-            return found[0]
-        parts = {}
-        for number, ((origin, extents), each) in enumerate(zip(chunks, found, strict=True)):
-            part = each.parts["data"]
-            if each.order == "F":
-                steps = tuple([prod(extents[:axis]) for axis in range(len(extents))])
-                part = replace(part, strides=steps, digest=None)
-            parts[str(number)] = replace(part, origin=origin)
-        return Tensor(name, found[0].dtype, size, parts, "chunked", attrs=found[0].attrs)
+            return next(iter(found.values()))
+        return chunks.joined(name, size, found)
 
     def _chunk(self, name: str, origin: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
         item = self._items.get(_key(name, origin))
         if item is None:
             raise _broken(f"no item has the chunk of {shown(name)} at {spelled(origin)}", "Item")
-        tensors = [*self._objects(name, item).tensors.values()]
+        tensors = self._tensors_of(name, item)
         if len(tensors) != 1 or tensors[0].shape != extents:
-            shapes = [each.shape for each in tensors]
+            shapes = [tensor.shape for tensor in tensors]
             reason = f"the item of {shown(name)} at {spelled(origin)} has {spelled(shapes)}"
             raise _broken(f"{reason}, not {spelled(extents)}", "Item")
         [tensor] = tensors
@@ -293,18 +289,54 @@ class _MetadataReader:
             raise tensor.problem
         return tensor
 
+    def _tensors_of(self, name: str, item: _StorageInfo) -> list[Tensor]:
+        """Return the tensors of an item."""
+        place = (item.file, item.offset)
+        if place not in self._embedded:
+            try:
+                return [*self._objects(name, item).tensors.values()]
+            except CheckpointError:
+                embedded = self._safetensors_at(item)
+                if embedded is None:
+                    raise
+                self._embedded[place] = embedded
+        tensor = self._embedded[place].get(name)
+        if tensor is None:
+            reason = f"the safetensors in {shown(item.file)} have no tensor of this name"
+            raise UnsupportedError(reason, rule="Item")
+        return [tensor]
+
+    def _safetensors_at(self, item: _StorageInfo) -> Mapping[str, Tensor] | None:
+        """Return the tensors of the safetensors file that begins with an item, if one does.
+
+        `FileSystemWriter` can write one after the values of a file. The metadata have its first
+        byte as that of each tensor in it.
+        """
+        file, safetensors = self._file(item.file), formats.get("safetensors")
+        if file is None or item.offset > file.size or not item.is_plain:
+            return None
+        rest = _Window(file, item._replace(nbytes=file.size - item.offset))
+        if not safetensors.detect(bytes(rest.read(0, min(rest.size, 16))), rest.size, rest.name):
+            return None
+        tensors = {}
+        for name, tensor in safetensors.read(rest).items():
+            part = tensor.parts["data"]
+            part = replace(part, offset=part.offset + item.offset, shard=item.file, origin=None)
+            tensors[name] = replace(tensor, parts={"data": part}, attrs={})
+        return tensors
+
 
 def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]:
     """Return where the chunks of a tensor are in it, without those that are empty."""
-    chunks = []
+    found = []
     for each in listed:
         fields = _fields(each, "metadata.ChunkStorageMetadata")
         origin, extents = _shape(fields.get("offsets")), _shape(fields.get("sizes"))
         if len(origin) != len(size) or len(extents) != len(size):
             raise _broken(f"a chunk of {shown(name)} has other axes", "Chunks")
         if prod(extents) or prod(size) == 0:
-            chunks.append((origin, extents))
-    return chunks
+            found.append((origin, extents))
+    return found
 
 
 _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")
@@ -312,37 +344,3 @@ _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")
 
 def _key(name: str, origin: tuple[int, ...] | None) -> str:
     return f"{name}\0{origin}"
-
-
-def _refuse_safetensors(name: str, file: Readable) -> None:
-    """Say of a file what `FileSystemWriter` made of it when it was to write safetensors."""
-    if file.size > 8 and bytes(file.read(7, 2)) == b"\0{":
-        reason = f"the file {shown(name)} is safetensors, and not items of PyTorch"
-        hint = "Open that file with engine='safetensors'"
-        raise UnsupportedError(reason, rule="Item", hint=hint)
-
-
-def _check_cover(name: str, size: tuple[int, ...], chunks: Sequence[_Block]) -> None:
-    """Check that chunks have each element of a tensor once."""
-    for origin, extents in chunks:
-        if any(at + n > most for at, n, most in zip(origin, extents, size, strict=True)):
-            reason = f"a chunk of {shown(name)} at {spelled(origin)} is beyond {spelled(size)}"
-            raise _broken(reason, "Chunks")
-    if sum([prod(extents) for _, extents in chunks]) != prod(size) or not chunks:
-        raise _broken(f"the chunks of {shown(name)} are not all of {spelled(size)}", "Chunks")
-    if len(chunks) == 1:
-        return
-    # Along the axis with most chunks few others begin before one ends.
-    axis = max(range(len(size)), key=lambda axis: len({origin[axis] for origin, _ in chunks}))
-    in_order = sorted(chunks, key=lambda chunk: chunk[0][axis])
-    open_ones: list[Any] = []
-    for origin, extents in in_order:
-        ends = tuple([at + n for at, n in zip(origin, extents, strict=True)])
-        open_ones = [each for each in open_ones if each[1][axis] > origin[axis]]
-        for begin, end in open_ones:
-            if all(a < d and c < b for a, b, c, d in zip(begin, end, origin, ends, strict=True)):
-                reason = (
-                    f"chunks of {shown(name)} at {spelled(begin)} and {spelled(origin)} overlap"
-                )
-                raise _broken(reason, "Chunks")
-        open_ones.append((origin, ends))

@@ -1,15 +1,17 @@
-"""What a checkpoint holds by name: tensors, and plain values as attributes.
+"""The contents of a checkpoint by name: tensors, and plain values as attributes.
 
 The name of a tensor is the path to it, joined by dots; the levels ``_parameters``, ``_buffers`` and
-``_modules`` of modules are left out, so that a module has the names of its ``state_dict``. Whatever
-has no meaning here is opaque: a short text among the attributes, and tensors that its state holds
-are listed.
+``_modules`` of modules are left out, so that a module has the names of its ``state_dict``. Tensors
+that a module keeps outside of it, buffers that are not persistent and plain attributes, are short
+texts among the attributes by default. So is whatever has no meaning here; tensors that its state
+holds are listed.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import CheckpointError, UnsupportedError, shown
 from xckpt.formats.torch.records import (
@@ -17,7 +19,6 @@ from xckpt.formats.torch.records import (
     Pairs,
     Persistent,
     PickledSet,
-    dict_of,
     is_plain,
     items_of,
     key_text,
@@ -28,12 +29,18 @@ from xckpt.formats.torch.records import (
 from xckpt.formats.torch.tensors import storage_of, wrapped
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xckpt.formats import kit
     from xckpt.formats.torch.tensors import Tensors
     from xckpt.index import Tensor
 
-# Paths are walked as often as they are there, but a few bytes can make 2**200 of them.
+    _Items = Iterator[tuple[Any, Any]]
+
+# Paths are walked as often as they are there, but a few bytes can make 2**200 of them. A tensor
+# takes 80 bytes of a pickle or more, but another reference to it only two.
 _VISITS, _VISITS_PER_BYTE = 10_000, 2
+_TENSORS, _BYTES_PER_TENSOR = 50_000, 32
 _DEEPEST = 1000
 _LONGEST_NAME, _LONGEST_NAMES = 1 << 14, 1 << 26
 _MOST_ATTRS, _LARGEST_ATTRS = 1000, 1 << 16
@@ -43,66 +50,113 @@ _SEQUENCES = {"collections.deque", "builtins.list", "builtins.tuple"}
 _SEQUENCES |= {"builtins.set", "builtins.frozenset"}
 _SIZED = {list, tuple, Pairs, PickledSet}
 _WITH_STATE = {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
+_LEVELS, _TRANSIENT = ("_parameters", "_buffers", "_modules"), "_non_persistent_buffers_set"
+
+
+class _Outside(NamedTuple):
+    """A value that a module holds outside its state_dict."""
+
+    value: Any
+
+
+class _Container(NamedTuple):
+    """A container that the walk is in: its path, that path's length, and the rest of its items.
+
+    `identity` tells containers apart. Tensors in it are listed unless `is_outside`.
+    """
+
+    path: tuple[str, ...]
+    length: int
+    items: _Items
+    identity: int
+    is_outside: bool
 
 
 class ObjectWalk:
-    """Walks what a pickle of `nbytes` holds, and collects tensors by name and attributes."""
+    """Walks the values of a pickle of `nbytes`, and collects tensors by name and attributes.
 
-    def __init__(self, tensors: Tensors, nbytes: int, notes: kit.Notes, base: int = 0) -> None:
+    Memory is that of the path to one value, and of the results.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        nbytes: int,
+        notes: kit.Notes,
+        base: int = 0,
+        *,
+        all_tensors: bool = False,
+    ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.attrs: dict[str, Any] = {}
         self._maker, self._notes, self._base = tensors, notes, base
         self._visits = _VISITS + _VISITS_PER_BYTE * nbytes
+        self._most_tensors = _TENSORS + nbytes // _BYTES_PER_TENSOR
         self._names_nbytes = self._attrs_nbytes = 0
         self._again: dict[str, int] = {}  # by name, how many have it, and one
+        self._all_tensors = all_tensors
+        self._is_outside = False
 
     def walk(self, root: Any, path: tuple[str, ...] = ()) -> None:
         """List all that is below a value, whose path is given."""
-        # A value with its path; or what was entered and is left now, to notice what holds itself.
-        todo: list[tuple[tuple[str, ...], int, Any, int]] = [(path, 0, root, 0)]
-        inside: set[int] = set()
-        while todo:
-            path, length, value, leaving = todo.pop()
-            if leaving:
-                inside.discard(leaving)
+        containers: list[_Container] = []
+        inside: set[int] = set()  # to notice a container that holds itself
+        self._enter(root, path, 0, containers, inside)
+        while containers:
+            path, length, items, identity, is_outside = containers[-1]
+            item = next(items, None)
+            if item is None:
+                containers.pop()
+                inside.discard(identity)
                 continue
-            self._visits -= 1 + _width(value)
-            if self._visits < 0:
-                reason = "more paths lead to what it holds than a file of its size should have"
-                raise UnsupportedError(reason, offset=self._base, rule="Paths")
-            try:
-                children = self._children(path, value)
-            except CheckpointError as error:
-                name = ".".join(path)[:200] or "tensor"
-                raise error.located(tensor=name, offset=self._base) from error.__cause__
-            if not children:
-                continue
-            if id(value) in inside:
-                continue
-            if len(path) >= _DEEPEST:
-                self._notes.add(f"nested deeper than {_DEEPEST}, and left out", "a value")
-                continue
-            inside.add(id(value))
-            todo.append((path, length, None, id(value)))
-            for key, inner in reversed(children):
-                name = key_text(key)
-                if length + len(name) > _LONGEST_NAME:
-                    reason = f"a name of {length + len(name)} characters"
-                    raise UnsupportedError(reason, offset=self._base, rule="Name")
-                todo.append(((*path, name), length + 1 + len(name), inner, 0))
+            key, value = item
+            self._is_outside = is_outside
+            if type(value) is _Outside:
+                value, self._is_outside = value.value, not self._all_tensors
+            name = key_text(key)
+            if length + len(name) > _LONGEST_NAME:
+                reason = f"a name of {length + len(name)} characters"
+                raise UnsupportedError(reason, offset=self._base, rule="Name")
+            self._enter(value, (*path, name), length + 1 + len(name), containers, inside)
 
-    def _children(self, path: tuple[str, ...], value: Any) -> list[tuple[Any, Any]] | None:
-        """List a tensor or a plain value, or return what is in a container."""
+    def _enter(
+        self,
+        value: Any,
+        path: tuple[str, ...],
+        length: int,
+        containers: list[_Container],
+        inside: set[int],
+    ) -> None:
+        """List a tensor or a plain value, or open a container."""
+        self._visits -= 1 + _width(value)
+        if self._visits < 0 or len(self.tensors) > self._most_tensors:
+            reason = "more paths lead to what it holds than a file of its size should have"
+            raise UnsupportedError(reason, offset=self._base, rule="Paths")
+        try:
+            items = self._items(path, value)
+        except CheckpointError as error:
+            name = ".".join(path)[:200] or "tensor"
+            raise error.located(tensor=name, offset=self._base) from error.__cause__
+        if items is None or id(value) in inside:
+            return
+        if len(path) >= _DEEPEST:
+            self._notes.add(f"nested deeper than {_DEEPEST}, and left out", "a value")
+            return
+        inside.add(id(value))
+        containers.append(_Container(path, length, items, id(value), self._is_outside))
+
+    def _items(self, path: tuple[str, ...], value: Any) -> _Items | None:
+        """List a tensor or a plain value, or return the items of a container."""
         kind = type(value)
         if kind is Call:
-            return self._of_call(path, value)
+            return self._items_of_call(path, value)
         if kind is Pairs:
-            return list(value.items())
+            return value.items() if value else None
         if kind in {list, tuple, PickledSet}:
             if all(map(is_plain, value)):
                 self._say(path, [*value])
                 return None
-            return list(enumerate(value))
+            return enumerate(value)
         if kind is Persistent:
             storage = storage_of(value)
             if storage is not None:
@@ -115,51 +169,52 @@ class ObjectWalk:
             self._say(path, value if is_plain(value) else spelled(value))
         return None
 
-    def _of_call(self, path: tuple[str, ...], call: Call) -> list[tuple[Any, Any]] | None:
+    def _items_of_call(self, path: tuple[str, ...], call: Call) -> _Items | None:
         self._maker.name = ".".join(path) or "tensor"
         tensor = self._maker.tensor(call)
         if tensor is not None:
             self._add(tensor)
-            return [(key, inner) for key, inner in _attached(call) if not is_plain(inner)]
+            return ((key, inner) for key, inner in _attached(call) if not is_plain(inner))
         inside = wrapped(call)
         if inside is not None:
             # Of a class that is not known: what it is made of, and the tensors in its state.
-            return self._children(path, inside)
+            return self._items(path, inside)
         name, args = name_of(call), call.args
         if name in _MAPPINGS:
             first = args[-1] if args else None
-            given = [*first.items()] if type(first) is Pairs else []
+            given: Any = first.items() if type(first) is Pairs else ()
             if type(first) is list:  # as Python 2 has it
-                given = [pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2]
-            return [*given, *(call.pairs or Pairs()).items()]
+                given = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
+            return chain(given, (call.pairs or Pairs()).items())
         if name in _SEQUENCES:
             first = args[0] if args and type(args[0]) in {list, tuple, PickledSet} else ()
-            values = [*first, *(call.values or ())]
-            return self._children(path, values)
+            return self._items(path, [*first, *(call.values or ())])
         value = _constant(name, args)
         if value is not None:
             self._say(path, value)
             return None
-        state = dict_of(items_of(call.state))
-        if "_parameters" in state or "_modules" in state:
-            return _of_module(state)
-        inner = [
-            *items_of(call.state),
-            *(call.pairs or Pairs()).items(),
-            *enumerate(call.values or ()),
-        ]
-        if not inner:
+        module = {
+            key: level
+            for key, level in items_of(call.state)
+            if type(key) is str and key in {*_LEVELS, _TRANSIENT}
+        }
+        if "_parameters" in module or "_modules" in module:
+            return _of_module(module, call.state)
+        pairs, values = call.pairs or Pairs(), call.values or ()
+        if next(items_of(call.state), None) is None and not pairs and not values:
             self._say(path, spelled(call))
+        inner = chain(items_of(call.state), pairs.items(), enumerate(values))
         states = call.state if type(call.state) is tuple else (call.state,)
-        unnamed = [
-            *enumerate(args),
-            *enumerate([each for each in states if type(each) is not Pairs]),
-        ]
-        return inner + [(at, each) for at, each in unnamed if _may_have_tensors(each)]
+        unnamed = chain(enumerate(args), enumerate(s for s in states if type(s) is not Pairs))
+        return chain(inner, ((at, each) for at, each in unnamed if _may_have_tensors(each)))
 
     def _add(self, tensor: Tensor) -> None:
         """List a tensor, whose name is changed where another one has it."""
         name = tensor.name
+        if self._is_outside:
+            about = f"<{tensor.dtype} tensor {tensor.shape} outside the state_dict>"
+            self._say(tuple(name.split(".")), about)
+            return
         self._names_nbytes += len(name)
         if self._names_nbytes > _LONGEST_NAMES:
             reason = f"names of more than {_LONGEST_NAMES} characters in total"
@@ -211,24 +266,37 @@ def _may_have_tensors(value: Any) -> bool:
     return type(value) in {Call, Pairs, Persistent}
 
 
-def _attached(call: Call) -> list[tuple[Any, Any]]:
+def _attached(call: Call) -> _Items:
     """Return the attributes that a tensor has."""
     args = call.args
     if call.state is None and len(args) != 4:
-        return []
-    name = name_of(call)
-    given = items_of(args[3]) if name in _WITH_STATE and len(args) > 3 else []
-    return given if call.state is None else [*given, *items_of(call.state)]
+        return iter(())
+    is_stated = name_of(call) in _WITH_STATE and len(args) > 3
+    return chain(items_of(args[3]) if is_stated else (), items_of(call.state))
 
 
-def _of_module(state: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the parameters, buffers and modules of a module, then its plain attributes."""
-    found, own = [], ("_parameters", "_buffers", "_modules")
-    for level in own:
-        inner = state.get(level)
-        items = inner if type(inner) is Pairs else getattr(inner, "pairs", None)
-        found += [(key, value) for key, value in (items or Pairs()).items() if value is not None]
-    return found + [(key, value) for key, value in state.items() if not key.startswith("_")]
+def _of_module(levels: dict[str, Any], state: Any) -> _Items:
+    """Return parameters, buffers and modules of a module, then its attributes."""
+    transient = _texts_of(levels.get(_TRANSIENT))
+    for level in _LEVELS:
+        inner = levels.get(level)
+        pairs = inner if type(inner) is Pairs else getattr(inner, "pairs", None)
+        for key, value in (pairs or Pairs()).items():
+            if value is not None:
+                is_outside = level == "_buffers" and key in transient
+                yield key, _Outside(value) if is_outside else value
+    for key, value in items_of(state):
+        if type(key) is str and not key.startswith("_"):
+            yield key, _Outside(value)
+
+
+def _texts_of(value: Any) -> set[str]:
+    """Return the texts in a set, however the protocol spells it."""
+    if type(value) is Call and name_of(value) == "builtins.set" and value.args:
+        value = value.args[0]
+    if type(value) not in {list, PickledSet}:
+        return set()
+    return {text for text in value if type(text) is str}
 
 
 def _constant(name: str, args: tuple[Any, ...]) -> Any:

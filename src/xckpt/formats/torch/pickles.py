@@ -6,8 +6,9 @@ mean is decided by a table of names in `xckpt.formats.torch.objects`. So a file 
 ``os.system``; it is shown as text.
 
 Values are None, bool, int, float, str, bytes, tuple, list, and those of
-`xckpt.formats.torch.records`. Memo and stack hold references and nothing is
-hashed, compared or copied, so that time and memory are those of the pickle's own size.
+`xckpt.formats.torch.records`. Memo and stack hold references and nothing is hashed, compared or
+copied, so that time and memory are those of the pickle's own size. An opcode of one byte can make
+an object of a hundred, of which real pickles have few: these are counted.
 
 Reference: Lib/pickletools.py of CPython 3.13.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _LONGEST_INT = 1 << 10  # in bytes; Python has a limit of its own for digits
 _LONGEST_DIGITS = 4300
 _LONGEST_LINE = 1 << 10  # of a name
+# Bytes of memory that objects may take, and how many more for each byte of the pickle.
+_MEMORY, _MEMORY_PER_BYTE = 64 << 20, 16
 _U16, _I32, _U32 = Struct("<H"), Struct("<i"), Struct("<I")
 _PLACE, _PLACES = Struct("<xI"), Struct("<" + 7 * "xI")
 _U64, _F64 = Struct("<Q"), Struct(">d")
@@ -61,10 +64,16 @@ class Machine:
     def run(self) -> Any:
         """Read to STOP, and return what is on the stack; `at` is after it then."""
         data, size = self.data, len(self.data)
-        handlers, start = _HANDLERS, self.at
+        handlers, start, costs = _HANDLERS, self.at, _COSTS
+        memory = _MEMORY + _MEMORY_PER_BYTE * size
         while self.at < size:
             code = data[self.at]
             self.at += 1
+            memory -= costs[code]
+            if memory < 0:
+                reason = "it makes more objects than a pickle of its size should have"
+                at = self.base + self.at
+                raise UnsupportedError(reason, offset=at, rule="Objects")
             handler = handlers.get(code)
             if handler is not None:
                 handler(self)
@@ -477,6 +486,19 @@ _HANDLERS: dict[int, Callable[[Machine], object]] = {
     0x97: lambda m: m.stack.append(Extension(-1)),
     0x98: Machine.top,  # what is there is read-only
 }
+
+# About how many bytes of memory the objects take that an opcode makes. Numbers, texts and bytes are
+# left out: they take little more than in the pickle.
+_COSTS = [0] * 256
+for _cost, _codes in (
+    (64, b"\x85\x86\x87tQP\x82\x83\x84\x97"),  # tuples, persistent ids, extensions
+    (80, b"]}\x8f\x91ld"),  # lists, mappings, sets
+    (112, b"rp\x94"),  # entries of the memo
+    (128, b"Ro\x81\x92"),  # calls
+    (256, b"c\x93i"),  # names, and calls of them
+):
+    for _code in _codes:
+        _COSTS[_code] = _cost
 
 # After ``_rebuild_tensor_v2`` from the memo: ("storage", class, key, location, numel), offset,
 # size, stride, requires_grad, OrderedDict().

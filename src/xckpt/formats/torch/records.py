@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import NUMPY_CODES, STRUCT_CODES, nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats import kit
 from xckpt.index import Part, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # What is in a pickle once can be looked at many times.
 _MOST_BYTES = 1 << 12
@@ -36,9 +40,10 @@ class Pairs(list[Any]):
 
     __slots__ = ()
 
-    def items(self) -> list[tuple[Any, Any]]:
-        """Return keys with their values."""
-        return list(zip(self[::2], self[1::2], strict=True))
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Return keys with their values, one after another: together they take much memory."""
+        entries = iter(self)
+        return zip(entries, entries, strict=True)
 
 
 class PickledSet(list[Any]):
@@ -93,10 +98,10 @@ def _qualified(function: Global) -> str:
     return f"{_RENAMED.get(function.module, function.module)}.{function.name}"
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
+def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
     """Return the items of a state, which is a mapping or several."""
     states = value if type(value) is tuple else (value,)
-    return [item for each in states if type(each) is Pairs for item in each.items()]
+    return chain.from_iterable(state.items() for state in states if type(state) is Pairs)
 
 
 def dict_of(items: Any) -> dict[str, Any]:

@@ -77,6 +77,16 @@ def dtype_named(value: Any) -> str | None:
     return name if name in _STORED or name in _HALVES or name in _PACKED else None
 
 
+def in_elements(dtype: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes in elements; those of pairs count bytes."""
+    return (*sizes[:-1], 2 * sizes[-1]) if dtype == _PAIRS and sizes else sizes
+
+
+def element_named(dtype: str) -> str:
+    """Return the element type that a type of PyTorch is stored as, or its own name."""
+    return _STORED.get(dtype, dtype)
+
+
 @lru_cache(maxsize=256)
 def itemsize_of(dtype: str) -> int:
     """Return the size of an element, or of what several share, in bytes."""
@@ -334,9 +344,9 @@ class Tensors:
         if element is None:
             return self.unread(dtype, size, f"elements of the type {dtype} are not read", "DType")
         if dtype == _PAIRS:
+            size = in_elements(dtype, size)
             if not size or order != "C" or strides is not None:
                 return self.unread(element, size, "pairs that are not in C order", "Order")
-            size = (*size[:-1], 2 * size[-1])
         part = self._part(view._replace(size=size), element, strides)
         attrs = {} if dtype in _PLAIN_TYPES else {"torch_dtype": dtype}
         return Tensor(self.name, element, size, {"data": part}, "dense", order, attrs)
