@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 import struct
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -408,6 +409,18 @@ class TestSplit:
         assert ds.attrs["general.architecture"] == "llama"
         assert list(ds.attrs["tokens"]) == [0] * 300
         assert pickle.loads(pickle.dumps(ds))["blk.0.w"].values == [0]
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="no file has such a name")
+    def test_a_name_that_is_not_followed_is_told_with_the_file(self, folder: Path) -> None:
+        """Others are only opened by names without control characters."""
+        odd = []
+        for path in sorted(folder.iterdir()):
+            odd.append(path.rename(folder / path.name.replace("m-", "m\x01-")))
+        with pytest.raises(xckpt.CheckpointError, match="not the name of a file") as caught:
+            read_index(odd[1])
+        assert caught.value.path == str(odd[1])
+        assert caught.value.offset is not None
+        assert len(self.names([*odd])) == 3
 
     def test_folders_globs_and_lists_open_them_too(self, folder: Path) -> None:
         assert len(self.names(folder)) == 3

@@ -89,6 +89,19 @@ def replaced(data: bytes, record: bytes) -> Any:
     return io.BytesIO(data[:start] + record + bytes(end))
 
 
+@pytest.mark.parametrize("nbytes", [469, 470, 600, 65_000])
+@pytest.mark.parametrize("suffix", ["", ".npy"])
+def test_long_names_of_first_members(nbytes: int, suffix: str, tmp_path: Path) -> None:
+    name = "n" * nbytes
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        file = io.BytesIO()
+        np.save(file, np.arange(3))
+        archive.writestr(name + suffix, file.getvalue())
+    ds = xr.open_dataset(tmp_path / "m.npz")
+    assert ds.encoding["format"] == "npz"
+    assert ds[name].values.tolist() == [0, 1, 2]
+
+
 def test_what_is_left_out_has_its_name_too(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", x=np.ones(3), y=np.zeros(2))
     with zipfile.ZipFile(tmp_path / "m.npz", "a") as archive:

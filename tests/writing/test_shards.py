@@ -200,6 +200,34 @@ def test_what_fits_is_one_file(tmp_path: Path) -> None:
     assert xckpt.read_index(tmp_path / "again.safetensors").attrs == plain.attrs
 
 
+@pytest.mark.parametrize("engine", [None, "safetensors"])
+def test_the_index_may_be_named(engine: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    ds = dataset().assign_attrs(format="pt", b="c")
+    xckpt.save(ds, path, engine, max_shard_size=900)
+    check(tmp_path)
+    with pytest.raises(FileExistsError):
+        xckpt.save(ds, path, engine, max_shard_size=900)
+    xckpt.save(ds + 1, path, engine, max_shard_size=900, overwrite=True)
+    check(tmp_path, 2)
+    assert xr.open_dataset(path).attrs["total_size"] == 1840
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "1GB"}])
+def test_a_named_index_is_written_for_one_file_too(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    xckpt.save(dataset(), path, **options)
+    assert names(tmp_path) == ["model-00001-of-00001.safetensors", path.name]
+    xr.testing.assert_equal(xr.open_dataset(path).compute(), dataset())
+
+
+def test_only_shards_have_an_index(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the ending of 'm.zt.index.json'"):
+        xckpt.save(dataset(), tmp_path / "m.zt.index.json")
+
+
 def test_later(tmp_path: Path) -> None:
     later = xckpt.save(
         dataset().chunk(), tmp_path / "model.safetensors", compute=False, max_shard_size="900"

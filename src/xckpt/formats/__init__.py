@@ -56,6 +56,7 @@ _REGISTRY = {
 _CLASSES = {title.lower(): title for title in _REGISTRY}
 
 HEAD_BYTES = 512
+_ZIP_HEADER, _ZIP_CONTENT = 30, 16
 
 
 class Readable(Protocol):
@@ -173,7 +174,8 @@ class Format:
         Parameters
         ----------
         head : bytes
-            The first bytes of the file, at most `HEAD_BYTES`.
+            The first bytes of the file, at most `HEAD_BYTES`; of a zip archive more where the name
+            of its first member is longer.
         size : int
             Size of the file in bytes.
         name : str
@@ -459,7 +461,15 @@ def is_foreign(source: Readable) -> bool:
 
 
 def _head(source: Readable) -> bytes:
-    return bytes(source.read(0, min(HEAD_BYTES, source.size)))
+    """Read the first bytes; of a zip archive as many as its first member begins with."""
+    head = bytes(source.read(0, min(HEAD_BYTES, source.size)))
+    if head.startswith(b"PK\3\4"):
+        # The lengths of the name and of what is between it and the content.
+        name, extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+        nbytes = min(_ZIP_HEADER + name + extra + _ZIP_CONTENT, source.size)
+        if nbytes > len(head):
+            head = bytes(source.read(0, nbytes))
+    return head
 
 
 # --- files that are no checkpoint ----------------------------------------------------------------

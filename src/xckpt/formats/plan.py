@@ -251,6 +251,8 @@ class Plan:
     suffix : str
         What the name of this file has after the path of the draft: it is not the file that was
         asked for, but refers to those that it was made into.
+    is_index : bool
+        Whether this file only says which tensor is in which companion, and is of no format itself.
 
     Notes
     -----
@@ -265,6 +267,7 @@ class Plan:
     companions: Mapping[str, Plan] = field(default_factory=dict)
     renamed: Callable[[Mapping[str, str]], Plan] | None = None
     suffix: str = ""
+    is_index: bool = False
 
     @classmethod
     def headed(cls, head: bytes, extents: Sequence[Extent] = (), nbytes: int | None = None) -> Plan:
@@ -293,12 +296,16 @@ def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> 
 
 
 def referring(
-    companions: Mapping[str, Plan], write: Callable[[Mapping[str, str]], bytes], suffix: str = ""
+    companions: Mapping[str, Plan],
+    write: Callable[[Mapping[str, str]], bytes],
+    suffix: str = "",
+    *,
+    is_index: bool = False,
 ) -> Plan:
     """Return the plan of a file that `write` makes of the names of its companions, by their own."""
 
     def renamed(names: Mapping[str, str]) -> Plan:
-        return replace(Plan.headed(write(names)), suffix=suffix)
+        return replace(Plan.headed(write(names)), suffix=suffix, is_index=is_index)
 
     own_names = renamed({name: name for name in companions})
     return replace(own_names, companions=companions, renamed=renamed)

@@ -59,6 +59,7 @@ _LARGEST_HEADER = 100_000_000
 _RULE = "InvalidHeaderDeserialization"
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
+_INDEX = ".index.json"
 
 # In the order of the package's enumeration of them: it writes the last ones first.
 _TYPES = {"BOOL": "bool", "F4": "float4_e2m1fn"}  # F4: two in a byte, the first in its low half
@@ -128,7 +129,8 @@ class Safetensors(Format):
         max_shard_size : int or str, optional
             Most bytes of the tensors of one file, or as ``"5GB"``. If there are more, files get
             names like ``model-00001-of-00003.safetensors``, and ``model.safetensors.index.json``
-            says which tensor is in which. A tensor that is larger has a file of its own.
+            says which tensor is in which; it is written as well if that is the path. A tensor that
+            is larger has a file of its own.
 
         Returns
         -------
@@ -139,11 +141,13 @@ class Safetensors(Format):
         drafts = [draft]
         if max_shard_size is not None:
             drafts = split(draft, kit.parse_size("max_shard_size", max_shard_size), _nbytes)
-        if len(drafts) == 1:
+        is_index = draft.path.lower().endswith(_INDEX)
+        if len(drafts) == 1 and not is_index:
             return self._in_one(draft)
         # Readers of shards want to know which library they are for. The index has the total size.
         attrs = {"format": "pt"} | {k: v for k, v in draft.attrs.items() if k != "total_size"}
-        names = kit.numbered(kit.file_stem(draft.path, ".safetensors"), len(drafts), ".safetensors")
+        stem = kit.file_stem(draft.path, f".safetensors{_INDEX}", _INDEX, ".safetensors")
+        names = kit.numbered(stem, len(drafts), ".safetensors")
         shards = {name: replace(of, attrs=attrs) for name, of in zip(names, drafts, strict=True)}
 
         def index(names: Mapping[str, str]) -> bytes:
@@ -153,7 +157,7 @@ class Safetensors(Format):
             return json.dumps(root, indent=2, sort_keys=True).encode() + b"\n"
 
         plans = {name: self._in_one(shard) for name, shard in shards.items()}
-        return referring(plans, index, ".index.json")
+        return referring(plans, index, "" if is_index else _INDEX, is_index=True)
 
     def _in_one(self, draft: Draft) -> Plan:
         tensors = sorted(draft.tensors.values(), key=lambda of: (_RANKS[of.dtype], of.name))

@@ -131,6 +131,9 @@ def list_set(source: Source, files: FileSet) -> FileList:
             hint = "Put it next to the others, or open a list of the files that are there"
             at = files.offset
             raise MissingShardError(reason, path=source.name, offset=at, hint=hint) from None
+        except CheckpointError as error:
+            error.hint = "Rename the files, or open a list of them"
+            raise error.located(path=source.name, offset=files.offset) from error.__cause__
     return FileList(source.name, found)
 
 

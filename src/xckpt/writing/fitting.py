@@ -341,7 +341,7 @@ class Fitting:
         files = _planned_files(draft.path, plan, grown)
         # An index of shards is of no format.
         read = [
-            self.writer.read(files[name]) for name in (plan.companions if plan.suffix else [""])
+            self.writer.read(files[name]) for name in (plan.companions if plan.is_index else [""])
         ]
         stated = _stated(read, {extent.tensor: extent.offset for extent in reversed(plan.extents)})
         lost = []

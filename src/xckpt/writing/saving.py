@@ -573,12 +573,14 @@ def _resolved(path: str) -> str:
 def _format_of(path: str) -> str:
     """Find the format that a file name ends like."""
     name = path.partition("?")[0].lower() if is_remote(path) else path.lower()
+    is_index = name.endswith(INDEX_SUFFIX)
+    name = name.removesuffix(INDEX_SUFFIX)
     named = [known for known in formats.names() if name.endswith(formats.suffixes(known))]
     every = [formats.get(known) for known in named]
     found = {
         each.name: suffix
         for each in every
-        if each.can.types
+        if each.can.types and (not is_index or "max_shard_size" in each.write_options)
         for suffix in each.suffixes
         if name.endswith(suffix)
     }
