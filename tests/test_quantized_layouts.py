@@ -128,6 +128,43 @@ def test_words_of_compressed_tensors(
 
 
 @FEW
+@given(st.data(), st.sampled_from([2, 3, 4, 8]), st.sampled_from(["tensor", "block"]))
+def test_words_with_zero_points_of_a_byte(data: st.DataObject, bits: int, strategy: str) -> None:
+    """Those of a tensor or of blocks are not packed, and have no offset."""
+    rng = np.random.default_rng(0)
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70))
+    block = (
+        (rows, columns) if strategy == "tensor" else data.draw(st.sampled_from([(8, 16), (5, 7)]))
+    )
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    half = 1 << (bits - 1)
+    codes = rng.integers(-half, half, (rows, columns))
+    zeros = rng.integers(-half, half, grid).astype(np.int8)
+    scales = some(rng, *grid)
+    weights: dict[str, Any] = {"num_bits": bits, "symmetric": False, "strategy": strategy}
+    weights |= {"block_structure": list(block)} if strategy == "block" else {}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "version": "0.20.0",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    is_single = strategy == "tensor"
+    content = model(
+        {"quantization_config": config},
+        weight_packed=stream(codes + half, bits).astype(np.int32),
+        weight_scale=scales.reshape(-1) if is_single else scales,
+        weight_zero_point=zeros.reshape(-1) if is_single else zeros,
+        weight_shape=np.array([rows, columns]),
+    )
+    spread = [each.astype(np.float32) for each in (zeros, scales)]
+    for axis in (0, 1):
+        spread = [each.repeat(block[axis], axis=axis) for each in spread]
+    zero, scale = [each[:rows, :columns] for each in spread]
+    check(content, (codes - zero) * scale, data)
+
+
+@FEW
 @given(st.data())
 def test_awq(data: st.DataObject) -> None:
     rng = np.random.default_rng(0)
@@ -343,6 +380,41 @@ def test_a_few_rows_of_many_decode_little(monkeypatch: pytest.MonkeyPatch) -> No
     some = lazy[[59, 0, 30, 31], ::3]
     assert max(sizes) <= 16
     np.testing.assert_array_equal(some, shown.values[[59, 0, 30, 31]][:, ::3])
+
+
+LARGE = 10**30
+ODD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"bits": 4, "group_size": 32, "checkpoint_format": [LARGE]}, "gptq"),
+    ({"bits": 4, "group_size": 32, "checkpoint_format": {"a": "b"}}, "gptq"),
+    ({"bits": 4, "group_size": LARGE}, "gptq"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": LARGE}, "gptq"),
+    ({"quant_method": "fp8", "weight_block_size": [LARGE, 128]}, "fp8"),
+    ({"quant_method": "fp8", "weight_block_size": f"128x{LARGE}"}, "fp8"),
+    ({"config_groups": [{"weights": {}}]}, "fp8"),
+]
+
+
+@pytest.mark.parametrize(("config", "kind"), ODD_CONFIGS)
+def test_odd_types_in_a_config_leave_tensors_as_they_are_stored(
+    config: dict[str, Any], kind: str
+) -> None:
+    words = {
+        "qweight": np.zeros((4, 32), np.int32),
+        "qzeros": np.zeros((1, 4), np.int32),
+        "scales": np.ones((1, 32), np.float16),
+        "g_idx": np.zeros(32, np.int32),
+    }
+    tensors = words if kind == "gptq" else fp8()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds = xr.open_dataset(
+            model({"quantization_config": config}, **tensors), engine="safetensors"
+        ).load()
+    if "config_groups" in config:  # which says nothing of FP8
+        assert set(ds.variables) == {"a.weight"}
+        return
+    assert set(ds.variables) == {f"a.{role}" for role in tensors}
+    assert ["stay" in str(warning.message) for warning in caught] == [True]
 
 
 def test_a_method_that_is_not_read_is_told_once() -> None:

@@ -163,7 +163,7 @@ class Quantization:
     zero_axis : int or None
         The axis of the grid along which zero points are packed, if it is not `axis`.
     zero_add : int
-        Added to stored zero points, modulo two to the power of `bits`.
+        Added to stored zero points; to packed ones modulo two to the power of `bits`.
     stored_grid : tuple of int
         Extents of the stored grid, where it has more entries than there are blocks.
     index_axis : int or None

@@ -413,9 +413,8 @@ class TestSplit:
     @pytest.mark.skipif(sys.platform == "win32", reason="no file has such a name")
     def test_a_name_that_is_not_followed_is_told_with_the_file(self, folder: Path) -> None:
         """Others are only opened by names without control characters."""
-        odd = []
-        for path in sorted(folder.iterdir()):
-            odd.append(path.rename(folder / path.name.replace("m-", "m\x01-")))
+        paths = sorted(folder.iterdir())
+        odd = [path.rename(folder / path.name.replace("m-", "m\x01-")) for path in paths]
         with pytest.raises(xckpt.CheckpointError, match="not the name of a file") as caught:
             read_index(odd[1])
         assert caught.value.path == str(odd[1])

@@ -30,8 +30,8 @@ DEQUANTIZED = {
     "06f12833c0000404192248941",
     "of 32 bits": "cacccc49d0cc4ccacdcc4c3e9a9999becdcc4c4dcdcc4ccdb3aaaa4a2d50fe4babaa2abfabaa2a40"
     "0000404055555540",
-    "float parameters": "cdcc50c1000098c03333b3be000080be6766263f33334741bcbb05c2efee26c1efee0e407877"
-    "c740dedda94144442642",
+    "float parameters": "cdcc50c1000098c03333b3be000080be6766263f33334741bcbb05c2efee26c1"
+    "efee0e407877c740dedda94144442642",
     "one scale": "9a9951c19a9999c0cdccccbe9a9999be9a99193f67664641cdcc24c19a9959c0cdcccc3ecdcccc3f"
     "3333c34033334341",
 }

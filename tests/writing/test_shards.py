@@ -214,9 +214,7 @@ def test_the_index_may_be_named(engine: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "1GB"}])
-def test_a_named_index_is_written_for_one_file_too(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_named_index_is_written_for_one_file_too(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     xckpt.save(dataset(), path, **options)
     assert names(tmp_path) == ["model-00001-of-00001.safetensors", path.name]
@@ -224,7 +222,7 @@ def test_a_named_index_is_written_for_one_file_too(
 
 
 def test_only_shards_have_an_index(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the ending of 'm.zt.index.json'"):
+    with pytest.raises(ValueError, match=r"the ending of 'm\.zt\.index\.json'"):
         xckpt.save(dataset(), tmp_path / "m.zt.index.json")
 
 

@@ -235,7 +235,7 @@ class QuantizedArray(_OfParts):
         """Return stored zero points."""
         scheme = self.quantization
         if not scheme.packed_zeros:
-            return self._grid("zeros", grid)
+            return self._grid("zeros", grid) + np.float32(scheme.zero_add)
         axis = scheme.axis if scheme.zero_axis is None else scheme.zero_axis
         axes = scheme.scale_axes or tuple(range(self.ndim))
         how: Any = {"name": self.name, "shape": self._stored_grid, "axes": axes, "axis": axis}

@@ -40,7 +40,9 @@ def check_cover(name: str, size: Shape, chunks: Sequence[tuple[Shape, Shape]]) -
 def joined(name: str, size: Shape, chunks: Mapping[Shape, Tensor]) -> Tensor:
     """Return the tensor that dense chunks make, which are given by their first elements."""
     first = next(iter(chunks.values()))
-    if any(chunk.dtype != first.dtype or chunk.parts.keys() != {"data"} for chunk in chunks.values()):
+    if any(
+        chunk.dtype != first.dtype or chunk.parts.keys() != {"data"} for chunk in chunks.values()
+    ):
         problem = UnsupportedError("its chunks are not dense and of one type", rule="Chunks")
         return Tensor(name, first.dtype, size, {}, problem=problem)
     parts: dict[str, Any] = {}

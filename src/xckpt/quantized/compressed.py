@@ -21,6 +21,7 @@ from xckpt.quantized.model import (
     cdiv,
     check_grid,
     group_of,
+    is_size,
     leaf,
     quantization,
     stored_as,
@@ -91,12 +92,14 @@ def _sizes(value: Any) -> Shape | None:
         value = [int(each) for each in value.split("x") if each.isdecimal()]
     if not isinstance(value, list) or len(value) != 2:
         return None
-    return tuple(value) if all(type(size) is int and size > 0 for size in value) else None
+    return tuple(value) if all(map(is_size, value)) else None
 
 
 def _compressed_params(model: Model) -> list[Params]:
     """Return what the groups of compressed-tensors declare; nothing is known without any."""
-    groups = model.config.get("config_groups") or {}
+    groups = model.config.get("config_groups")
+    if not isinstance(groups, dict):
+        groups = {}
     default = _text(model.config.get("format"))
     params = [_params_of(name, group, default) for name, group in groups.items()]
     return params or [Params(format=None if default in _MIXED else default)]
@@ -345,13 +348,17 @@ def _words(model: Model, name: str, data: Tensor, params: Params) -> Weight:
     if about is not None:
         parts["shape"] = stored_as(about)
     axis = len(shape) - 1
-    zeros = zero_points(model, f"{name}_zero_point", "int32", symmetric=params.symmetric)
+    zeros = zero_points(model, f"{name}_zero_point", "int32", "int8", symmetric=params.symmetric)
+    is_packed = zeros is not None and zeros.dtype == "int32"
     if zeros is not None:
-        grid = [cdiv(size, each) for size, each in zip(shape, block, strict=True)]
-        grid[-2] = cdiv(grid[-2] * bits, 32) if stream else cdiv(grid[-2], 32 // bits)
-        if zeros.shape != tuple(grid):
-            reason = f"{leaf(zeros.name)} is {list(zeros.shape)}, but {grid} is needed"
-            raise Unfit("zero points", reason)
+        if is_packed:
+            grid = [cdiv(size, extent) for size, extent in zip(shape, block, strict=True)]
+            grid[-2] = cdiv(grid[-2] * bits, 32) if stream else cdiv(grid[-2], 32 // bits)
+            if zeros.shape != tuple(grid):
+                reason = f"{leaf(zeros.name)} is {list(zeros.shape)}, but {grid} is needed"
+                raise Unfit("zero points", reason)
+        else:
+            check_grid(shape, block, zeros)
         parts["zeros"] = stored_as(zeros)
     index = model.find(f"{name}_g_idx")
     if index is not None:
@@ -367,9 +374,11 @@ def _words(model: Model, name: str, data: Tensor, params: Params) -> Weight:
         32,
         axis,
         zero=1 << (bits - 1) if zeros is None else None,
-        packed_zeros=zeros is not None,
+        packed_zeros=is_packed,
         stream=stream,
-        zero_axis=None if zeros is None else axis - 1,
+        zero_axis=axis - 1 if is_packed else None,
+        # Codes have an offset, which zero points of a tensor or of blocks have not.
+        zero_add=1 << (bits - 1) if zeros is not None and not is_packed else 0,
         index_axis=None if index is None else axis,
     )
     return Weight(name, shape, scheme, parts)

@@ -17,6 +17,7 @@ from xckpt.quantized.model import (
     cdiv,
     check_grid,
     check_shape,
+    is_size,
     leaf,
     nbytes,
     quantization,
@@ -172,7 +173,7 @@ def bitsandbytes(model: Model, name: str, data: Tensor) -> Weight | None:
 def _size(about: Mapping[str, Any], key: str) -> int:
     """Return the size of blocks."""
     size = about.get(key)
-    if type(size) is not int or size <= 0:
+    if not is_size(size):
         raise Unfit("state", f"{key!r} is {str(size)[:40]!r}")
     return size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import shown
@@ -28,6 +28,7 @@ _LARGEST_SMALL = 4096
 _MOST_AXES = 32
 _MOST_EFFORT = 500_000
 _LARGEST_NBYTES = (1 << 63) - 1
+_LARGEST_GROUP = 1 << 32
 
 #: Models have few schemes and many weights.
 quantization = lru_cache(maxsize=4096)(Quantization)
@@ -213,9 +214,14 @@ def bits_of(value: Any, known: Sequence[int] = range(1, 9)) -> int:
     return value
 
 
+def is_size(value: Any) -> TypeGuard[int]:
+    """Return whether a value is the extent of a group or block."""
+    return type(value) is int and 0 < value <= _LARGEST_GROUP
+
+
 def group_of(value: Any) -> int | None:
     """Check the size of a group; None stands for all of an axis."""
-    if value is None or (type(value) is int and (value > 0 or value == -1)):
+    if value is None or value == -1 or is_size(value):
         return None if value == -1 else value
     raise Unfit("group size", f"the group size is {str(value)[:40]!r}")
 
@@ -228,10 +234,10 @@ def single(model: Model, name: str) -> tuple[Tensor, Part]:
     return stored_as(tensor)
 
 
-def zero_points(model: Model, name: str, dtype: str, *, symmetric: bool | None) -> Tensor | None:
+def zero_points(model: Model, name: str, *dtypes: str, symmetric: bool | None) -> Tensor | None:
     """Return zero points, which have to be there if it is not symmetric, and only then."""
     zeros = model.find(name)
     if symmetric is not None and symmetric != (zeros is None):
         has = "there is no" if zeros is None else "it is symmetric, and there is"
         raise Unfit("zero points", f"{has} {leaf(name)}")
-    return None if zeros is None else model.need(name, {dtype})
+    return None if zeros is None else model.need(name, {*dtypes})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from xckpt.index import Part, Tensor
 
 _AWQ_VERSIONS = {"gemm", "gemv", "exllama", "exllamav2"}
-_GPTQ_FORMATS = {"gptq", "gptq_v2", "gptq_p"}
+_GPTQ_FORMATS = {"gptq", "gptq_v2", "gptq_p", None}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # Microseconds that it takes to try parameters.
 _EFFORT = 30
@@ -40,13 +40,18 @@ _PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 
 def gptq_problem(config: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a declaration of GPTQ for all modules."""
-    format = config.get("checkpoint_format", config.get("format"))
-    known = format is None or (isinstance(format, str) and format in _GPTQ_FORMATS)
-    if not known or config.get("is_marlin_format") is True:
-        return f"the checkpoint format {str(format)[:40]!r} is not read"
+    format = _gptq_format(config)
+    if format not in _GPTQ_FORMATS or config.get("is_marlin_format") is True:
+        return f"the checkpoint format {format!r} is not read"
     if config.get("pack_dtype", "int32") != "int32":
         return "codes are not packed in words of 32 bits"
     return None
+
+
+def _gptq_format(config: Mapping[str, Any]) -> str | None:
+    """Return what a config says of how codes are stored, as text whatever its type is."""
+    format = config.get("checkpoint_format", config.get("format"))
+    return None if format is None else str(format)[:40]
 
 
 def awq_problem(config: Mapping[str, Any]) -> str | None:
@@ -99,7 +104,9 @@ def _gptq_weight(
     out, bits = data.shape[1], _gptq_bits(config, data, index, qzeros)
     columns = index.size if index is not None else data.shape[0] * 32 // bits
     group = _gptq_group(config, columns, scales.shape[0], has_index=index is not None)
-    sym, format = config.get("sym"), config.get("checkpoint_format", config.get("format"))
+    sym, format = config.get("sym"), _gptq_format(config)
+    if format not in _GPTQ_FORMATS:
+        raise Unfit("format", f"the checkpoint format {format!r} is not read")
     if qzeros is None and sym is not True:
         raise Unfit("no qzeros", "there are no qzeros, and it is not symmetric")
     groups = cdiv(columns, group)

@@ -465,7 +465,9 @@ class _HeadReader:
             if info.offset % alignment and tensor.nbytes:
                 reason = f"data do not begin at a multiple of {alignment} bytes"
                 self.notes.add(reason, f"tensor {shown(info.name)}")
-            elif not (tensor.problem or info.name in overlapping or expected in {None, info.offset}):
+            elif not (
+                tensor.problem or info.name in overlapping or expected in {None, info.offset}
+            ):
                 reason = "data do not follow those of the tensor before without a gap"
                 self.notes.add(f"{reason}, as ggml demands", f"tensor {shown(info.name)}")
             end = info.offset + tensor.nbytes

@@ -8,8 +8,8 @@
                                           offset, length, transform_descriptors)}
 
 Each chunk of a tensor, and each value that is no tensor, is an item: a complete zip archive of
-`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value. A file can
-have a safetensors file after its values instead, with all of its tensors.
+`xckpt.formats.torch.containers`, somewhere in one of the files, with one tensor or value. A file
+can have a safetensors file after its values instead, with all of its tensors.
 
 References: torch/distributed/checkpoint/metadata.py and filesystem.py of
 github.com/pytorch/pytorch, 2.15.
