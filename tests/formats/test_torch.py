@@ -344,7 +344,9 @@ class TestFolders:
         """Sizes of metadata count bytes, each of which has two elements."""
         codes = np.arange(6, dtype="u1").reshape(2, 3, 1) * 17
         starts = np.cumsum([0, *cuts])[:-1].tolist()
-        chunks = {(at, 0): codes[at : at + n] for at, n in zip(starts, cuts, strict=True)}
+        chunks: dict[tuple[int, ...], Any] = {
+            (at, 0): codes[at : at + n] for at, n in zip(starts, cuts, strict=True)
+        }
         for name, data in files.distributed(
             {"w": chunks}, {"w": (2, 3)}, "float4_e2m1fn_x2"
         ).items():
@@ -357,7 +359,9 @@ class TestFolders:
     def test_complex_halves(self, cuts: list[int], tmp_path: Path) -> None:
         halves = np.arange(4, dtype="f2").reshape(2, 2).view("u1")
         starts = np.cumsum([0, *cuts])[:-1].tolist()
-        chunks = {(at,): halves[at : at + n] for at, n in zip(starts, cuts, strict=True)}
+        chunks: dict[tuple[int, ...], Any] = {
+            (at,): halves[at : at + n] for at, n in zip(starts, cuts, strict=True)
+        }
         for name, data in files.distributed({"w": chunks}, {"w": (2,)}, "complex32").items():
             (tmp_path / name).write_bytes(data)
         ds = xr.open_dataset(tmp_path)
