@@ -4,10 +4,11 @@ Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztens
 here is loaded on first use, so that ``import xckpt`` costs next to nothing.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lazy_loader
 
+from xckpt.loading import uninterrupted
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, _, _ = lazy_loader.attach(
+_load, _, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "errors": [
@@ -93,6 +94,11 @@ __getattr__, _, _ = lazy_loader.attach(
 )
 
 register_accessor()
+
+
+def __getattr__(name: str) -> Any:
+    with uninterrupted():
+        return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ from xarray.backends import BackendEntrypoint
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
+from xckpt.loading import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +84,8 @@ class CheckpointBackend(BackendEntrypoint):
         bool
             False for whatever cannot be read.
         """
-        from xckpt.opening import is_format
+        with uninterrupted():
+            from xckpt.opening import is_format
 
         return is_format(filename_or_obj, self.format)
 
@@ -123,8 +125,9 @@ class CheckpointBackend(BackendEntrypoint):
         >>> ds = xr.open_dataset("m.zt", engine="ztensor")  # doctest: +SKIP
         >>> ds["blocks.0.attn.w"].mean().compute()  # doctest: +SKIP
         """
-        from xckpt.datasets.making import described, make_dataset
-        from xckpt.index import paused_collector
+        with uninterrupted():
+            from xckpt.datasets.making import described, make_dataset
+            from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         with paused_collector():
@@ -148,8 +151,9 @@ class CheckpointBackend(BackendEntrypoint):
             By path, modules with tensors only; ``"/"`` is always there and has the attributes of
             the file.
         """
-        from xckpt.datasets.making import described, make_groups
-        from xckpt.index import paused_collector
+        with uninterrupted():
+            from xckpt.datasets.making import described, make_groups
+            from xckpt.index import paused_collector
 
         source, index, options = self._open(filename_or_obj, drop_variables, keywords)
         axis_names = formats.get(index.format).module_axes
@@ -189,7 +193,8 @@ class CheckpointBackend(BackendEntrypoint):
         drop_variables: str | Iterable[str] | None,
         keywords: dict[str, Any],
     ) -> tuple[Source, Index, OpenOptions]:
-        from xckpt.opening import open_index
+        with uninterrupted():
+            from xckpt.opening import open_index
 
         given = {"drop_variables": drop_variables, **keywords}
         own = tuple(formats.get(self.format).open_options)

@@ -11,6 +11,7 @@ import xarray as xr
 
 from xckpt import formats
 from xckpt.identity import base_id_text, stable_id
+from xckpt.loading import uninterrupted
 
 if TYPE_CHECKING:
     import os
@@ -757,8 +758,9 @@ class CheckpointAccessor(Generic[Obj]):
         >>> explorer.selected  # doctest: +SKIP
         'lm_head.weight'
         """
-        from xckpt.accessor.exploring import explore
-        from xckpt.datasets.tensors import OpenTensors
+        with uninterrupted():  # ipywidgets and what they need
+            from xckpt.accessor.exploring import explore
+            from xckpt.datasets.tensors import OpenTensors
 
         if not self._has_summary:
             raise ValueError(_not_ours(self._given))

@@ -103,9 +103,10 @@ def read_small(array: da.Array) -> Any:
 
 def active_client() -> Any:
     """Return the client of the cluster that computes what is asked for; None if there is none."""
-    distributed = sys.modules.get("distributed")
+    # Another thread may be loading the package: then nobody has made a client yet.
+    default_client = getattr(sys.modules.get("distributed"), "default_client", None)
     with suppress(ValueError):
-        return None if distributed is None else distributed.default_client()
+        return None if default_client is None else default_client()
     return None
 
 

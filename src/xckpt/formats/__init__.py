@@ -15,6 +15,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict
 
 from xckpt.errors import FormatError, UnsupportedError
+from xckpt.loading import uninterrupted
 
 if TYPE_CHECKING:
     import re
@@ -397,7 +398,8 @@ def suffixes(name: str) -> tuple[str, ...]:
 def get(name: str) -> Format:
     """Return a format by its name."""
     title = class_name(name)
-    found: Format = getattr(import_module(f"{__name__}.{name}"), title)()
+    with uninterrupted():
+        found: Format = getattr(import_module(f"{__name__}.{name}"), title)()
     return found
 
 

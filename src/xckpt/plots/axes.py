@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from xckpt.loading import uninterrupted
 from xckpt.notebook.formatting import printable, shortened
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 def require_matplotlib() -> None:
     """Say what is missing before anything is computed for a picture."""
     try:
-        import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
+        with uninterrupted():
+            import matplotlib.pyplot  # noqa: F401, ICN001  whether it is there
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'xckpt[plot]'") from error
 

@@ -3,25 +3,29 @@
 `spectrum` takes a pass for each matrix.
 """
 
-from xckpt.statistics.api import QUANTILES, known_stats, stats
-from xckpt.statistics.bins import histogram
-from xckpt.statistics.codes import OF_CODES
-from xckpt.statistics.describe import statistic_names
-from xckpt.statistics.differences import MEASURES, STATUSES, compare
-from xckpt.statistics.finding import examine, findings
-from xckpt.statistics.kinds import require_numbers
-from xckpt.statistics.rules import RULES
-from xckpt.statistics.runs import changes_of
-from xckpt.statistics.singular import STATISTICS as OF_MATRICES
-from xckpt.statistics.spectra import spectrum
-from xckpt.statistics.tables import (
-    channel_values,
-    matched_names,
-    result_text,
-    table,
-    tensor_names,
-    tensor_rows,
-)
+from xckpt.loading import uninterrupted
+
+# Numba and what it compiles are large.
+with uninterrupted():
+    from xckpt.statistics.api import QUANTILES, known_stats, stats
+    from xckpt.statistics.bins import histogram
+    from xckpt.statistics.codes import OF_CODES
+    from xckpt.statistics.describe import statistic_names
+    from xckpt.statistics.differences import MEASURES, STATUSES, compare
+    from xckpt.statistics.finding import examine, findings
+    from xckpt.statistics.kinds import require_numbers
+    from xckpt.statistics.rules import RULES
+    from xckpt.statistics.runs import changes_of
+    from xckpt.statistics.singular import STATISTICS as OF_MATRICES
+    from xckpt.statistics.spectra import spectrum
+    from xckpt.statistics.tables import (
+        channel_values,
+        matched_names,
+        result_text,
+        table,
+        tensor_names,
+        tensor_rows,
+    )
 
 __all__ = [
     "MEASURES",

@@ -32,6 +32,7 @@ from xckpt.index import Index, paused_collector
 from xckpt.labels import flat_name
 from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
+from xckpt.loading import uninterrupted
 from xckpt.notebook.extension import load_in_session
 from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
@@ -319,7 +320,8 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
 
 
 def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
-    from xckpt.opening import open_index
+    with uninterrupted():
+        from xckpt.opening import open_index
 
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
     # xarray would open it by a format, which is known when it is open.
