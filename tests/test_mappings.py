@@ -155,7 +155,7 @@ def test_what_is_no_array_is_left_out_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("obj", "message"),
     [
-        (SimpleNamespace(state_dict=dict), r"its state_dict\(\) is"),
+        (SimpleNamespace(state_dict=dict), r"pass its state_dict\(\)"),
         (np.ones(3), "a mapping of names to arrays"),
         ({"a": print}, "its values are of type builtin_function"),
         ({"a": {"b": "text"}}, "its values are of type dict"),

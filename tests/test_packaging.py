@@ -144,9 +144,11 @@ def test_public_names() -> None:
         "histogram",
         "join_optimizer",
         "manifest",
+        "open",
         "open_steps",
         "read_index",
         "references",
+        "report",
         "save",
         "spectrum",
         "stats",
@@ -162,8 +164,8 @@ def test_every_public_name_is_there_and_listed() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"xckpt.*raed_index"):
-        _ = xckpt.raed_index
+    with pytest.raises(AttributeError, match=r"'raed_index'; did you mean 'read_index'\?"):
+        _ = xckpt.raed_index  # type: ignore[attr-defined]
 
 
 def test_the_package_is_typed() -> None:

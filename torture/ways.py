@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from torture.seeds import Files
+    from xckpt.writing import Report
 
 __all__ = [
     "BROKEN",
@@ -112,7 +113,7 @@ def _engine_of(obj: Any) -> str:
     return format_of(obj)
 
 
-def _agree(report: xckpt.Report, error: CheckpointError) -> None:
+def _agree(report: Report, error: CheckpointError) -> None:
     if len(report.findings) != 1 or report.findings[0].rule != error.rule:
         raise Disagreement(f"opening says {error}, verify {report}") from error
     if report.ok is not isinstance(error, UnsupportedError):

@@ -4,7 +4,8 @@ Opening needs no import of this package: ``xr.open_dataset("m.zt", engine="ztens
 here is loaded on first use, so that ``import xckpt`` costs next to nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import lazy_loader
 
@@ -13,6 +14,7 @@ from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
     from xckpt.datasets.optimizers import join_optimizer
+    from xckpt.entry import open, report  # noqa: A004
     from xckpt.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from xckpt.index import Index, Part, Tensor
+    from xckpt.notebook.extension import load_ipython_extension as load_ipython_extension
+    from xckpt.notebook.extension import unload_ipython_extension as unload_ipython_extension
     from xckpt.opening import read_index
     from xckpt.opening.references import references
     from xckpt.opening.steps import open_steps
@@ -55,9 +59,11 @@ __all__ = [
     "histogram",
     "join_optimizer",
     "manifest",
+    "open",
     "open_steps",
     "read_index",
     "references",
+    "report",
     "save",
     "spectrum",
     "stats",
@@ -65,9 +71,11 @@ __all__ = [
     "verify",
 ]
 
-_load, _, _ = lazy_loader.attach(
+_load, _, _lazy = lazy_loader.attach(
     __name__,
+    submodules=["errors", "identity", "sample"],
     submod_attrs={
+        "entry": ["open", "report"],
         "errors": [
             "CheckpointError",
             "CheckpointWarning",
@@ -95,10 +103,13 @@ _load, _, _ = lazy_loader.attach(
 
 register_accessor()
 
+if not TYPE_CHECKING:  # a type checker would take any name
 
-def __getattr__(name: str) -> Any:
-    with uninterrupted():
-        return _load(name)
+    def __getattr__(name: str) -> object:
+        if name in _lazy or name.startswith("_"):
+            with uninterrupted():
+                return _load(name)
+        raise AttributeError(import_module("xckpt.entry").hint_for(name))
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.storage import Source
 
-__all__ = ["CheckpointBackend"]
+__all__ = ["CheckpointBackend", "DetectingBackend"]
 
 
 _DOCSTRING = """{summary}
@@ -54,7 +54,7 @@ class CheckpointBackend(BackendEntrypoint):
     The keywords are those of `xckpt.datasets.options.OpenOptions` and of the format's `read`.
     """
 
-    format: ClassVar[str]
+    format: ClassVar[str]  # empty where it is detected from the content
     url = "https://xckpt.readthedocs.io"
     supports_groups = True
 
@@ -62,13 +62,15 @@ class CheckpointBackend(BackendEntrypoint):
     @property
     def description(self) -> str:  # type: ignore[override]
         """What xarray's list of engines says."""
+        if not self.format:
+            return "Open a file of any of these formats"
         found = formats.get(self.format)
         return f"Open {found.description} ({', '.join(found.suffixes)})"
 
     @property
     def open_dataset_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
         """The keywords of `open_dataset`; xarray would find them for an engine given by name."""
-        own = formats.get(self.format).open_options
+        own = self._own_options()
         return tuple(dict.fromkeys(("filename_or_obj", *OpenOptions.keywords(), *own)))
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
@@ -87,7 +89,7 @@ class CheckpointBackend(BackendEntrypoint):
         with uninterrupted():
             from xckpt.opening import is_format
 
-        return is_format(filename_or_obj, self.format)
+        return bool(self.format) and is_format(filename_or_obj, self.format)
 
     def open_dataset(
         self,
@@ -187,6 +189,9 @@ class CheckpointBackend(BackendEntrypoint):
         with paused_collector():
             return make_tree(groups)
 
+    def _own_options(self) -> tuple[str, ...]:
+        return tuple(formats.get(self.format).open_options) if self.format else ()
+
     def _open(
         self,
         filename_or_obj: Any,
@@ -197,17 +202,22 @@ class CheckpointBackend(BackendEntrypoint):
             from xckpt.opening import open_index
 
         given = {"drop_variables": drop_variables, **keywords}
-        own = tuple(formats.get(self.format).open_options)
-        options = OpenOptions.parse(given, engine=self.format, own=own)
+        options = OpenOptions.parse(given, engine=self.format or "any", own=self._own_options())
         source, index = open_index(
             filename_or_obj,
-            self.format,
+            self.format or None,
             storage_options=options.storage_options,
             mmap=options.mmap,
             whole=options.decode,
             **options.format_options,
         )
         return source, index, options
+
+
+class DetectingBackend(CheckpointBackend):
+    """The engine of `xckpt.open`, for a file of any format; xarray does not list it."""
+
+    format = ""
 
 
 def __getattr__(name: str) -> Any:

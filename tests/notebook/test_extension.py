@@ -132,7 +132,7 @@ def test_opening_a_checkpoint_loads_it(
     session: Any, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("IPython.get_ipython", lambda: session)
-    assert xckpt.load_ipython_extension
+    assert xckpt.load_ipython_extension is load_ipython_extension
     xr.open_dataset(path, engine="npz")
     assert session.extension_manager.loaded == {"xckpt"}
     assert is_summary(session, xr.open_dataset(path, engine="npz"))

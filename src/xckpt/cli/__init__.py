@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +15,7 @@ from xckpt import __version__
 from xckpt.cli.common import DAMAGED, FAILED, complain, one_line
 from xckpt.cli.files import convert, info, manifest, verify
 from xckpt.cli.values import compare, report, spectrum, stats
-from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError
+from xckpt.errors import CheckpointWarning, FormatError, IntegrityError, PayloadMissingError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,6 +24,19 @@ __all__ = ["commands", "main"]
 
 _INTERRUPTED = 130
 _UNREAD = 141  # as shells say of what SIGPIPE ended
+
+# Words that people try, by the command that does the work.
+_INSTEAD = {
+    "info": "open show print ls list head header keys summary describe inspect cat tree",
+    "stats": "statistics histogram",
+    "stats --findings": "findings health check lint",
+    "compare": "diff cmp delta equal",
+    "convert": "save cast copy export quantize",
+    "verify": "validate test",
+    "manifest": "hash digest checksum sha256sum sha256",
+    "spectrum": "svd rank",
+    "report": "html",
+}
 
 _STATUSES = """\b
 Exit status:
@@ -77,12 +92,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-@click.group("xckpt", epilog=_STATUSES, context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Subcommands, of which `info` may be left out before a file."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        first = args[0]
+        if first not in self.commands and not first.startswith("-"):
+            if not set("./\\*") & set(first) and not os.path.lexists(first):
+                ctx.fail(f"{shown(first)} is neither a command nor a file{_instead_of(first)}")
+            args = ["info", *args]
+        return super().resolve_command(ctx, args)
+
+
+def _instead_of(word: str) -> str:
+    """Return the end of a message: a command for one that does not exist, if any resembles it."""
+    meant = [command for command, words in _INSTEAD.items() if word in words.split()]
+    meant += get_close_matches(word, commands.commands, n=1)
+    return f"; did you mean 'xckpt {meant[0]}'?" if meant else ""
+
+
+@click.group(
+    "xckpt",
+    cls=_Commands,
+    epilog=_STATUSES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, message="xckpt %(version)s")
 def commands() -> None:
     """Inspect, compare, convert and verify tensor files of machine-learning frameworks.
 
-    A FILE is a path or a URL. The format is detected from the content.
+    A FILE is a path or a URL. The format is detected from the content. `xckpt FILE` is `xckpt info
+    FILE`.
     """
 
 

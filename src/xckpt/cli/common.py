@@ -203,10 +203,12 @@ class Column(NamedTuple):
 
 def complain(message: str) -> None:
     """Print a message on standard error, with unprintable characters escaped."""
-    click.echo(f"xckpt: {printable(_IN_PYTHON.sub(_as_option, message))}", err=True)
+    message = _OPEN_IN_PYTHON.sub(r"'xckpt \1'", _IN_PYTHON.sub(_as_option, message))
+    click.echo(f"xckpt: {printable(message)}", err=True)
 
 
 # What messages advise, as somebody writes it in Python.
+_OPEN_IN_PYTHON = re.compile(r"\bxckpt\.open\('([^']*)'\)")
 _IN_PYTHON = re.compile(
     rf"\b(cast|names|engine|version)='(exact|allow|never|auto|[0-9.]+|{'|'.join(names())})'"
 )

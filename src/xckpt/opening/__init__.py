@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, locating, shown, warn
+from xckpt.errors import CheckpointError, FormatError, MissingShardError, locating, warn
 from xckpt.index import paused_collector
+from xckpt.opening.hints import advising
 from xckpt.opening.sharding import (
     FileList,
     Opened,
@@ -68,9 +67,13 @@ def open_index(
 
     `whole` is whether quantised weights are listed as such, not as the tensors that store them.
     """
-    listed = list_files(obj, storage_options, format)
+    with advising(obj):
+        listed = list_files(obj, storage_options, format)
     if listed is None:
-        source = _opened(obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES)
+        with advising(obj):
+            source = open_source(
+                obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES
+            )
         with paused_collector():
             index = _read(source, format, format_options)
         if index.files is not None:
@@ -84,21 +87,6 @@ def open_index(
             index = _with_weights(source, index)
     warn_of(index)
     return source, index
-
-
-def _opened(obj: Any, **options: Any) -> Source:
-    """Open a file; if there is none, the error has the names of others in its folder."""
-    try:
-        return open_source(obj, **options)
-    except FileNotFoundError as error:
-        if is_remote(obj) or error.filename is None:
-            raise
-        path = Path(error.filename)
-        with suppress(OSError):
-            names = [each.name for each in path.parent.iterdir()]
-            for alike in get_close_matches(path.name, names, n=1, cutoff=0.8):
-                error.strerror = f"{error.strerror}; did you mean {shown(alike)}?"
-        raise
 
 
 def _open_set(
@@ -236,14 +224,15 @@ def read_index(path: OpenPath, *, storage_options: dict[str, Any] | None = None)
 
 def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     """Find the format of a checkpoint by its content."""
-    listed = list_files(obj, storage_options)
-    if listed is not None:
-        obj = next((file for file in listed.files.values() if file is not None), None)
-        if obj is None:
-            raise MissingShardError("none of its files is there", path=listed.name)
-    source = obj
-    if not isinstance(obj, Source):
-        source = _opened(obj, storage_options=storage_options, first=FIRST_NBYTES)
+    with advising(obj):
+        listed = list_files(obj, storage_options)
+        if listed is not None:
+            obj = next((file for file in listed.files.values() if file is not None), None)
+            if obj is None:
+                raise MissingShardError("none of its files is there", path=listed.name)
+        source = obj
+        if not isinstance(obj, Source):
+            source = open_source(obj, storage_options=storage_options, first=FIRST_NBYTES)
     with source.reading_header() as header:
         return formats.detect(header).name
 

@@ -108,6 +108,8 @@ def list_files(
         obj = os.fsdecode(obj)
     if not isinstance(obj, str):
         return None
+    if not obj:
+        raise ValueError("the path is empty")
     if _is_glob(obj):
         found = _expanded(obj, storage_options)
         name = pinned_url(_absolute(obj), storage_options)

@@ -18,6 +18,7 @@ from xckpt.labels import AxisNames, select
 from xckpt.labels.numbering import is_index
 from xckpt.labels.stacking import stacked_attrs
 from xckpt.opening import format_of, open_index
+from xckpt.opening.hints import advising, step_paths
 from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def open_steps(
     Parameters
     ----------
     paths : str, os.PathLike, or list of these
-        A glob such as ``"run/step-*.zt"``, or files; each may be an index of shards.
+        A glob such as ``"run/step-*.zt"``, the folder of a run, or files; each may be a folder or
+        an index of shards.
     engine : str, optional
         Name of the engine; by default the content of the first file tells.
     step : sequence of int, optional
@@ -95,7 +97,9 @@ def open_steps(
         raise ValueError(f"dim={dim!r}: a dimension is named by a text without dots")
     if join not in {"exact", "inner"}:
         raise ValueError(f"join={join!r}: expected 'exact' or 'inner'")
-    listed = list_files(paths, options.get("storage_options")) or list_files([paths])
+    paths = step_paths(paths) or paths
+    with advising(paths):
+        listed = list_files(paths, options.get("storage_options")) or list_files([paths])
     if listed is None or listed.weight_map is not None:
         raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
     numbers = _steps(list(listed.files), step)

@@ -312,7 +312,7 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     if isinstance(obj, Index | str | bytes | os.PathLike | list | tuple) or hasattr(obj, "read"):
         return _file_contents(obj, storage_options)
     if callable(getattr(obj, "state_dict", None)):
-        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays; its state_dict() is")
+        raise TypeError(f"a {type(obj).__name__} is not a mapping of arrays: pass its state_dict()")
     raise TypeError(
         "expected a path, a mapping of names to arrays, an Index, a Dataset, a DataArray or a "
         f"DataTree, got {type(obj).__name__}"

@@ -1,0 +1,190 @@
+"""The first calls of a session: `xckpt.open`, `xckpt.report`, and hints at them for other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import os
+    import re
+    from collections.abc import Callable, Iterable, Sequence
+
+    import xarray as xr
+
+    from xckpt.labels.selection import Renaming
+    from xckpt.opening import OpenPath
+    from xckpt.progress import ProgressOption
+    from xckpt.statistics.entries import Describable
+
+__all__ = ["hint_for", "open", "report"]
+
+# Names that people try, by the call that does the work.
+_INSTEAD = {
+    "xckpt.open(path)": "load read load_file read_file open_file open_dataset open_zarr "
+    "open_checkpoint load_checkpoint open_model load_model from_file safe_open Dataset",
+    "xckpt.open([path])": "open_mfdataset open_many open_shards load_sharded",
+    "xckpt.open(path).ckpt": "info summary describe show print inspect display head ls tree",
+    "xckpt.open(path).ckpt.explore()": "explore browse view",
+    "xckpt.open(path).ckpt.find('*')": "find select sel filter search",
+    "xckpt.open(path).ckpt.plot": "plot hist draw",
+    "xarray.open_datatree(path, engine='npz')": "open_datatree open_tree load_tree DataTree",
+    "xckpt.read_index(path)": "open_index header read_header metadata keys names tensors "
+    "list list_tensors",
+    "xckpt.stats(path)": "stat moments",
+    "xckpt.compare(path, path)": "diff difference delta equal equals allclose",
+    "xckpt.findings(path)": "health health_check check_health lint problems",
+    "xckpt.verify(path)": "check validate test",
+    "xckpt.manifest(path)": "hash digest checksum sha256 fingerprint",
+    "xckpt.spectrum(path)": "svd rank singular_values",
+    "xckpt.save(ds, 'new.npz')": "write dump save_file to_file export save_checkpoint",
+    "xckpt.convert(path, 'new.npz')": "cast quantize rename shard to_safetensors",
+}
+
+
+def open(  # noqa: A001  as gzip.open and others
+    path: OpenPath | Mapping[str, Any],
+    engine: str | None = None,
+    *,
+    tensors: str | Iterable[str] | re.Pattern[str] | Callable[[str], bool] | None = None,
+    drop_variables: str | Iterable[str] | None = None,
+    dims: Mapping[str, Sequence[str | None]] | None = None,
+    stack: bool | str | Sequence[str] = False,
+    join: Literal["exact", "outer"] = "exact",
+    decode: bool = True,
+    sparse: bool = False,
+    verify: bool | None = None,
+    mmap: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> xr.Dataset:
+    """Open a checkpoint as a lazy Dataset with one variable for each tensor.
+
+    It is ``xarray.open_dataset`` with the engine for the content of the file.
+
+    Parameters
+    ----------
+    path : str, os.PathLike, bytes, binary file object, list of these, or mapping
+        A path, a folder, a URL, or the bytes themselves; several of them, a glob or an index of
+        shards (``*.index.json``) are one checkpoint. A mapping of names to arrays, such as a state
+        dict, becomes a Dataset in memory.
+    engine : str, optional
+        Name of the format; detected from the content by default.
+    tensors, drop_variables, dims, stack, join, decode, sparse, verify, mmap, storage_options
+        See `xckpt.datasets.options.OpenOptions`.
+    **options
+        Options of ``xarray.open_dataset``, such as ``chunks``, and of a single format.
+
+    Returns
+    -------
+    xarray.Dataset
+        Only headers are read until values are computed. Its attribute ``ckpt`` is a
+        `xckpt.accessor.CheckpointAccessor`.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    xckpt.FormatError
+        If the file is malformed, or of an unknown format.
+
+    Examples
+    --------
+    >>> ds = xckpt.open("m.zt")  # doctest: +SKIP
+    >>> ds["lm_head.weight"].std().compute()  # doctest: +SKIP
+    >>> xckpt.open("hf://Qwen/Qwen3-0.6B", stack=True)  # doctest: +SKIP
+    """
+    import xarray as xr
+
+    from xckpt.backend import DetectingBackend
+    from xckpt.datasets.mappings import as_dataset
+    from xckpt.datasets.options import OpenOptions
+    from xckpt.index import Index
+    from xckpt.opening import format_of
+
+    keywords: dict[str, Any] = {
+        "tensors": tensors,
+        "drop_variables": drop_variables,
+        "dims": dims,
+        "stack": stack,
+        "join": join,
+        "decode": decode,
+        "sparse": sparse,
+        "verify": verify,
+        "mmap": mmap,
+        "storage_options": storage_options,
+    }
+    source: Any = path  # xarray's annotation lacks lists
+    if isinstance(path, Index):
+        source, engine = path.source, engine or path.format
+    elif isinstance(path, Mapping):
+        if engine is not None or options or OpenOptions(**keywords) != OpenOptions():
+            text = "options are for files: use ds.ckpt.find and ds.ckpt.stack of the Dataset"
+            raise TypeError(f"{text} of a mapping")
+        in_memory: xr.Dataset = as_dataset(path)
+        return in_memory
+    if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
+        engine = format_of(path, storage_options)  # which has the option, or raises an error
+    return xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)
+
+
+def report(
+    obj: Describable,
+    path: str | os.PathLike[str],
+    other: Describable | None = None,
+    *,
+    names: Renaming | Literal["auto"] | None = None,
+    explain: bool = True,
+    overwrite: bool = False,
+    progress: ProgressOption = None,
+    cache: bool = True,
+    storage_options: dict[str, Any] | None = None,
+) -> None:
+    """Write a report on a checkpoint, or on the differences between two.
+
+    Parameters
+    ----------
+    obj : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree
+        The checkpoint.
+    path : str or os.PathLike
+        The new file, which ends in ``.html`` or ``.md``.
+    other : path, mapping, Index, xarray.Dataset, xarray.DataArray or xarray.DataTree, optional
+        The checkpoint to compare with.
+    names, explain, overwrite, progress, cache, storage_options : optional
+        As for `xckpt.accessor.CheckpointAccessor.report`.
+
+    Examples
+    --------
+    >>> xckpt.report("m.zt", "m.html")  # doctest: +SKIP
+    >>> xckpt.report("m.zt", "tuned.md", "tuned.safetensors")  # doctest: +SKIP
+    """
+    import xarray as xr
+
+    from xckpt.accessor import CheckpointAccessor
+
+    is_open = isinstance(obj, xr.Dataset | xr.DataArray | xr.DataTree)
+    opened: Any = obj if is_open else open(obj, storage_options=storage_options)
+    CheckpointAccessor(opened).report(
+        path,
+        other,
+        names=names,
+        explain=explain,
+        overwrite=overwrite,
+        progress=progress,
+        cache=cache,
+        storage_options=storage_options,
+    )
+
+
+def hint_for(name: str) -> str:
+    """Return the message for a name that the package lacks, with a call that does the work."""
+    text = f"module 'xckpt' has no attribute {name!r}"
+    for call, names in _INSTEAD.items():
+        if name in names.split():
+            return f"{text}; use {call}"
+    known = import_module("xckpt").__all__
+    alike = get_close_matches(name, known, n=1)
+    return f"{text}; did you mean {alike[0]!r}?" if alike else f"{text}; see dir(xckpt)"

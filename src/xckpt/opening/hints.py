@@ -1,0 +1,167 @@
+"""Hints at the call that opens what somebody may have meant by a path."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xckpt import formats
+from xckpt.errors import CheckpointError, shown
+from xckpt.opening.sharding import INDEX_SUFFIX, natural_key
+from xckpt.storage import is_remote, local_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["advising", "step_paths"]
+
+# Names of repositories from before the Hub had organisations, and where they are now.
+_MOVED = {
+    r"gpt2(-medium|-large|-xl)?|openai-gpt": "openai-community",
+    r"bert-(base|large)-.*": "google-bert",
+    r"distil(bert-base|gpt2|roberta-base).*": "distilbert",
+    r"(xlm-)?roberta-(base|large).*": "FacebookAI",
+    r"t5-(small|base|large|3b|11b)": "google-t5",
+    r"albert-.*": "albert",
+    r"xlnet-.*": "xlnet",
+}
+_HUB = re.compile(r"(?:hf://|https://(?:huggingface\.co|hf\.co)/)(.+)", re.DOTALL)
+# The name that DeepSpeed has for its newest step, and for the files of the model in it.
+_LATEST, _MODEL_STATES = "latest", "*model_states.pt"
+_LONGEST_NAME = 255
+
+
+@contextmanager
+def advising(obj: Any) -> Iterator[None]:
+    """Add to an error about a path the call that opens what was meant, if it can be guessed."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            hint = _hint(obj, error)
+            if hint is None:
+                pass
+            elif isinstance(error, CheckpointError):
+                error.hint = error.hint or f"Perhaps {hint}"
+            elif isinstance(error, OSError) and error.strerror is not None:
+                error.strerror = f"{error.strerror}; {hint}"
+            else:
+                error.args = (f"{error}; {hint}",)
+        raise
+
+
+def step_paths(folder: Any) -> str | None:
+    """Return a glob for the checkpoints of a run in a local folder, None if there is no run."""
+    if not isinstance(folder, str | os.PathLike) or is_remote(folder):
+        return None
+    path = Path(local_path(os.fsdecode(folder)))
+    if not path.is_dir():
+        return None
+    endings = tuple(ending for name in formats.names() for ending in formats.suffixes(name))
+    runs = defaultdict(list)
+    for entry in path.iterdir():
+        is_folder = entry.is_dir()
+        is_checkpoint = is_folder or entry.name.lower().endswith((*endings, INDEX_SUFFIX))
+        words = tuple(re.split("[0-9]+", entry.name))
+        # The numbers of shards are not steps.
+        is_numbered = len(words) > 1 and not words[-2].endswith("-of-")
+        if is_checkpoint and is_numbered and not entry.name.startswith("."):
+            runs[words, is_folder].append(entry.name)
+    (words, _), names = max(runs.items(), key=lambda run: len(run[1]), default=(((), False), []))
+    if len(names) < 2:
+        return None
+    pattern = "*".join(map(glob.escape, words))
+    if len(list(path.glob(pattern))) > len(names):  # others have a text in the place of a number
+        pattern = "[0-9]*".join(map(glob.escape, words))
+    return f"{glob.escape(_spelled(folder))}/{pattern}"
+
+
+def _hint(obj: Any, error: Exception) -> str | None:
+    if isinstance(obj, os.PathLike):
+        obj = os.fsdecode(obj)
+    if not isinstance(obj, str):
+        return None
+    on_hub = _HUB.fullmatch(obj)
+    if on_hub is not None:
+        return _moved(on_hub[1])
+    if is_remote(obj):
+        return _remote_folder(obj, error)
+    path = local_path(obj)
+    if Path(path).is_dir():
+        return _in_folder(obj) if isinstance(error, IsADirectoryError) else None
+    if not isinstance(error, FileNotFoundError) or error.filename != path:
+        return None
+    return _instead_of(Path(path))
+
+
+def _open_call(path: str | Path) -> str:
+    return f"xckpt.open({shown(_spelled(path))}) opens"
+
+
+def _spelled(path: Any) -> str:
+    """Write a path as somebody in the working directory would."""
+    text = os.fsdecode(path).rstrip("/") or "/"
+    short = os.path.relpath(text) if Path(text).is_absolute() else text
+    return text if short.startswith("..") else short
+
+
+def _in_folder(folder: str) -> str | None:
+    """Return a hint at what is in a folder that is not one checkpoint."""
+    steps = step_paths(folder)
+    path = Path(local_path(folder))
+    latest = path / _LATEST
+    # DeepSpeed writes the name of a folder next to it.
+    if latest.is_file() and latest.stat().st_size <= _LONGEST_NAME:
+        newest = path / Path(latest.read_text("utf-8").strip()).name
+        if newest.is_dir():
+            path, steps = newest, None
+    if steps is not None:
+        return f"xckpt.open_steps({shown(steps)}) opens them as one Dataset with a dimension step"
+    models = sorted(path.glob(_MODEL_STATES), key=lambda file: natural_key(file.name))
+    if models:
+        return f"{_open_call(models[0])} the model that DeepSpeed wrote"
+    inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+    with_files = [
+        name for name in inside if any(entry.is_file() for entry in (path / name).iterdir())
+    ]
+    return f"{_open_call(path / with_files[0])} a folder in it" if with_files else None
+
+
+def _instead_of(path: Path) -> str | None:
+    """Return a hint at a file that is there, or at a model on the Hub."""
+    with suppress(OSError):
+        names = sorted(entry.name for entry in path.parent.iterdir())
+        same_stem = [name for name in names if name.startswith(f"{path.name}.")]
+        for name in [*get_close_matches(path.name, names, n=1, cutoff=0.8), *same_stem]:
+            return f"did you mean {shown(name)}?"
+    organisation, _, name = _spelled(path).partition("/")
+    if name and "/" not in name and not os.path.lexists(organisation):
+        model = f"hf://{organisation}/{name}"
+        return f"{_open_call(model)} the model of this name on the Hugging Face Hub"
+    return _moved(_spelled(path))
+
+
+def _moved(place: str) -> str | None:
+    """Return a hint at a repository of the Hub that is now below an organisation."""
+    name, _, rest = place.partition("/")
+    bare, at, revision = name.partition("@")
+    for pattern, organisation in _MOVED.items():
+        if re.fullmatch(pattern, bare):
+            url = f"hf://{organisation}/{bare}{at}{revision}{'/' if rest else ''}{rest}"
+            return f"{_open_call(url)} this model on the Hugging Face Hub"
+    return None
+
+
+def _remote_folder(url: str, error: Exception) -> str | None:
+    """Return a hint at the files below a URL that may be that of a folder."""
+    name = url.partition("?")[0].rstrip("/").rpartition("/")[2]
+    if "." in name or "*" in url or not isinstance(error, FileNotFoundError | IsADirectoryError):
+        return None
+    files = f"{url.rstrip('/')}/*.safetensors"
+    return f"of a folder, name the files: xckpt.open({shown(files)})"

@@ -1,0 +1,262 @@
+"""``xckpt.open`` and ``xckpt.report``, and hints where somebody means them or something else."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import xckpt
+from tests.storage.web_server import WebServer
+from xckpt.cli import main
+from xckpt.entry import _INSTEAD
+
+ARRAYS = {"embed": np.ones((4, 3), "f4"), "h.0.w": np.eye(3), "h.1.w": np.eye(3)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    xckpt.save(ARRAYS, "m.npz")
+    xckpt.save(ARRAYS, "m.safetensors")
+    return tmp_path
+
+
+# --- open ----------------------------------------------------------------------------------------
+
+
+def test_open_needs_no_engine(folder: Path) -> None:
+    for name in ("m.npz", "m.safetensors"):
+        expected = xr.open_dataset(name)
+        for path in (name, folder / name, Path(name).read_bytes(), [name]):
+            xr.testing.assert_identical(xckpt.open(path), expected)
+    assert xckpt.open("m.npz").encoding["source"] == str(folder / "m.npz")
+    assert xckpt.open("m.npz", "npz").ckpt.format == "npz"
+    assert xckpt.open(xckpt.read_index("m.npz")).ckpt.format == "npz"
+
+
+def test_open_goes_by_the_content() -> None:
+    for name in ("without_ending", "wrong.safetensors"):
+        shutil.copy("m.npz", name)
+        assert xckpt.open(name).ckpt.format == "npz"
+
+
+def test_open_takes_the_keywords_of_open_dataset() -> None:
+    names = ("out", "in")
+    ds = xckpt.open("m.npz", tensors="h.*", stack=True, dims={"*": names}, chunks={"h": 2})
+    assert ds["h.w"].dims == ("h", "out", "in")
+    assert ds["h.w"].chunksizes["h"] == (2,)
+    with pytest.raises(TypeError, match="no option 'tensor'; did you mean 'tensors'"):
+        xckpt.open("m.npz", tensor="h.*")
+
+
+def test_open_takes_the_options_of_one_format() -> None:
+    ds = xr.Dataset({"w": ("x", np.ones(3))})
+    ds.ckpt.save("m.bpk")
+    assert "w" in xckpt.open("m.bpk", layout=None)
+    with pytest.raises(TypeError, match="'npz' has no option 'layout'"):
+        xckpt.open("m.npz", layout=None)
+
+
+def test_open_makes_no_more_requests_than_an_engine() -> None:
+    data = Path("m.npz").read_bytes()
+    with WebServer(**{"a.npz": data, "b.npz": data}) as web:
+        xr.open_dataset(f"{web.url}/a.npz", engine="npz")
+        with_engine = len(web.requests)
+        xckpt.open(f"{web.url}/b.npz")
+        assert len(web.requests) == 2 * with_engine
+
+
+def test_a_mapping_is_open_already() -> None:
+    ds = xckpt.open(ARRAYS)
+    np.testing.assert_array_equal(ds["h.0.w"], ARRAYS["h.0.w"])
+    assert ds.ckpt.stack()["h.w"].dims == ("h", "d3", "d3_1")
+    assert xckpt.open(ds) is ds
+    options: dict[str, Any]
+    for options in ({"stack": True}, {"engine": "npz"}, {"chunks": {}}):
+        with pytest.raises(TypeError, match=r"options are for files: use ds\.ckpt\.find"):
+            xckpt.open(ARRAYS, **options)
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        lambda: "m.npz",
+        lambda: Path("m.npz"),
+        lambda: ARRAYS,
+        lambda: xckpt.read_index("m.npz"),
+        lambda: xckpt.open("m.npz"),
+        lambda: xr.open_datatree("m.npz"),
+    ],
+    ids=["text", "path", "mapping", "index", "dataset", "tree"],
+)
+def test_a_report_on_whatever_has_tensors(obj: Any) -> None:
+    xckpt.report(obj(), "one.md", cache=False)
+    assert "embed" in Path("one.md").read_text()
+    xckpt.report(obj(), "two.md", {**ARRAYS, "embed": ARRAYS["embed"] * 2}, cache=False)
+    assert "embed" in Path("two.md").read_text()
+    with pytest.raises(FileExistsError):
+        xckpt.report(obj(), "one.md")
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call", "names"), _INSTEAD.items())
+def test_other_names_have_a_hint_that_works(call: str, names: str) -> None:
+    for name in names.split():
+        assert not hasattr(xckpt, name)
+        with pytest.raises(AttributeError, match=re.escape(f"{name!r}; use {call}")):
+            getattr(xckpt, name)
+    names_of_a_session = {"xckpt": xckpt, "xarray": xr, "path": "m.npz", "ds": xckpt.open("m.npz")}
+    eval(call, names_of_a_session)  # noqa: S307  our own text
+
+
+def hint_of(error: BaseException) -> Any:
+    """Evaluate the call in a message."""
+    call = re.search(r"xckpt\.open\w*\('[^']*'\)", str(error))
+    assert call is not None, str(error)
+    return eval(call.group(), {"xckpt": xckpt})  # noqa: S307  our own text
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["step-5.npz", "step-10.npz", "step-100.npz"],
+        ["step-5.npz", "step-10.npz", "step-final.npz"],
+        ["epoch=0-step=5.npz", "epoch=1-step=10.npz", "last.npz"],
+        ["checkpoint-5/model.npz", "checkpoint-10/model.npz", "logs/events"],
+        ["5.npz", "10.npz", "[best].npz"],
+        ["odd [name]/step5.npz", "odd [name]/step10.npz"],
+    ],
+)
+def test_the_folder_of_a_run(names: list[str]) -> None:
+    run = Path("run", names[0]).parent if "odd" in names[0] else Path("run")
+    for name in names:
+        Path("run", name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy("m.npz", Path("run", name))
+    with pytest.raises(IsADirectoryError) as caught:
+        xckpt.open(run)
+    steps = [5, 10, 100] if "100" in names[-1] else [5, 10]
+    assert hint_of(caught.value)["step"].values.tolist() == steps
+    assert xckpt.open_steps(run)["step"].values.tolist() == steps
+    assert main(["info", str(run)]) == 2
+
+
+def test_shards_are_no_run() -> None:
+    Path("run").mkdir()
+    for number in (1, 2):
+        shutil.copy("m.npz", f"run/model-{number:05}-of-00003.npz")
+    with pytest.raises(xckpt.MissingShardError):
+        xckpt.open("run")
+    with pytest.raises(xckpt.MissingShardError):
+        xckpt.open_steps("run")
+
+
+def test_a_folder_of_deepspeed(folder: Path) -> None:
+    for step in ("global_step5", "global_step10"):
+        Path("run", step).mkdir(parents=True)
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+            shutil.copy("m.npz", f"run/{step}/{name}")
+    Path("run/latest").write_text("global_step10\n")
+    for path in ("run", "run/global_step10"):
+        with pytest.raises(IsADirectoryError) as caught:
+            xckpt.open(path)
+        model = folder / "run/global_step10/mp_rank_00_model_states.pt"
+        assert hint_of(caught.value).encoding["source"] == str(model)
+
+
+@pytest.mark.parametrize("latest", ["../..", "", "\0", "x" * 300, "global_step7", "/"])
+def test_a_misleading_name_of_the_latest_step(latest: str) -> None:
+    Path("run").mkdir()
+    Path("run/latest").write_text(latest)
+    with pytest.raises(IsADirectoryError, match="no checkpoint is in this folder"):
+        xckpt.open("run")
+
+
+def test_a_folder_with_folders() -> None:
+    Path("pipeline/unet").mkdir(parents=True)
+    Path("pipeline/scheduler").mkdir()
+    shutil.copy("m.npz", "pipeline/unet/model.npz")
+    with pytest.raises(IsADirectoryError) as caught:
+        xckpt.open("pipeline")
+    assert hint_of(caught.value).ckpt.format == "npz"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("meta-llama/Llama-3.1-8B", "'hf://meta-llama/Llama-3.1-8B'"),
+        ("gpt2", "'hf://openai-community/gpt2'"),
+        ("hf://gpt2", "'hf://openai-community/gpt2'"),
+        ("hf://bert-base-uncased@main", "'hf://google-bert/bert-base-uncased@main'"),
+        ("m", "did you mean 'm.npz'?"),
+        ("n.npz", "did you mean 'm.npz'?"),
+        ("m.npy", "did you mean 'm.npz'?"),
+        ("", "the path is empty"),
+    ],
+)
+def test_a_name_that_is_no_file(path: str, hint: str) -> None:
+    with pytest.raises((FileNotFoundError, ValueError), match=re.escape(hint)):
+        xckpt.open(path)
+    with pytest.raises((FileNotFoundError, ValueError), match=re.escape(hint)):
+        xckpt.stats(path)
+
+
+def test_a_path_without_anything_like_it_has_no_hint() -> None:
+    Path("other").mkdir()
+    for path in ("nonexistent", "other/nonexistent", "no/such/folder"):
+        with pytest.raises(FileNotFoundError) as caught:
+            xckpt.open(path)
+        assert caught.value.strerror == os.strerror(2)
+
+
+def test_a_folder_behind_a_url() -> None:
+    with pytest.raises(OSError, match=r"xckpt\.open\('memory://folder_of_files/\*\.safetensors'\)"):
+        xckpt.open("memory://folder_of_files")
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_a_file_alone_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "m.npz"]) == 0
+    expected = capsys.readouterr()
+    assert main(["m.npz"]) == 0
+    assert capsys.readouterr() == expected
+    assert main(["m.npz", "--json"]) == 0
+    assert capsys.readouterr().out.startswith("{")
+    Path("no_ending").write_bytes(Path("m.npz").read_bytes())
+    assert main(["no_ending"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("inof", "; did you mean 'xckpt info'?"),
+        ("diff", "; did you mean 'xckpt compare'?"),
+        ("findings", "; did you mean 'xckpt stats --findings'?"),
+        ("nonexistent", ""),
+    ],
+)
+def test_neither_a_command_nor_a_file(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "m.npz"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"xckpt: {word!r} is neither a command nor a file{hint}"
+
+
+def test_hints_on_the_command_line_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt2/"]) == 2
+    assert "'xckpt hf://openai-community/gpt2' opens" in capsys.readouterr().err
+    assert main(["none.npz"]) == 2
