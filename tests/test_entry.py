@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +17,7 @@ import xarray as xr
 
 import xckpt
 from tests.storage.web_server import WebServer
+from xckpt import accessor, plots
 from xckpt.cli import main
 from xckpt.entry import _INSTEAD
 
@@ -115,7 +119,7 @@ def test_a_report_on_whatever_has_tensors(obj: Any) -> None:
 def test_other_names_have_a_hint_that_works(call: str, names: str) -> None:
     for name in names.split():
         assert not hasattr(xckpt, name)
-        with pytest.raises(AttributeError, match=re.escape(f"{name!r}; use {call}")):
+        with pytest.raises(AttributeError, match=re.escape(f"{name!r}; did you mean {call}?")):
             getattr(xckpt, name)
     names_of_a_session = {"xckpt": xckpt, "xarray": xr, "path": "m.npz", "ds": xckpt.open("m.npz")}
     eval(call, names_of_a_session)  # noqa: S307  our own text
@@ -223,6 +227,53 @@ def test_a_path_without_anything_like_it_has_no_hint() -> None:
 def test_a_folder_behind_a_url() -> None:
     with pytest.raises(OSError, match=r"xckpt\.open\('memory://folder_of_files/\*\.safetensors'\)"):
         xckpt.open("memory://folder_of_files")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "hint"),
+    [
+        (lambda ds: ds.ckpt["h.*.w"], KeyError, "ds.ckpt.find('h.*.w') chooses what matches"),
+        (lambda ds: ds.ckpt["h.0"], KeyError, "ds.ckpt.find('h.0.*') chooses its tensors"),
+        (lambda ds: ds.ckpt["embd"], KeyError, "similar names: 'embed'"),
+        (lambda ds: ds.ckpt["x.*"], KeyError, "no tensor 'x.*' among 3"),
+        (lambda ds: ds.ckpt[["embed"]], TypeError, "ds.ckpt.find takes several"),
+        (lambda ds: ds.ckpt.stat(), AttributeError, "did you mean .ckpt.stats?"),
+        (lambda ds: ds.ckpt.info(), AttributeError, "did you mean .ckpt.summary()?"),
+        (lambda ds: ds.ckpt.hist(), AttributeError, "did you mean .ckpt.plot.histogram?"),
+        (lambda ds: ds.ckpt.filter("x"), AttributeError, "did you mean .ckpt.find?"),
+        (lambda ds: ds.ckpt.nonsense, AttributeError, "it has format, summary, "),
+        (lambda ds: ds.ckpt.plot(), TypeError, "choose a picture: .plot.layers(), "),
+        (lambda ds: ds.ckpt.plot("embed", bins=3), TypeError, "choose a picture: .plot.layers(), "),
+        (lambda ds: ds.ckpt.plot.hist(), AttributeError, "did you mean .plot.histogram?"),
+        (lambda ds: ds.ckpt.plot.layer(), AttributeError, "did you mean .plot.layers?"),
+        (lambda ds: ds.ckpt.plot.nonsense(), AttributeError, "it has layers, histogram, "),
+    ],
+)
+def test_slips_of_the_first_minute(call: Any, error: type[Exception], hint: str) -> None:
+    for opened in (xckpt.open("m.npz"), xr.open_datatree("m.npz")):
+        with pytest.raises(error, match=re.escape(hint)):
+            call(opened)
+
+
+@pytest.mark.parametrize(
+    ("owner", "synonyms"), [("ckpt", accessor._INSTEAD), ("ckpt.plot", plots._INSTEAD)]
+)
+def test_other_names_of_attributes(owner: str, synonyms: dict[str, str]) -> None:
+    obj = operator.attrgetter(owner)(xckpt.open(ARRAYS))
+    for meant, words in synonyms.items():
+        assert callable(operator.attrgetter(meant.partition("(")[0].partition(".to")[0])(obj))
+        for word in words.split():
+            with pytest.raises(AttributeError, match=re.escape(f"did you mean .{owner}.{meant}?")):
+                getattr(obj, word)
+
+
+def test_what_is_not_there_is_not_there_for_python() -> None:
+    ds = xckpt.open("m.npz")
+    for obj in (ds.ckpt, ds.ckpt.plot):
+        assert not hasattr(obj, "_repr_png_")
+        assert not hasattr(obj, "nonsense")
+        assert copy.copy(obj) is not obj
+        assert pickle.loads(pickle.dumps(obj)) is not obj
 
 
 # --- the command line ----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
@@ -181,10 +180,9 @@ def report(
 
 def hint_for(name: str) -> str:
     """Return the message for a name that the package lacks, with a call that does the work."""
+    from xckpt.labels.selection import suggest
+
     text = f"module 'xckpt' has no attribute {name!r}"
-    for call, names in _INSTEAD.items():
-        if name in names.split():
-            return f"{text}; use {call}"
-    known = import_module("xckpt").__all__
-    alike = get_close_matches(name, known, n=1)
-    return f"{text}; did you mean {alike[0]!r}?" if alike else f"{text}; see dir(xckpt)"
+    known = [f"xckpt.{public}" for public in import_module("xckpt").__all__]
+    meant = suggest(name, _INSTEAD) or suggest(f"xckpt.{name}", {}, known)
+    return f"{text}; did you mean {meant}?" if meant else f"{text}; dir(xckpt) lists what it has"

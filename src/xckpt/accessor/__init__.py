@@ -38,6 +38,23 @@ __all__ = ["CheckpointAccessor"]
 
 _RESULT = "ds.ckpt.table() is a DataFrame with one row for each tensor"
 _MOST_TRIED = 8
+# Names that people try, by the attribute that does the work.
+_INSTEAD = {
+    "summary()": "info show print inspect header describe ls",
+    "tree()": "children structure",
+    "modules()": "layers blocks experts",
+    "find": "filter select search grep match query tensors",
+    "stats()": "statistics mean std min max describe_all",
+    "findings()": "health check check_health anomalies problems",
+    "compare": "diff difference equals allclose",
+    "spectrum()": "svd rank singular_values",
+    "explore()": "browse view widget show_all",
+    "plot.histogram": "hist distribution",
+    "save": "write dump export to_file to_safetensors convert",
+    "plain().to_netcdf": "to_netcdf to_zarr",
+    "report": "html to_html markdown",
+    "manifest()": "hash digest checksum sha256 fingerprint",
+}
 #: What it is an attribute of: of a tree, parts are trees.
 Obj = TypeVar("Obj", bound=xr.Dataset | xr.DataTree)
 
@@ -84,6 +101,18 @@ class CheckpointAccessor(Generic[Obj]):
         self._stats: xr.Dataset | None = None
         self._findings: tuple[TensorFinding, ...] | None = None
         self._described: list[Any] = []  # the arrays that the statistics are of
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            from xckpt.labels.selection import suggest
+
+            known = [public for public in vars(CheckpointAccessor) if not public.startswith("_")]
+            meant = suggest(name, _INSTEAD, known)
+            hint = f"did you mean .ckpt.{meant}?" if meant else f"it has {', '.join(known)}"
+            raise AttributeError(f".ckpt has no attribute {name!r}; {hint}")
 
     def __repr__(self) -> str:
         from xckpt.notebook.text import render
@@ -305,6 +334,12 @@ class CheckpointAccessor(Generic[Obj]):
         """
         from xckpt.datasets.tensors import OpenTensors
 
+        key: object = name
+        if isinstance(key, list | slice):
+            text = (
+                "ds.ckpt[...] takes the name of one tensor: ds.ckpt.find takes several, or a glob"
+            )
+            raise TypeError(text)
         # Kept, as callers ask for many; made anew when the object was changed in place.
         if self._tensors is None or not self._tensors.holds(name):
             self._tensors = OpenTensors(self._obj)

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -108,9 +107,10 @@ class _Commands(click.Group):
 
 def _instead_of(word: str) -> str:
     """Return the end of a message: a command for one that does not exist, if any resembles it."""
-    meant = [command for command, words in _INSTEAD.items() if word in words.split()]
-    meant += get_close_matches(word, commands.commands, n=1)
-    return f"; did you mean 'xckpt {meant[0]}'?" if meant else ""
+    from xckpt.labels.selection import suggest
+
+    meant = suggest(word, _INSTEAD, commands.commands)
+    return f"; did you mean 'xckpt {meant}'?" if meant else ""
 
 
 @click.group(

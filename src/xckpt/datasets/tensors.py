@@ -307,7 +307,12 @@ class OpenTensors:
 
 
 def no_tensor(name: str, known: Collection[str]) -> str:
-    """Return the message that there is no tensor of a name, with similar names."""
+    """Return the message that there is no tensor of a name, with a call or similar names."""
+    is_glob = any(mark in str(name) for mark in "*?[")
+    if is_glob and select(known, name):
+        return f"{name!r} is a glob, not a name: ds.ckpt.find({name!r}) chooses what matches"
+    if any(each.startswith(f"{name}.") for each in known):
+        return f"{name!r} is a module, not a tensor: ds.ckpt.find('{name}.*') chooses its tensors"
     return f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}"
 
 

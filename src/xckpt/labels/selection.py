@@ -19,6 +19,7 @@ __all__ = [
     "select_some",
     "similar",
     "similar_filter",
+    "suggest",
 ]
 
 # Names that are searched for similar ones, which takes time quadratic in their length.
@@ -84,6 +85,14 @@ def similar_filter(names: Iterable[str], wanted: TensorFilter) -> str:
     if not suggestions:
         return similar(sample, globs)
     return f"; did you mean {', '.join(map(shown, suggestions))}?"
+
+
+def suggest(word: str, synonyms: Mapping[str, str], known: Iterable[str] = ()) -> str | None:
+    """Return the key whose words have this one among them, or the known word that resembles it."""
+    for meant, words in synonyms.items():
+        if word in words.split():
+            return meant
+    return next(iter(get_close_matches(word, known, n=1)), None)
 
 
 def _suggestion(glob: str, names: Sequence[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from xckpt.statistics.channels import Reduced
 
 __all__ = ["Plots"]
+
+# Names that people try, by the picture.
+_INSTEAD = {
+    "histogram": "hist density kde distribution violin box",
+    "layers": "line lines depth trend",
+    "heatmap": "imshow image matrix pcolormesh show",
+    "treemap": "sizes tree pie bar memory",
+    "spectrum": "svd singular_values rank",
+    "steps": "run training history",
+    "compare": "diff difference changes scatter",
+    "error": "quantization quantisation sqnr",
+}
 
 
 class Plots:
@@ -44,6 +56,22 @@ class Plots:
     def __init__(self, obj: xr.Dataset | xr.DataTree, stats: xr.Dataset | None = None) -> None:
         self._obj = obj
         self._stats = stats
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            from xckpt.labels.selection import suggest
+
+            meant = suggest(name, _INSTEAD, kinds := [n for n in vars(Plots) if n[0] != "_"])
+            hint = f"did you mean .plot.{meant}?" if meant else f"it has {', '.join(kinds)}"
+            raise AttributeError(f".plot has no picture {name!r}; {hint}")
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise a TypeError that lists the pictures."""
+        kinds = [f".plot.{name}()" for name in vars(Plots) if not name.startswith("_")]
+        raise TypeError(f"choose a picture: {', '.join(kinds)}")
 
     def __repr__(self) -> str:
         kinds = [name for name in vars(Plots) if not name.startswith("_")]
