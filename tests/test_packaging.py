@@ -164,7 +164,7 @@ def test_every_public_name_is_there_and_listed() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"'raed_index'; did you mean 'read_index'\?"):
+    with pytest.raises(AttributeError, match=r"'raed_index'; did you mean xckpt\.read_index\?"):
         _ = xckpt.raed_index  # type: ignore[attr-defined]
 
 
