@@ -297,6 +297,114 @@ class TestDifferences:
             xckpt.spectrum(path, minus=tuned, progress=False)
 
 
+def adapter(shape: tuple[int, int], size: float, rank: int = 8, seed: int = 0) -> Any:
+    """Return a base of normal weights, and what an adapter adds to it, in float64."""
+    rng = np.random.default_rng(seed)
+    left, right = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
+    return rng.standard_normal(shape) * 0.02, left @ right * size
+
+
+def of_difference(tuned: Any, base: Any, **options: Any) -> dict[str, float]:
+    pair = [xr.Dataset({"w": (("a", "b"), np.asarray(array))}) for array in (tuned, base)]
+    found = xckpt.spectrum(pair[0], minus=pair[1], progress=False, **options)["w"]
+    return dict(zip(found["statistic"].values.tolist(), found.values.tolist(), strict=True))
+
+
+class TestRounding:
+    """Singular values that rounding to the stored types explains are not rank."""
+
+    @pytest.mark.parametrize("shape", [(120, 160), (200, 60), (40, 300)])
+    @pytest.mark.parametrize(
+        "dtype", [ml_dtypes.bfloat16, "float16", "float32", ml_dtypes.float8_e4m3fn]
+    )
+    def test_an_adapter_that_is_merged(self, shape: tuple[int, int], dtype: Any) -> None:
+        base, added = adapter(shape, 0.004)
+        base = base.astype(dtype)
+        tuned = (base.astype(float) + added).astype(dtype)
+        said = of_difference(tuned, base)
+        assert said["rank"] == 8
+        assert said["effective_rank"] < 8.5
+        assert said["noise_floor"] < 0.3 * np.linalg.svd(added, compute_uv=False)[7]
+        assert np.isnan(said["condition"])
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_rounding_alone_has_no_rank(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        weight = rng.standard_normal(rng.integers(3, 90, 2)) * 10 ** rng.uniform(-3, 1)
+        weight *= 10 ** rng.uniform(-1, 1, (1, weight.shape[1]))
+        for dtype in (ml_dtypes.bfloat16, np.float16):
+            said = of_difference(weight.astype(dtype), weight)
+            assert said["rank"] == 0
+            assert 0.2 < said["spectral_norm"] / said["noise_floor"] < 1
+
+    def test_a_weak_adapter_has_at_most_its_rank(self) -> None:
+        for size in (1e-3, 1e-4, 3e-5, 1e-5):
+            base, added = adapter((100, 140), size)
+            base = base.astype(ml_dtypes.bfloat16)
+            tuned = (base.astype(float) + added).astype(ml_dtypes.bfloat16)
+            assert of_difference(tuned, base)["rank"] <= 8
+
+    def test_numbers_of_a_small_type_in_a_large_one(self) -> None:
+        base, added = adapter((100, 140), 0.004)
+        pair = [np.asarray(x, ml_dtypes.bfloat16).astype("f4") for x in (base + added, base)]
+        assert of_difference(*pair)["rank"] == 8
+
+    def test_files_that_are_read_in_blocks_and_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(spectra, "_BLOCK_NBYTES", 1 << 15)
+        monkeypatch.setattr(spectra, "_WHOLE_NBYTES", 1 << 10)
+        base, added = adapter((300, 170), 0.004)
+        paths = [tmp_path / "tuned.safetensors", tmp_path / "base.safetensors"]
+        for path, values in zip(paths, (base + added, base), strict=True):
+            ds = xr.Dataset({"w": (("a", "b"), values.astype(ml_dtypes.bfloat16))})
+            xckpt.save(ds, path)
+            os.utime(path, (1, 1))
+        first = xckpt.spectrum(paths[0], minus=paths[1], progress=False)
+        assert first["w"].sel(statistic="rank") == 8
+        values = xckpt.spectrum(paths[0], minus=paths[1], values=True, progress=False)["w"]
+        (floor,) = values.attrs["noise_floor"]
+        assert floor == first["w"].sel(statistic="noise_floor")
+        assert (values > floor).sum() == 8
+        monkeypatch.setattr(spectra, "singular_values", None)
+        again = xckpt.spectrum(paths[0], minus=paths[1], progress=False)
+        xr.testing.assert_identical(again, first)
+        opened = [xr.open_dataset(path).isel(a=slice(0, 200)) for path in paths]
+        monkeypatch.undo()
+        part = xckpt.spectrum(opened[0], minus=opened[1], progress=False)["w"]
+        assert part.sel(statistic="rank") == 8
+
+    def test_of_quantised_tensors_it_is_unknown(self, tmp_path: Path) -> None:
+        import gguf
+
+        weight = RNG.standard_normal((64, 64)).astype("f4")
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+        codes = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_0)
+        writer.add_tensor("w", codes, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        quantised = xr.open_dataset(tmp_path / "m.gguf")
+        ds = xr.Dataset({"w": (quantised["w"].dims, weight)})
+        rows = {ds["w"].dims[0]: slice(0, 32)}
+        for tuned, base in (
+            (quantised, ds),
+            (ds, quantised),
+            (quantised.isel(rows), ds.isel(rows)),
+        ):
+            found = xckpt.spectrum(tuned, minus=base, progress=False)["w"]
+            unknown = found.sel(statistic=["rank", "effective_rank", "condition", "noise_floor"])
+            assert np.isnan(unknown).all()
+            assert np.isfinite(found.sel(statistic="spectral_norm"))
+
+    def test_without_a_difference_it_is_that_of_the_type(self) -> None:
+        array = RNG.standard_normal((30, 20)).astype("f4")
+        found = xckpt.spectrum(xr.DataArray(array), progress=False)["data"]
+        expected = 30 * np.finfo("f4").eps * found.sel(statistic="spectral_norm")
+        np.testing.assert_allclose(found.sel(statistic="noise_floor"), expected, rtol=1e-12)
+
+
 class TestKept:
     def test_a_second_call_reads_nothing(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = xckpt.spectrum(path, progress=False)

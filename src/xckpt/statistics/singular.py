@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from xckpt.statistics.kinds import Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -26,6 +28,7 @@ STATISTICS = (
     "rank",
     "condition",
     "alpha",
+    "noise_floor",
 )
 #: Singular values below this share of the largest are not told.
 FLOOR = 1e-9
@@ -40,6 +43,9 @@ _HIDDEN = _ROUNDINGS * _EPSILON / (2 * _ACCURACY)
 _SQUARES = 1e-200, 1e300
 # Of columns; for fewer, all values cost nothing.
 _FEWEST_FOR_LANCZOS = 64
+# The bits of the exponent of a float64; those of the fraction of a float16.
+_EXPONENT = np.uint64(0x7FF0000000000000)
+_FRACTION_OF_HALF = 10
 # Fewer make no tail.
 _FEWEST_IN_TAIL = 2
 
@@ -157,28 +163,133 @@ def _wide(block: Array) -> Array:
     return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
 
 
-def describe_values(values: Array, shape: tuple[int, int], epsilon: float) -> list[float]:
-    """Say of singular values what `STATISTICS` names; `epsilon` is of the type of the elements.
+def describe_values(
+    values: Array, shape: tuple[int, int], epsilon: float, noise: float = 0.0
+) -> list[float]:
+    """Compute `STATISTICS` from singular values.
 
-    Values below the floor count as zeros, but for the condition, which is not known then.
+    Parameters
+    ----------
+    values : array
+        Largest first, NaN below the floor. NaN counts as zero, except for the condition.
+    shape : tuple of int
+        Rows and columns.
+    epsilon : float
+        Relative rounding of the element type.
+    noise : float
+        Largest singular value that rounding explains; NaN if it is unknown.
+
+    Returns
+    -------
+    list of float
+        The statistics in order; NaN where one is unknown or has no meaning.
     """
     if np.isnan(values[0]):
         return [np.nan] * len(STATISTICS)
-    told = values[values > 0]
-    if not len(told):
-        return [0.0, 0.0, np.nan, np.nan, 0.0, np.nan, np.nan]
-    largest = float(told[0])
-    share = told / largest
+    known = values[values > 0]
+    if not len(known):
+        return [0.0, 0.0, np.nan, np.nan, 0.0, np.nan, np.nan, noise]
+    largest = float(known[0])
+    share = known / largest
     squares = float(np.sum(np.square(share)))
-    weights = share / np.sum(share)
-    entropy = -float(np.sum(weights * np.log(weights)))
-    rank = float(np.count_nonzero(share > max(shape) * epsilon))
+    floor = max(max(shape) * epsilon * largest, noise) if noise == noise else np.nan  # noqa: PLR0124
+    rank = float(np.count_nonzero(known > floor))
+    # Without noise all values count, however small they are.
+    weights = known[known > noise] / np.sum(known[known > noise])
+    effective = float(np.exp(-np.sum(weights * np.log(weights)))) if len(weights) else np.nan
     condition = largest / float(values[-1]) if values[-1] > 0 else np.inf
-    if np.isnan(values[-1]):
+    if np.isnan(values[-1]) or values[-1] < noise:
         condition = np.nan
+    if np.isnan(noise):
+        rank = effective = condition = np.nan
     alpha = power_law(np.square(share))[0]
     norm = largest * np.sqrt(squares)
-    return [largest, norm, squares, float(np.exp(entropy)), rank, condition, alpha]
+    return [largest, norm, squares, effective, rank, condition, alpha, floor]
+
+
+class RoundingNoise:
+    """Bound on the singular values that rounding to the stored types adds to a difference.
+
+    Rounding moves each element by an error with the variance of a uniform distribution over the
+    distance to the next number. The errors are taken as independent. The largest singular value of
+    such a matrix is near the sum of the root of the largest variance of a row and that of a column
+    (Latała, "Some estimates of norms of random matrices", Proc. AMS 133, 2005).
+
+    Parameters
+    ----------
+    kinds : sequence of Kind or None
+        Stored element type of each matrix of the difference; None if its rounding is unknown, as
+        for quantised ones.
+    """
+
+    def __init__(self, kinds: Sequence[Kind | None]) -> None:
+        self.sides = [None if kind is None else _Rounding(kind) for kind in kinds]
+        self.is_complete = False
+
+    def add(self, blocks: Sequence[Array]) -> None:
+        """Add a block of rows of each matrix."""
+        for side, block in zip(self.sides, blocks, strict=True):
+            if side is not None:
+                side.add(block)
+
+    def floor(self) -> float:
+        """Return the bound once all rows were added; NaN if it is unknown."""
+        rows, columns, largest = np.zeros(1), np.zeros(1), 0.0
+        for side in self.sides:
+            if side is None:
+                return np.nan
+            variance = side.unit**2 / 12
+            rows = rows + variance * np.concatenate(side.rows)
+            columns = columns + variance * side.columns
+            largest += variance * side.largest
+        spread = np.sqrt(largest * np.log(len(rows) + len(columns)))
+        return float(np.sqrt(rows.max()) + np.sqrt(columns.max()) + spread)
+
+
+class _Rounding:
+    """Sums over rows and columns of the squared power of two at or below each element."""
+
+    def __init__(self, kind: Kind) -> None:
+        import ml_dtypes
+
+        finfo: Any = ml_dtypes.finfo  # untyped
+        info = finfo(kind.dtype)
+        self._fraction = int(info.nmant)
+        self._least = float(info.smallest_normal)
+        self._is_wide = kind.name in {"float32", "float64"}
+        self._bits = 0
+        self.rows: list[Array] = []
+        self.columns = np.zeros(1)
+        self.largest = 0.0
+
+    def add(self, block: Array) -> None:
+        """Add a block of rows."""
+        numbers = _wide(block)
+        if numbers.dtype.kind == "c":  # errors of both parts add up
+            self.add_numbers(np.stack([numbers.real, numbers.imag]))
+        else:
+            self.add_numbers(numbers[None])
+
+    def add_numbers(self, parts: Array) -> None:
+        """Add the parts of a block of rows, along the first axis."""
+        patterns = np.ascontiguousarray(parts).view(np.uint64)
+        if self._is_wide:
+            self._bits |= int(np.bitwise_or.reduce(patterns, axis=None))
+        powers = np.maximum((patterns & _EXPONENT).view(np.float64), self._least)
+        squares = np.square(powers, out=powers).sum(axis=0)
+        self.rows.append(squares.sum(axis=1))
+        self.columns = self.columns + squares.sum(axis=0)
+        self.largest = max(self.largest, float(squares.max()))
+
+    @property
+    def unit(self) -> float:
+        """Distance of numbers between 1 and 2."""
+        fraction = self._fraction
+        if self._is_wide:  # which may hold the numbers of a smaller type
+            lowest = (self._bits & -self._bits).bit_length() - 1 if self._bits else 52
+            used = max(52 - lowest, 0)
+            fraction = min(fraction, used) if used <= _FRACTION_OF_HALF else fraction
+        return float(2.0**-fraction)
 
 
 def power_law(values: Array) -> tuple[float, float]:

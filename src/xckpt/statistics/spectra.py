@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.lazy import LazyArray, SlicedArray
+from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import dense_values
 from xckpt.errors import locating, warn
 from xckpt.labels import select
@@ -22,9 +23,11 @@ from xckpt.labels.selection import similar, similar_filter
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
+from xckpt.statistics.kinds import kind_of
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
+    RoundingNoise,
     describe_largest,
     describe_values,
     singular_values,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
+    from xckpt.statistics.readers import Reader
     from xckpt.storage.ahead import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -114,14 +118,20 @@ def spectrum(
         ``frobenius``       root of the sum of their squares
         ``stable_rank``     ``(frobenius / spectral_norm) ** 2``
         ``effective_rank``  exponential of the entropy of the values, divided by their sum
-        ``rank``            how many are above ``max(shape) * eps`` of the largest, with the ``eps``
-                            of the element type, at most that of float32, and above the floor
-        ``condition``       largest by smallest; NaN where the smallest is below the floor
+        ``rank``            how many are above ``noise_floor``
+        ``condition``       largest by smallest; NaN where the smallest is below a floor
         ``alpha``           exponent of a power law that is fitted to the tail of the squares
+        ``noise_floor``     ``max(shape) * eps`` of the largest, with the ``eps`` of float32 or
+                            float64; with `minus`, the largest value that rounding both sides to
+                            their stored types explains, if that is more
         ==================  =====================================================================
 
+        With `minus`, values below ``noise_floor`` do not count for ``effective_rank`` and
+        ``condition`` either. The rounding of quantised tensors is unknown: all three are NaN.
+
         With `values`, each variable has the singular values, largest first, along a last dimension
-        ``value`` (``value_1``, ... for other sizes); those below the floor are NaN.
+        ``value`` (``value_1``, ... for other sizes); those below the floor are NaN. With `minus`,
+        ``attrs["noise_floor"]`` of a variable has a number for each of its tensors.
         ``attrs["floor"]`` is the share of the largest value, 1e-9, below which none is told; all
         above are right to 1e-6 of themselves.
 
@@ -181,59 +191,74 @@ def _has_matrices(variable: xr.Variable) -> bool:
 
 
 def _chosen(
-    entries: Sequence[Described], tensors: TensorFilter | None, others: Subject | None
+    entries: Sequence[Described], tensors: TensorFilter | None, subtracted: Subject | None
 ) -> dict[str, Matrix]:
-    """Return the matrices by the names of their tensors; say once which are left out."""
-    arrays = {reader.name: reader for entry in entries for reader in entry.readers}
-    wanted = select(arrays, tensors)
-    if tensors is not None and not wanted:
-        raise KeyError(f"tensors={tensors!r} matches no matrix{similar_filter(arrays, tensors)}")
-    subtracted = None
-    if others is not None:
-        subtracted = {r.name: r for entry in others.entries() for r in entry.readers}
+    """Return the matrices by the names of their tensors; warn once about those left out."""
+    sides = {r.name: _Side(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
+    names = select(sides, tensors)
+    if tensors is not None and not names:
+        raise KeyError(f"tensors={tensors!r} matches no matrix{similar_filter(sides, tensors)}")
+    others: dict[str, _Side] = {}
+    for entry in subtracted.entries() if subtracted is not None else ():
+        others |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}
     left_out: Counter[str] = Counter()
     matrices = {}
-    for name in wanted:
-        reader = arrays[name]
+    for name in names:
+        reader = sides[name].reader
         if tensors is None and prod(reader.array.shape) > LARGEST:
             left_out[f"have more than {LARGEST:,} elements (name them to have them done)"] += 1
         elif subtracted is None:
             matrices[name] = Matrix(name, reader.array, reader.kind, reader.identity)
-        elif name not in subtracted:
+        elif name not in others:
             left_out["are not in the other checkpoint"] += 1
-        elif subtracted[name].array.shape != reader.array.shape:
+        elif others[name].reader.array.shape != reader.array.shape:
             left_out["have another shape in the other checkpoint"] += 1
         else:
-            other = subtracted[name]
-            array = _Difference(reader.array, other.array)
+            other = others[name].reader
+            kinds = sides[name].stored, others[name].stored
             identity = None
             if reader.identity is not None and other.identity is not None:
                 stored = reader.identity[0] + other.identity[0]
                 identity = stored, reader.identity[1:], other.identity[1:]
-            matrices[name] = Matrix(name, array, reader.kind, identity)
+            difference = _Difference((reader.array, other.array), kinds)
+            matrices[name] = Matrix(name, difference, reader.kind, identity)
     if left_out:
-        told = "; ".join(f"{count} {why}" for why, count in left_out.items())
-        warn(f"matrices without a spectrum: {told}")
+        reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())
+        warn(f"matrices without a spectrum: {reasons}")
     return matrices
 
 
-class _Difference:
-    """Two arrays of one shape, subtracted where they are read."""
+class _Side(NamedTuple):
+    """A tensor, and the element type that it was rounded to; None if that is unknown."""
 
-    def __init__(self, array: Any, other: Any) -> None:
-        self.array, self.other = array, other
-        self.shape = array.shape
-        is_complex = "c" in {array.dtype.kind, other.dtype.kind}
+    reader: Reader
+    stored: Kind | None
+
+
+def _stored_kind(entry: Described, reader: Reader) -> Kind | None:
+    array, encoding = reader.array, entry.variable.encoding
+    while isinstance(array, SlicedArray):
+        array = array.base
+    is_quantised = isinstance(array, QuantizedArray | CodebookArray | BlockArray)
+    if is_quantised or encoding.get("layout") in {"quantized", "blocks"}:
+        return None
+    # Chunks of a Dataset may have a type that numpy computes with.
+    stored = encoding.get("stored_dtype")
+    return (kind_of(stored) if isinstance(stored, np.dtype) else None) or reader.kind
+
+
+class _Difference:
+    """Two arrays of one shape, subtracted when they are read, and their stored types."""
+
+    def __init__(self, arrays: tuple[Any, Any], kinds: tuple[Kind | None, Kind | None]) -> None:
+        self.arrays, self.kinds = arrays, kinds
+        self.shape = arrays[0].shape
+        is_complex = "c" in {array.dtype.kind for array in arrays}
         self.dtype = np.dtype(np.complex128 if is_complex else np.float64)
 
-    def __getitem__(self, key: Any) -> Array:
-        first = in_memory(self.array[key]).astype(self.dtype)
-        first -= in_memory(self.other[key]).astype(self.dtype)
-        return first
-
     def ranges(self, key: Any) -> Iterator[Range]:
-        """Return what is read of files."""
-        for array in (self.array, self.other):
+        """Return the byte ranges of both sides."""
+        for array in self.arrays:
             if isinstance(array, LazyArray):
                 yield from array.ranges(key)
 
@@ -278,67 +303,97 @@ class Matrix:
         is_double = self.kind.name == "float64" or self.array.dtype == np.complex128
         return float(np.finfo(np.float64 if is_double else np.float32).eps)
 
-    def blocks(self) -> Callable[[], Iterator[Array]]:
-        """Return what gives blocks of rows, or of columns where these are more, as rows."""
+    def blocks(self, noise: RoundingNoise | None = None) -> Callable[[], Iterator[Array]]:
+        """Return a function that yields blocks of rows, or of columns if there are more of them.
+
+        The first pass over a difference adds both sides to `noise`.
+        """
         rows, columns = self.shape
         long, short = max(self.shape), min(self.shape)
         step = max(64, _BLOCK_NBYTES // (8 * short))
         is_wide = columns > rows
-        array, whole = self.array, (slice(None),) * len(self.array.shape)
+        is_difference = isinstance(self.array, _Difference)
+        sides = list(self.array.arrays) if is_difference else [self.array]
+        whole = (slice(None),) * len(self.array.shape)
         is_cheap = self.nbytes <= _WHOLE_NBYTES if is_wide else long <= step
-        if is_cheap or (is_wide and len(self.array.shape) > 2):
-            array = in_memory(self.array[whole]).reshape(self.shape)
+        if is_cheap or (is_wide and len(whole) > 2):
+            sides = [in_memory(side[whole]).reshape(self.shape) for side in sides]
+            whole = whole[:2]
+
+        def read_side(side: Any, part: slice) -> Array:
+            if is_wide:
+                return in_memory(side[:, part]).T
+            return in_memory(side[part, *whole[1:]]).reshape(-1, columns)
 
         def read() -> Iterator[Array]:
             for start in range(0, long, step):
                 part = slice(start, min(start + step, long))
-                if is_wide:
-                    yield in_memory(array[:, part]).T
-                else:
-                    yield in_memory(array[part, *whole[1 : len(array.shape)]]).reshape(-1, columns)
+                blocks = [read_side(side, part) for side in sides]
+                if not is_difference:
+                    yield blocks[0]
+                    continue
+                if noise is not None and not noise.is_complete:
+                    noise.add(blocks)
+                difference = blocks[0].astype(self.array.dtype)
+                difference -= blocks[1].astype(self.array.dtype)
+                yield difference
+            if noise is not None:
+                noise.is_complete = True
 
         return read
 
 
 class SingularValues:
-    """All singular values of a tensor, as they are kept."""
+    """All singular values of a tensor as the cache holds them, and the noise of a difference."""
 
-    def __init__(self, values: Array) -> None:
+    def __init__(self, values: Array, noise: float | None = None) -> None:
         self.values = values
+        self.noise = noise
 
     def pack(self) -> bytes:
         """Return them as bytes."""
-        return self.values.astype("<f8").tobytes()
+        noise = [] if self.noise is None else [self.noise]
+        return np.append(self.values, noise).astype("<f8").tobytes()
 
     @classmethod
     def unpack(cls, data: bytes, matrix: Matrix) -> SingularValues:
-        """Return what was kept, if it can be true."""
+        """Return cached values, unless they cannot be true."""
         values = np.frombuffer(data, "<f8").astype(np.float64)
-        told = values[~np.isnan(values)]
-        falls = bool((np.diff(told) <= 0).all() and (told >= 0).all() and np.isfinite(told).all())
-        is_whole = len(values) == min(matrix.shape) and len(told) > 0
-        if not is_whole or not falls or np.isnan(values[: len(told)]).any():
+        noise = None
+        if isinstance(matrix.array, _Difference):
+            values, noise = values[:-1], float(values[-1])
+        known = values[~np.isnan(values)]
+        is_finite = bool((known >= 0).all() and np.isfinite(known).all())
+        is_whole = len(values) == min(matrix.shape) and len(known) > 0
+        is_sorted = not np.isnan(values[: len(known)]).any() and bool((np.diff(known) <= 0).all())
+        if not (is_whole and is_sorted and is_finite) or (noise is not None and noise < 0):
             raise ValueError("not the singular values of this matrix")
-        return cls(values)
+        return cls(values, noise)
 
 
 @dataclass(frozen=True, slots=True)
 class _Decomposed:
     described: list[float]
-    values: Array | None
+    values: Array | None = None
+    noise: float | None = None
 
 
 def _find(matrix: Matrix, *, is_quick: bool) -> _Decomposed:
     """Do one matrix."""
     with locating(tensor=matrix.name):
-        blocks = matrix.blocks()
         if is_quick:
-            return _Decomposed(describe_largest(blocks, min(matrix.shape)), None)
-        return _described(matrix, singular_values(blocks))
+            return _Decomposed(describe_largest(matrix.blocks(), min(matrix.shape)))
+        if not isinstance(matrix.array, _Difference):
+            return _described(matrix, singular_values(matrix.blocks()), None)
+        noise = RoundingNoise(matrix.array.kinds)
+        values = singular_values(matrix.blocks(noise))
+        return _described(matrix, values, noise.floor())
 
 
-def _described(matrix: Matrix, values: Array) -> _Decomposed:
-    return _Decomposed(describe_values(values, matrix.shape, matrix.epsilon), values)
+def _described(matrix: Matrix, values: Array, noise: float | None) -> _Decomposed:
+    floor = 0.0 if noise is None else noise
+    described = describe_values(values, matrix.shape, matrix.epsilon, floor)
+    return _Decomposed(described, values, noise)
 
 
 def _find_all(
@@ -358,7 +413,7 @@ def _find_all(
             if kept is None:
                 left.append(matrix)
             else:
-                found[matrix.name] = _described(matrix, kept.values)
+                found[matrix.name] = _described(matrix, kept.values, kept.noise)
         label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
         with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
 
@@ -366,7 +421,7 @@ def _find_all(
                 found[matrix.name] = one
                 store = of[matrix.name]
                 if store is not None and one.values is not None and one.values[0] >= 0:
-                    store.put(matrix, _ALL, SingularValues(one.values))
+                    store.put(matrix, _ALL, SingularValues(one.values, one.noise))
                 bar.advance(matrix.nbytes)
 
             find = partial(_find, is_quick=is_quick)
@@ -426,8 +481,12 @@ def _laid_out_values(
         data = np.array([nothing if values is None else values for values in some])
         dim = dims.setdefault(size, f"value_{len(dims)}" if dims else "value")
         ordered = np.moveaxis(laid(data, entry.shape, entry.gone), 0, -1)
-        variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, None, entry.encoding)
+        noise = [found[r.name].noise if r.name in found else None for r in entry.readers]
+        attrs: dict[str, Any] | None = None
+        if any(floor is not None for floor in noise):
+            attrs = {"noise_floor": [np.nan if floor is None else floor for floor in noise]}
+        variables[entry.name] = xr.Variable((*entry.dims, dim), ordered, attrs, entry.encoding)
     held = {dim for variable in variables.values() for dim in variable.dims}
     coords = {name: c for name, c in contents.coords.items() if c.dims and held.issuperset(c.dims)}
-    attrs = {"source": contents.source} if contents.source else {}
-    return xr.Dataset(variables, coords, {**attrs, "floor": FLOOR})
+    stated = {"source": contents.source} if contents.source else {}
+    return xr.Dataset(variables, coords, {**stated, "floor": FLOOR})
