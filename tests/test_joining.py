@@ -247,7 +247,7 @@ class TestStatistics:
         np.testing.assert_array_equal(at.to_numpy(), expected.to_numpy())
         assert found[name].sel(layers=0).isnull().all()
         if not values:
-            assert repr(found.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 7 statistics")
+            assert repr(found.ckpt).startswith("<Spectrum of <bytes>>  9 tensors: 8 statistics")
             assert len(found.ckpt.table()) == 9
 
     def test_a_layer_without_them(self) -> None:

@@ -10,6 +10,7 @@ import xarray as xr
 
 import xckpt
 from tests.stats.checkpoints import write
+from xckpt.statistics import changes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +116,14 @@ def test_a_learning_rate_that_falls_is_not_out_of_line(final: float, tmp_path: P
         weight = weight + size * rng.standard_normal((32, 32))
         write(tmp_path / f"step-{step}.safetensors", {"w": weight.astype(np.float32)})
     assert rules(str(tmp_path / "step-*.safetensors")) == []
+
+
+def test_a_run_of_one_tensor_has_steps(tmp_path: Path) -> None:
+    for step in range(3):
+        write(tmp_path / f"step-{step}.safetensors", {"w": np.full(4, step, np.float32)})
+    changes = changes_of(xckpt.open_steps(str(tmp_path / "step-*.safetensors")), None)
+    assert (changes.names, changes.steps) == (["w"], [0, 1, 2])
+    assert changes.norm.tolist() == [[2, 2]]
 
 
 def test_a_tensor_that_stopped_changing(tmp_path: Path) -> None:

@@ -90,10 +90,9 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     names = [reader.name for reader in readers]
     evidence = Evidence(names, {}, dtypes, shapes, dim, readers=readers)
     plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
-    names = list(filter(None, dict.fromkeys(plain)))
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
-    selected = set(select_some(names, tensors))
+    selected = set(select_some(filter(None, dict.fromkeys(plain)), tensors))
     return StepChanges(evidence, [row for row, name in enumerate(plain) if name in selected])
 
 
