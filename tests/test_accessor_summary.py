@@ -9,6 +9,8 @@ import pytest
 import xarray as xr
 
 import xckpt
+from tests.formats import torch_files
+from tests.stats.architectures import resnet
 from xckpt.sample import write_checkpoint
 
 if TYPE_CHECKING:
@@ -147,6 +149,146 @@ class TestOneArray:
         assert "this DataArray was not opened" in repr(xr.DataArray([1.0]).ckpt)
         assert repr(ds["layers"].ckpt)
         assert xr.DataArray([1.0, 3.0]).ckpt.stats()["data"].sel(statistic="mean") == 2
+
+
+def in_header(obj: Any) -> str:
+    return str(repr(obj).splitlines()[0].split(">  ")[1])
+
+
+class TestRoles:
+    """Parameters are trainable, and count once; everything else has a line of its own."""
+
+    def test_tied_tensors_count_once(self, tmp_path: Path) -> None:
+        weights = {
+            f"w{n}": torch_files.view(torch_files.storage(str(n), 600), 0, (20, 30), (30, 1))
+            for n in (1, 2)
+        }
+        content = {
+            f"{kind}.{name}": view for kind in ("model", "ema") for name, view in weights.items()
+        }
+        storages = {str(n): np.arange(600, dtype=np.float32).tobytes() for n in (1, 2)}
+        path = tmp_path / "ema.pt"
+        path.write_bytes(torch_files.archive(torch_files.mapping(content), storages))
+        ds = xr.open_dataset(path)
+        for obj in (xckpt.read_index(path), ds.ckpt, xr.open_datatree(path).ckpt):
+            assert "4 tensors · 1.2 K params · 4.7 KiB" in in_header(obj)
+            assert "note: 2 tensors share their bytes with another" in repr(obj)
+            assert ["ema.w1", "20×30", "float32", "tied", "0", "B"] in [
+                line.split()[:6] for line in repr(obj).splitlines()
+            ]
+        assert ds.ckpt.summary("role").loc["average", ["tensors", "nbytes"]].tolist() == [2, 0]
+        assert ds.ckpt.summary("role").loc["weight", "parameters"] == 1200
+        alone = ds.ckpt.find("ema.*").ckpt
+        assert "2 tensors · 1.2 K params · 4.7 KiB" in in_header(alone)
+
+    def test_tied_tensors_that_are_stacked(self, tmp_path: Path) -> None:
+        views = {
+            n: torch_files.view(torch_files.storage(str(n), 12), 0, (3, 4), (4, 1))
+            for n in range(3)
+        }
+        content = {
+            f"{kind}.layers.{n}.w": view for kind in ("model", "ema") for n, view in views.items()
+        }
+        storages = {str(n): np.arange(12, dtype=np.float32).tobytes() for n in range(3)}
+        path = tmp_path / "ema.pt"
+        path.write_bytes(torch_files.archive(torch_files.mapping(content), storages))
+        flat = xr.open_dataset(path)
+        stacked = xr.open_dataset(path, stack=True)
+        for ds in (flat, stacked, flat.ckpt.stack(), stacked.ckpt.unstack()):
+            assert "6 tensors · 36 params · 144 B" in in_header(ds.ckpt)
+
+    def test_buffers_and_optimizers_have_lines(self, tmp_path: Path) -> None:
+        tensors = {f"model.{name}": values for name, values in resnet((1, 1), 4).items()}
+        trained = [n for n in tensors if n.endswith(("weight", "bias"))]
+        for number, name in enumerate(trained):
+            for field in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer.state.{number}.{field}"] = tensors[name] * 0
+            tensors[f"optimizer.state.{number}.step"] = np.array(3, np.float32)
+        np.savez(tmp_path / "m.npz", **tensors)  # type: ignore[arg-type]
+        size = sum(tensors[name].size for name in trained)
+        ds = xr.open_dataset(tmp_path / "m.npz", engine="npz")
+        lines = [line.split() for line in repr(ds.ckpt).splitlines()]
+        count = len(trained)
+        assert f"{size / 1000:.1f} K params" in in_header(ds.ckpt)
+        assert ["parameters", f"{count}", "tensors", f"{size / 1000:.1f}", "K", "elements"] in [
+            line[:6] for line in lines
+        ]
+        assert ["buffers", "18", "tensors"] in [line[:3] for line in lines]
+        assert ["optimizer", "state", f"{3 * count}", "tensors"] in [line[:4] for line in lines]
+        html = ds.ckpt._repr_html_()
+        assert "<b>optimizer state</b>" in html
+        assert "<b>buffers</b> 18 tensors" in html
+        table = ds.ckpt.summary("role")
+        assert table["parameters"].to_dict() == {
+            **dict.fromkeys(("moment", "statistic", "counter", "step"), 0),
+            "weight": size,
+        }
+        assert ds.ckpt.summary("layer")["parameters"].sum() == size
+        assert ds.ckpt.summary()["parameters"].sum() == size
+
+    def test_weights_alone_have_no_such_lines(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path / "m.zt", layers=3, width=64)
+        assert "parameters " not in repr(xckpt.read_index(path))
+
+    def test_the_version_of_a_file_is_not_that_of_a_framework(self, tmp_path: Path) -> None:
+        view = torch_files.view(torch_files.storage("0", 6), 0, (3, 2), (2, 1))
+        (tmp_path / "m.pt").write_bytes(
+            torch_files.archive(torch_files.mapping({"w": view}), {"0": bytes(24)})
+        )
+        assert in_header(xckpt.read_index(tmp_path / "m.pt")).startswith("torch file version 3 · ")
+
+
+class TestSizes:
+    """Sizes are those of what is there, whatever was done to the Dataset."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        values = np.ones((8, 6), "f4")
+        tensors = {"a": values, "b": values[:, :4], **{f"l.{n}.w": values for n in range(4)}}
+        ds = xr.Dataset({n: ((f"r{v.shape[0]}", f"c{v.shape[1]}"), v) for n, v in tensors.items()})
+        xckpt.save(ds, tmp_path / "m.zt", version="2")
+        return tmp_path / "m.zt"
+
+    @pytest.mark.parametrize("stack", [False, True])
+    def test_of_a_selection(self, path: Path, stack: bool) -> None:
+        ds = xr.open_dataset(path, stack=stack)
+        assert "6 tensors · 272 params · 1.1 KiB" in in_header(ds.ckpt)
+        part = ds.isel(r8=slice(0, 2))
+        assert "6 tensors · 68 params · 272 B" in in_header(part.ckpt)
+        assert part.ckpt.summary("dtype")["nbytes"].tolist() == [272]
+        assert "5 tensors · 240 params · 960 B" in in_header(ds.drop_vars("b").ckpt)
+        if stack:
+            layers = ds.isel(l=[1, 2], r8=slice(0, 4))
+            assert "4 tensors · 88 params · 352 B" in in_header(layers.ckpt)
+            assert "4 tensors · 88 params · 352 B" in in_header(layers.ckpt.unstack().ckpt)
+            rows = layers.ckpt.unstack().isel(r8=0)
+            assert "4 tensors · 22 params · 88 B" in in_header(rows.ckpt)
+
+    def test_of_several_in_one(self, path: Path) -> None:
+        ds = xr.open_dataset(path)
+        both = xr.concat([ds, ds], "run")
+        assert "6 tensors · 544 params · 2.1 KiB" in in_header(both.ckpt)
+
+    def test_of_compressed_tensors_in_proportion(self, tmp_path: Path) -> None:
+        values = np.random.default_rng(0).random((64, 64)).astype("f4")
+        ds = xr.Dataset({"w": (("a", "b"), values)})
+        xckpt.save(ds, tmp_path / "m.zt", encoding={"*": {"compression": "zstd"}}, version="2")
+        ds = xr.open_dataset(tmp_path / "m.zt")
+        whole = ds.ckpt.summary("dtype")["nbytes"].item()
+        half = ds.isel(a=slice(0, 32)).ckpt.summary("dtype")["nbytes"].item()
+        assert half == -(-whole // 2) < 64 * 64 * 2
+
+    def test_of_shards_that_xarray_joins(self, path: Path, tmp_path: Path) -> None:
+        ds = xr.open_dataset(path)
+        paths = [tmp_path / "s-1.zt", tmp_path / "s-2.zt"]
+        xckpt.save(ds[["a", "b"]], paths[0])
+        xckpt.save(ds.drop_vars(["a", "b"]), paths[1])
+        joined = xr.open_mfdataset(paths, engine="ztensor", combine="by_coords")
+        assert repr(joined.ckpt).startswith(
+            "<Checkpoint s-1.zt and 1 other>  6 tensors · 272 params"
+        )
+        assert joined.ckpt.summary("dtype")["nbytes"].tolist() == [1088]
+        assert "s-1.zt and 1 other" in joined.ckpt._repr_html_()
 
 
 class TestResults:

@@ -6,6 +6,7 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import xckpt
@@ -41,6 +42,17 @@ def test_info_prints_the_summary(checkpoint: Path, capsys: pytest.CaptureFixture
     assert out == f"{xckpt.read_index(checkpoint)!r}\n"
     assert "model.layers.{0..3}.self_attn.q_proj.weight" in out.replace("{o,q}", "q")
     assert err == ""
+
+
+def test_info_lists_all_patterns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.npz"
+    np.savez(path, **{f"w_{'x' * n}": np.ones(n + 1, "f4") for n in range(40)})  # type: ignore[arg-type]
+    assert main(["info", str(path)]) == 0
+    assert "… 28 more tensors" in capsys.readouterr().out
+    assert main(["info", str(path), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "more" not in out
+    assert sum(line.startswith("  w_") for line in out.splitlines()) == 40
 
 
 def test_info_as_json_has_every_tensor(
@@ -151,7 +163,11 @@ def test_an_engine_that_is_not_the_files(
     assert capsys.readouterr().err.startswith(f"xckpt: {checkpoint}: ")
 
 
-def test_storage_options_go_to_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("default::FutureWarning")
+@pytest.mark.parametrize("flag", ["--storage-option", "-o"])
+def test_storage_options_go_to_fsspec(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: dict[str, Any] = {}
 
     def open_index(path: str, engine: str | None, **options: Any) -> tuple[Any, Index]:
@@ -160,10 +176,12 @@ def test_storage_options_go_to_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("xckpt.opening.open_index", open_index)
     options = ["anon=true", "key=a=b", 'client={"region": "x"}']
-    flags = [word for option in options for word in ("--storage-option", option)]
+    flags = [word for option in options for word in (flag, option)]
     assert main(["info", "s3://b/m.zt", *flags]) == 0
     assert given == {
         "path": "s3://b/m.zt",
         "engine": None,
         "storage_options": {"anon": True, "key": "a=b", "client": {"region": "x"}},
     }
+    err = capsys.readouterr().err
+    assert ("-o KEY=VALUE is called --storage-option KEY=VALUE since" in err) == (flag == "-o")

@@ -43,8 +43,9 @@ def dense(
     nbytes: int = 16,
     shape: tuple[int, ...] = (4,),
     problem: CheckpointError | None = None,
+    offset: int = 64,
 ) -> Tensor:
-    return Tensor(name, dtype, shape, {"data": Part(dtype, shape, 64, nbytes)}, problem=problem)
+    return Tensor(name, dtype, shape, {"data": Part(dtype, shape, offset, nbytes)}, problem=problem)
 
 
 def index_of(*tensors: Tensor, **more: Any) -> Index:
@@ -80,7 +81,7 @@ def test_shares_show_where_there_is_room() -> None:
 
 
 def test_numbers_ascend_where_sizes_are_equal() -> None:
-    rows = [row(f"w{n}.x{n}", "int8", 9) for n in (1, 10, 11, 2)]
+    rows = [row(f"w{n}.x{n}", "float32", 9) for n in (1, 10, 11, 2)]
     assert [line.split()[0] for line in text_of(rows).splitlines()[2:]] == [
         f"w{n}.x{n}" for n in (1, 2, 10, 11)
     ]
@@ -88,9 +89,13 @@ def test_numbers_ascend_where_sizes_are_equal() -> None:
 
 def test_what_is_left_out_is_counted() -> None:
     lines = text_of(resnet()).splitlines()
-    assert len(lines) == 2 + 12 + 1 + 4
-    assert lines[14] == "  … 29 more patterns: 283 tensors, 3.2 MiB"
-    lines = text_of(row(name, "int8", 9) for name in "abcdefghijklmno").splitlines()
+    assert lines[2:4] == [
+        "  parameters  161 tensors  25.6 M elements   97.6 MiB  99.8 %",
+        "  buffers     159 tensors  53.2 K elements  207.9 KiB   0.2 %",
+    ]
+    assert len(lines) == 4 + 12 + 1 + 4
+    assert lines[16] == "  … 29 more patterns: 283 tensors, 3.2 MiB"
+    lines = text_of(row(name, "float8_e5m2", 9) for name in "abcdefghijklmno").splitlines()
     assert lines[-1] == "  … 3 more tensors, 27 B"
 
 
@@ -121,6 +126,8 @@ def test_few_tensors_are_listed_one_by_one() -> None:
             [
                 "<Checkpoint m.zt>  ztensor 1.0 · 2 tensors · 0 params · 0 B · lazy",
                 "  float32   int8",
+                "  parameters  1 tensor  0 elements  0 B",
+                "  buffers     1 tensor  0 elements  0 B",
                 f"  a  0{TIMES}3  float32  0 B",
                 "  b  0    int8     0 B",
             ],
@@ -145,11 +152,14 @@ def test_the_repr_of_an_index_is_its_summary() -> None:
 
 def test_figures_of_an_index_add_up() -> None:
     rows = list(resnet())
-    index = index_of(*[dense(r.name, r.dtype, r.nbytes, r.shape) for r in rows])
-    summary = index_summary(index)
+    tensors = [dense(r.name, r.dtype, r.nbytes, r.shape, offset=at) for at, r in enumerate(rows)]
+    summary = index_summary(index_of(*tensors))
     assert summary.count == len(rows)
     assert summary.nbytes == sum(r.nbytes for r in rows)
-    assert summary.size == sum(r.size for r in rows)
+    assert sum(total.size for total in summary.groups) == sum(r.size for r in rows)
+    assert sum(total.nbytes for total in summary.groups) == summary.nbytes
+    buffers = sum(r.size for r in rows if "running_" in r.name or "num_batches" in r.name)
+    assert summary.size == sum(r.size for r in rows) - buffers
     assert sum(t.count for t in summary.dtypes) == len(rows)
     assert sum(t.nbytes for t in summary.dtypes) == summary.nbytes
     assert [p.nbytes for p in summary.patterns] == sorted(

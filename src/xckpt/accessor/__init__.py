@@ -163,19 +163,21 @@ class CheckpointAccessor(Generic[Obj]):
         name = self._encoding.get("format")
         return name if name in formats.names() else None
 
-    def summary(self, by: Literal["pattern", "dtype", "layer"] = "pattern") -> pd.DataFrame:
+    def summary(self, by: Literal["pattern", "dtype", "layer", "role"] = "pattern") -> pd.DataFrame:
         """Sum the tensors up in a table, largest first. Nothing is read.
 
         Parameters
         ----------
-        by : {"pattern", "dtype", "layer"}
-            One row for each pattern of names, each stored element type, or each numbered module.
+        by : {"pattern", "dtype", "layer", "role"}
+            One row for each pattern of names, each stored element type, each numbered module, or
+            each role: weights, moments of an optimizer, ...
 
         Returns
         -------
         pandas.DataFrame
-            With the columns ``tensors``, ``parameters``, ``nbytes`` and ``share``; patterns have
-            ``shape``, ``dtype`` and ``storage`` as well.
+            With the columns ``tensors``, ``parameters`` (trainable elements), ``nbytes`` and
+            ``share``; patterns have ``shape``, ``dtype`` and ``storage`` as well. Tied tensors
+            count once.
 
         Raises
         ------
@@ -1140,9 +1142,23 @@ class CheckpointAccessor(Generic[Obj]):
 
     @property
     def _has_summary(self) -> bool:
-        """Whether it was opened from a checkpoint; an array of one has the encoding of its own."""
-        is_array = isinstance(self._given, xr.DataArray)
-        return self.format is not None or (is_array and "layout" in self._given.encoding)
+        """Whether it has tensors of checkpoints; several Datasets in one have no encoding."""
+        if isinstance(self._given, xr.DataArray):
+            return self.format is not None or "layout" in self._given.encoding
+        variables = (v for node in self._nodes() for v in node.variables.values())
+        return self.format is not None or any("layout" in v.encoding for v in variables)
+
+    @property
+    def _title(self) -> str:
+        """Name of the file, or of the first of several."""
+        from xckpt.notebook.formatting import base_name, counted
+
+        if "source" in self._encoding:
+            return str(self._encoding["source"])
+        variables = (v for node in self._nodes() for v in node.variables.values())
+        sources = dict.fromkeys(str(v.encoding.get("source") or "") for v in variables)
+        first, *others = [base_name(source) for source in sources if source] or [""]
+        return f"{first} and {counted(len(others), 'other')}" if others else first
 
     def _nodes(self) -> Iterator[Any]:
         return iter(self._obj.subtree if isinstance(self._obj, xr.DataTree) else [self._obj])
@@ -1193,7 +1209,7 @@ class CheckpointAccessor(Generic[Obj]):
         with paused_collector():
             return new_summary(
                 tensors.rows,
-                title=str(self._encoding.get("source", "")),
+                title=self._title,
                 format=self.format or "",
                 version=str(self._encoding.get("format_version", "")),
                 attrs=self._obj.attrs,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from xckpt.errors import CheckpointError, CheckpointWarning, shown
+from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
 from xckpt.formats import names
 from xckpt.notebook.formatting import columns, printable, shortened
 
@@ -126,46 +126,65 @@ class FileInput:
             )
 
 
-def _reading_options(*flags: str) -> Callable[[Callable[..., Any]], Any]:
-    def decorated(command: Callable[..., Any]) -> Any:
-        @click.option(
-            "--engine",
-            type=engine_type,
-            help="Format of the file; by default it is detected from the content.",
-        )
-        @click.option(
-            "--tensors",
-            multiple=True,
-            metavar="GLOB",
-            help="Only tensors whose names match. May be repeated.",
-        )
-        @click.option(
-            *flags,
-            "storage_options",
-            multiple=True,
-            metavar="KEY=VALUE",
-            callback=lambda _context, _parameter, texts: _json_values(pairs(texts)),
-            help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON "
-            "is parsed. May be repeated.",
-        )
-        @wraps(command)
-        def with_reading(
-            engine: str | None,
-            tensors: tuple[str, ...],
-            storage_options: dict[str, Any],
-            **others: Any,
-        ) -> Any:
-            return command(reading=FileInput(engine, tensors, storage_options or None), **others)
-
-        return with_reading
-
-    return decorated
+def reading_options(command: Callable[..., Any]) -> Any:
+    """Add the options that make a `FileInput`, which the command gets as ``reading``."""
+    # Hidden, until -o is --output in all commands.
+    old_spelling = click.option(
+        "-o", "old_storage_options", multiple=True, hidden=True, callback=_storage_options
+    )
+    return old_spelling(reading_options_beside_output(command))
 
 
-#: Adds the options that make a `FileInput`, which the command gets as ``reading``.
-reading_options = _reading_options("-o", "--storage-option")
-#: The same for a command whose ``-o`` is the file that it writes.
-reading_options_beside_output = _reading_options("--storage-option")
+def reading_options_beside_output(command: Callable[..., Any]) -> Any:
+    """Add the same options to a command with the option ``-o, --output``."""
+
+    @click.option(
+        "--engine",
+        type=engine_type,
+        help="Format of the file; by default it is detected from the content.",
+    )
+    @click.option(
+        "--tensors",
+        multiple=True,
+        metavar="GLOB",
+        help="Only tensors whose names match. May be repeated.",
+    )
+    @click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_storage_options,
+        help="Option for fsspec where FILE is a URL, such as anon=true. A VALUE that is JSON is "
+        "parsed. May be repeated.",
+    )
+    @wraps(command)
+    def with_reading(
+        engine: str | None,
+        tensors: tuple[str, ...],
+        storage_options: dict[str, Any],
+        old_storage_options: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Any:
+        options = {**(old_storage_options or {}), **storage_options}
+        return command(reading=FileInput(engine, tensors, options or None), **others)
+
+    return with_reading
+
+
+def _storage_options(
+    _context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, Any]:
+    """Read ``KEY=VALUE``; values that are JSON are parsed, and others stay as they are."""
+    if texts and parameter.name == "old_storage_options":
+        deprecated_name("-o KEY=VALUE", "--storage-option KEY=VALUE", since="0.2")
+    values: dict[str, Any] = {}
+    for key, text in pairs(texts).items():
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    return values
 
 
 def pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -177,17 +196,6 @@ def pairs(texts: Sequence[str]) -> dict[str, str]:
             raise click.BadParameter(f"{text!r} is not KEY=VALUE")
         found[key.strip()] = value
     return found
-
-
-def _json_values(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Read values that are JSON; others stay as they are."""
-    values: dict[str, Any] = {}
-    for key, text in texts.items():
-        try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
-    return values
 
 
 # --- tables and messages -------------------------------------------------------------------------

@@ -48,10 +48,17 @@ __all__ = ["convert", "info", "manifest", "verify"]
 
 @click.command
 @click.argument("file")
+@click.option("--all", "everything", is_flag=True, help="List all patterns of names, however many.")
 @reading_options
 @json_option
-def info(file: str, reading: FileInput, *, as_json: bool) -> int:
-    """Print what FILE holds."""
+def info(file: str, reading: FileInput, *, everything: bool, as_json: bool) -> int:
+    """Print what FILE holds: its size, element types, and patterns of names with their shapes.
+
+    The largest patterns are listed; --all lists all of them, and --json every tensor.
+    """
+    from xckpt.notebook.summary import index_summary
+    from xckpt.notebook.text import render
+
     with warnings.catch_warnings():
         # Both outputs state them.
         warnings.simplefilter("ignore", CheckpointWarning)
@@ -60,7 +67,8 @@ def info(file: str, reading: FileInput, *, as_json: bool) -> int:
         print_document(_index_document(index))
         return 0
     # That some tensors do not fill the file is not worth a note.
-    print_text(repr(replace(index, nbytes=0) if reading.tensors else index))
+    index = replace(index, nbytes=0) if reading.tensors else index
+    print_text(render(index_summary(index), most=None) if everything else repr(index))
     return 0
 
 

@@ -332,6 +332,7 @@ class VariableMaker:
         if listed.tensor.name in self.shared:
             encoding["shares"] = self.shared[listed.tensor.name]
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        encoding["original_shape"] = array.shape
         attrs = dict(listed.tensor.attrs) if listed.tensor.attrs else None
         return LazyVariable.of(dims, array, attrs, encoding)
 
@@ -351,6 +352,10 @@ class VariableMaker:
         array = self.array(listed.name, listed.lazy, _digest(told))
         encoding = _stacked_encoding(members.present, listed.role, self.source)
         encoding["preferred_chunks"] = preferred_chunks(dims, array.chunks)
+        encoding["original_shape"] = array.shape
+        if self.shared and listed.role is None:
+            names = [t.name for t in members.present if t.name in self.shared]
+            encoding |= {"shares": {name: self.shared[name] for name in names}} if names else {}
         encoding["stack"] = StackRecord(
             stack.template,
             stack.dims,
@@ -409,6 +414,8 @@ class OpenedMembers(Sequence[StackMember]):
         encoding = _encoding(tensor, role, self.maker.source, self.suffix)
         if self.axes:
             encoding["axes"] = self.axes
+        if tensor.name in self.maker.shared:
+            encoding["shares"] = self.maker.shared[tensor.name]
         return StackMember(dict(tensor.attrs), encoding, array)
 
 

@@ -245,6 +245,10 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
     keys = ("layout", "source", "stored_dtype", "stored_order", "part")
     encoding = {key: first.encoding[key] for key in keys if key in first.encoding}
     encoding["nbytes"] = sum(v.encoding.get("nbytes", v.nbytes) for v in variables)
+    encoding["original_shape"] = data.shape
+    shares = {n: flat.variables[n].encoding.get("shares") for n in each.members}
+    if any(shares.values()):
+        encoding["shares"] = {name: owner for name, owner in shares.items() if owner}
     if "path" in first.encoding:
         encoding["path"] = words(each.template)
     encoding["stack"] = StackRecord(

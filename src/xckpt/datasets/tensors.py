@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import dask.array as da
@@ -18,7 +19,7 @@ from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.numbering import bare
 from xckpt.labels.selection import similar, similar_filter
 from xckpt.notebook.folding import Row
-from xckpt.notebook.summary import StackedNames, storage_words
+from xckpt.notebook.summary import StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -144,6 +145,8 @@ class OpenTensors:
         #: What the summary and the explorer know of each tensor, in file order where it is known.
         with paused_collector():
             self.rows = list(self._rows())
+            if shared := self.shared:
+                self.rows = list(tied(self.rows, shared))
         order = {name: at for at, name in enumerate(obj.encoding.get("flat_order", ()))}
         if order:
             self.rows.sort(key=lambda row: order.get(row.name, len(order)))
@@ -197,13 +200,16 @@ class OpenTensors:
 
     @property
     def shared(self) -> dict[str, str]:
-        """Tensors whose bytes in the file are those of another one, by its name."""
-        variables = self._flat.variables
-        return {
-            str(name): variable.encoding["shares"]
-            for name, variable in variables.items()
-            if "shares" in variable.encoding and variable.encoding["shares"] in variables
-        }
+        """Owners of the bytes of tied tensors, by the names of these; only if both are here."""
+        owners: dict[str, str] = {}
+        for name, variable in self._flat.variables.items():
+            shares = variable.encoding.get("shares")
+            if shares is not None:
+                owners |= shares if isinstance(shares, dict) else {str(name): shares}
+        if not owners:
+            return {}
+        names = {row.name for row in self.rows}
+        return {n: owner for n, owner in owners.items() if n in names and owner in names}
 
     @property
     def only(self) -> str:
@@ -262,6 +268,9 @@ class OpenTensors:
             told = "stored_dtype" in encoding
             dtype: Any = encoding["stored_dtype"] if told else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
+            whole = encoding.get("original_shape", shape)
+            if whole != shape and "stack" not in encoding:  # a selection, or several in one
+                nbytes = _part_of(nbytes, shape, whole)
             if dtype not in known:
                 known[dtype] = str(dtype)
             # Most are plain, and there are many.
@@ -289,6 +298,9 @@ class OpenTensors:
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         count = len(record.members if record.present is None else record.present)
         nbytes = row.nbytes // count
+        whole = variable.encoding.get("original_shape")
+        if whole is not None and whole[len(record.dims) :] != shape:
+            nbytes = _part_of(nbytes, shape, whole[len(record.dims) :])
         self._members[row.name] = members
         for member in members.numbers:
             if member not in self._homes and member not in self._flat.variables:
@@ -431,6 +443,9 @@ class _Members:
         now, shared = self._variable.attrs, record.shared_attrs
         own = {key: value for key, value in was.attrs.items() if key not in shared or key in now}
         encoding = dict(was.encoding)
+        original_shape = self._variable.encoding.get("original_shape")
+        if original_shape is not None:
+            encoding.setdefault("original_shape", original_shape[len(record.dims) :])
         if isinstance(data, da.Array):
             encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
         return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
@@ -500,6 +515,11 @@ def _indices(
             "has something else than whole numbers, or one of them twice"
         )
     return tuple(values.tolist())
+
+
+def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """Return the stored size of as many elements as a shape has."""
+    return -(-nbytes * prod(shape) // max(1, prod(whole)))
 
 
 def _storage(encoding: Mapping[Any, Any]) -> str:

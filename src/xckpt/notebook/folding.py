@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.labels import scales_of_codes
 from xckpt.labels.numbering import is_index, numbered, without_front
+from xckpt.labels.roles import PARAMETERS, Role, roles_of
 from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Pattern:
     nbytes: int
     size: int
     first: str  # the name of the first tensor
+    parameters: int = 0  # trainable elements, tied ones left out
 
 
 @dataclass(slots=True)
@@ -91,6 +93,12 @@ class Family:
     place: int = 0
     count: int = 0
     nbytes: int = 0
+    parameters: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.count * Row("", self.dtype, self.shape, 0).size
 
     @property
     def template(self) -> tuple[str | None, ...]:
@@ -112,8 +120,9 @@ class Family:
             dtype=self.dtype,
             storage=self.storage,
             nbytes=self.nbytes,
-            size=self.count * Row("", self.dtype, self.shape, 0).size,
+            size=self.size,
             first=self.first,
+            parameters=self.parameters,
         )
 
 
@@ -224,6 +233,7 @@ def united(families: Sequence[Family]) -> list[Family]:
             for other in others:
                 first.count += other.count
                 first.nbytes += other.nbytes
+                first.parameters += other.parameters
         families = [group[0] for group in groups.values()]
     return families
 
@@ -340,6 +350,41 @@ def _braced(members: Sequence[str]) -> str:
     return "{" + ",".join([_literal(member, ",") for member in members]) + "}"
 
 
+# --- roles ---------------------------------------------------------------------------------------
+
+#: What `Row.storage` calls a tensor that has the bytes of another one: its own size is 0.
+TIED = "tied"
+
+
+def count_parameters(families: Sequence[Family]) -> list[Role]:
+    """Count the trainable elements of each family, and return its role."""
+    by_name: dict[str, list[int]] = {}
+    for place, family in enumerate(families):
+        by_name.setdefault(_name_with_zeros(family), []).append(place)
+    # Of several types under one name, the smallest has the codes that scales belong to.
+    roles = [Role.WEIGHT] * len(families)
+    smallest = {n: min(places, key=lambda p: _bits(families[p])) for n, places in by_name.items()}
+    named = [(name, families[p].dtype, families[p].shape) for name, p in smallest.items()]
+    for name, role in roles_of(named).items():
+        for place in by_name[name]:
+            family, is_smallest = families[place], place == smallest[name]
+            alone = (name, family.dtype, family.shape)
+            roles[place] = role if is_smallest else roles_of([alone])[name]
+    for family, role in zip(families, roles, strict=True):
+        is_counted = role in PARAMETERS and TIED not in family.storage.split()
+        family.parameters = family.size if is_counted else 0
+    return roles
+
+
+def _name_with_zeros(family: Family) -> str:
+    return "".join(["0" if part is None else part for part in family.template])
+
+
+def _bits(family: Family) -> int:
+    element = ELEMENT_TYPES.get(family.dtype)
+    return 64 if element is None else element.bits
+
+
 # --- codes of quantised weights ------------------------------------------------------------------
 
 # Where a format says how its codes are decoded, tensors have the numbers of the weights. Others
@@ -364,14 +409,9 @@ def mark_codes(families: Iterable[Family]) -> None:
     """Say the same of families, in no time: there are few of them."""
     templates: dict[str, list[Family]] = {}
     for family in families:
-        name = "".join(["0" if part is None else part for part in family.template])
-        templates.setdefault(name, []).append(family)
+        templates.setdefault(_name_with_zeros(family), []).append(family)
     # Of some names there are several types, as where the first layers are not quantised.
-    bits = {dtype: element.bits for dtype, element in ELEMENT_TYPES.items()}
-    smallest = {
-        name: min([family.dtype for family in some], key=lambda dtype: bits.get(dtype, 64))
-        for name, some in templates.items()
-    }
+    smallest = {name: min(families, key=_bits).dtype for name, families in templates.items()}
     for name, scale in scales_of_codes(smallest).items():
         scales = [each.indices for each in templates[scale]]
         there = [frozenset().union(*found) for found in zip(*scales, strict=False)]

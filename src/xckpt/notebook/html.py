@@ -27,6 +27,7 @@ from xckpt.notebook.text import (
     BREAK,
     count_text,
     format_text,
+    groups_text,
     kind_text,
     modules_text,
     remarks,
@@ -93,6 +94,7 @@ def render(summary: Summary, calls: Sequence[str] = ()) -> str:
             _header(summary),
             *_remarks(summary),
             *_bar(summary, colors),
+            *_groups(summary),
             *_table(summary, colors),
             *_modules(summary),
             *_list("Stored as", storage, len(storage)),
@@ -184,6 +186,15 @@ def _key(color: str) -> str:
 def _thousandths(part: int, whole: int) -> int:
     """Divide in whole numbers: a file can claim more than a float can hold."""
     return part * 1000 // whole if whole else 0
+
+
+def _groups(summary: Summary) -> Iterator[str]:
+    """List buffers, the state of an optimizer and other tensors besides the parameters."""
+    lines = [
+        f"<b>{group}</b> {' · '.join(figures)} {part}"
+        for group, *figures, part in groups_text(summary)
+    ]
+    yield f'<div style="{_MUTED}">{"<br>".join(lines)}</div>' if lines else ""
 
 
 # --- the table of patterns -----------------------------------------------------------------------

@@ -21,11 +21,14 @@ from xckpt.labels.numbering import (
     spans,
     without_front,
 )
+from xckpt.labels.roles import PARAMETERS, Role, roles_of
 from xckpt.notebook.folding import (
+    TIED,
     Family,
     Pattern,
     Row,
     ascending,
+    count_parameters,
     families_of,
     fold,
     indices_text,
@@ -82,6 +85,16 @@ class Total:
 
     kind: str
     count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTotal:
+    """Tensors whose roles have one heading, such as buffers."""
+
+    group: str
+    count: int
+    size: int
     nbytes: int
 
 
@@ -142,8 +155,9 @@ class Summary:
     version: str
     shards: int  # number of other files that hold parts
     count: int  # of tensors
-    nbytes: int  # stored bytes of all tensors
-    size: int  # elements of all tensors, implied zeros included
+    nbytes: int  # stored bytes of all tensors, those of tied ones once
+    size: int  # trainable elements, implied zeros included, tied ones once
+    groups: tuple[GroupTotal, ...]  # by role, parameters first
     dtypes: tuple[Total, ...]  # by stored element type, largest first
     storage: tuple[Total, ...]  # by way of storing, where that is not plainly dense
     patterns: tuple[Pattern, ...]  # largest first
@@ -175,6 +189,7 @@ def new_summary(
     rows = list(rows)
     families = families_of(rows)
     mark_codes(families)
+    groups = _groups(families, count_parameters(families))
     modules, chosen = module_sets(families, stacked), selection(families)
     if len(rows) <= _FEW:
         patterns = one_by_one(marked(rows))
@@ -190,9 +205,10 @@ def new_summary(
         shards=shards,
         count=sum([pattern.count for pattern in patterns]),
         nbytes=sum([pattern.nbytes for pattern in patterns]),
-        size=sum([pattern.size for pattern in patterns]),
+        size=sum([total.size for total in groups if total.group == Role.WEIGHT.group]),
+        groups=groups,
         dtypes=_totals((pattern.dtype, pattern) for pattern in patterns),
-        storage=_totals((pattern.storage, pattern) for pattern in patterns if pattern.storage),
+        storage=_totals((p.storage, p) for p in patterns if p.storage not in {"", TIED}),
         patterns=tuple(patterns),
         modules=tuple(modules),
         choose=f"{obj}.ckpt.sel({numbers})" if obj and numbers else "",
@@ -220,6 +236,17 @@ def _folded(findings: Iterable[TensorFinding]) -> Iterator[FoldedFinding]:
             yield FoldedFinding(severity, rule, value, pattern, explanation)
 
 
+def _groups(families: Sequence[Family], roles: Sequence[Role]) -> tuple[GroupTotal, ...]:
+    """Sum families up by the headings of their roles, in the order of `Role`."""
+    totals: dict[str, list[int]] = {role.group: [0, 0, 0] for role in Role}
+    for family, role in zip(families, roles, strict=True):
+        total = totals[role.group]
+        total[0] += family.count
+        total[1] += family.parameters if role in PARAMETERS else family.size
+        total[2] += family.nbytes
+    return tuple([GroupTotal(group, *total) for group, total in totals.items() if total[0]])
+
+
 def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
@@ -238,7 +265,7 @@ def index_summary(index: Any) -> Summary:
         if tensor.problem is not None
     ]
     summary = new_summary(
-        _rows(index.tensors.values()),
+        tied(_rows(index.tensors.values()), index.shared),
         title=index.source,
         format=index.format,
         version=index.version,
@@ -264,6 +291,13 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         encodings = () if plain else [part.encoding for part in tensor.parts.values()]
         storage = "" if plain else storage_words(tensor.layout, encodings)
         yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, storage)
+
+
+def tied(rows: Iterable[Row], shared: Mapping[str, str]) -> Iterable[Row]:
+    """Count the bytes of tied tensors once, for the tensor that owns them."""
+    if not shared:
+        return rows
+    return [r._replace(nbytes=0, storage=TIED) if r.name in shared else r for r in rows]
 
 
 def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
@@ -297,7 +331,7 @@ def _unexplained(index: Any, stored: int) -> list[str]:
     if index.shards or not index.nbytes:
         return []
     size = binary_size(index.nbytes)
-    if stored > index.nbytes and not index.shared:
+    if stored > index.nbytes:
         if any(tensor.problem is not None for tensor in index.tensors.values()):
             return []  # it was cut short
         return [f"the file has only {size}: some tensors share their bytes"]
@@ -504,12 +538,16 @@ def _lines(node: _Modules, level: int) -> Iterator[tuple[str, str, str]]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -> pd.DataFrame:
-    """Return a table of how much the tensors take, largest first."""
+def sizes_table(
+    rows: Iterable[Row], by: Literal["pattern", "dtype", "layer", "role"]
+) -> pd.DataFrame:
+    """Return a table of the sizes of tensors, largest first."""
     import pandas as pd
 
+    rows = list(rows)
     if by == "pattern":
         families = families_of(rows)
+        count_parameters(families)
         mark_codes(families)
         found = [family.pattern() for family in united(families)]
         names = [pattern.first for pattern in found]
@@ -519,18 +557,21 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
                 "shape": [shape_text(pattern.shape, pattern.dtype) for pattern in found],
                 "dtype": [pattern.dtype for pattern in found],
                 "storage": [pattern.storage for pattern in found],
-                "parameters": [pattern.size for pattern in found],
+                "parameters": [pattern.parameters for pattern in found],
                 "nbytes": [pattern.nbytes for pattern in found],
             },
             index=pd.Index([pattern.text for pattern in found], name=by, dtype=object),
         )
-    elif by in {"dtype", "layer"}:
+    elif by in {"dtype", "layer", "role"}:
         totals: dict[str, list[int]] = {}
+        roles = roles_of(row[:3] for row in rows)
         for row in rows:
-            key = row.dtype if by == "dtype" else numbered(row.name).outermost
+            role = roles[row.name]
+            key = row.dtype if by == "dtype" else role.value
+            key = numbered(row.name).outermost if by == "layer" else key
             total = totals.setdefault(key, [0, 0, 0])
             total[0] += 1
-            total[1] += row.size
+            total[1] += row.size if role in PARAMETERS and row.storage != TIED else 0
             total[2] += row.nbytes
         names = list(totals)
         frame = pd.DataFrame(
@@ -539,7 +580,7 @@ def sizes_table(rows: Iterable[Row], by: Literal["pattern", "dtype", "layer"]) -
             columns=["tensors", "parameters", "nbytes"],
         )
     else:
-        raise ValueError(f"by must be 'pattern', 'dtype' or 'layer', not {by!r}")
+        raise ValueError(f"by must be 'pattern', 'dtype', 'layer' or 'role', not {by!r}")
     whole: Any = max(1, frame["nbytes"].sum())
     frame["share"] = frame["nbytes"] / whole
     frame = frame.iloc[ascending(names)]

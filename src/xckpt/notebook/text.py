@@ -32,7 +32,7 @@ _GAP = "  "
 _DOT = " · "
 _MOST_ROWS = 12
 _MOST_NOTES = 5
-_ALIGNMENT = "<<<<>>"
+_ALIGNMENT, _ALIGNMENT_OF_GROUPS = "<<<<>>", "<>>>>"
 _ROOM_FOR_MORE = 20  # "… 1,234,567 more" and a separator
 #: Where a name may be broken: after a dot that separates components, not after one of "0..63".
 BREAK = re.compile(r"(?<=[^.]\.)(?=[^.])|(?<=/)(?=.)")
@@ -44,8 +44,8 @@ _COUNTED = ("error", "warning")
 _MOST_MODULES = 8
 
 
-def render(summary: Summary) -> str:
-    """Write a summary as text."""
+def render(summary: Summary, *, most: int | None = _MOST_ROWS) -> str:
+    """Write a summary as text, with at most so many patterns; None for all."""
     dtypes = []
     for total in summary.dtypes:
         part = share(total.nbytes, summary.nbytes)
@@ -64,8 +64,9 @@ def render(summary: Summary) -> str:
         [
             _header(summary),
             *_listed("", dtypes, len(dtypes), most_lines=2, separator="   "),
+            *_aligned(groups_text(summary), _ALIGNMENT_OF_GROUPS),
             *[_INDENT + shortened(remark, _WIDTH - len(_INDENT)) for remark in told],
-            *_table(summary),
+            *_table(summary, len(summary.patterns) if most is None else most),
             *[_INDENT + shortened(": ".join(one), _WIDTH - len(_INDENT)) for one in modules],
             *_listed("stored as: ", storage, len(storage), most_lines=1),
             *_listed("dims: ", dims, len(summary.dims), most_lines=2),
@@ -113,10 +114,10 @@ def _listed(
 # --- the table of patterns -----------------------------------------------------------------------
 
 
-def _table(summary: Summary) -> Iterator[str]:
+def _table(summary: Summary, most: int) -> Iterator[str]:
     patterns = summary.patterns
     # A line that says "1 more" takes the room of the one.
-    kept = len(patterns) if len(patterns) <= _MOST_ROWS + 1 else _MOST_ROWS
+    kept = len(patterns) if len(patterns) <= most + 1 else most
     rows = [
         [
             pattern.text,
@@ -128,12 +129,12 @@ def _table(summary: Summary) -> Iterator[str]:
         ]
         for pattern in patterns[:kept]
     ]
-    yield from _aligned(rows)
+    yield from _aligned(rows, _ALIGNMENT)
     if rest := patterns[kept:]:
         yield f"{_INDENT}… {rest_text(rest)}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
     """Pad cells to columns; where there is no room, drop the shares first, then wrap names."""
     widths = [max(map(columns, cells)) for cells in zip(*rows, strict=True)]
     if widths and _table_width(widths) > _WIDTH:
@@ -142,10 +143,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for name, *figures in rows:
         first, *others = _wrapped(name, widths[0])
         line = []
-        for text, width, alignment in zip([first, *figures], widths, _ALIGNMENT, strict=True):
+        for text, width, side in zip([first, *figures], widths, alignment, strict=True):
             padding = " " * (width - columns(text))
             if width:
-                line.append(text + padding if alignment == "<" else padding + text)
+                line.append(text + padding if side == "<" else padding + text)
         yield (_INDENT + _GAP.join(line)).rstrip()
         yield from [_INDENT + other for other in others]
 
@@ -170,8 +171,26 @@ def _wrapped(name: str, width: int) -> list[str]:
 
 
 def format_text(summary: Summary) -> str:
-    """Name the format and its version."""
-    return f"{word(summary.format)} {word(summary.version, _WIDEST_VERSION)}".strip()
+    """Name the format and its version, so that it does not look like that of a framework."""
+    version = word(summary.version, _WIDEST_VERSION)
+    version = f"file version {version}" if version.isdigit() else version
+    return f"{word(summary.format)} {version}".strip()
+
+
+def groups_text(summary: Summary) -> list[tuple[str, ...]]:
+    """Name the groups of tensors with their counts and sizes, if not all are parameters."""
+    if [total.group for total in summary.groups] in ([], ["parameters"]):
+        return []
+    return [
+        (
+            total.group,
+            counted(total.count, "tensor"),
+            f"{short_count(total.size)} {'element' if total.size == 1 else 'elements'}",
+            binary_size(total.nbytes),
+            share(total.nbytes, summary.nbytes),
+        )
+        for total in summary.groups
+    ]
 
 
 def count_text(pattern: Pattern) -> str:
