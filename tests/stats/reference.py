@@ -92,7 +92,7 @@ def exact_stats(values: Array) -> dict[str, float]:
         "std": root(m2),
         "rms": root(squares / n),
         "l2": root(squares),
-        "skew": math.copysign(root(m3**2 / m2**3), m3) if m2 else math.nan,
+        "skew": math.copysign(root(m3**2 / m2**3), 1 if m3 > 0 else -1) if m2 else math.nan,
         "kurtosis": float(m4 / m2**2 - 3) if m2 else math.nan,
     }
     return found
@@ -130,10 +130,12 @@ def counted(values: Array) -> dict[str, float]:
 
 
 def root(x: Fraction) -> float:
-    """Give the square root, rounded once."""
+    """Return the square root, rounded once; infinity where float64 has no such number."""
     if not x:
         return 0.0
-    shift = 256
+    shift = 256 + max(0, x.denominator.bit_length() - x.numerator.bit_length())
     scaled = (x.numerator << 2 * shift) // x.denominator
-    found = math.isqrt(scaled)
-    return float(Fraction(2 * found + 1, 2 << shift))
+    try:
+        return float(Fraction(2 * math.isqrt(scaled) + 1, 2 << shift))
+    except OverflowError:
+        return math.inf

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tests.stats.reference import exact_stats
+from tests.stats.reference import (
+    FLOATS,
+    LARGE_INTEGERS,
+    NAMES,
+    SMALL_INTEGERS,
+    dtype_of,
+    exact_stats,
+)
 from xckpt.statistics import QUANTILES, stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def dataset() -> xr.Dataset:
@@ -36,7 +50,7 @@ def test_each_row_is_described_alone(
     dim: Any, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small:  # rows are long then, and sketched like tensors; or a few at a time
-        monkeypatch.setattr("xckpt.statistics.describe.LONGEST_ROW", 64)
+        monkeypatch.setattr("xckpt.statistics.rows.LONGEST_ROW", 64)
         monkeypatch.setattr("xckpt.statistics.entries.LONGEST_ROW", 64)
     ds = dataset()
     st = stats(ds, dim=dim)
@@ -73,3 +87,73 @@ def test_distinct_values_are_counted_of_small_types() -> None:
 def test_a_dimension_that_is_nowhere() -> None:
     with pytest.raises(ValueError, match="no variable has the dimension 'z'"):
         stats(dataset(), dim="z")
+
+
+@st.composite
+def tables(draw: Callable[[Any], Any]) -> Array:
+    """Draw a table of any element type, with elements anywhere in its range."""
+    name = draw(st.sampled_from([*FLOATS, *SMALL_INTEGERS, *LARGE_INTEGERS]))
+    dtype, shape = dtype_of(name), (draw(st.integers(1, 3)), draw(st.integers(1, 8)))
+    count = shape[0] * shape[1]
+    if name == "float64":
+        numbers = st.floats(width=64)
+        exponent = draw(st.sampled_from([-1074, -700, -1, 0, 512, 1000]))
+        near = st.integers(-(2**23), 2**23).map(lambda number: float(np.ldexp(number, exponent)))
+        return np.array(draw(st.lists(numbers | near, min_size=count, max_size=count))).reshape(
+            shape
+        )
+    codes = st.integers(0, 2 ** (8 * dtype.itemsize) - 1)
+    low = draw(codes)
+    near = st.integers(max(0, low - 9), low)
+    chosen = draw(st.lists(draw(st.sampled_from([codes, near])), min_size=count, max_size=count))
+    patterns = np.array(chosen, f"u{dtype.itemsize}").reshape(shape)
+    if name == "bool":
+        return (patterns & 1).astype(np.bool_)
+    table: Array = patterns.view(dtype)
+    # Bits of a byte beyond those of an element mean nothing.
+    is_short = name in {"float6_e2m3fn", "float4_e2m1fn", "int4", "uint4"}
+    return table.astype(np.float32).astype(dtype) if is_short else table
+
+
+@given(tables())
+@settings(max_examples=80)
+@example(np.array([[1e200, 2e200], [3e200, 4e200]]))
+@example(np.array([[1e-200, 2e-200, np.nan], [3e-200, 4e-200, np.inf]]))
+@example(np.array([[1.7976931348623157e308, -1.7976931348623157e308, 1.7976931348623157e308]]))
+@example(np.array([[5e-324, 0.0, -1.5e-323, 1e-310]]))
+@example(np.array([[2**63 - 1, 2**63 - 2, 2**63 - 3], [-(2**63), 0, 2**63 - 1]]))
+@example(np.array([[2**64 - 1, 2**64 - 3, 2**64 - 3], [0, 1, 2**64 - 1]], np.uint64))
+def test_rows_and_whole_tensors_agree_with_exact_arithmetic(table: Array) -> None:
+    ds = xr.Dataset({"x": (("row", "column"), table)})
+    along = stats(ds, dim="column", cache=False)["x"].values
+    whole = stats(ds, cache=False)["x"].values
+    every = stats(ds, dim=("row", "column"), cache=False)["x"].values
+    for found, elements in (*zip(along.T, table, strict=True), (whole, table), (every, table)):
+        exact = exact_stats(elements)
+        for name, number in zip(NAMES, found, strict=True):
+            wanted, most = exact[name], exact["absmax"]
+            if name == "mean":
+                np.testing.assert_allclose(number, wanted, 1e-15, 1e-15 * most + 1e-323)
+            elif name in {"skew", "kurtosis"}:
+                np.testing.assert_allclose(number, wanted, rtol=1e-10, atol=1e-10, err_msg=name)
+            elif name.startswith("q") and found is not whole:
+                np.testing.assert_array_equal(number, wanted, err_msg=name)
+            elif name == "l2" and not wanted < 0.999 * np.finfo(np.float64).max:
+                assert number > 0.998 * np.finfo(np.float64).max
+            elif not name.startswith("q"):
+                np.testing.assert_allclose(number, wanted, 1e-12, 1e-323, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_magnitudes_of_complex_numbers_are_float64(dtype: Any) -> None:
+    largest = np.finfo(dtype).max / (1 if dtype == np.complex64 else 2)
+    numbers = np.array([[largest * (1 + 1j), 1 + 1j], [0, largest]], dtype)
+    ds = xr.Dataset({"z": (("row", "column"), numbers)})
+    exact = np.abs(numbers.astype(np.clongdouble)).astype(np.float64)
+    for obj in (ds, ds.chunk(row=1)):
+        found = stats(obj, cache=False)["z"]
+        assert found.sel(statistic="inf") == 0
+        np.testing.assert_allclose(found.sel(statistic="absmax"), exact.max(), rtol=1e-15)
+        np.testing.assert_allclose(found.sel(statistic="l2"), np.hypot.reduce(exact, axis=None))
+        along = stats(obj, dim=("row", "column"), cache=False)["z"]
+        np.testing.assert_allclose(along, found, rtol=1e-14)

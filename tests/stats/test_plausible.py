@@ -153,8 +153,9 @@ def of_all_types() -> dict[str, Array]:
 def test_what_is_kept_of_all_types_is_believed(tmp_path: Path) -> None:
     path = settled(tmp_path / "m.safetensors", of_all_types())
     read = Reading(xckpt.stats, path)
-    first, _ = read()
-    again, was_read = read()
+    # Other quantiles of subnormal numbers are found by another pass.
+    first, _ = read(quantiles=(0.0, 1.0))
+    again, was_read = read(quantiles=(0.0, 1.0))
     assert not was_read
     xr.testing.assert_identical(again, first)
 
@@ -186,10 +187,10 @@ def test_what_is_kept_of_stored_layouts_is_believed(
         monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / str(number)))
         try:
             read = Reading(xckpt.stats, path)
-            first, _ = read()
+            first, _ = read(quantiles=(0.0, 1.0))
         except xckpt.CheckpointError:
             continue
-        again, was_read = read()
+        again, was_read = read(quantiles=(0.0, 1.0))
         assert not was_read, path
         xr.testing.assert_identical(again, first)
         checked += 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -59,6 +60,36 @@ def test_any_float32(values: np.ndarray[Any, Any]) -> None:
 @settings(max_examples=60)
 def test_any_int64(values: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(quantiles_of(values, exact_quantiles=True), nearest(values))
+
+
+def floats(width: Literal[32, 64], smallest: float) -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    """Return arrays of any floats, and of subnormal ones."""
+    subnormal = st.integers(-9999, 9999).map(lambda number: number * smallest)
+    elements = st.floats(width=width, allow_nan=False) | subnormal
+    return arrays(np.dtype(f"f{width // 8}"), st.integers(1, 30), elements=elements)
+
+
+@given(floats(32, 2.0**-149) | floats(64, 2.0**-1074))
+@settings(max_examples=80)
+def test_others_are_within_their_bound_of_any_float(values: np.ndarray[Any, Any]) -> None:
+    if np.isfinite(values).any():
+        np.testing.assert_allclose(quantiles_of(values), nearest(values), rtol=2.0**-8)
+
+
+def test_quantiles_of_subnormal_numbers_need_no_other_pass_a_second_time(tmp_path: Path) -> None:
+    values = (np.arange(1, 3000) * np.finfo(np.float32).smallest_subnormal).astype(np.float32)
+    path = tmp_path / "m.zt"
+    write(path, {"w": values, "v": np.ones(9, np.float32)})
+    os.utime(path, (1, 1))  # as if it had been there for a while
+    first = stats(path, quantiles=QUANTILES)
+    names = [f"q{q:g}" for q in QUANTILES]
+    np.testing.assert_array_equal(first["w"].sel(statistic=names), nearest(values))
+    passes: list[tuple[int, int]] = []
+    again = stats(
+        path, quantiles=QUANTILES, progress=lambda done, total: passes.append((done, total))
+    )
+    xr.testing.assert_identical(first, again)
+    assert not passes
 
 
 def test_within_the_bound_at_the_largest_numbers() -> None:

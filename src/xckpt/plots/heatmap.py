@@ -314,7 +314,7 @@ def _numbers(part: Any) -> Array:
     """Return elements as numbers that can be drawn."""
     values = dense_values(part)
     if values.dtype.kind == "c":
-        values = np.abs(values)
+        values = np.abs(values.astype(np.complex128))
     return values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
 
 

@@ -22,13 +22,13 @@ from xckpt.statistics.channels import (
 from xckpt.statistics.describe import (
     OF_REAL_NUMBERS,
     describe_all,
-    describe_rows,
     statistic_names,
 )
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out
 from xckpt.statistics.plausible import are_statistics
 from xckpt.statistics.refine import refine, wanted_of
 from xckpt.statistics.results import rows_of
+from xckpt.statistics.rows import describe_rows
 from xckpt.statistics.scan import gather, kept
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # Of sketches that are described together: few enough to stay in the second-level cache.
 _CODES_AT_ONCE = 1 << 16
+# Of kept rows; another one whenever the same tensor can get other numbers.
+_VERSION = 2
 _FIRST_QUANTILE = len(statistic_names(())) - 1
 
 #: Those that are given unless others are asked for.
@@ -77,7 +79,8 @@ def stats(
         Between 0 and 1; the statistic ``q0.5`` is the median.
     exact_quantiles : bool
         Whether to find the quantiles of float32, float64 and integers of 32 and 64 bits exactly,
-        by one to four more passes. Else they are within 2**-8 of the element, relative to it.
+        by one to four more passes. Else they are within 2**-8 of the element, relative to it,
+        and exact where they are subnormal.
         Those of smaller types are always exact.
     channels : bool
         Whether to look at every row and column as well, in the same pass: statistics such as
@@ -214,7 +217,7 @@ def _describe_all(
     """Return the statistics of each variable, and how many rows of its tensors are zeros."""
     readers = [reader for entry in entries for reader in entry.readers]
     quantiles, more = options.quantiles, options.of_channels
-    about = ("statistics", statistic_names(quantiles), quantiles, options.exact)
+    about = ("statistics", _VERSION, statistic_names(quantiles), quantiles, options.exact)
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             readers,
@@ -267,25 +270,53 @@ def _describe_tensors(readers: Sequence[Reader], options: _StatsOptions, bar: Pr
     waiting: dict[int, Sketch] = {}
     codes = 0
 
+    def describe_waiting() -> None:
+        _describe_some(waiting, readers, options, rows)
+        for number, quantiles in _inexact_quantiles(waiting, rows, options):
+            if not readers[number].complex:
+                wanted[number] = wanted_of(waiting[number], quantiles)
+        waiting.clear()
+
     def finish(number: int, sketch: Sketch) -> None:
         nonlocal codes
-        if options.exact and not readers[number].complex:
-            wanted[number] = wanted_of(sketch, options.quantiles)
         waiting[number] = sketch
         codes += len(sketch.codes)
         if codes > _CODES_AT_ONCE:
-            _describe_some(waiting, readers, options, rows)
-            waiting.clear()
+            describe_waiting()
             codes = 0
 
     gather(readers, operation, finish, bar, arguments=widths, cache=options.cache, stretched=True)
-    _describe_some(waiting, readers, options, rows)
-    if options.exact:
+    describe_waiting()
+    if any(wanted):
         refined = refine(readers, wanted, bar)
         for values, known in zip(rows, refined, strict=True):
             for at, quantile in enumerate(options.quantiles, _FIRST_QUANTILE):
                 values[at] = known.get(quantile, values[at])
     return rows
+
+
+def _inexact_quantiles(
+    sketches: Mapping[int, Sketch], rows: Array, options: _StatsOptions
+) -> list[tuple[int, Sequence[float]]]:
+    """Return the numbers of tensors with the quantiles that another pass has to find.
+
+    A sketch knows seven bits of the fraction of a number, but fewer of a subnormal one.
+    """
+    if options.exact:
+        return [(number, options.quantiles) for number in sketches]
+    numbers = list(sketches)
+    end = _FIRST_QUANTILE + len(options.quantiles)
+    sizes = np.abs(rows[numbers, _FIRST_QUANTILE:end])
+    normal = np.array([sketch.kind.smallest_normal for sketch in sketches.values()])
+    is_between = np.array([0 < quantile < 1 for quantile in options.quantiles], np.bool_)
+    is_subnormal = (sizes > 0) & (sizes < normal[:, None]) & is_between  # the ends are exact
+    return [
+        (
+            numbers[at],
+            [q for q, inexact in zip(options.quantiles, is_subnormal[at], strict=True) if inexact],
+        )
+        for at in np.flatnonzero(is_subnormal.any(axis=1)).tolist()
+    ]
 
 
 def _describe_some(

@@ -34,9 +34,9 @@ from xckpt.labels.numbering import numbered
 from xckpt.labels.selection import similar
 from xckpt.loading import uninterrupted
 from xckpt.notebook.extension import load_in_session
-from xckpt.statistics.describe import LONGEST_ROW
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
+from xckpt.statistics.rows import LONGEST_ROW
 from xckpt.storage import is_remote
 from xckpt.storage.limits import require_memory
 

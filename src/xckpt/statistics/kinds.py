@@ -73,6 +73,11 @@ class Kind:
         return _values(self.name)
 
     @property
+    def smallest_normal(self) -> float:
+        """The smallest number with all bits of its fraction; 0 of a kind that has no other."""
+        return 0.0 if self.exact or self.integer else _smallest_normal(self.name)
+
+    @property
     def landmarks(self) -> Array:
         """The codes of 0.0, what is next to it, infinity, NaN; then of the same below zero."""
         return _landmarks(self.code_bits)
@@ -84,6 +89,11 @@ class Kind:
             return middles
         patterns = codes.astype(np.uint64) << np.uint64(45) | np.uint64(1 << 44)
         return patterns.view(np.float64)
+
+
+@cache
+def _smallest_normal(name: str) -> float:
+    return float(np.finfo(_dtype(name)).smallest_normal)
 
 
 @cache
@@ -114,10 +124,17 @@ def kind_of(dtype: np.dtype[Any]) -> Kind | None:
 
 def require_numbers(dtype: np.dtype[Any]) -> Kind:
     """Find how the elements of an array, or the magnitudes of complex ones, are counted."""
-    kind = kind_of(np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype)
+    kind = kind_of(np.dtype(np.float64) if dtype.kind == "c" else dtype)
     if kind is None:
         raise TypeError(f"elements of type {dtype} are not numbers")
     return kind
+
+
+def magnitudes(values: Array) -> Array:
+    """Return the magnitudes of complex numbers, which can leave the range of their own type."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sizes: Array = np.abs(values.astype(np.complex128))
+    return sizes
 
 
 @cache

@@ -27,7 +27,7 @@ from xckpt.arrays.sparse import SparseArray, dense_values
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, UnsupportedError, locating
 from xckpt.index import Part
-from xckpt.statistics.kinds import Kind, kind_named, require_numbers
+from xckpt.statistics.kinds import Kind, kind_named, magnitudes, require_numbers
 from xckpt.storage.encodings import STREAMS
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class ArrayReader(Reader):
 
     def _values(self, key: tuple[Any, ...]) -> Array:
         flat: Array = dense_values(self.array[key]).reshape(-1)
-        return np.abs(flat) if self.complex else flat
+        return magnitudes(flat) if self.complex else flat
 
 
 class SparseReader(Reader):
@@ -277,7 +277,7 @@ class SparseReader(Reader):
         for block in self.array.blocks():
             rows = block.coords[0][block.values != 0]
             alive = int(np.count_nonzero(np.diff(rows, prepend=-1)))
-            values: Array = np.abs(block.values) if self.complex else block.values
+            values: Array = magnitudes(block.values) if self.complex else block.values
             yield at, values, block.stop - block.start - alive
             at += len(values)
 

@@ -140,7 +140,7 @@ def refine(
 
 
 def wanted_of(sketch: Sketch, quantiles: Sequence[float]) -> list[_Wanted]:
-    """Say what is to be looked for, of a tensor whose quantiles are not known exactly."""
+    """Return the elements to look for in a tensor whose quantiles are not known exactly."""
     kind = sketch.kind
     ranks = spectrum(sketch)
     if kind.exact or not len(ranks.counts):

@@ -24,6 +24,7 @@ from xckpt.index import paused_collector
 from xckpt.progress import Progress
 from xckpt.statistics.accumulate import BLOCK_NBYTES
 from xckpt.statistics.cluster import on_cluster, waiting_client
+from xckpt.statistics.kinds import magnitudes
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
@@ -419,7 +420,7 @@ class _ChunkTask:
     def __call__(self, block: Any) -> Accumulator:
         values = dense_values(block).reshape(-1)
         if values.dtype.kind == "c":
-            values = np.abs(values)
+            values = magnitudes(values)
         found = self.operation.begin(self.reader, self.argument)
         if values.size:
             found.update(self.start, values)
