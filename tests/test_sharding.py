@@ -204,6 +204,62 @@ def test_a_missing_shard_lists_its_tensors_and_fails_when_they_are_read(tmp_path
         xr.open_dataset(path, engine="safetensors")
 
 
+@pytest.mark.parametrize("damage", ["empty", "in the header", "in the data", "other bytes"])
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("engine", ["safetensors", None])
+def test_a_damaged_shard_is_like_a_missing_one(
+    tmp_path: Path, damage: str, position: int, engine: str | None
+) -> None:
+    path = sharded(tmp_path)
+    damaged = tmp_path / f"model-0000{position + 1}-of-00002.safetensors"
+    parts: list[dict[str, Any]] = [A, B]
+    whole, lost, there = damaged.read_bytes(), parts[position], parts[1 - position]
+    cut = {"empty": 0, "in the header": 20, "in the data": len(whole) - 5, "other bytes": 0}[damage]
+    damaged.write_bytes(b"PK and more" * 20 if damage == "other bytes" else whole[:cut])
+    with pytest.warns(CheckpointWarning, match=f"{damaged.name}' cannot be read, nor can"):
+        ds = xr.open_dataset(path, engine=engine)
+    assert set(ds.data_vars) == {*A, *B}
+    for name, values in there.items():
+        np.testing.assert_array_equal(ds[name], values)
+    for name in lost:
+        with pytest.raises(FormatError, match=damaged.name) as caught:
+            ds[name].compute()
+        assert caught.value.tensor == name
+        assert caught.value.hint
+    for shown in (repr(ds.ckpt), ds.ckpt._repr_html_()):
+        assert f"{len(lost)} tensors cannot be read" in shown
+    with pytest.warns(CheckpointWarning, match="have no statistics"):
+        assert set(ds.ckpt.stats(cache=False).data_vars) == set(there)
+    report = xckpt.verify(path)
+    assert {finding.tensor for finding in report.findings if finding.tensor} == set(lost)
+    assert not report.ok
+    with (
+        pytest.raises(FormatError, match=damaged.name),
+        pytest.warns(CheckpointWarning, match="cannot be read"),
+    ):
+        xckpt.convert(path, tmp_path / "m.zt")
+    assert not (tmp_path / "m.zt").exists()
+    damaged.write_bytes(whole)
+    assert_all(xr.open_dataset(path, engine=engine), A, B)
+
+
+def test_a_damaged_file_of_several_without_an_index_is_an_error(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    path.unlink()
+    damaged = tmp_path / "model-00002-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    every: list[Any] = [tmp_path, tmp_path / "*.safetensors", sorted(tmp_path.iterdir())]
+    for files in every:
+        with pytest.raises(FormatError, match=damaged.name):
+            xr.open_dataset(files, engine="safetensors")
+
+
+def test_an_error_of_all_shards_is_an_error(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    with pytest.raises(FormatError, match="00001-of-00002"):
+        xr.open_dataset(path, engine="ztensor")
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 10**5, "\xff"],

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from xckpt import formats
 from xckpt.arrays.parts import PartReader
 from xckpt.elements import nbytes_of
-from xckpt.errors import CheckpointError, FormatError, MissingShardError, locating, warn
+from xckpt.errors import (
+    CheckpointError,
+    FileChangedError,
+    FormatError,
+    MissingShardError,
+    locating,
+    warn,
+)
 from xckpt.index import paused_collector
 from xckpt.opening.hints import advising
 from xckpt.opening.sharding import (
@@ -79,7 +86,7 @@ def open_index(
         if index.files is not None:
             source, index = _open_set(source, index, format_options)
     else:
-        opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
+        listed, opened = open_each(listed, format, storage_options, format_options, mmap=mmap)
         with paused_collector():
             source, index = merge(listed, opened)
     if whole and may_be_quantized(index):
@@ -100,7 +107,7 @@ def _open_set(
     own = files.names[files.position]
     others = listed._replace(files={n: f for n, f in listed.files.items() if n != own})
     try:
-        opened = open_each(others, index.format, None, format_options)
+        _, opened = open_each(others, index.format, None, format_options)
         opened.insert(files.position, Opened(own, source, index))
         with paused_collector():
             merged, whole = merge(listed, opened)
@@ -159,10 +166,14 @@ def open_each(
     format_options: Mapping[str, Any],
     *,
     mmap: bool = False,
-) -> list[Opened]:
-    """Open the files of a checkpoint, several at a time, and read their indexes."""
+) -> tuple[FileList, list[Opened]]:
+    """Open the files of a checkpoint, several at a time, and read their indexes.
 
-    def opened(file: tuple[str, Any]) -> Opened:
+    Damaged files are left out where an index of shards has the names of their tensors: they are
+    the `problems` of the list that is returned.
+    """
+
+    def opened(file: tuple[str, Any]) -> Opened | CheckpointError:
         label, obj = file
         if isinstance(obj, Source):
             source = obj
@@ -170,13 +181,25 @@ def open_each(
             source = open_source(
                 obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES
             )
-        return Opened(label, source, _read(source, format, format_options))
+        try:
+            return Opened(label, source, _read(source, format, format_options))
+        except FileChangedError:
+            raise
+        except CheckpointError as error:
+            return error.with_traceback(None)
 
     there = [(label, obj) for label, obj in listed.files.items() if obj is not None]
     if not there:
         raise MissingShardError("none of its files is there", path=listed.name)
     with paused_collector(), ThreadPoolExecutor(min(len(there), _CONCURRENCY)) as threads:
-        return list(threads.map(opened, there))
+        results = dict(zip(dict(there), threads.map(opened, there), strict=True))
+    readable = [each for each in results.values() if isinstance(each, Opened)]
+    problems = {n: each for n, each in results.items() if isinstance(each, CheckpointError)}
+    if problems and (listed.weight_map is None or not readable):
+        raise next(iter(problems.values()))
+    for problem in problems.values():
+        problem.hint = problem.hint or "Fetch this file again; the others can be read"
+    return listed._replace(problems=problems), readable
 
 
 def _read(source: Source, format: str | None, format_options: Mapping[str, Any]) -> Index:
@@ -227,7 +250,7 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
     with advising(obj):
         listed = list_files(obj, storage_options)
         if listed is not None:
-            obj = next((file for file in listed.files.values() if file is not None), None)
+            obj = _readable_file(listed)
             if obj is None:
                 raise MissingShardError("none of its files is there", path=listed.name)
         source = obj
@@ -235,6 +258,16 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
             source = open_source(obj, storage_options=storage_options, first=FIRST_NBYTES)
     with source.reading_header() as header:
         return formats.detect(header).name
+
+
+def _readable_file(listed: FileList) -> Any:
+    """Return the first file that has a format; else the first file, or None if all are missing."""
+    there = [file for file in listed.files.values() if file is not None]
+    if listed.weight_map is None:
+        return there[0] if there else None
+    sources = (file for file in there if isinstance(file, Source))
+    readable = (source for source in sources if formats.recognized(source) is not None)
+    return next(readable, there[0] if there else None)
 
 
 def is_format(obj: Any, format: str) -> bool:
@@ -251,7 +284,7 @@ def is_format(obj: Any, format: str) -> bool:
     try:
         listed = list_files(obj)
         if listed is not None:
-            obj = next(file for file in listed.files.values() if file is not None)
+            obj = _readable_file(listed)
         source = obj if isinstance(obj, Source) else open_source(obj)
         found = formats.recognized(source)
     except PermissionError:

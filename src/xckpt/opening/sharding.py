@@ -8,6 +8,7 @@ import os
 import re
 from collections import defaultdict
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, replace
 from glob import glob
 from itertools import islice
@@ -71,12 +72,15 @@ class FileList(NamedTuple):
         By tensor, the file that it is in; None where all tensors of all files count.
     attrs : mapping
         What is said of all files together.
+    problems : mapping of str to CheckpointError
+        By name, why files that are there cannot be read, where the others can.
     """
 
     name: str
     files: dict[str, Any]
     weight_map: Mapping[str, str] | None = None
     attrs: Mapping[str, Any] = {}
+    problems: Mapping[str, CheckpointError] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +334,7 @@ def _indexed(source: Source) -> FileList:
 def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     """Make one checkpoint of several files."""
     warnings: list[str] = []
-    tensors = _missing(listed, warnings)
+    tensors = _unreadable(listed, warnings)
     files: dict[str, Source] = {}
     shards: dict[str, Shard] = {}
     left_out: list[str] = []
@@ -400,22 +404,31 @@ def _within(label: str, shard: str | None) -> str:
     return label if shard is None else f"{label}: {shard}"
 
 
-def _missing(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
-    """List the tensors of files that are not there: nothing is known of them but their names."""
+def _unreadable(listed: FileList, warnings: list[str]) -> dict[str, Tensor]:
+    """List the tensors of files that are missing or damaged: only their names are known."""
     tensors: dict[str, Tensor] = {}
     lost: dict[str, list[str]] = defaultdict(list)
     for name, label in (listed.weight_map or {}).items():
-        if listed.files[label] is None:
+        problem = listed.problems.get(label)
+        if problem is not None:
+            problem = copy(problem).located(tensor=name)
+        elif listed.files[label] is None:
             problem = MissingShardError(
                 f"the file {shown(label)} is missing",
                 path=listed.name,
                 tensor=name,
                 hint="Put it next to the index of shards, and open that again",
             )
-            tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
-            lost[label].append(name)
+        else:
+            continue
+        tensors[name] = Tensor(name, "unknown", (), {}, problem=problem)
+        lost[label].append(name)
     for label, names in lost.items():
-        warnings.append(f"{shown(label)} is missing, and with it {some(names)}")
+        if label in listed.problems:
+            reason = listed.problems[label].reason
+            warnings.append(f"{shown(label)} cannot be read, nor can {some(names)}: {reason}")
+        else:
+            warnings.append(f"{shown(label)} is missing, and with it {some(names)}")
     return tensors
 
 
