@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import re
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import xarray as xr
+
+import xckpt
+from tests.hostile_names import HOSTILE
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 ROWS = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", PAGE.read_text("utf-8"), re.MULTILINE))
@@ -46,6 +58,68 @@ def test_limits(row: str) -> None:
     numbers = [int(text.replace(",", "")) for text in re.findall(r"\d[\d,]*", found[0])]
     code = [place.rpartition(".") for place in LIMITS[row].split()]
     assert numbers == [getattr(import_module(f"xckpt.{of}"), name) for of, _, name in code]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Write two checkpoints of tensors with hostile names, and open them."""
+    folder = tmp_path_factory.mktemp("hostile")
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((6, 8)).astype(np.float32) for name in HOSTILE}
+    paths = []
+    for number in range(2):
+        paths.append(str(folder / f"{number}.zt"))
+        dims: dict[str, Any] = {
+            n: ([f"{k}", f"{k}x"], a + number) for k, (n, a) in enumerate(arrays.items())
+        }
+        dims["ones \x1b[2J"] = (["y"], np.ones(9))
+        xckpt.save(xr.Dataset(dims, attrs=dict.fromkeys(HOSTILE, HOSTILE[1])), paths[-1])
+    ds = xr.open_dataset(paths[0], engine="ztensor")
+    return {"paths": paths, "ds": ds, "stats": xckpt.stats(paths[0], cache=False)}
+
+
+SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ds.ckpt": lambda found: repr(found["ds"].ckpt),
+    "ds.ckpt as HTML": lambda found: found["ds"].ckpt._repr_html_(),
+    "ds.ckpt.tree": lambda found: repr(xr.open_datatree(found["paths"][0]).ckpt),
+    "statistics": lambda found: repr(found["stats"].ckpt),
+    "differences": lambda found: repr(xckpt.compare(*found["paths"], cache=False).ckpt),
+    "findings": lambda found: "".join(xckpt.findings(found["paths"][0])["explanation"]),
+    "an index": lambda found: repr(xckpt.read_index(found["paths"][0])),
+    "a report": lambda found: repr(
+        xckpt.verify(found["paths"][0], manifest=xckpt.manifest(found["paths"][1]))
+    ),
+    "a manifest": lambda found: repr(xckpt.manifest(found["paths"][0])),
+    "xckpt info": lambda found: printed("info", found["paths"][0]),
+    "xckpt stats": lambda found: printed("stats", found["paths"][0]),
+    "xckpt compare": lambda found: printed("compare", *found["paths"]),
+}
+
+
+def printed(*arguments: str) -> str:
+    """Return what a command prints."""
+    with redirect_stdout(StringIO()) as out:
+        main(list(arguments))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("what", SHOWN)
+def test_names_are_escaped_wherever_they_are_shown(hostile: dict[str, Any], what: str) -> None:
+    text = SHOWN[what](hostile)
+    assert not set(text) & {"\x1b", "\u202e", "\x07", "\r"}
+
+
+def test_errors_and_warnings_escape_names(hostile: dict[str, Any]) -> None:
+    for name in HOSTILE:
+        with pytest.raises(KeyError) as error:
+            hostile["ds"].ckpt[name + name]
+        assert not set(str(error.value)) & {"\x1b", "\u202e", "\x07", "\r"}
+
+
+def test_tables_have_the_exact_names(hostile: dict[str, Any]) -> None:
+    # To select by them. What pandas and xarray print is theirs.
+    assert list(hostile["stats"].ckpt.table().index) == [*HOSTILE, "ones \x1b[2J"]
+    assert list(hostile["ds"].data_vars) == [*HOSTILE, "ones \x1b[2J"]
 
 
 def test_limits_of_servers() -> None:
