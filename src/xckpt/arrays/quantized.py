@@ -123,6 +123,17 @@ class QuantizedArray(_OfParts):
         """Return the codes of at most 8 bits of a box, as they are stored."""
         return self._codes(_Box(start, stop))[1]
 
+    def scales(self, start: Shape, stop: Shape) -> Array:
+        """Return the scale of every element of a box."""
+        box = _Box(start, stop)
+        entries = [self._entries(axis, box) for axis in range(self.ndim)]
+        first = tuple([int(each.min()) for each in entries])
+        grid = _Box(first, tuple([int(each.max()) + 1 for each in entries]))
+        at = np.ix_(*(each - begin for each, begin in zip(entries, first, strict=True)))
+        scales: Array = self._scales(grid)[at]
+        factor = self.quantization.factor
+        return scales if factor is None else scales * np.float32(factor)
+
     def chunks(self, target: int) -> Chunks:
         """Return chunks along the slowest axis of what is stored; see `LazyArray.chunks`."""
         axes = self.quantization.axes or tuple(range(self.ndim))
