@@ -9,6 +9,10 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+#: Causes of changed tensors: they describe a difference, and explain nothing.
+DESCRIBING = frozenset(
+    ["offset", "scaled", "rows_permuted", "cut", "pruned", "low_rank", "changed"]
+)
 BF16 = ml_dtypes.bfloat16
 ROUNDED = {"bfloat16": BF16, "float16": np.float16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
@@ -20,6 +24,15 @@ class Made(NamedTuple):
     b: dict[str, Array]
     causes: dict[str, str]
     parameters: dict[str, dict[str, Any]]
+
+
+def outcome_of(name: str, cause: str) -> str:
+    """Return the outcome of a tensor with a cause."""
+    causes = set(cause.split("+"))
+    if causes & {"only_a", "only_b"}:
+        return "unmatched"
+    is_new = name.endswith("padded.new")  # its new rows are not zeros
+    return "changed" if causes & DESCRIBING or is_new else "explained"
 
 
 def rope(rows: Array, heads: int) -> Array:
@@ -154,9 +167,6 @@ def made(rows: int, columns: int, seed: int) -> Made:  # noqa: C901, PLR0915  a 
     join("fused.transposed", "fused+transposed", parts, np.concatenate(parts).T)
     parts = [new() for _ in range(2)]
     join("fused.rounded", "fused+rounded", parts, bf(np.concatenate(parts)))
-    parts = [new() for _ in range(2)]
-    interleaved = np.stack(parts, axis=1).reshape(2 * rows, columns)
-    join("fused.permuted", "fused+rows_permuted", parts, interleaved)
     parts = [new() for _ in range(3)]
     join("fused.stacked", "fused", parts, np.stack(parts))
     parts = [new() for _ in range(2)]

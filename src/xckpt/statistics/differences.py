@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
-    from xckpt.statistics.entries import Describable
+    from xckpt.statistics.entries import Describable, Subject
     from xckpt.statistics.pairs import Match
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
@@ -101,10 +101,10 @@ def compare(
         Whether to count the codes of tensors of `b` that are quantised, by another pass over them,
         for the statistics ``saturated`` and ``unused``.
     explain : bool
-        Whether to find out why tensors differ: rounded, transposed, renamed, ... It takes another
-        pass over the tensors that differ. The result has ``attrs["explanation"]``, a sentence about
-        all tensors; each variable has the attributes below, lists where it is stacked, and a table
-        has columns of them.
+        Whether to find out why tensors differ: rounded, transposed, renamed, quantised, ... It
+        takes one or two more passes over the tensors that differ. The result has
+        ``attrs["explanation"]``, a sentence about all tensors, exceptions first; each variable has
+        the attributes below, lists where it is stacked, and a table has columns of them.
     progress : bool or callable, optional
         As for `stats`; bytes are those of both.
     compute : bool
@@ -157,13 +157,17 @@ def compare(
         With `explain` there are also:
 
         ====================  ==================================================================
-        ``cause``             one of ``equal, rounded, offset, scaled, transposed, rows_permuted,
-                              rope_permuted, fused, split, padded, cut, renamed, pruned, low_rank,
-                              quantised, changed, only_a, only_b``, or several joined by ``+``
+        ``outcome``           ``explained``: one tensor follows from the other by admitted
+                              causes, verified on every element; ``changed``: it differs;
+                              ``unmatched``: one side has it alone
+        ``cause``             one of ``equal, renamed, transposed, rope_permuted, fused, split,
+                              padded, rounded, quantised, offset, scaled``, which explain (the
+                              last two where the architecture is known for it), ``misplaced,
+                              rows_permuted, cut, pruned, low_rank, changed``, which do not, and
+                              ``only_a, only_b``; or several joined by ``+``
         ``explanation``       a sentence with numbers
-        ``verified``          whether the cause holds for every element; if not, the sentence
-                              begins with "looks like"
-        ``offset, scale``     what was added, and multiplied by
+        ``verified``          whether the tensor is explained
+        ``offset, scale``     the number that was added, or multiplied by
         ``rank, heads``       of a low-rank update, and of a permutation for rotary embeddings
         ``other_names``       the tensors on the other side, where their names differ
         ====================  ==================================================================
@@ -200,6 +204,7 @@ def compare(
     ``gptrs``       the names of gpt.rs for those of GPT-2 and of Llama
     ``gguf``        those of the package `gguf`, where it is installed
     ``values``      constants, and equal tensors of which there are as many on either side
+    ``alike``       nearly the same numbers: rounded or quantised, transposed or permuted or not
     ==============  ============================================================================
 
     Examples
@@ -226,7 +231,9 @@ def compare(
     shapes = [(len(MEASURES), *entry.shape) for entry in entries]
     values = find(inputs) if compute else deferred(find, inputs, shapes)
     attrs = _attrs_of(entries, rows, has_names=names is not None)
-    said = _explained(entries, rows, values, attrs, progress) if explain else {}
+    said = {}
+    if explain:
+        said = _explained(entries, rows, values, attrs, sides=(ours, theirs), progress=progress)
     statistics: tuple[str, ...] = MEASURES
     if codes:
         statistics += OF_CODES
@@ -268,10 +275,12 @@ def _explained(
     rows: Sequence[Sequence[Match]],
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
+    *,
+    sides: Sequence[Subject],
     progress: ProgressOption,
 ) -> dict[str, str]:
     """Put explanations into the attributes of variables; return the sentence about all."""
-    from xckpt.statistics.explaining import Case, explain, explained_attrs, sentence
+    from xckpt.statistics.explaining import Architecture, Case, explain, explained_attrs, sentence
 
     cases = []
     for entry, some, measured in zip(entries, rows, values, strict=True):
@@ -281,12 +290,19 @@ def _explained(
             status = "" if isnan(numbers[0]) else STATUSES[int(numbers[0])]
             known = dict(zip(MEASURES, numbers, strict=True))
             cases.append(Case(row, status, known))
-    found = explain(cases, progress)
-    left = iter(found)
+
+    def measure(pairs: Sequence[PairReader | ChunkedPair]) -> list[dict[str, float]]:
+        rows = compare_pairs(pairs, progress=False, cache=False)
+        return [dict(zip(MEASURES, row, strict=True)) for row in rows]
+
+    names = (name for case in cases for name in (case.match.name, case.other_name))
+    architecture = Architecture([side.attrs for side in sides], names)
+    explanations = explain(cases, architecture, measure, progress)
+    left = iter(explanations)
     for entry, some, attr in zip(entries, rows, attrs, strict=True):
-        told = _at_places(entry, [next(left) for _ in some])
-        attr.update(explained_attrs(told, is_stacked=bool(entry.dims)))
-    return {"explanation": sentence(cases, found)}
+        of_entry = _at_places(entry, [next(left) for _ in some])
+        attr.update(explained_attrs(of_entry, is_stacked=bool(entry.dims)))
+    return {"explanation": sentence(cases, explanations)}
 
 
 def _compare_all(

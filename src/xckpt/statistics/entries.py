@@ -92,10 +92,13 @@ class Subject:
         variables: Mapping[Hashable, xr.Variable],
         coords: Mapping[Hashable, xr.Variable],
         source: str,
+        attrs: Mapping[Any, Any] | None = None,
     ) -> None:
         self.variables = self.tensors = variables
         self.coords = coords
         self.source = source
+        #: Attributes of the checkpoint.
+        self.attrs: Mapping[Any, Any] = attrs or {}
 
     def entries(self, dims: Collection[Hashable] | None = None) -> list[Described]:
         """List variables of numbers with their tensors; others are left out with a warning."""
@@ -173,6 +176,7 @@ class _FileSubject(Subject):
 
     def __init__(self, source: Source, index: Index, options: OpenOptions) -> None:
         self.source = source.name
+        self.attrs = index.attrs
         self._opened = source, index, options
         self._coords = index.arrangement.coords
         listing = list_arrays(source, index, options)
@@ -298,7 +302,7 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
         variables = {
             n: remembered(n, v, coords) for n, v in obj.variables.items() if n not in coords
         }
-        return Subject(variables, coords, str(obj.encoding.get("source", "")))
+        return Subject(variables, coords, str(obj.encoding.get("source", "")), obj.attrs)
     if isinstance(obj, xr.DataArray):
         coords = {name: coord.variable for name, coord in obj.coords.items()}
         name = "data" if obj.name is None else obj.name
@@ -344,7 +348,7 @@ def _tree_contents(tree: xr.DataTree) -> Subject:
                 found = remembered(flat_name(node.path, str(leaf)), variable, here)
                 name = _flat_name(path, found.encoding)
                 variables[path if name in variables else name] = found
-    return Subject(variables, coords, str(tree.root.encoding.get("source", "")))
+    return Subject(variables, coords, str(tree.root.encoding.get("source", "")), tree.root.attrs)
 
 
 def _lazy_array(variable: xr.Variable) -> LazyArray | None:

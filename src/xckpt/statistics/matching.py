@@ -7,8 +7,7 @@ such as the norms of a model that was not trained: there known spellings of name
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from hashlib import blake2b
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,19 +19,20 @@ from xckpt.labels.conventions import same_tensors
 from xckpt.labels.selection import renamed, select
 from xckpt.progress import Progress
 from xckpt.statistics.entries import Described, Subject
-from xckpt.statistics.explaining.fingerprints import fingerprints
+from xckpt.statistics.explaining.names import Rules
+from xckpt.statistics.explaining.search import partners
+from xckpt.statistics.explaining.sketches import sketched
 from xckpt.statistics.pairs import Match, Partner, pair_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
     from xckpt.labels.selection import Renaming
     from xckpt.progress import ProgressOption
-    from xckpt.statistics.explaining.fingerprints import Fingerprint
+    from xckpt.statistics.explaining.search import Candidate
+    from xckpt.statistics.explaining.sketches import Sketched
     from xckpt.statistics.readers import Reader
-
-Prints = dict[str, "Fingerprint"]
 
 
 def matched(
@@ -110,84 +110,145 @@ def _rows_of(
 def _partners(
     ours: Mapping[str, Reader], theirs: Mapping[str, Reader], progress: Progress
 ) -> dict[str, Partner]:
-    """Find for tensors of one side those of the other; values are read where names differ."""
+    """Pair tensors of two sides; numbers are read where names differ."""
     found = {name: Partner(name, "name") for name in ours if name in theirs}
-    left = {name: reader for name, reader in ours.items() if name not in found}
-    right = {name: reader for name, reader in theirs.items() if name not in found}
+    sides = [
+        {name: reader for name, reader in side.items() if name not in found}
+        for side in (ours, theirs)
+    ]
+    left, right = sides
 
     def take(name: str, other: str, rule: str) -> None:
         if name in left and other in right:
             found[name] = Partner(other, rule)
             del left[name], right[other]
 
-    # Those are hashed that have as many elements as one of the other side has.
+    # Those are read that have as many elements as one of the other side has.
     sizes = {reader.size for reader in left.values()} & {reader.size for reader in right.values()}
-    sides = [{n: r for n, r in each.items() if r.size in sizes} for each in (left, right)]
-    readers = [reader for side in sides for reader in side.values()]
-    every = iter(fingerprints(readers, columns=True, progress=progress))
-    prints = [
-        {name: one for name, one in zip(side, every, strict=False) if one is not None}
-        for side in sides
+    readers = [r for side in sides for r in side.values() if r.size in sizes]
+    sketches = {id(r): each for r, each in zip(readers, sketched(readers, progress), strict=True)}
+
+    def remaining() -> list[list[Sketched]]:
+        """Return the sketches of what is left."""
+        return [[s for r in side.values() if (s := sketches.get(id(r)))] for side in sides]
+
+    copies = _copies(remaining())
+    alike = [each for each in partners(*remaining(), extended=False) if each.is_exact]
+    exact = [
+        (each.a.name, each.b.name, _rule_of(each))
+        for each in alike
+        if not {id(each.a), id(each.b)} & copies
     ]
-
-    def known() -> list[Prints]:
-        """Return the hashes of what is left."""
-        both = zip(prints, (left, right), strict=True)
-        return [{name: one for name, one in some.items() if name in side} for some, side in both]
-
-    for rule, key in _KEYS:
-        for name, other in _equal(key, *known()):
+    exact += _same_elements(remaining(), {name for pair in exact for name in pair[:2]})
+    shapes: dict[str, object] = {r.name: r.array.shape for r in right.values()}
+    broken = Rules((name, other) for name, other, _ in exact).broken(right, shapes)
+    for name, other, rule in exact:
+        if name not in broken:
             take(name, other, rule)
     for name, other, rule in same_tensors(left, right):
-        # What is fused has the name of a part.
+        # A tensor that consists of others has the name of a part.
         small, large = sorted((ours[name].size, theirs[other].size))
         if rule == "prefix" or large < 2 * small or small == large:
             take(name, other, rule)
-    # Constants, and what is there several times: any of them has the same values.
-    for name, other in _in_order(*known()):
-        take(name, other, "values")
+    # Constants, and copies: any of them has the same values.
+    for a, b in _in_order(*remaining()):
+        take(a.name, b.name, "values")
+    known = [(name, partner.name) for name, partner in found.items() if partner.name != name]
+    for name, other in _alike(remaining(), known, shapes):
+        take(name, other, "alike")
     return found
 
 
-def _equal(
-    keys: Callable[[Fingerprint], list[Hashable]], first: Prints, second: Prints
-) -> Iterator[tuple[str, str]]:
-    """Find tensors that are not constant and have a key in common, which no others have."""
-    sides: list[dict[Hashable, set[str]]] = [defaultdict(set), defaultdict(set)]
-    for side, prints in zip(sides, (first, second), strict=True):
-        for name, each in prints.items():
-            for key in keys(each) if each.low < each.high else ():
-                side[key].add(name)
-    for key, names in sides[0].items():
-        others = sides[1].get(key, set())
-        if len(names) == len(others) == 1:
-            yield min(names), min(others)
+# Sums of numbers that were quantised to few bits agree at least this much.
+_ALIKE = 0.8
 
 
-def _in_order(first: Prints, second: Prints) -> Iterator[tuple[str, str]]:
+def _alike(
+    sides: Sequence[Sequence[Sketched]],
+    known: Sequence[tuple[str, str]],
+    shapes: dict[str, object],
+) -> list[tuple[str, str]]:
+    """Pair tensors that were rounded or quantised: they have nearly the same sums."""
+    rest = [
+        (each.a.name, each.b.name)
+        for each in partners(*sides, extended=False)
+        if each.arrangement.score >= _ALIKE and not each.is_exact
+    ]
+    broken = Rules([*known, *rest]).broken({each.name for each in sides[1]}, shapes)
+    return [pair for pair in rest if pair[0] not in broken]
+
+
+def _rule_of(candidate: Candidate) -> str:
+    """Return the rule by which two tensors of the same numbers belong together."""
+    causes = [step.cause for step in candidate.arrangement.steps]
+    if candidate.arrangement.score < _SAME:
+        is_rows = candidate.a.shape == candidate.b.shape or _is_turned(candidate)
+        return "rows" if is_rows else "elements"
+    return "rows" if "rope_permuted" in causes else "transposed" if causes else "values"
+
+
+_SAME = 1 - 1e-9
+
+
+def _is_turned(candidate: Candidate) -> bool:
+    return candidate.a.shape == candidate.b.shape[::-1]
+
+
+def _same_elements(
+    sides: Sequence[Sequence[Sketched]], taken: set[str]
+) -> list[tuple[str, str, str]]:
+    """Pair tensors with the same numbers in any order, if there is one on either side."""
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip(sides, groups, strict=True):
+        for each in side:
+            if not each.is_constant and each.name not in taken:
+                group[each.size, each.sketch.low, each.sketch.high].append(each)
+    return [
+        (some[0].name, other[0].name, _rule_of_elements(some[0], other[0]))
+        for key, some in groups[0].items()
+        if len(some) == len(other := groups[1].get(key, [])) == 1 and some[0].is_like(other[0])
+    ]
+
+
+def _rule_of_elements(a: Sketched, b: Sketched) -> str:
+    """Return whether the rows, or the columns, are those of the other tensor in another order."""
+    for x in (a.rows, a.columns):
+        for y in (b.rows, b.columns):
+            if x is not None and y is not None and len(x) == len(y) > 1 and len(a.shape) > 1:
+                scale = float(np.abs(x).max()) or 1.0
+                if np.abs(np.sort(x) - np.sort(y)).max() <= _NEARLY * scale:
+                    return "rows"
+    return "elements"
+
+
+_NEARLY = 1e-9
+
+
+def _copies(sides: Sequence[Sequence[Sketched]]) -> set[int]:
+    """Return the ids of tensors that are there several times on one side."""
+    found: set[int] = set()
+    for side in sides:
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for each in side:
+            groups[_contents(each)].append(id(each))
+        found.update(number for some in groups.values() if len(some) > 1 for number in some)
+    return found
+
+
+def _contents(each: Sketched) -> Any:
+    totals = tuple(np.round(each.sketch.totals, 12).tolist())
+    return each.shape, each.sketch.low, each.sketch.high, totals
+
+
+def _in_order(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched]
+) -> Iterator[tuple[Sketched, Sketched]]:
     """Pair tensors of equal values in the order of the files, if there are as many of them."""
-    counts = [Counter(each.contents for each in side.values()) for side in (first, second)]
-    others = defaultdict(list)
-    for name, each in second.items():
-        others[each.contents].append(name)
-    for name, each in first.items():
-        if counts[0][each.contents] == counts[1][each.contents]:
-            yield name, others[each.contents].pop(0)
-
-
-# --- what is equal of two tensors that belong together -------------------------------------------
-
-
-def _hashes(one: Fingerprint, fewest: int, order: Callable[[Any], Any]) -> list[Hashable]:
-    """Return digests of the rows and of the columns, if there are so many, in some order."""
-    sides = [each for each in (one.rows, one.columns) if each is not None and len(each) >= fewest]
-    digests = [blake2b(order(each).tobytes(), digest_size=16).digest() for each in sides]
-    return [(one.elements, digest) for digest in digests]
-
-
-_KEYS: tuple[tuple[str, Callable[[Fingerprint], list[Hashable]]], ...] = (
-    ("values", lambda one: [one.contents]),
-    ("transposed", lambda one: _hashes(one, 0, np.asarray)),
-    ("rows", lambda one: _hashes(one, 2, np.sort)),
-    ("elements", lambda one: [(one.elements, one.count)]),
-)
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for each in side:
+            group[_contents(each)].append(each)
+    for key, some in groups[0].items():
+        other = groups[1].get(key, [])
+        if len(some) == len(other):
+            yield from zip(some, other, strict=True)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Of a file that is read across the order of its elements, at a time: a read brings few of them.
-_TURNED_NBYTES = 64 << 20
+#: Bytes read at a time across the order of a file, where one read brings few elements.
+TURNED_NBYTES = 64 << 20
 
 
 def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | ChunkedPair:
@@ -46,7 +46,7 @@ def pair_of(first: Reader, second: Reader, name: str = "") -> PairReader | Chunk
         orders = _order(ours), _order(theirs)
         if orders[0] != orders[1]:
             # In the order of the one that is costly to read otherwise.
-            if not _is_sliceable(theirs) and _is_sliceable(ours):
+            if not is_sliceable(theirs) and is_sliceable(ours):
                 ours = _reordered(ours, orders[1])
             else:
                 theirs = _reordered(theirs, orders[0])
@@ -292,15 +292,15 @@ def _order(reader: Reader) -> str:
 def _reordered(reader: Reader, order: str) -> Reader:
     """Read the elements in another order than they are stored in."""
     array = reader.array
-    kind = ArrayReader if _is_sliceable(reader) else _LoadedReader
+    kind = ArrayReader if is_sliceable(reader) else _LoadedReader
     new = kind(_TransposedArray(array) if order == "F" else array, reader.nbytes)
     new.place, new.local = reader.place, reader.local
     if not reader.local:
-        new.piece_nbytes = _TURNED_NBYTES
+        new.piece_nbytes = TURNED_NBYTES
     return new
 
 
-def _is_sliceable(reader: Reader) -> bool:
+def is_sliceable(reader: Reader) -> bool:
     """Return whether any slice costs no more than what is in it."""
     lazy = reader.array
     if not isinstance(lazy, DenseArray):

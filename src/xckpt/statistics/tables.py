@@ -10,7 +10,7 @@ from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.statistics.differences import STATUSES
 from xckpt.statistics.entries import member_names
-from xckpt.statistics.explaining.wording import COLUMNS, TEXTS
+from xckpt.statistics.explaining.outcome import COLUMNS, TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _SEVERITY = ("same", "changed", "only_b", "only_a", "shape")
 # Shown of a result at a glance, of a comparison or of statistics.
 _SHOWN = (
-    *("status", "cause", "count", "equal_fraction", "nan", "inf"),
+    *("status", "outcome", "cause", "count", "equal_fraction", "nan", "inf"),
     *("max_abs", "rmse", "rel_l2", "cosine"),
     *("sqnr_db", "min", "max", "mean", "std"),
 )
@@ -53,8 +53,9 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         The index ``tensor`` has the names of the tensors in the file, also of those that are
         stacked; there is one column for each statistic. Of a comparison, what changed most comes
         first: tensors that cannot be compared, those that differ by NaN or infinities, and others
-        by ``rel_l2``. One that was explained has the columns ``cause``, ``explanation``,
-        ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and ``other_names`` as well.
+        by ``rel_l2``. One with ``explain=True`` has the columns ``outcome``, ``cause``,
+        ``explanation``, ``verified``, ``offset``, ``scale``, ``rank``, ``heads`` and
+        ``other_names`` as well.
 
     Raises
     ------
@@ -81,9 +82,11 @@ def table(result: xr.Dataset) -> pd.DataFrame:
         if any(said.get(key, ())):
             frame[key] = said[key]
     if "cause" in said:
-        frame.insert(1, "cause", said["cause"])
-        for key in COLUMNS[1:]:
-            frame[key] = said[key]
+        frame.insert(1, "outcome", said["outcome"])
+        frame.insert(2, "cause", said["cause"])
+        for key in COLUMNS:
+            if key not in {"outcome", "cause"}:
+                frame[key] = said[key]
         frame["verified"] = frame["verified"] == 1
     return _ranked(frame) if "status" in frame else frame
 

@@ -1,6 +1,13 @@
-"""Why tensors differ: what `compare(explain=True)` says of them."""
+"""Why tensors differ: what `compare(explain=True)` says of them.
 
-from xckpt.statistics.explaining.explain import explain
-from xckpt.statistics.explaining.wording import CAUSES, COLUMNS, Case, explained_attrs, sentence
+Read `passes` first: the passes over what is not explained yet, in their order. `search` suggests
+arrangements because of `sketches`, `arrangements` are views of the same numbers in other places,
+`verification` tests relations on every element, and `causes` are these relations. The outcome of a
+tensor is decided in `outcome`.
+"""
 
-__all__ = ["CAUSES", "COLUMNS", "Case", "explain", "explained_attrs", "sentence"]
+from xckpt.statistics.explaining.architectures import Architecture
+from xckpt.statistics.explaining.outcome import CAUSES, COLUMNS, Case, explained_attrs, sentence
+from xckpt.statistics.explaining.passes import explain
+
+__all__ = ["CAUSES", "COLUMNS", "Architecture", "Case", "explain", "explained_attrs", "sentence"]

@@ -1,494 +1,326 @@
-"""Look for the numbers of tensors in other places, orders and tensors, by their hashes."""
+"""The search for arrangements: which tensors have the same numbers, and in which places.
+
+Everything here is suggested by sums of rows and columns (`sketches`), which rounding and
+quantisation hardly change. What is found is verified elsewhere.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from itertools import permutations, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.statistics.explaining.fingerprints import (
-    Transform,
-    fingerprints,
-    is_complex,
+from xckpt.statistics.explaining.arrangements import (
+    Cut,
+    Padded,
+    Permuted,
+    RopePermuted,
+    Transposed,
 )
-from xckpt.statistics.explaining.relations import FRACTION_BITS, INEXACT, scales_between, spacing_of
-from xckpt.statistics.explaining.wording import Explanation, heads_of, quoted
+from xckpt.statistics.explaining.names import likeness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from xckpt.progress import Progress
-    from xckpt.statistics.explaining.fingerprints import Fingerprint
-    from xckpt.statistics.readers import Reader
+    from xckpt.statistics.explaining.arrangements import Step
+    from xckpt.statistics.explaining.sketches import Sketched
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Prints = dict[int, "Fingerprint"]
+Shape = tuple[int, ...]
 
-# Tensors that one may be compared with, beyond that of its name.
-_MOST_CANDIDATES = 16
-_MOST_JOINT = 4096
+#: Sums that agree less than this are not those of one tensor.
+ALIKE = 0.5
+#: From here on no other order of the rows is looked for.
+SURE = 0.95
+# Sums that are compared of all pairs of tensors, and pairs that are looked at closely.
+_SCREENED = 512
+_CLOSER = 6
+_MOST_AXES = 4
 # Sizes of heads that are tried first: rows that are alike may fit several.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 _SMALLEST_HEAD = 4
-# Bits of a float32 that numbers of these types do not have.
-_LOST = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
+# Rows of which two permutations, one after the other, are looked for.
+_TWICE = 512
+# Of an order of rows that is not known: how much it counts, and where it is looked for.
+_SHUFFLED = 0.9
+_FEWEST_ROWS, _MOST_ROWS = 8, 1 << 16
+_EQUAL = 1 - 1e-7
+_LONGEST_HEADS = 1 << 17
+_FEWEST = 3
 
 
-class Search:
-    """What is not in its place, by the numbers of cases; both sides of those of one name."""
+class Arrangement(NamedTuple):
+    """How a tensor of `a` may be arranged in one of `b`, and how much the sums agree."""
 
-    def __init__(
-        self, readers: Mapping[int, tuple[Reader | None, Reader | None]], bar: Progress
-    ) -> None:
-        self.sides: tuple[dict[int, Reader], dict[int, Reader]] = ({}, {})
-        for n, both in readers.items():
-            for side, reader in zip(self.sides, both, strict=True):
-                if reader is not None and reader.size and not is_complex(reader):
-                    side[n] = reader
-        self.bar = bar
-        self.found: tuple[dict[int, Explanation], dict[int, Explanation]] = ({}, {})
+    score: float
+    steps: tuple[Step, ...]
 
-    def run(self) -> dict[int, Explanation]:
-        """Return what was found of either side; of those of one name, what is said of `a`."""
-        if all(self.sides):
-            ours, theirs = self._hash(0, self.sides[0]), self._hash(1, self.sides[1])
-            self._match(ours, theirs, {})
-            self._rounded(ours, theirs)
-            self._moved(ours, theirs)
-            # Those of one name have nothing to do with each other.
-            left = self._left(0, ours), self._left(1, theirs)
-            self._match_others(*left, {}, _whole)
-        only_b = {n: one for n, one in self.found[1].items() if n not in self.sides[0]}
-        return only_b | self.found[0]
+    @property
+    def is_cut(self) -> bool:
+        """Whether numbers are left out, which explains nothing."""
+        return any(isinstance(step, Cut) for step in self.steps)
 
-    def _hash(
-        self,
-        side: int,
-        readers: Mapping[int, Reader],
-        by: Mapping[int, Transform] | None = None,
-    ) -> Prints:
-        """Hash tensors of one side, as they are or transformed."""
-        transforms = [by[n] for n in readers] if by else None
-        made = fingerprints(
-            list(readers.values()), transforms=transforms, columns=True, progress=self.bar
-        )
-        return {n: one for n, one in zip(readers, made, strict=True) if one is not None}
-
-    def _left(self, side: int, prints: Mapping[int, Fingerprint]) -> Prints:
-        return {n: one for n, one in prints.items() if n not in self.found[side]}
-
-    def _alone(self, ours: Prints, theirs: Prints) -> tuple[Prints, Prints]:
-        """Return those that are left and have no tensor of their name on the other side."""
-        mine, other = self._left(0, ours), self._left(1, theirs)
-        return (
-            {n: one for n, one in mine.items() if n not in self.sides[1]},
-            {n: one for n, one in other.items() if n not in self.sides[0]},
-        )
-
-    # --- as the numbers are ---------------------------------------------------------------------
-
-    def _match(self, ours: Prints, theirs: Prints, by: Mapping[int, Explanation]) -> None:
-        """Match hashes of tensors; `by` says what was done with the numbers of some of `a`."""
-        ours, theirs = self._left(0, ours), self._left(1, theirs)
-        for n in ours.keys() & theirs.keys():
-            placed = _placement(ours[n], theirs[n])
-            if placed is not None:
-                self._say(n, n, placed, by.get(n))
-        self._match_others(*self._alone(ours, theirs), by, _whole)
-        some = next(iter(by.values()), None)
-        self._join(self._left(1, theirs), self._left(0, ours), 1, some)
-        self._join(self._left(0, ours), self._left(1, theirs), 0, some)
-        self._match_others(*self._alone(ours, theirs), by, _beginning)
-
-    def _match_others(
-        self,
-        ours: Prints,
-        theirs: Prints,
-        by: Mapping[int, Explanation],
-        keys: Callable[[Fingerprint], Iterable[Any]],
-    ) -> None:
-        """Find the numbers of tensors under other names."""
-        known: dict[Any, list[int]] = defaultdict(list)
-        for m, other in theirs.items():
-            if not _is_constant(other) or m not in self.sides[0]:
-                for key in keys(other):
-                    known[key].append(m)
-        for n, one in ours.items():
-            if _is_constant(one) and n in self.sides[1]:
-                continue
-            candidates = dict.fromkeys(m for key in keys(one) for m in known.get(key, ()))
-            free = [m for m in candidates if m not in self.found[1]]
-            for m in [*free, *candidates][:_MOST_CANDIDATES]:
-                placed = _placement(one, theirs[m])
-                if placed is not None:
-                    self._say(n, m, placed, by.get(n))
-                    break
-
-    def _say(self, n: int, m: int, placed: Explanation, before: Explanation | None) -> None:
-        causes, done = placed.causes, placed.text
-        if before is not None:
-            causes = (*before.causes, *causes)
-            done = " and ".join(filter(None, (before.text, done)))
-        after = f" after {done}" if done else ""
-        one = replace(before or placed, causes=causes, heads=placed.heads)
-        if n == m:
-            text = f"equal{after}" if after else "equal, but the shapes differ"
-            one = replace(one, causes=causes or ("equal",), text=text)
-            self.found[0][n] = self.found[1][n] = one
-            return
-        for side, number, other in ((0, n, m), (1, m, n)):
-            name = self.sides[1 - side][other].name
-            text = f"equal to {quoted([name])} of {'ab'[1 - side]}{after}"
-            named = replace(one, causes=("renamed", *causes), text=text, other_names=(name,))
-            self.found[side].setdefault(number, named)
-
-    def _join(self, wholes: Prints, parts: Prints, side: int, before: Explanation | None) -> None:
-        """Find tensors of one side that are made of several of the other."""
-        ours, theirs = self.sides[side], self.sides[1 - side]
-        alone = {n: one for n, one in parts.items() if n not in ours and one.count > 1}
-        if not 1 < len(alone) <= _MOST_JOINT:
-            return
-        starts = {
-            kind: np.array(
-                [h[0] if (h := getattr(one, kind)) is not None else 0 for one in alone.values()],
-                np.uint64,
-            )
-            for kind in ("rows", "columns")
-        }
-        numbers = np.array(list(alone))
-        for m, whole in wholes.items():
-            near = np.zeros(len(numbers), np.bool_)
-            for kind in ("rows", "columns"):
-                hashes = getattr(whole, kind)
-                if hashes is not None:
-                    # numpy 2.0 cannot make a table of numbers over 2**63; it sorts them instead.
-                    near |= np.isin(starts["rows"], hashes, kind="sort")
-                    near |= np.isin(starts["columns"], hashes, kind="sort")
-            some = {
-                str(n): alone[n] for n in numbers[near].tolist() if n not in self.found[1 - side]
-            }
-            made = _joint(whole, some) if len(some) > 1 else None
-            if made is None:
-                continue
-            members = [int(each) for each in made.other_names]
-            cause = "fused" if side else "split"
-            causes = (before.causes if before else ()) + (cause, *made.causes)
-            names = tuple(theirs[n].name for n in members)
-            base = before or Explanation((), "")
-            after = f", after {before.text}" if before else ""
-            text = f"{quoted(names)} of {'ab'[1 - side]}, {made.text}{after}"
-            self.found[side][m] = replace(base, causes=causes, text=text, other_names=names)
-            name = ours[m].name
-            text = f"part of {quoted([name])} of {'ab'[side]}, {made.text}{after}"
-            for n in members:
-                one = replace(base, causes=causes, text=text, other_names=(name,))
-                self.found[1 - side][n] = one
-
-    # --- as they are once they are transformed ------------------------------------------------
-
-    def _rounded(self, ours: Prints, theirs: Prints) -> None:
-        """Look for numbers of one side among those of the other that were rounded."""
-        for side, fine, coarse in ((0, ours, theirs), (1, theirs, ours)):
-            types = {
-                t
-                for m, one in self._left(1 - side, coarse).items()
-                for t in _types(self.sides[1 - side][m], one)
-            }
-            for chain in sorted(types):
-                transform = Transform(types=chain)
-                targets = {
-                    m: one
-                    for m, one in self._left(1 - side, coarse).items()
-                    if chain in _types(self.sides[1 - side][m], one)
-                }
-                some = {
-                    n: self.sides[side][n]
-                    for n, one in self._left(side, fine).items()
-                    if self._may_become(side, n, one, transform, targets)
-                }
-                if not some:
-                    continue
-                prints = self._hash(side, some, dict.fromkeys(some, transform))
-                text = f"rounding {'ab'[side]} to {' and then to '.join(chain)}"
-                done = Explanation(("rounded",), text)
-                if side:
-                    self._match(targets, prints, dict.fromkeys(targets, done))
-                else:
-                    self._match(prints, targets, dict.fromkeys(some, done))
-
-    def _may_become(
-        self, side: int, n: int, one: Fingerprint, transform: Transform, targets: Prints
-    ) -> bool:
-        kind = one.kind.name
-        bits = FRACTION_BITS.get(kind, 0)
-        if bits <= min(FRACTION_BITS[name] for name in transform.types):
-            return False
-        if any(not one.bits & _LOST.get(name, -1) for name in transform.types):
-            return False  # nothing would be rounded
-        with np.errstate(all="ignore"):
-            low, high = transform(np.array([one.low, one.high])).tolist()
-        is_alone = n not in self.sides[1 - side]
-        for m, other in targets.items():
-            if other.count == one.count:
-                if other.low == low and other.high == high:
-                    return True
-            elif m == n or (is_alone and m not in self.sides[side]):
-                small, large = (other, (low, high)) if other.count < one.count else (None, None)
-                if small is not None and large is not None:
-                    if large[0] <= small.low and small.high <= large[1]:
-                        return True
-                elif other.low <= low and high <= other.high:
-                    return True
-        return False
-
-    def _moved(self, ours: Prints, theirs: Prints) -> None:
-        """Look for numbers to which one was added, or which were multiplied by one."""
-        left, others = self._left(0, ours), self._left(1, theirs)
-        sizes: dict[int, list[int]] = defaultdict(list)
-        for m, other in others.items():
-            sizes[other.count].append(m)
-        wanted: dict[int, list[Transform]] = {}
-        for n, one in left.items():
-            if one.kind.name in INEXACT or _is_constant(one):
-                continue
-            first = [n] if n in others and others[n].count == one.count else []
-            for m in [*first, *sizes[one.count][:_MOST_CANDIDATES]]:
-                transforms = _affine(one, others[m])
-                if transforms:
-                    wanted[n] = transforms
-                    break
-        for attempt in range(3):
-            some = {
-                n: each[attempt]
-                for n, each in wanted.items()
-                if attempt < len(each) and n not in self.found[0]
-            }
-            if not some:
-                return
-            prints = self._hash(0, {n: self.sides[0][n] for n in some}, some)
-            before = {n: _moved_by(t, left[n].kind.name) for n, t in some.items()}
-            for n, one in prints.items():
-                same_size = {m: others[m] for m in sizes[one.count]}
-                self._match({n: one}, same_size, {n: before[n]})
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether rows are in no known order, which explains nothing."""
+        return any(isinstance(step, Permuted) for step in self.steps)
 
 
-def _whole(one: Fingerprint) -> Iterable[Any]:
-    """Return what tensors with the same numbers have in common."""
-    contents = ("contents", one.contents)
-    return (contents, ("elements", one.elements)) if one.elements else (contents,)
+def arrangements(a: Sketched, b: Sketched) -> list[Arrangement]:
+    """Return how `a` may be arranged in `b`, best first."""
+    found = []
+    if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
+        for axes in permutations(range(len(a.shape))):
+            each = _along_axes(a, b, axes)
+            if each is not None:
+                found.append(each)
+    return sorted(found, key=lambda each: -each.score)
 
 
-def _beginning(one: Fingerprint) -> Iterable[Any]:
-    """Return what a tensor has in common with its beginning."""
-    return ((int(one.rows[0]), one.shape[1]),) if one.rows is not None and one.rows[0] else ()
+def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> Arrangement | None:
+    shape = tuple([a.shape[axis] for axis in axes])
+    sizes = list(zip(shape, b.shape, strict=True))
+    is_padded = all(n <= m for n, m in sizes)
+    if not is_padded and not all(n >= m for n, m in sizes):
+        return None
+    before: list[Step] = []
+    after: list[Step] = []
+    total = weights = 0.0
+    for axis, (n, m) in enumerate(sizes):
+        x, y = a.along[axes[axis]], b.along[axis]
+        if min(n, m) < 2 or x is None or y is None:
+            continue
+        score, early, late = _along_axis(x, y, axis)
+        if np.isnan(score):
+            continue
+        before += early
+        after += late
+        weight = float(min(n, m, 64))
+        total, weights = total + weight * score, weights + weight
+    steps: list[Step] = []
+    if axes != tuple(range(len(axes))):
+        steps.append(Transposed(axes))
+    steps += before
+    if shape != b.shape:
+        steps.append(Padded(shape, b.shape) if is_padded else Cut(shape, b.shape))
+    return Arrangement(total / weights if weights else 0.0, (*steps, *after))
 
 
-def _is_constant(one: Fingerprint) -> bool:
-    return not one.low < one.high
+def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[Step]]:
+    """Return how much sums agree, and how rows are permuted before or after zeros are added."""
+    n, m = len(x), len(y)
+    score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
+    if np.isnan(score):
+        # Of equal sums nothing can be said.
+        return score, [], []
+    best: tuple[float, list[Step], list[Step]] = (score, [], [])
+    if n <= m and score < SURE:
+        steps, score = permuted(x, y[:n], axis)
+        if score > best[0]:
+            best = score, steps, []
+    if n < m and best[0] < SURE:
+        steps, score = permuted(np.pad(x, (0, m - n)), y, axis)
+        if score > best[0]:
+            return score, [], steps
+    if n == m and best[0] < SURE:
+        order = _order(x, y)
+        if order is not None and best[0] < _SHUFFLED:
+            return _SHUFFLED, [Permuted(axis, order)], []
+    if n < m and best[0] > 0:
+        rest = float(np.abs(y[n:]).mean()) / max(float(np.abs(y[:n]).mean()), 1e-300)
+        best = best[0] * (1 - min(rest, 1.0) / 2), *best[1:]
+    return best
 
 
-def _types(reader: Reader, one: Fingerprint) -> set[tuple[str, ...]]:
-    """Return the types that the numbers of a tensor may have been rounded to."""
-    own = reader.kind.name
-    found: set[tuple[str, ...]] = set()
-    if own in FRACTION_BITS and FRACTION_BITS[own] < 23:
-        found.add((own,))
-    if own == "float32":
-        found.add((own,))
-        found.update((name,) for name, lost in _LOST.items() if not one.bits & lost)
+def _order(x: Array, y: Array) -> tuple[int, ...] | None:
+    """Return the order of the rows in which sums are equal, if they are in any."""
+    if not _FEWEST_ROWS <= len(x) <= _MOST_ROWS:
+        return None
+    first, second = np.argsort(x, kind="stable"), np.argsort(y, kind="stable")
+    if not agreement(x[first], y[second]) >= _EQUAL:
+        return None
+    order = np.empty(len(x), np.int64)
+    order[second] = first
+    return tuple(order.tolist())
+
+
+def agreement(x: Array, y: Array) -> float:
+    """Return the correlation of two vectors; NaN if neither varies, 0 if one does not."""
+    u, v = x - x.mean(), y - y.mean()
+    first, second = float(np.vdot(u, u)), float(np.vdot(v, v))
+    tiny = 1e-20
+    is_flat = [first <= tiny * float(np.vdot(x, x)), second <= tiny * float(np.vdot(y, y))]
+    if any(is_flat):
+        return float("nan") if all(is_flat) else 0.0
+    return float(np.vdot(u, v) / np.sqrt(first * second))
+
+
+def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
+    """Find the permutation for rotary embeddings, or two of them, after which sums agree best."""
+    [first, second] = standardised([x, y], len(x))
+    best: tuple[list[Step], float] = ([], -1.0)
+    for number in (1, 2) if len(x) <= _TWICE else (1,):
+        keys, orders = _chained_orders(len(x), number)
+        if not keys:
+            continue
+        scores = first[orders] @ second
+        at = int(np.argmax(scores))
+        if scores[at] > best[1] + 0.05 * (number - 1):
+            best = [RopePermuted(axis, *key) for key in keys[at]], float(scores[at])
+        if best[1] >= SURE:
+            break
+    return best
+
+
+@lru_cache(maxsize=8)
+def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, bool], ...]], Array]:
+    """Return the orders of so many permutations one after the other, those that differ."""
+    orders: dict[bytes, tuple[tuple[tuple[int, bool], ...], Array]] = {}
+    for keys in product(rope_orders(length).items(), repeat=number):
+        order = np.arange(length)
+        for _, each in keys:
+            order = order[each]
+        if number > 1 and np.array_equal(order, np.arange(length)):
+            continue  # one undoes the other
+        orders.setdefault(order.tobytes(), (tuple([key for key, _ in keys]), order))
+    table = np.array([order for _, order in orders.values()], np.int64).reshape(-1, length)
+    return [keys for keys, _ in orders.values()], table
+
+
+@lru_cache(maxsize=64)
+def inverse_orders(length: int) -> Array:
+    """Return where each row goes in each of `rope_orders`, after an order that moves nothing."""
+    orders = [np.arange(length), *rope_orders(length).values()]
+    return np.array([np.argsort(order) for order in orders])
+
+
+@lru_cache(maxsize=64)
+def rope_orders(length: int) -> Mapping[tuple[int, bool], Array]:
+    """Return permutations of so many rows, by the heads, and whether they undo another one."""
+    if length > _LONGEST_HEADS:
+        return {}
+    sizes = [size for size in range(_SMALLEST_HEAD, length + 1, 2) if length % size == 0]
+    ordered = dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes])
+    return {
+        (length // size, is_undone): RopePermuted(0, length // size, is_undone).order(length)
+        for size in ordered
+        for is_undone in (False, True)
+        if not is_undone or size > _SMALLEST_HEAD
+    }
+
+
+# --- partners -------------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """Two tensors that may have the same numbers."""
+
+    a: Sketched
+    b: Sketched
+    #: Whether all sums are equal, which rounding would have changed.
+    is_exact: bool
+    arrangement: Arrangement
+
+
+def partners(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, extended: bool = True
+) -> list[Candidate]:
+    """Pair tensors of two sides by their numbers, whatever they are called; each is there once.
+
+    With `extended`, those that are padded or cut are found, too, after those of one size.
+    """
+    found = _paired(_candidates(ours, theirs, is_extended=False))
+    if extended:
+        used = {id(side) for each in found for side in each[:2]}
+        left, right = ([t for t in side if id(t) not in used] for side in (ours, theirs))
+        found += _paired(_candidates(left, right, is_extended=True))
     return found
 
 
-def _affine(a: Fingerprint, b: Fingerprint) -> list[Transform]:
-    """Return what may lead from the extremes of one tensor to those of another."""
-    own = b.kind.name
-    types: tuple[str, ...] = ("float32", own) if own in FRACTION_BITS else ("float32",)
-    if own == "float64":
-        types = ()
-    x, y = np.array([a.low, a.high]), np.array([b.low, b.high])
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        return []
-    spacing = spacing_of(y, own)
-    tried = []
-    difference = y - x
-    if abs(difference[0] - difference[1]) <= 2 * spacing.max():
-        middle = float(difference[int(np.argmin(np.abs(y)))])
-        found = [round(middle, digits) for digits in range(9)] + [middle]
-        tried += [Transform(1.0, c, types) for c in dict.fromkeys(found) if c]
-    for first, second in (x, x[::-1]):
-        if not first or not second:
-            continue
-        ratios = y / np.array([first, second])
-        errors = spacing / 2 / np.abs([first, second])
-        low, high = float(np.max(ratios - errors)), float(np.min(ratios + errors))
-        if low <= high:
-            tried += [Transform(s, 0.0, types) for s in scales_between(low, high)]
-    with np.errstate(all="ignore"):
-        return [t for t in tried if np.array_equal(np.sort(t(x)), y)]
+def _paired(candidates: list[Candidate]) -> list[Candidate]:
+    """Choose the best candidates; between equal numbers the names decide."""
+
+    def rank(each: Candidate) -> tuple[bool, float, int]:
+        likely = likeness(each.a.name, each.b.name)
+        return each.is_exact, round(each.arrangement.score, 2), likely
+
+    used: set[int] = set()
+    chosen = []
+    for each in sorted(candidates, key=rank, reverse=True):
+        if id(each.a) not in used and id(each.b) not in used:
+            used |= {id(each.a), id(each.b)}
+            chosen.append(each)
+    return chosen
 
 
-def _moved_by(transform: Transform, kind: str) -> Explanation:
-    causes = ["offset" if transform.offset else "scaled"]
-    done = f"multiplying by {transform.scale:.9g}"
-    if transform.offset:
-        done = f"adding {transform.offset:.9g}"
-    last = transform.types[-1] if transform.types else kind
-    if FRACTION_BITS.get(last, 99) < FRACTION_BITS.get(kind, 0):
-        causes.append("rounded")
-        done += f", rounding to {last}"
-    return Explanation(
-        tuple(causes),
-        done,
-        offset=transform.offset or None,
-        scale=transform.scale if transform.scale != 1.0 else None,
-    )
-
-
-# --- how one tensor is placed in another, by hashes: no element is read again -------------------
-
-
-def _placement(a: Fingerprint, b: Fingerprint) -> Explanation | None:
-    """Find how all numbers of two tensors belong together; None if they do not."""
-    if a.contents == b.contents:
-        return Explanation((), "")
-    if a.elements == b.elements and a.count == b.count:
-        if a.shape == b.shape:
-            if a.rows is None or b.rows is None:
-                return None
-            is_square = a.shape[0] == a.shape[1]
-            return _permuted(a.rows, b.rows) or (_transposed(a, b) if is_square else None)
-        if a.shape == b.shape[::-1]:
-            return _transposed(a, b)
-        return None
-    return _extended(a, b)
-
-
-def _transposed(a: Fingerprint, b: Fingerprint) -> Explanation | None:
-    if a.columns is None or b.columns is None or a.rows is None or b.rows is None:
-        return None
-    if np.array_equal(a.columns, b.rows):
-        return Explanation(("transposed",), "transposing")
-    found = _permuted(a.columns, b.rows) or _permuted(a.rows, b.columns)
-    if found is None:
-        return None
-    causes = ("transposed", *found.causes)
-    return Explanation(causes, f"transposing and {found.text}", heads=found.heads)
-
-
-def _permuted(a: Array, b: Array) -> Explanation | None:
-    if len(a) != len(b):
-        return None
-    # So many rows may be of heads of these sizes, usual ones first.
-    sizes = [size for size in range(_SMALLEST_HEAD, len(a) + 1, 2) if len(a) % size == 0]
-    for size in dict.fromkeys([*(size for size in _USUAL_HEADS if size in sizes), *sizes]):
-        heads = len(a) // size
-        # Where the rows of the halves of each head are once these are interleaved.
-        order = np.arange(len(a)).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
-        for halves, pairs, text in ((a, b, "halves interleaved"), (b, a, "interleaving undone")):
-            if halves[order[1]] == pairs[1] and np.array_equal(halves[order], pairs):
-                told = f"permuting rows as for rotary embeddings ({heads_of(heads)}, {text})"
-                return Explanation(("rope_permuted",), told, heads=heads)
-    if not np.array_equal(np.sort(a), np.sort(b)):
-        return None
-    moved = int(np.count_nonzero(a != b))
-    return Explanation(("rows_permuted",), f"permuting rows ({moved:,} of {len(a):,} moved)")
-
-
-def _extended(a: Fingerprint, b: Fingerprint) -> Explanation | None:
-    """Find whether one of two tensors is the beginning of the other."""
-    cause, small, large = ("padded", a, b) if a.count < b.count else ("cut", b, a)
-    if small.rows is None or large.rows is None:
-        return None
-    if small.shape[0] > large.shape[0] or small.shape[1] > large.shape[1]:
-        return None
-    rows = small.shape[0]
-    same_rows = np.array_equal(small.rows, large.rows[:rows])
-    is_zero = small.elements == large.elements and not large.rows[rows:].any()
-    if small.shape[1] == large.shape[1] and same_rows:
-        what = f"{large.shape[0] - rows:,} rows"
-    elif (
-        small.shape[0] == large.shape[0]
-        and small.columns is not None
-        and large.columns is not None
-        and np.array_equal(small.columns, large.columns[: small.shape[1]])
-    ):
-        what = f"{large.shape[1] - small.shape[1]:,} columns"
-    elif same_rows and is_zero:
-        # Zeros change no hash, wherever they are: after each row, if the rows are the same.
-        columns = large.shape[1] - small.shape[1]
-        what = f"{large.shape[0] - rows:,} rows and {columns:,} columns"
-    else:
-        return None
-    if small.shape[1] == large.shape[1] == 1:
-        what = what.replace("rows", "elements")
-    verb = "adding" if cause == "padded" else "cutting"
-    return Explanation((cause,), f"{verb} {what} {'of zeros' if is_zero else 'that are not zeros'}")
-
-
-# --- how several tensors are put together -------------------------------------------------------
-
-
-def _joint(whole: Fingerprint, parts: Mapping[str, Fingerprint]) -> Explanation | None:
-    """Find the tensors that one is made of: along its rows or columns, transposed or not."""
-    for causes, along, own, of_parts in _WAYS:
-        hashes: Array | None = getattr(whole, own)
-        if hashes is None or len(hashes) < 2:
-            continue
-        width = whole.shape[1] if own == "rows" else whole.shape[0]
-        fitting = {}
-        for name, part in parts.items():
-            rows: Array | None = getattr(part, of_parts)
-            other = part.shape[1] if of_parts == "rows" else part.shape[0]
-            if rows is not None and len(rows) < len(hashes) and other == width:
-                fitting[name] = rows
-        if len(fitting) < 2:
-            continue
-        found = _in_order(hashes, fitting)
-        if found is not None:
-            return Explanation(causes, f"one after the other along the {along}", other_names=found)
-        found = _in_any_order(hashes, fitting)
-        if found is not None:
-            text = f"with {along} in another order"
-            return Explanation((*causes, "rows_permuted"), text, other_names=found)
-    return None
-
-
-_WAYS = (
-    ((), "rows", "rows", "rows"),
-    ((), "columns", "columns", "columns"),
-    (("transposed",), "rows", "rows", "columns"),
-    (("transposed",), "columns", "columns", "rows"),
-)
-
-
-def _in_order(hashes: Array, parts: Mapping[str, Array]) -> tuple[str, ...] | None:
-    starting: dict[int, list[str]] = {}
-    for name, rows in sorted(parts.items(), key=lambda part: -len(part[1])):
-        starting.setdefault(int(rows[0]), []).append(name)
-    found: list[str] = []
-    at = 0
-    while at < len(hashes):
-        for name in starting.get(int(hashes[at]), ()):
-            rows = parts[name]
-            if name not in found and np.array_equal(rows, hashes[at : at + len(rows)]):
-                found.append(name)
-                at += len(rows)
-                break
-        else:
-            return None
-    return tuple(found)
-
-
-def _in_any_order(hashes: Array, parts: Mapping[str, Array]) -> tuple[str, ...] | None:
-    ordered = np.sort(hashes)
+def _candidates(
+    ours: Sequence[Sketched], theirs: Sequence[Sketched], *, is_extended: bool
+) -> list[Candidate]:
+    groups: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for each in side:
+            if not each.is_constant and each.size >= _FEWEST:
+                group[each.shape].append(each)
     found = []
-    for name, rows in parts.items():
-        at = np.searchsorted(ordered, rows)
-        if rows.any() and np.all(ordered[np.minimum(at, len(ordered) - 1)] == rows):
-            found.append(name)
-    if len(found) < 2 or sum(len(parts[name]) for name in found) != len(hashes):
-        return None
-    together = np.sort(np.concatenate([parts[name] for name in found]))
-    return tuple(found) if np.array_equal(together, ordered) else None
+    for shape, some in groups[0].items():
+        for other, several in groups[1].items():
+            if len(shape) != len(other) or (sorted(shape) == sorted(other)) == is_extended:
+                continue
+            for a, b in _screened(some, several, is_extended=is_extended):
+                best = next(iter(arrangements(a, b)), None)
+                if best is not None and (best.score >= ALIKE):
+                    found.append(Candidate(a, b, a.is_like(b), best))
+    return found
+
+
+def _screened(  # noqa: C901  one table of scores
+    ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
+) -> Iterator[tuple[Sketched, Sketched]]:
+    """Return pairs of which any sums agree in their order."""
+    first, second = ours[0].shape, theirs[0].shape
+    scores = np.full((len(ours), len(theirs)), -1.0)
+    for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
+        sizes = first[n], second[m]
+        if (sizes[0] != sizes[1] and not is_extended) or min(sizes) < _FEWEST:
+            continue
+        if is_extended and not _fits(first, second):
+            continue
+        length = min(*sizes, _SCREENED)
+        x, y = (standardised([t.along[k] for t in side], length)
+                for side, k in ((ours, n), (theirs, m)))  # fmt: skip
+        scores = np.maximum(scores, x @ y.T)
+        if len(first) == 1:
+            x = standardised([t.along[0] for t in ours], min(sizes))
+            y = standardised([t.along[0] for t in theirs], min(sizes))
+            for order in rope_orders(min(sizes)).values():
+                scores = np.maximum(scores, x[:, order] @ y.T)
+    for row, a in enumerate(ours):
+        # Tensors that are equal cannot be told apart: all of them are candidates.
+        for at in np.argsort(-scores[row], kind="stable")[: max(_CLOSER, 1)].tolist():
+            if scores[row, at] >= ALIKE:
+                yield a, theirs[at]
+    for column, b in enumerate(theirs):
+        at = int(np.argmax(scores[:, column]))
+        if scores[at, column] >= ALIKE:
+            yield ours[at], b
+
+
+def _fits(first: Shape, second: Shape) -> bool:
+    """Whether one shape is in the other, in any order of the axes."""
+    sizes = list(zip(sorted(first), sorted(second), strict=True))
+    return all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
+
+
+def standardised(vectors: Sequence[Array | None], length: int) -> Array:
+    """Return the first entries of vectors less their mean, divided by their norm."""
+    table = np.zeros((len(vectors), length))
+    for row, vector in zip(table, vectors, strict=True):
+        if vector is not None:
+            row[:] = vector[:length]
+    table -= table.mean(axis=1, keepdims=True)
+    norms = np.linalg.norm(table, axis=1, keepdims=True)
+    found: Array = np.divide(table, norms, out=table, where=norms > 0)
+    return found

@@ -1,0 +1,85 @@
+"""Offsets and scales that architectures are known for, with where each is from.
+
+The converters of llama.cpp (github.com/ggml-org/llama.cpp, ``conversion/*.py``) change numbers so
+that the engine need not: see `KNOWN`. Any other offset or scale is a difference.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from xckpt.statistics.explaining.rounding import Transform
+
+
+class Known(NamedTuple):
+    """A number that the tensors of some architectures are added or multiplied by."""
+
+    architectures: frozenset[str]
+    names: re.Pattern[str]
+    #: None for any number: it is in the configuration of the model.
+    offset: float | None
+    scale: float | None
+    source: str
+
+
+_NORMS = re.compile(r"^(?!.*linear_attn\.norm).*norm\.(weight|gamma|scale)$")
+KNOWN = (
+    Known(
+        frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"}),
+        *(_NORMS, 1.0, 1.0, "conversion/gemma.py: norm_shift"),
+    ),
+    Known(frozenset({"nemotron"}), *(_NORMS, 1.0, 1.0, "conversion/nemotron.py: layernorm1p")),
+    Known(
+        frozenset({"qwen3next", "qwen3_next"}),
+        *(_NORMS, 1.0, 1.0, "conversion/qwen.py: Qwen3NextModel"),
+    ),
+    Known(
+        frozenset({"jais"}),
+        re.compile(r"(wte|lm_head)\.weight$"),
+        *(0.0, None, "conversion/jais.py: embeddings_scale, width_scale"),
+    ),
+)
+# Names that only models with such norms have: Gemma 2 and 3.
+_GEMMA = re.compile(r"(pre|post)_feedforward_layernorm\.weight$|\.post_ffw_norm\.weight$")
+# Where nothing says what a model is, norms that are centred on 0 follow the convention themselves.
+_CENTRED = 0.5
+_KEYS = ("general.architecture", "model_type", "architecture")
+
+
+class Architecture:
+    """What is known of the architecture of two checkpoints."""
+
+    def __init__(self, attrs: Iterable[Mapping[object, object]], names: Iterable[str]) -> None:
+        stated = {str(each[key]).lower() for each in attrs for key in _KEYS if key in each}
+        if not stated and any(_GEMMA.search(name) for name in names):
+            stated = {"gemma2"}
+        self.stated = frozenset(stated)
+
+    def offset(self, names: Iterable[str]) -> float | None:
+        """Return the number that may have been added to a tensor with one of some names."""
+        for known in KNOWN:
+            is_meant = not self.stated or known.architectures & self.stated
+            if is_meant and known.offset and any(known.names.search(name) for name in names):
+                return known.offset
+        return None
+
+    def admits(self, transform: Transform, names: Iterable[str], mean: float) -> bool:
+        """Whether the architecture is known for an offset or a scale; `mean` is that of before."""
+        names = list(names)
+        for known in KNOWN:
+            if not any(known.names.search(name) for name in names):
+                continue
+            is_back = known.offset is not None and transform.offset == -known.offset != 0
+            fits = (is_back or transform.offset == known.offset) and (
+                known.scale is None or transform.scale == known.scale
+            )
+            if fits and known.architectures & self.stated:
+                return True
+            centre = mean + transform.offset if is_back else mean
+            if fits and not self.stated and known.offset and abs(centre) < _CENTRED:
+                return True
+        return False

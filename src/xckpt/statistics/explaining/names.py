@@ -1,0 +1,269 @@
+"""Names: rules that pairs of names follow, and pairs that break them.
+
+A conversion renames systematically: ``model.layers.3.self_attn.q_proj.weight`` becomes
+``blk.3.attn_q.weight`` in every layer. So the pairs that were found by their numbers say which name
+is expected for any other tensor, and a pair with another name than its siblings lead to expect
+belongs to a tensor that was misplaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+_NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
+_PIECE = re.compile(r"[./]")
+_WORD = re.compile(r"[a-z]+")
+# Pairs of one shape that are exchanged to see whether their names would fit better.
+_MOST_EXCHANGED = 400
+# The share of pairs that agree on other numbers of layers.
+_MAJORITY = 0.8
+# The order of parts that are joined, where no other layer shows it.
+_USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
+# What projections are called whatever the project.
+_ROLES = (
+    frozenset({"q", "query", "wq"}),
+    frozenset({"k", "key", "wk"}),
+    frozenset({"v", "value", "wv"}),
+    frozenset({"gate"}),
+    frozenset({"up"}),
+    frozenset({"down"}),
+)
+
+
+class Spelled(NamedTuple):
+    """A name with its numbers taken out."""
+
+    template: str
+    numbers: tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 16)
+def spelled(name: str) -> Spelled:
+    """Take the numbers out of a name that stand alone."""
+    numbers = tuple([int(each) for each in _NUMBER.findall(name)])
+    return Spelled(_NUMBER.sub("{}", name), numbers)
+
+
+@lru_cache(maxsize=1 << 16)
+def _words(name: str) -> Counter[str]:
+    pieces = _PIECE.split(name.lower())
+    words = [word for piece in pieces if not piece.isdigit() for word in _WORD.findall(piece)]
+    return Counter([*pieces, *words])
+
+
+@lru_cache(maxsize=1 << 18)
+def likeness(first: str, second: str) -> int:
+    """Return how many words and numbers two names have in common."""
+    a, b = _words(first), _words(second)
+    return sum(min(count, b[word]) for word, count in a.items() if word in b)
+
+
+class Rules:
+    """The rules that pairs of names follow."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self.pairs = list(pairs)
+        #: What is added to the number of a layer.
+        self.shift = _shift((spelled(a), spelled(b)) for a, b in self.pairs)
+        self._templates: dict[str, Counter[str]] = defaultdict(Counter)
+        self._stems: dict[str, Counter[str]] = defaultdict(Counter)
+        self._fronts: Counter[tuple[str, str]] = Counter()
+        for a, b in self.pairs:
+            first, second = spelled(a), spelled(b)
+            if self._numbers(first) == second.numbers:
+                self._templates[first.template][second.template] += 1
+                (stem, leaf), (other, last) = _split(first.template), _split(second.template)
+                if leaf == last:
+                    self._stems[stem][other] += 1
+                front = _fronts(a, b)
+                if front is not None:
+                    self._fronts[front] += 1
+
+    def _numbers(self, name: Spelled) -> tuple[int, ...]:
+        return (name.numbers[0] + self.shift, *name.numbers[1:]) if name.numbers else ()
+
+    def support(self, a: str, b: str) -> int:
+        """Return how many pairs follow the rule of a pair, itself included."""
+        first, second = spelled(a), spelled(b)
+        if self._numbers(first) != second.numbers:
+            return 0
+        found = self._templates[first.template][second.template]
+        front = _fronts(a, b)
+        return max(found, self._fronts[front] if front is not None else 0)
+
+    def expected(self, name: str, others: Collection[str]) -> tuple[str, int] | None:
+        """Return the name that most rules lead to, of some names, and how many pairs follow it."""
+        first = spelled(name)
+        numbers = self._numbers(first)
+        votes: Counter[str] = Counter()
+        for template, count in self._templates.get(first.template, Counter()).items():
+            votes[_filled(template, numbers)] += count
+        stem, leaf = _split(first.template)
+        if not votes:
+            for other, count in self._stems.get(stem, Counter()).items():
+                votes[_filled(other + leaf, numbers)] += count
+        for (front, new), count in self._fronts.items():
+            if name.startswith(front):
+                candidate = new + name[len(front) :]
+                votes[candidate] = max(votes[candidate], count)
+        ranked = [(other, count) for other, count in votes.most_common() if other in others]
+        if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+            return None
+        return ranked[0]
+
+    def broken(self, others: Collection[str], shapes: dict[str, object]) -> dict[str, str]:
+        """Return the pairs that break the rules, by the name in `a`, and the name to be expected.
+
+        That name is empty where `a` and `b` are names of different roles, such as queries and keys.
+        `shapes` has what tensors of `b` have in common that may be exchanged.
+        """
+        found = {}
+        for a, b in self.pairs:
+            expected = self.expected(a, others)
+            if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
+                found[a] = expected[0]
+            elif _are_other_roles(a, b):
+                found[a] = ""
+        groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
+        for a, b in self.pairs:
+            groups[shapes.get(b)].append((a, b))
+        for group in groups.values():
+            for n, (a, b) in enumerate(group[:_MOST_EXCHANGED]):
+                own = likeness(a, b)
+                for c, d in group[n + 1 : _MOST_EXCHANGED]:
+                    if self.support(a, b) > 1 and self.support(c, d) > 1:
+                        continue
+                    if likeness(a, d) + likeness(c, b) > own + likeness(c, d):
+                        found.setdefault(a, d)
+                        found.setdefault(c, b)
+        return found
+
+
+def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
+    """Return by how much the numbers of layers differ: 0 unless nearly all agree on another."""
+    shifts = Counter(b.numbers[0] - a.numbers[0] for a, b in pairs if a.numbers and b.numbers)
+    most = shifts.most_common(1)
+    return most[0][0] if most and most[0][1] > _MAJORITY * shifts.total() else 0
+
+
+def _are_other_roles(a: str, b: str) -> bool:
+    """Whether two names are those of different projections."""
+    first, second = ([n for n, role in enumerate(_ROLES) if role & _words(each).keys()]
+                     for each in (a, b))  # fmt: skip
+    return len(first) == len(second) == 1 and first != second
+
+
+def _filled(template: str, numbers: tuple[int, ...]) -> str:
+    pieces = template.split("{}")
+    if len(pieces) != len(numbers) + 1:
+        return ""
+    return "".join([p + str(n) for p, n in zip(pieces, numbers, strict=False)]) + pieces[-1]
+
+
+def _split(template: str) -> tuple[str, str]:
+    stem, dot, leaf = template.rpartition(".")
+    return stem, dot + leaf
+
+
+def _fronts(a: str, b: str) -> tuple[str, str] | None:
+    """Return what is in front of the words that two names end with; None if they share none."""
+    first, second = re.split(r"(?<=[./])", a), re.split(r"(?<=[./])", b)
+    count = 0
+    while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
+        count += 1
+    if not count:
+        return None
+    return "".join(first[: len(first) - count]), "".join(second[: len(second) - count])
+
+
+# --- parts that are joined ------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """A tensor that consists of others: its name, and theirs in the order of their places."""
+
+    whole: str
+    parts: tuple[str, ...]
+
+
+def out_of_order(orders: Sequence[Order]) -> set[int]:
+    """Return the numbers of the joints whose parts are not in the order of their siblings."""
+    found = set()
+    rows = [[spelled(part) for part in each.parts] for each in orders]
+    roles: dict[frozenset[str], Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for parts in rows:
+        templates = tuple([part.template for part in parts])
+        if len(set(templates)) == len(templates):
+            roles[frozenset(templates)][templates] += 1
+    wholes = [spelled(each.whole) for each in orders]
+    shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
+    for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
+        known = roles.get(frozenset(part.template for part in parts))
+        if not _is_regular(parts, known):
+            found.add(n)
+        # All parts are of the layer of the whole.
+        layers = {part.numbers[0] for part in parts if part.numbers}
+        if whole.numbers and len(layers) == 1 and layers != {whole.numbers[0] - shift}:
+            found.add(n)
+    return found
+
+
+def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None) -> bool:
+    templates = tuple([part.template for part in parts])
+    numbers = [part.numbers for part in parts]
+    if len(set(templates)) == 1:
+        return all(a < b for a, b in pairwise(numbers))
+    if len(set(numbers)) == 1:
+        return _is_usual(templates, known)
+    if len({each[:-1] for each in numbers}) == 1 and all(len(each) > 1 for each in numbers):
+        # Parts of one layer that are numbered, of which some have other names.
+        return all(a < b for a, b in pairwise(numbers))
+    if len(set(templates)) == len(templates):
+        return False
+    # Roles of one expert after the other, or one role of all experts after the other.
+    by_number: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    by_role: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for part in parts:
+        by_number[part.numbers].append(part.template)
+        by_role[part.template].append(part.numbers)
+    is_even = len({tuple(each) for each in by_number.values()}) == 1
+    ascending = all(a < b for each in by_role.values() for a, b in pairwise(each))
+    return is_even and ascending
+
+
+def _is_usual(templates: tuple[str, ...], known: Counter[tuple[str, ...]] | None) -> bool:
+    """Whether roles are in the order of most siblings, or in the usual one where none are known."""
+    ranked = known.most_common(2) if known else []
+    if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) and ranked[0][1] > 1:
+        return ranked[0][0] == templates
+    words = [set(_words(each)) for each in templates]
+    for usual in _USUAL_ORDERS:
+        places = [[n for n, word in enumerate(usual) if word in each] for each in words]
+        if all(len(place) == 1 for place in places):
+            return [place[0] for place in places] == sorted(place[0] for place in places)
+    return len(ranked) < 2
+
+
+def analogous(known: Order, whole: str) -> tuple[str, ...] | None:
+    """Return the parts that another tensor would have by analogy; None if it is not a sibling."""
+    first, second = spelled(known.whole), spelled(whole)
+    (stem, leaf), (other, last) = _split(first.template), _split(second.template)
+    if stem != other or len(first.numbers) != len(second.numbers):
+        return None
+    found = []
+    for part in known.parts:
+        name = spelled(part)
+        own, end = _split(name.template)
+        numbers = name.numbers
+        if first.numbers and numbers:
+            moved = numbers[0] + second.numbers[0] - first.numbers[0]
+            numbers = (moved, *numbers[1:])
+        found.append(_filled(own + (last if end == leaf else end), numbers))
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""Why tensors differ: passes over what is not explained yet, in the order of `PASSES`.
+
+A pass is a function from the work that is left to explanations. Cheap passes come first, and
+nothing is stated as a fact before it was verified on every element. The outcome of each explanation
+is decided in `outcome`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xckpt.progress import Progress
+from xckpt.statistics.explaining.describing import described, misplaced, tied
+from xckpt.statistics.explaining.joining import joined
+from xckpt.statistics.explaining.outcome import Explanation, quoted
+from xckpt.statistics.explaining.renaming import expected, renamed
+from xckpt.statistics.explaining.search import ALIKE, arrangements
+from xckpt.statistics.explaining.verification import Link, Side, examine
+from xckpt.statistics.explaining.wording import related
+from xckpt.statistics.explaining.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from xckpt.progress import ProgressOption
+    from xckpt.statistics.explaining.architectures import Architecture
+    from xckpt.statistics.explaining.outcome import Case
+    from xckpt.statistics.explaining.work import Compare, Explanations
+
+
+def explain(
+    cases: Sequence[Case],
+    architecture: Architecture,
+    compare: Compare,
+    progress: ProgressOption,
+) -> list[Explanation | None]:
+    """Explain each of the cases; None for those that were not compared."""
+    with Progress(progress, "explanation") as bar:
+        work = Work(cases, architecture, compare, bar)
+        for find in PASSES:
+            for n, explanation in find(work).items():
+                work.explanations.setdefault(n, explanation)
+    return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
+
+
+def _named(case: Case, one: Explanation | None) -> Explanation | None:
+    """Add the name of the partner that the comparison was told of, where it is another one."""
+    other = case.other_name
+    if one is None or not other or one.other_names:
+        return one
+    is_equal = one.causes == ("equal",)
+    return one.renamed(other, f"{'equal to ' if is_equal else ''}{quoted([other])} of b")
+
+
+def equal(work: Work) -> Explanations:
+    """Explain tensors whose elements are all equal."""
+    return {
+        n: Explanation(("equal",), f"all {case.measures['count']:,.0f} elements are equal")
+        for n, case in enumerate(work.cases)
+        if case.status == "same"
+    }
+
+
+def in_place(work: Work) -> Explanations:
+    """Explain tensors whose elements are in their places: rounded, quantised, with an offset."""
+    for n in work.open:
+        case = work.cases[n]
+        if case.match.both is not None and case.match.size:
+            ours, theirs = case.match.both
+            names = (case.match.name, case.other_name or case.match.name)
+            order = (Side.whole(ours), Side.whole(theirs))
+            work.in_place[n] = Link(names, [order], work.architecture.offset(names))
+    examine(list(work.in_place.values()), work.bar)
+    return work.settled({
+        n: related(work, link, link.relation)
+        for n, link in work.in_place.items()
+        if link.relation is not None
+    })  # fmt: skip
+
+
+def moved(work: Work) -> Explanations:
+    """Explain pairs whose elements are in other places: transposed, permuted, padded."""
+    numbers = [
+        n
+        for n in work.open
+        if work.cases[n].status in {"changed", "shape"} and not work.is_aligned(n)
+    ]
+    ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
+    pairs = []
+    for n in [n for n in numbers if n in ours and n in theirs]:
+        ways = arrangements(ours[n], theirs[n])
+        ways = [way for way in ways if way.steps and not way.is_cut and way.score >= ALIKE / 2]
+        pairs.append((n, ours[n], theirs[n], ways))
+    return work.settled({
+        n: related(work, link, link.relation, steps)
+        for n, (link, steps) in work.try_arrangements(pairs).items()
+        if link.relation is not None
+    })  # fmt: skip
+
+
+#: All passes, in their order.
+PASSES: tuple[Callable[[Work], Explanations], ...] = (
+    # tensors that have a partner by name
+    equal,
+    in_place,
+    moved,
+    # tensors that one side has alone
+    joined,
+    renamed,
+    expected,
+    # faults, and descriptions of what is not explained
+    misplaced,
+    described,
+    tied,
+)

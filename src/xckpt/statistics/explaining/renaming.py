@@ -1,0 +1,163 @@
+"""Tensors that only one side has, whose numbers are under another name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xckpt.statistics.explaining.low_rank import low_ranks
+from xckpt.statistics.explaining.names import Rules
+from xckpt.statistics.explaining.outcome import Explanation, quoted
+from xckpt.statistics.explaining.search import ALIKE, Arrangement, arrangements, partners
+from xckpt.statistics.explaining.wording import both, changed, related, unlike
+from xckpt.statistics.explaining.work import ALIGNED
+from xckpt.statistics.pairs import pair_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xckpt.statistics.explaining.arrangements import Step
+    from xckpt.statistics.explaining.sketches import Sketched
+    from xckpt.statistics.explaining.verification import Link
+    from xckpt.statistics.explaining.work import Explanations, Work
+
+# Correlation from which on an update of low rank is looked for.
+_NEAR = 0.5
+_Pair = tuple["Sketched", "Sketched"]
+
+
+def renamed(work: Work) -> Explanations:
+    """Explain tensors that have the same numbers under a name that only the other side has."""
+    sides = [list(work.sketch(work.alone(side), side).values()) for side in (0, 1)]
+    candidates = partners(*sides)
+    results = work.try_arrangements([
+        (n, a, b, [way for way in arrangements(a, b) if way.score >= ALIKE])
+        for n, (a, b, *_) in enumerate(candidates)
+    ])  # fmt: skip
+    verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
+    rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
+    shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
+    broken = rules.broken({each.name for each in sides[1]}, shapes)
+    found: Explanations = {}
+    for n, (a, b, *_) in verified.items():
+        link, steps = results[n]
+        if a.name in broken:
+            found |= _misplaced(a, b, broken[a.name])
+        elif link.relation is not None:
+            found |= work.settled(both(a, b, related(work, link, link.relation, steps)))
+    return found
+
+
+def _known_pairs(work: Work) -> list[tuple[str, str]]:
+    """Return the names of explained pairs of different names, `a` first."""
+    found = []
+    for n, one in work.explanations.items():
+        case = work.cases[n]
+        is_renamed = "renamed" in one.causes and len(one.other_names) == 1
+        if one.outcome == "explained" and case.status == "only_a" and is_renamed:
+            found.append((case.match.name, one.other_names[0]))
+        elif one.outcome == "explained" and case.other_name:
+            found.append((case.match.name, case.other_name))
+    return found
+
+
+def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
+    where = f"where its siblings lead to expect {quoted([name])}" if name else "another role"
+    texts = (
+        f"its numbers are those of {quoted([b.name])} of b, {where}",
+        f"its numbers are those of {quoted([a.name])} of a, which its name does not lead to expect",
+    )
+    return {
+        this.number: Explanation(("misplaced",), text, holds=False, other_names=(other.name,))
+        for this, other, text in ((a, b, texts[0]), (b, a, texts[1]))
+    }
+
+
+class _Tried(NamedTuple):
+    """A pair that its names suggest, and the relation that was found between its numbers."""
+
+    a: Sketched
+    b: Sketched
+    link: Link
+    steps: tuple[Step, ...]
+
+
+def expected(work: Work) -> Explanations:
+    """Explain tensors that are alone by the partner that the names of the others lead to expect."""
+    ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
+    rules, by_name = Rules(_known_pairs(work)), {each.name: each for each in theirs}
+    pairs: list[_Pair] = []
+    for a in ours:
+        other = rules.expected(a.name, by_name)
+        if other is not None:
+            pairs.append((a, by_name.pop(other[0])))
+    for find in (_constants, _nearly_equal):
+        paired = {id(each) for pair in pairs for each in pair}
+        pairs += find(
+            [each for each in ours if id(each) not in paired],
+            [each for each in theirs if id(each) not in paired],
+        )
+    described = work.descriptions.keys()
+    pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
+    results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
+    tried = [_Tried(pairs[n][0], pairs[n][1], *result) for n, result in results.items()]
+    found: Explanations = {}
+    for a, b, link, steps in tried:
+        if link.relation is not None:
+            found |= both(a, b, related(work, link, link.relation, steps))
+    failed = [each for each in tried if each.link.relation is None]
+    for n, (a, b) in enumerate(pairs):
+        if n not in results:
+            found |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return work.settled(found) | _changed(work, failed)
+
+
+def _ways(a: Sketched, b: Sketched) -> list[Arrangement]:
+    """Return the arrangements of a pair whose names belong together: in its place first."""
+    ways = [way for way in arrangements(a, b) if not way.is_cut]
+    if a.shape == b.shape:
+        return [Arrangement(1.0, ()), *[way for way in ways if way.steps]]
+    return ways
+
+
+def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair constants, of which any is as good as another, if both sides have as many."""
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for each in side:
+            if each.is_constant:
+                group[each.shape, each.sketch.low].append(each)
+    return [
+        pair
+        for key, some in groups[0].items()
+        if len(groups[1].get(key, ())) == len(some)
+        for pair in zip(some, groups[1][key], strict=True)
+    ]
+
+
+def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair tensors with nearly the same sums: they were changed after they were renamed."""
+    candidates = partners(ours, theirs, extended=False)
+    return [(each.a, each.b) for each in candidates if each.arrangement.score >= ALIGNED]
+
+
+def _changed(work: Work, tried: Sequence[_Tried]) -> Explanations:
+    """Describe pairs that belong together, and whose numbers differ."""
+    found: Explanations = {}
+    same = [each for each in tried if each.a.shape == each.b.shape]
+    near = {
+        n: (a.reader, b.reader)
+        for n, (a, b, link, steps) in enumerate(same)
+        if link.likely is None and not steps and link.correlation >= _NEAR
+    }
+    low = low_ranks(near, work.bar)
+    pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
+    for n, (each, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+        one = low.get(n, changed(measures))
+        if each.link.likely is not None:
+            one = Explanation(("changed",), unlike(each.link, each.steps), holds=False)
+        found |= both(each.a, each.b, one)
+    for a, b, *_ in tried:
+        if a.shape != b.shape:
+            found |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return found

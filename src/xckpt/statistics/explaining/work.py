@@ -1,0 +1,138 @@
+"""What a search for explanations works on, and what is known so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xckpt.statistics.explaining.arrangements import Padded, arranged, undone
+from xckpt.statistics.explaining.sketches import Sketched, sketched
+from xckpt.statistics.explaining.verification import Link, Side, examine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from xckpt.progress import Progress
+    from xckpt.statistics.explaining.architectures import Architecture
+    from xckpt.statistics.explaining.arrangements import Step
+    from xckpt.statistics.explaining.joints import Joint
+    from xckpt.statistics.explaining.names import Order
+    from xckpt.statistics.explaining.outcome import Case, Explanation
+    from xckpt.statistics.explaining.search import Arrangement
+    from xckpt.statistics.pairs import ChunkedPair, PairReader
+
+Explanations = dict[int, "Explanation"]
+
+#: From here on the elements of two tensors are in their places, and no others are looked for.
+ALIGNED = 0.9
+#: Statuses of tensors that one side has alone: `a`, and `b`.
+ALONE = ("only_a", "only_b")
+# Arrangements of one pair that are verified.
+_MOST_TRIED = 4
+
+
+class Compare(Protocol):
+    """Compares pairs of tensors, and returns their measures."""
+
+    def __call__(
+        self, pairs: Sequence[PairReader | ChunkedPair], /
+    ) -> Sequence[Mapping[str, float]]:
+        """Compare pairs."""
+
+
+@dataclass
+class Work:
+    """The cases of a comparison, by their numbers, and what is known of them so far."""
+
+    cases: Sequence[Case]
+    architecture: Architecture
+    compare: Compare
+    bar: Progress
+    explanations: Explanations = field(default_factory=dict)
+    #: What holds for every element of changed tensors, and is not admitted.
+    descriptions: Explanations = field(default_factory=dict)
+    #: Links between the elements at the same places of two tensors.
+    in_place: dict[int, Link] = field(default_factory=dict)
+    #: Tensors of either side.
+    sketches: tuple[dict[int, Sketched], dict[int, Sketched]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    #: Joints that are explained, by the side of the whole.
+    joints: list[tuple[int, Joint, Order]] = field(default_factory=list)
+
+    @property
+    def open(self) -> list[int]:
+        """Cases without an explanation."""
+        return [
+            n for n, case in enumerate(self.cases) if case.status and n not in self.explanations
+        ]
+
+    def alone(self, side: int) -> list[int]:
+        """Return the cases without an explanation that only one side has."""
+        return [n for n in self.open if self.cases[n].status == ALONE[side]]
+
+    def is_aligned(self, n: int) -> bool:
+        """Whether the elements of both tensors are in the same places."""
+        link = self.in_place.get(n)
+        return link is not None and link.correlation >= ALIGNED
+
+    def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
+        """Return sketches of tensors of one side; those that are missing are made."""
+        known, readers = self.sketches[side], {}
+        for n in numbers:
+            match = self.cases[n].match
+            reader = match.theirs if side else match.ours
+            if reader is not None:
+                readers[n] = reader
+        missing = [n for n in readers if n not in known]
+        for n, each in zip(missing, sketched([readers[n] for n in missing], self.bar), strict=True):
+            if each is not None:
+                each.number = n
+                known[n] = each
+        return {n: known[n] for n in readers if n in known}
+
+    def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
+        """Return a link between two whole tensors, to be read in the order of either."""
+        ours, theirs = a.reader, b.reader
+        orders = [(Side.of(arranged(ours.array, steps), ours), Side.whole(theirs))]
+        back = undone(theirs.array, steps) if steps else None
+        if back is not None:
+            orders.append((Side.whole(ours), Side.of(back, theirs)))
+        names = (a.name, b.name)
+        is_padded = any(isinstance(step, Padded) for step in steps)
+        return Link(names, orders, self.architecture.offset(names), is_padded)
+
+    def settled(self, found: Explanations) -> Explanations:
+        """Return what is explained; what only describes a changed tensor is for later."""
+        for n, one in found.items():
+            if one.outcome != "explained":
+                self.descriptions.setdefault(n, one)
+        return {n: one for n, one in found.items() if one.outcome == "explained"}
+
+    def try_arrangements(
+        self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[Arrangement]]]
+    ) -> dict[Any, tuple[Link, tuple[Step, ...]]]:
+        """Verify arrangements of pairs, best first, until one holds.
+
+        Return by the key of the pair the link that holds, or else the one that holds for most
+        elements, and its steps.
+        """
+        best: dict[Any, tuple[Link, tuple[Step, ...]]] = {}
+        left = [(key, a, b, list(ways[:_MOST_TRIED])) for key, a, b, ways in pairs]
+        while left := [each for each in left if each[3]]:
+            ways = [ways.pop(0) for *_, ways in left]
+            links = [
+                self.link(a, b, way.steps) for (_, a, b, _), way in zip(left, ways, strict=True)
+            ]
+            examine(links, self.bar)
+            for (key, *_), link, way in zip(left, links, ways, strict=True):
+                if key not in best or _rank(link) > _rank(best[key][0]):
+                    best[key] = link, way.steps
+            left = [each for each in left if best[each[0]][0].relation is None]
+        return best
+
+
+def _rank(link: Link) -> float:
+    if link.relation is not None:
+        return 2.0
+    return link.likely[0] if link.likely else 0.0

@@ -1,0 +1,226 @@
+"""`compare(explain=True)` of a model and the GGUF file that a converter made of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import xckpt
+from tests.stats.conversions import Conversion, converted, model, write_gguf, write_safetensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+
+CONVERSIONS = [
+    *("llama-F16", "llama-Q8_0", "llama-Q4_0", "llama-Q4_K", "mistral-BF16", "mistral-Q6_K"),
+    *("qwen2-Q8_0", "qwen2-Q5_K", "qwen3-F16", "qwen3-Q4_0", "gemma-BF16", "gemma2-Q8_0"),
+    *("gemma2-Q2_K", "mixtral-Q8_0", "mixtral-Q3_K", "qwen3moe-Q4_K"),
+]
+_OF_TYPES = {"F16": "rounded", "BF16": "rounded"}
+
+
+def explained(a: Path, b: Path) -> tuple[pd.DataFrame, str]:
+    found = xckpt.compare(a, b, explain=True, cache=False)
+    return xckpt.table(found), found.attrs["explanation"]
+
+
+def wanted_causes(conversion: Conversion, new: str, kind: str) -> set[str]:
+    """Return the causes of a tensor in GGUF."""
+    values, origins = conversion.tensors[new], conversion.origins[new]
+    causes = {"fused" if len(origins) > 1 else "renamed"}
+    if origins[0] in conversion.heads:
+        causes.add("rope_permuted")
+    if values.ndim > 1 and "ffn_gate_inp" not in new:
+        causes.add(_OF_TYPES.get(kind, "quantised"))
+    return causes
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_every_tensor_is_explained_and_a_damaged_one_is_named(
+    conversion: str, tmp_path: Path
+) -> None:
+    architecture, _, kind = conversion.partition("-")
+    ours = model(architecture)
+    made = converted(architecture, ours)
+    path = write_safetensors(tmp_path / "hf.safetensors", ours)
+    table, sentence = explained(
+        path, write_gguf(tmp_path / "m.gguf", architecture, made.tensors, kind)
+    )
+    assert set(table["outcome"]) == {"explained"}, table[["cause", "explanation"]].to_string()
+    assert table["verified"].all()
+    assert sentence.startswith(f"all {len(ours)} tensors are explained: ")
+    for new, origins in made.origins.items():
+        causes = wanted_causes(made, new, kind)
+        if architecture.startswith("gemma") and new.endswith("norm.weight"):
+            causes.add("offset")
+            assert table.loc[new, "offset"] == 1
+        assert set(table.loc[new, "cause"].split("+")) == causes
+        assert table.loc[new, "other_names"] == ", ".join(origins)
+        for name in origins:
+            assert table.loc[name, "other_names"] == new
+            assert set(table.loc[name, "cause"].split("+")) == causes
+    heads = table["heads"].dropna()
+    assert {name: heads[name] for name in made.heads} == made.heads
+    if kind not in _OF_TYPES:
+        texts = table["explanation"][table["cause"].str.contains("quantised")]
+        assert texts.str.contains(" dB").all()
+    # One row of one tensor is of another model.
+    damaged = next(n for n in reversed(made.tensors) if made.tensors[n].ndim > 1 and "blk.1" in n)
+    rng = np.random.default_rng(1)
+    values = made.tensors[damaged].copy()
+    rows = values.reshape(-1, values.shape[-1])
+    rows[3] = rng.standard_normal(rows.shape[1]) * np.abs(rows).max()
+    broken = made.tensors | {damaged: values}
+    table, sentence = explained(path, write_gguf(tmp_path / "d.gguf", architecture, broken, kind))
+    different = table.index[table["outcome"] != "explained"]
+    assert damaged in different
+    assert set(different) <= {damaged, *made.origins[damaged]}
+    assert sentence.startswith(f"1 of {len(ours)} tensors differs: ")
+    assert not table.loc[damaged, "verified"]
+
+
+def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
+    """Noise in one tensor, and rows overwritten in another, in a model with names of GGUF."""
+    ours = model("llama")
+    made = converted("llama", ours)
+    rng = np.random.default_rng(2)
+    noise, rows = "blk.0.ffn_up.weight", "blk.1.attn_output.weight"
+    broken = dict(made.tensors)
+    broken[noise] = rng.standard_normal(broken[noise].shape, np.float32) / np.float32(20)
+    broken[rows] = broken[rows].copy()
+    broken[rows][:7] = rng.standard_normal((7, broken[rows].shape[1]))
+    a = write_safetensors(tmp_path / "hf.safetensors", ours)
+    b = write_gguf(tmp_path / "m.gguf", "llama", broken, "F32")
+    for names in (None, "auto"):
+        result = xckpt.compare(a, b, names=names, explain=True, cache=False)
+        table = xckpt.table(result)
+        wanted = {origin for name in (noise, rows) for origin in made.origins[name]}
+        found = table.query("cause == 'changed' or not verified").index
+        assert set(found) - {noise, rows} == wanted
+        assert result.attrs["explanation"].startswith(
+            f"2 of {len(ours)} tensors differ: 'model.layers."
+        )
+        assert set(table.loc[list(wanted), "outcome"]) == {"changed"}
+        assert not table.loc[list(wanted), "verified"].any()
+
+
+@pytest.mark.parametrize("are_renamed", [False, True])
+def test_layers_that_changed_places_are_a_fault(tmp_path: Path, *, are_renamed: bool) -> None:
+    ours = model("qwen2")
+    names = {
+        n: n.replace("layers.0", "layers.X").replace("layers.1", "layers.0").replace("layers.X",
+        "layers.1") for n in ours
+    }  # fmt: skip
+    swapped = {name: ours[other] for name, other in names.items()}
+    a = write_safetensors(tmp_path / "a.safetensors", ours)
+    if are_renamed:
+        b = write_gguf(tmp_path / "b.gguf", "qwen2", converted("qwen2", swapped).tensors, "Q8_0")
+    else:
+        b = write_safetensors(tmp_path / "b.safetensors", swapped)
+    table, sentence = explained(a, b)
+    moved = [name for name in ours if "layers" in name]
+    assert set(table.loc[moved, "outcome"]) == {"changed"}
+    assert set(table.loc[moved, "cause"]) == {"misplaced"}
+    assert sentence.startswith(f"{len(moved)} of {len(ours)} tensors differ: ")
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = "blk.1.ffn_up.weight" if are_renamed else "model.layers.1.mlp.up_proj.weight"
+    assert f"its numbers are those of '{other}' of b" in table.loc[name, "explanation"]
+
+
+def test_roles_that_changed_places_are_a_fault(tmp_path: Path) -> None:
+    """A converter that takes keys for values does so in every layer."""
+    ours = model("qwen3")
+    made = converted("qwen3", ours).tensors
+    for layer in range(2):
+        k, v = f"blk.{layer}.attn_k.weight", f"blk.{layer}.attn_v.weight"
+        made[k], made[v] = made[v], made[k]
+    a = write_safetensors(tmp_path / "a.safetensors", ours)
+    table, _ = explained(a, write_gguf(tmp_path / "b.gguf", "qwen3", made, "F16"))
+    wrong = table.index[table["outcome"] != "explained"]
+    assert set(wrong) == {
+        name for name in table.index for role in ("k_proj", "v_proj", "attn_k.", "attn_v.")
+        if role in name
+    }  # fmt: skip
+
+
+def test_experts_that_changed_places_are_a_fault(tmp_path: Path) -> None:
+    ours = model("mixtral")
+    made = converted("mixtral", ours).tensors
+    name = "blk.1.ffn_gate_exps.weight"
+    made[name] = made[name][[0, 2, 1]]
+    a = write_safetensors(tmp_path / "a.safetensors", ours)
+    table, sentence = explained(a, write_gguf(tmp_path / "b.gguf", "mixtral", made, "Q8_0"))
+    assert table.loc[name, "outcome"] == "changed"
+    assert "not in the order of its siblings" in table.loc[name, "explanation"]
+    assert "tensors differ" in sentence
+
+
+class TestAnOffset:
+    """Explains norms of architectures that are known for it, and nothing else."""
+
+    @pytest.mark.parametrize(
+        ("architecture", "outcome"), [("gemma", "explained"), ("llama", "changed")]
+    )
+    def test_of_norms(self, tmp_path: Path, architecture: str, outcome: str) -> None:
+        ours = model("gemma")
+        name = "output_norm.weight"
+        made = converted("gemma", ours).tensors
+        b = write_gguf(tmp_path / "b.gguf", architecture, made, "F32")
+        table, _ = explained(write_safetensors(tmp_path / "a.safetensors", ours), b)
+        assert table.loc[name, "outcome"] == outcome
+        assert table.loc[name, "offset"] == 1
+        assert table.loc["token_embd.weight", "outcome"] == "explained"
+
+    def test_where_nothing_says_what_the_model_is(self) -> None:
+        """Norms that are centred on 0 follow the convention; those centred on 1 do not."""
+        ours = {"layers.0.norm.weight": model("gemma")["model.norm.weight"]}
+        theirs = {name: values + np.float32(1) for name, values in ours.items()}
+        table = xckpt.table(xckpt.compare(ours, theirs, explain=True))
+        assert table["outcome"].tolist() == ["explained"]
+        twice = {name: values + np.float32(1) for name, values in theirs.items()}
+        table = xckpt.table(xckpt.compare(theirs, twice, explain=True))
+        assert table["outcome"].tolist() == ["changed"]
+        assert table["cause"].tolist() == ["offset"]
+
+
+class TestAmbiguity:
+    """Is no explanation."""
+
+    def test_of_tied_weights(self) -> None:
+        rng = np.random.default_rng(0)
+        weight, other = rng.standard_normal((2, 30, 16)).astype(np.float32)
+        tied = {"embed.weight": weight, "head.weight": weight, "x.weight": other}
+        result = xckpt.compare(tied, tied, explain=True)
+        assert set(xckpt.table(result)["outcome"]) == {"explained"}
+        swapped = tied | {"head.weight": other, "x.weight": weight}
+        table = xckpt.table(xckpt.compare(tied, swapped, explain=True))
+        assert table["outcome"].to_dict() == {
+            "embed.weight": "explained", "head.weight": "changed", "x.weight": "changed",
+        }  # fmt: skip
+
+    def test_of_norms_that_are_all_one(self) -> None:
+        norms = {f"layers.{n}.norm.weight": np.ones(16, np.float32) for n in range(4)}
+        renamed = {f"blk.{n}.ln.weight": np.ones(16, np.float32) for n in range(4)}
+        table = xckpt.table(xckpt.compare(norms, renamed, explain=True))
+        assert set(table["outcome"]) == {"explained"}
+        damaged = renamed | {"blk.2.ln.weight": np.linspace(0, 3, 16, dtype=np.float32)}
+        table = xckpt.table(xckpt.compare(norms, damaged, explain=True))
+        assert table.loc["blk.2.ln.weight", "outcome"] != "explained"
+        assert not table["verified"].all()
+
+    def test_of_tensors_too_small_to_tell(self) -> None:
+        a = {"scale": np.array([0.5], np.float32), "bias": np.array([2.0], np.float32)}
+        b = {"gain": np.array([0.5], np.float32), "step": np.array([7.0], np.float32)}
+        table = xckpt.table(xckpt.compare(a, b, explain=True))
+        assert not table.loc[["bias", "step"], "verified"].any()
+
+    def test_of_infinities_that_rounding_makes(self) -> None:
+        values = np.linspace(1, 1e5, 64, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            half = values.astype(np.float16)
+        table = xckpt.table(xckpt.compare({"w": values}, {"w": half}, explain=True))
+        assert table.loc["w", "outcome"] == "changed"
