@@ -48,8 +48,8 @@ _FACTS = ("dtype", "shape", "nbytes")
 _TEXTS = ("dtype", "shape")
 _STATISTICS = "dtype,shape,mean,std,min,max,nan,inf,zero"
 _MEASURES = ("status", "equal_fraction", "max_abs", "rmse", "rel_l2", "cosine")
-_EXPLAINED = ("cause", "rel_l2", "explanation")
-_WORDY = ("status", "cause", "explanation", "other_names")
+_EXPLAINED = ("outcome", "cause", "rel_l2", "explanation")
+_WORDY = ("status", "outcome", "cause", "explanation", "other_names")
 _STATUS = {"changed": "yellow", "only_a": "red", "only_b": "red", "shape": "bold red"}
 _WORDS = {
     "changed": "changed",
@@ -337,8 +337,9 @@ def compare(
     """Print how much the tensors of A and B differ.
 
     Their formats and element types may differ. Values are compared: a tensor equals a copy of it in
-    a larger type. With --explain, first comes a sentence about all tensors, then why each of them
-    differs: rounded, transposed, renamed, ... The exit status is 1 if there is any difference. With
+    a larger type. The exit status is 1 if there is any difference. With --explain, first comes a
+    sentence about all tensors, then those that are not explained, then patterns of those that
+    are: rounded, transposed, renamed, ... The exit status is 0 if every tensor is explained. With
     --json, all tensors are listed.
     """
     from xckpt.statistics import compare as compute
@@ -373,16 +374,20 @@ def compare(
     if sort is not None:
         frame = frame.sort_values(sort, ascending=False, kind="stable")
     different = frame[frame["status"] != "same"]
-    said = {"explanation": result.attrs["explanation"]} if explain else {}
+    is_good = bool(different.empty)
+    about: dict[str, Any] = {"same": is_good}
+    if explain:
+        is_good = bool((frame["outcome"] == "explained").all())
+        about |= {"explained": is_good, "explanation": result.attrs["explanation"]}
     if as_json:
-        same = bool(different.empty)
-        print_document({"a": a, "b": b, "same": same, **said, "tensors": json_rows(frame)})
-        return int(not same)
-    for text in said.values():
-        print_text(printable(text))
-    listed = (frame if everything else different).head(limit)
-    _print_comparison(frame, listed, chosen, "channels" if dims else "tensors")
-    return int(not different.empty)
+        print_document({"a": a, "b": b, **about, "tensors": json_rows(frame)})
+    elif explain:
+        print_text(printable(str(about["explanation"])))
+        _print_explanations(frame, chosen, limit, everything=everything)
+    else:
+        listed = (frame if everything else different).head(limit)
+        _print_comparison(frame, listed, chosen, "channels" if dims else "tensors")
+    return int(not is_good)
 
 
 def _compared(columns: str, sort: str | None, *, codes: bool, explain: bool) -> list[str]:
@@ -430,19 +435,62 @@ def _lengths(dims: tuple[str, ...]) -> Any:
     return found
 
 
+def _print_explanations(
+    frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
+) -> None:
+    """Print tensors that are not explained, then patterns of the names of those that are."""
+    from xckpt.notebook.folding import Row, fold
+
+    is_good = frame["outcome"] == "explained"
+    exceptions, explained = frame[~is_good], frame[is_good]
+    # A pair has a row of each of its names: that of A stands for both.
+    partners = {
+        other
+        for others in frame["other_names"][frame["status"] != "only_b"]
+        for other in others.split(", ")
+    }
+    is_told = (frame["status"] == "only_b") & frame.index.isin(partners)
+    exceptions = exceptions[~is_told[~is_good]]
+    if not exceptions.empty:
+        _print_rows(exceptions.head(limit), chosen)
+    rows = [
+        Row(f"{name} -> {other}" if other else name, cause, (), 0)
+        for name, cause, other, is_partner in zip(
+            explained.index,
+            explained["cause"],
+            explained["other_names"],
+            is_told[is_good],
+            strict=True,
+        )
+        if not is_partner and (everything or cause != "equal")
+    ]
+    if rows:
+        patterns = fold(rows)[:limit]
+        cells = [(each.text, f"{each.count:,}", each.dtype) for each in patterns]
+        print_table([Column("explained"), Column("tensors", right=True), Column("cause")], cells)
+    counts = Counter(frame["outcome"][~is_told])
+    facts = [f"{counts[kind]:,} {kind}" for kind in ("changed", "unmatched", "explained")
+             if counts[kind]]  # fmt: skip
+    complain(f"{sum(counts.values()):,} tensors: {', '.join(facts) or 'none'}")
+
+
 def _print_comparison(
     frame: pd.DataFrame, listed: pd.DataFrame, chosen: list[str], what: str
 ) -> None:
     """Print the rows that are listed, and how many there are in all."""
     if not listed.empty:
-        columns = [listed[name].tolist() for name in chosen]
-        texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
-        head = [Column("tensor")]
-        head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
-        print_table(head, list(zip(listed.index, *texts, strict=True)))
+        _print_rows(listed, chosen)
     counts = Counter(frame["status"])
     facts = [f"{counts[kind]:,} {word}" for kind, word in _WORDS.items() if counts[kind]]
     complain(f"{len(frame):,} {what}: {', '.join(facts) or 'all are the same'}")
+
+
+def _print_rows(listed: pd.DataFrame, chosen: list[str]) -> None:
+    columns = [listed[name].tolist() for name in chosen]
+    texts = [[v if isinstance(v, str) else figure(v) for v in column] for column in columns]
+    head = [Column("tensor")]
+    head += [Column(name, name not in _WORDY, _STATUS) for name in chosen]
+    print_table(head, list(zip(listed.index, *texts, strict=True)))
 
 
 # --- report --------------------------------------------------------------------------------------
