@@ -160,7 +160,7 @@ class TestOfTwo:
         other = model.assign({norm: model[norm] + 1}).rename({"lm_head.weight": "output"})
         text = report(model, other, suffix=".md", names="auto", explain=explain)
         assert ("## Causes" in text) == explain
-        row = f"| `{norm}` | changed | {'offset | b is a + 1 | ' if explain else ''}"
+        row = f"| `{norm}` | changed | {'changed | offset | b is a + 1 | ' if explain else ''}"
         assert row in re.sub(r"` \| `.*?` \| ", "` | ", text)
 
     def test_of_equal_ones(self, model: xr.Dataset, report: Callable[..., str]) -> None:

@@ -44,7 +44,10 @@ _TRENDS = ("std", "absmax")
 _NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
 _MEASURES = ("rel_l2", "max_abs", "cosine", "equal_fraction")
 # What a comparison may say of a tensor.
-_SAID = (Field("name_b", "name"), Field("status"), Field("cause"), Field("explanation"))
+_SAID = (
+    *(Field("name_b", "name"), Field("status"), Field("outcome"), Field("cause")),
+    Field("explanation"),
+)
 _WORDS = {
     "same": "the same",
     "changed": "changed",
@@ -131,13 +134,21 @@ def relate(
         document.paragraph(str(sentence))
     if "cause" in frame:
         document.heading("Causes")
-        causes = Counter(frame["cause"].astype(str)).most_common(_MOST_CHANGES)
-        rows = [(cause, f"{count:,}") for cause, count in causes]
-        document.table([Field("cause"), Field("tensors", "number")], rows)
-    different = frame[frame["status"] != "same"]
+        pairs = zip(frame["outcome"], frame["cause"], strict=True)
+        causes = Counter((str(outcome), str(cause)) for outcome, cause in pairs)
+        rows = [(*each, f"{count:,}") for each, count in causes.most_common(_MOST_CHANGES)]
+        fields = [Field("outcome"), Field("cause"), Field("tensors", "number")]
+        document.table(fields, rows)
+    # An explanation says what is in order.
+    is_explained = "outcome" in frame
+    different = frame[
+        frame["outcome"] != "explained" if is_explained else frame["status"] != "same"
+    ]
     document.heading("What changed most")
     if different.empty:
-        document.paragraph("Nothing: all elements are equal.")
+        is_equal = bool((frame["status"] == "same").all())
+        text = "all elements are equal" if is_equal else "every tensor is explained"
+        document.paragraph(f"Nothing: {text}.")
     else:
         _add_changes(document, different)
         _add_trends(document, different, ("rel_l2",), partial(draw, stats=found))
