@@ -6,11 +6,13 @@ import sys
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests import torture_part
 from tests.contracts.every import DECLARED, declared
 from torture import __main__ as torture
+from torture import explaining
 from torture.framing import frames
 from torture.mutating import Mutator
 from torture.reading import check_index
@@ -69,6 +71,19 @@ def test_tallies_are_a_table_with_totals(tmp_path: Path, monkeypatch: pytest.Mon
     totals = torture.added("writing", tallies)
     line = "| kills | 1,000 | 0 | 2,000 | 2,000 | old or new |"
     assert torture.table(tallies, totals).splitlines()[-1] == line
+
+
+def test_a_false_claim_is_a_failure(tmp_path: Path) -> None:
+    """The truth of a pair is held against what is said of it."""
+    pytest.importorskip("gguf")
+    pairs = [explaining.drawn(np.random.default_rng([3, n]), is_damaged=True) for n in range(4)]
+    pair = next(pair for pair in pairs if pair.damaged)
+    verdict = explaining.judged(pair, tmp_path)
+    assert not verdict.false
+    assert not verdict.unnamed
+    assert verdict.explained > 0.9 * verdict.undamaged
+    pair.damaged = {made.name for made in pair.b} - pair.damaged
+    assert explaining.judged(pair, tmp_path).false
 
 
 SMALL = {

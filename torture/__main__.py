@@ -41,6 +41,7 @@ PARTS = {
     "writing": 3.0,
     "power": 2.0,
     "together": 0.5,
+    "explaining": 1.0,
 }
 
 #: Bytes of address space that a part may have: threads reserve much that they do not use.
