@@ -7,7 +7,7 @@ of ignored errors that are none.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_type
+from typing import assert_type, cast
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,8 @@ import xckpt
 from xckpt.accessor import CheckpointAccessor
 from xckpt.datasets.stacking import stack_modules
 from xckpt.datasets.tensors import find
+from xckpt.plots import Plots
+from xckpt.typing import DataArray, Dataset, DataTree
 from xckpt.writing import Conversion, Report
 
 
@@ -47,10 +49,10 @@ def converted(path: Path) -> None:
 
 def described(ds: xr.Dataset, tree: xr.DataTree, index: xckpt.Index) -> None:
     for obj in (ds, tree, index, ds["w"], "m.zt", Path("m.zt"), b"ZTEN1000"):
-        assert_type(xckpt.stats(obj, quantiles=[0.5], dim="layers"), xr.Dataset)
-    assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), xr.Dataset)
-    assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), xr.Dataset)
-    assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), xr.Dataset)
+        assert_type(xckpt.stats(obj, quantiles=[0.5], dim="layers"), Dataset)
+    assert_type(xckpt.histogram(ds, np.linspace(-1, 1), "linear"), Dataset)
+    assert_type(xckpt.compare(tree, "m.zt", names={"a": "b"}), Dataset)
+    assert_type(xckpt.spectrum("m.zt", "*.w", minus=ds), Dataset)
     xckpt.compare({"w": np.zeros(3)}, "m.zt")
     xckpt.stats(3)  # type: ignore[arg-type]
     xckpt.stats(ds, quantile=[0.5])  # type: ignore[call-arg]
@@ -73,17 +75,49 @@ def chosen(ds: xr.Dataset, tree: xr.DataTree) -> None:
     assert_type(stack_modules(tree, "layers"), xr.DataTree)
     of_ds, of_tree = CheckpointAccessor(ds), CheckpointAccessor(tree)
     assert_type(of_ds.find("*.w"), xr.Dataset)
-    assert_type(CheckpointAccessor(ds["w"]).find("*.w"), xr.Dataset)
+    assert_type(CheckpointAccessor(ds["w"]).find("*.w"), Dataset)
     assert_type(of_ds.stack(join="outer"), xr.Dataset)  # noqa: PD013
     assert_type(of_ds.unstack(), xr.Dataset)  # noqa: PD010
     assert_type(of_tree.find("*.w"), xr.DataTree)
     assert_type(of_tree.sel(layers=[0, 1]), xr.DataTree)
     assert_type(of_tree.isel(layers=-1), xr.DataTree)
-    assert_type(of_ds["w"], xr.DataArray)
-    assert_type(of_tree.stats(exact_quantiles=True), xr.Dataset)
-    assert_type(of_tree.compare("m.zt", tensors="*.w"), xr.Dataset)
-    assert_type(of_ds.histogram(100, "symlog", cache=False), xr.Dataset)
+    assert_type(of_ds["w"], DataArray)
+    assert_type(of_tree.stats(exact_quantiles=True), Dataset)
+    assert_type(of_tree.compare("m.zt", tensors="*.w"), Dataset)
+    assert_type(of_ds.histogram(100, "symlog", cache=False), Dataset)
     assert_type(of_ds.save("m.zt", compute=False), Delayed)
     assert_type(of_ds.findings(), pd.DataFrame)
     of_ds.save("m.zt", overwite=True)  # type: ignore[call-overload]
     of_ds.histogram(bin=3)  # type: ignore[call-arg]
+
+
+def opened(path: Path) -> None:
+    """Whatever xckpt returns has a typed accessor, and so has what xarray makes of it."""
+    ds = xckpt.open(path, tensors=["*.w"], stack="layers", storage_options=None, chunks={})
+    assert_type(ds, Dataset)
+    assert_type(xckpt.open({"w": np.zeros(3)}), Dataset)
+    assert_type(ds.ckpt, CheckpointAccessor[Dataset])
+    assert_type(ds.ckpt.find("*.q_proj.*").ckpt.stats().ckpt.table(), pd.DataFrame)
+    assert_type(ds.isel(layers=0).ckpt.findings(), pd.DataFrame)
+    assert_type(ds[["a", "b"]].ckpt.plot, Plots)
+    assert_type(ds["w"], DataArray)
+    assert_type(ds["w"].ckpt.stats(), Dataset)
+    assert_type(ds.ckpt["w"].mean().ckpt.stats(), Dataset)
+    assert_type(xckpt.open_steps("run/*.zt").ckpt.sel(layers=0), Dataset)
+    assert_type(xckpt.join_optimizer(ds, ds).ckpt.format, str | None)
+    xckpt.report(ds, "m.html", "other.zt", names="auto")
+    xckpt.open(path, tensor="*.w")  # options of formats are known when the file is open
+    xckpt.open(path, stack=3)  # type: ignore[arg-type]
+    ds.ckpt.stat()  # type: ignore[attr-defined]
+    ds.ckpt.plot.hist()  # type: ignore[attr-defined]
+    xckpt.load(path)  # type: ignore[attr-defined]
+
+
+def opened_by_xarray(path: Path) -> None:
+    """A Dataset that xarray opened has a typed accessor after a cast."""
+    ds = cast("Dataset", xr.open_dataset(path))
+    assert_type(ds.ckpt.stats(), Dataset)
+    tree = cast("DataTree", xr.open_datatree(path))
+    assert_type(tree.ckpt.find("*.w").ckpt.unstack(), DataTree)  # noqa: PD010
+    as_xarray: list[xr.Dataset] = [xckpt.stats(ds)]
+    assert_type(CheckpointAccessor(as_xarray[0]), CheckpointAccessor[xr.Dataset])

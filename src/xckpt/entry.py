@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     import os
     import re
     from collections.abc import Callable, Iterable, Sequence
 
-    import xarray as xr
-
     from xckpt.labels.selection import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable
+    from xckpt.typing import Dataset
 
 __all__ = ["hint_for", "open", "report"]
 
@@ -59,7 +58,7 @@ def open(  # noqa: A001  as gzip.open and others
     mmap: bool = False,
     storage_options: dict[str, Any] | None = None,
     **options: Any,
-) -> xr.Dataset:
+) -> Dataset:
     """Open a checkpoint as a lazy Dataset with one variable for each tensor.
 
     It is ``xarray.open_dataset`` with the engine for the content of the file.
@@ -123,11 +122,12 @@ def open(  # noqa: A001  as gzip.open and others
         if engine is not None or options or OpenOptions(**keywords) != OpenOptions():
             text = "options are for files: use ds.ckpt.find and ds.ckpt.stack of the Dataset"
             raise TypeError(f"{text} of a mapping")
-        in_memory: xr.Dataset = as_dataset(path)
+        in_memory: Dataset = as_dataset(path)
         return in_memory
     if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
         engine = format_of(path, storage_options)  # which has the option, or raises an error
-    return xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)
+    ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)
+    return cast("Dataset", ds)
 
 
 def report(

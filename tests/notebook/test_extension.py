@@ -13,7 +13,9 @@ import xarray as xr
 
 pytest.importorskip("IPython", reason="the extension is one of IPython")
 
+from IPython.core.completer import provisionalcompleter
 from IPython.core.formatters import DisplayFormatter
+from IPython.core.interactiveshell import InteractiveShell
 
 import xckpt
 from xckpt.notebook import extension
@@ -207,3 +209,23 @@ def test_what_was_registered_later_is_not_undone(session: Any, ds: xr.Dataset) -
     bundles.for_type(xr.Dataset, lambda _: {"text/html": "later"})
     unload_ipython_extension(session)
     assert html(session, ds) == "later"
+
+
+# --- completion ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_jedi", [True, False])
+def test_tab_completes_the_names_of_tensors(path: Path, *, use_jedi: bool) -> None:
+    shell: Any = InteractiveShell()  # type: ignore[no-untyped-call]
+    shell.push({"ds": xr.open_dataset(path, engine="npz")})
+    shell.Completer.use_jedi = use_jedi
+
+    def completions(text: str) -> list[str]:
+        with provisionalcompleter():
+            return [each.text for each in shell.Completer.completions(text, len(text))]
+
+    load_ipython_extension(shell)
+    assert completions('ds.ckpt["') == list(shell.user_ns["ds"].variables)
+    assert any("stats" in name for name in completions("ds.ckpt.st"))
+    unload_ipython_extension(shell)
+    assert not set(completions('ds.ckpt["')) & set(shell.user_ns["ds"].variables)

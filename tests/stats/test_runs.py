@@ -155,7 +155,9 @@ class TestPicture:
         relative = np.linalg.norm(new.astype(np.float64) - old) / np.linalg.norm(
             new.astype(np.float64)
         )
-        assert ax.images[0].get_array()[0, 4] == pytest.approx(relative, rel=1e-6)
+        drawn = ax.images[0].get_array()
+        assert drawn is not None
+        assert drawn[0, 4] == pytest.approx(relative, rel=1e-6)
         plt.close("all")
 
     def test_needs_steps_and_tensors(self, tmp_path: Path) -> None:

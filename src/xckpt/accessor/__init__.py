@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import islice
 from operator import is_
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import xarray as xr
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
+    from xckpt.typing import DataArray, Dataset
     from xckpt.writing import Manifest
     from xckpt.writing.casting import Cast
 
@@ -86,7 +87,7 @@ class CheckpointAccessor(Generic[Obj]):
     """
 
     @overload
-    def __init__(self: CheckpointAccessor[xr.Dataset], obj: xr.DataArray) -> None: ...
+    def __init__(self: CheckpointAccessor[Dataset], obj: xr.DataArray) -> None: ...
 
     @overload
     def __init__(self, obj: Obj) -> None: ...
@@ -311,7 +312,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         return unstack_modules(self._obj)
 
-    def __getitem__(self, name: str) -> xr.DataArray:
+    def __getitem__(self, name: str) -> DataArray:
         """Return a tensor by the name that the file has for it, stacked or in a tree too.
 
         Parameters
@@ -345,7 +346,7 @@ class CheckpointAccessor(Generic[Obj]):
         # Kept, as callers ask for many; made anew when the object was changed in place.
         if self._tensors is None or not self._tensors.holds(name):
             self._tensors = OpenTensors(self._obj)
-        return self._tensors[name]
+        return cast("DataArray", self._tensors[name])
 
     def _ipython_key_completions_(self) -> list[str]:
         from xckpt.datasets.tensors import OpenTensors
@@ -469,7 +470,7 @@ class CheckpointAccessor(Generic[Obj]):
         progress: ProgressOption = None,
         compute: bool = True,
         cache: bool = True,
-    ) -> xr.Dataset:
+    ) -> Dataset:
         """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
         Parameters
@@ -532,7 +533,7 @@ class CheckpointAccessor(Generic[Obj]):
         *,
         progress: ProgressOption = None,
         cache: bool = True,
-    ) -> xr.Dataset:
+    ) -> Dataset:
         """Count the elements of every tensor in bins.
 
         Parameters
@@ -569,7 +570,7 @@ class CheckpointAccessor(Generic[Obj]):
         values: bool = False,
         progress: ProgressOption = None,
         cache: bool = True,
-    ) -> xr.Dataset:
+    ) -> Dataset:
         """Compute the singular values of every matrix, and what they say.
 
         Parameters
@@ -680,7 +681,7 @@ class CheckpointAccessor(Generic[Obj]):
         compute: bool = True,
         cache: bool = True,
         storage_options: dict[str, Any] | None = None,
-    ) -> xr.Dataset:
+    ) -> Dataset:
         """Compare with another checkpoint, tensor by tensor: what changed, and how much.
 
         Parameters
@@ -1041,7 +1042,7 @@ class CheckpointAccessor(Generic[Obj]):
 
         return plain(self._obj)
 
-    def by_base_id(self, base_id: int | bytes | str) -> xr.DataArray:
+    def by_base_id(self, base_id: int | bytes | str) -> DataArray:
         """Find a tensor by the id of its name, whatever its name may be.
 
         Parameters
@@ -1074,13 +1075,12 @@ class CheckpointAccessor(Generic[Obj]):
         for node in self._nodes():
             for name, variable in node.variables.items():
                 if variable.attrs.get("base_id") == wanted:
-                    found: xr.DataArray = node[name]
-                    return found
+                    return cast("DataArray", node[name])
         tensors = OpenTensors(self._obj)
         for name in tensors.stacked:
             member = tensors.variable(name)
             if member.attrs.get("base_id") == wanted:
-                return xr.DataArray(member, name=name)
+                return cast("DataArray", xr.DataArray(member, name=name))
         raise KeyError(f"no tensor here has the base id {wanted}")
 
     def param_key(self, name: str) -> int:

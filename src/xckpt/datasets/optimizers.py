@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import xarray as xr
+
+    from xckpt.typing import Dataset
 
 __all__ = ["join_optimizer"]
 
@@ -41,7 +43,7 @@ _ABOVE = frozenset(
 
 def join_optimizer(
     model: xr.Dataset, optimizer: xr.Dataset, *, parameters: Sequence[str] | None = None
-) -> xr.Dataset:
+) -> Dataset:
     """Attach the state of an optimizer to the parameters of a model.
 
     State belongs to a parameter by its name, its identity or its number. By name:
@@ -118,7 +120,7 @@ def join_optimizer(
     if "namespace" in joined.encoding:
         # Joined to another optimizer, the model has other state of the same names.
         joined.encoding = {**joined.encoding, "namespace": next_namespace()}
-    return joined
+    return cast("Dataset", joined)
 
 
 class _State(NamedTuple):

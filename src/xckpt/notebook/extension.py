@@ -6,6 +6,9 @@ Dataset is shown. So the first checkpoint that is opened in a session of IPython
 ``%load_ext xckpt`` does. ``%unload_ext xckpt`` undoes it, and the option ``xckpt.summary-above`` of
 dask's configuration says from how many variables on; None is never. Whatever else is registered
 for a type of content comes first.
+
+It also lets IPython complete names of tensors in ``ds.ckpt["``: by default it looks up no attribute
+of a Dataset when Tab is pressed, since any class may compute something there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ _NOTE = (
     "shown as a summary; for xarray's own view, which can take minutes: "
     f"dask.config.set({{{_OPTION!r}: None}})"
 )
+# Classes with attributes that are looked up in next to no time.
+_COMPLETED = {
+    ("xarray", "Dataset"),
+    ("xarray", "DataTree"),
+    ("xckpt", "accessor", "CheckpointAccessor"),
+}
 # Whether somebody unloaded this, who would not want it back with the next file.
 _unwanted = False
 
@@ -99,6 +108,7 @@ def load_ipython_extension(ipython: Any) -> None:
         for shown in _classes():
             if not isinstance(formatter.type_printers.get(shown), _Shown):
                 formatter.for_type(shown, kind(formatter, shown))
+    _completed_classes().update(_COMPLETED)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
@@ -121,6 +131,19 @@ def unload_ipython_extension(ipython: Any) -> None:
                 formatter.pop(shown)
             else:
                 formatter.for_type(shown, ours.before)
+    _completed_classes().difference_update(_COMPLETED)
+
+
+def _completed_classes() -> set[tuple[str, ...]]:
+    """Return the classes whose attributes IPython may look up to complete a name."""
+    try:
+        from IPython.core.guarded_eval import EVALUATION_POLICIES
+
+        policy: Any = EVALUATION_POLICIES["limited"]
+        classes: set[tuple[str, ...]] = policy.allowed_getattr_external
+    except (ImportError, KeyError, AttributeError):  # another version
+        return set()
+    return classes
 
 
 def _formatters(ipython: Any) -> list[tuple[Any, type[_Shown]]]:

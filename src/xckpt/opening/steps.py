@@ -6,7 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import index as as_integer
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
 from xckpt.datasets.listing import kind_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from xckpt.index import Index, Tensor
+    from xckpt.typing import Dataset
 
 __all__ = ["open_steps"]
 
@@ -48,7 +49,7 @@ def open_steps(
     dim: str = "step",
     join: Literal["exact", "inner"] = "exact",
     **options: Any,
-) -> xr.Dataset:
+) -> Dataset:
     """Open the checkpoints of a training run as one lazy Dataset.
 
     It is what ``xarray.open_mfdataset(paths, combine="nested", concat_dim=dim)`` gives, without a
@@ -112,7 +113,7 @@ def open_steps(
     opened = _open_all([file for _, file in in_order], engine, parsed)
     steps = [number for number, _ in in_order]
     with paused_collector():
-        return _combined(listed, opened, (dim, steps), join, parsed)
+        return cast("Dataset", _combined(listed, opened, (dim, steps), join, parsed))
 
 
 def _steps(paths: list[str], given: Sequence[int] | None) -> list[int]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.readers import Reader
+    from xckpt.typing import Dataset
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -63,7 +64,7 @@ def stats(
     compute: bool = True,
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
-) -> xr.Dataset:
+) -> Dataset:
     """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
 
     It runs on the threads of this machine (dask's ``num_workers``, else as many as it has), or on

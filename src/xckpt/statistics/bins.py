@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import xarray as xr
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
     from xckpt.statistics.readers import Reader
+    from xckpt.typing import Dataset
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -92,7 +93,7 @@ def histogram(
     progress: ProgressOption = None,
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
-) -> xr.Dataset:
+) -> Dataset:
     """Count the finite elements of every tensor in bins that all tensors share.
 
     It is made from the sketches of `stats`: after a call of that it reads nothing.
@@ -189,7 +190,7 @@ def histogram(
     coords["bin"] = edges[:-1] / 2 + edges[1:] / 2
     coords["bin_left"] = ("bin", edges[:-1])
     coords["bin_right"] = ("bin", edges[1:])
-    return xr.Dataset(variables, coords)
+    return cast("Dataset", xr.Dataset(variables, coords))
 
 
 def _distribution(reader: Reader, sketch: Sketch) -> Distribution:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable, Subject
     from xckpt.statistics.pairs import Match
+    from xckpt.typing import Dataset
 
 #: What may be said of a tensor as a whole; the statistic ``status`` is the position here.
 STATUSES = ("same", "changed", "only_a", "only_b", "shape")
@@ -72,7 +73,7 @@ def compare(
     compute: bool = True,
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
-) -> xr.Dataset:
+) -> Dataset:
     """Compare the tensors of two checkpoints by their names, in one pass over both.
 
     Formats, element types, memory orders, layouts and stacking may differ: numbers are compared.

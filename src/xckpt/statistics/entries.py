@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import compress
 from math import prod
 from operator import getitem
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from uuid import uuid4
 
 import dask.array as da
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
     from xckpt.storage import Source
+    from xckpt.typing import Dataset
 
     Describable = OpenPath | Index | xr.Dataset | xr.DataArray | xr.DataTree | Mapping[str, Any]
 
@@ -461,7 +462,7 @@ def laid_out(
     values: Sequence[Any],
     attrs: Sequence[dict[str, Any]],
     contents: Subject,
-) -> xr.Dataset:
+) -> Dataset:
     """Make the Dataset of results."""
     sizes: dict[Hashable, int] = {}
     variables: dict[Hashable, Any] = {}
@@ -487,7 +488,7 @@ def laid_out(
         result.attrs = {"source": contents.source}
     # In a notebook xarray would take minutes to show the results of very many tensors.
     result.encoding["statistics"] = True
-    return result
+    return cast("Dataset", result)
 
 
 def _assembled(variables: dict[Hashable, xr.Variable], coords: dict[Hashable, Any]) -> xr.Dataset:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import xarray as xr
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.kinds import Kind
     from xckpt.statistics.readers import Reader
     from xckpt.storage.ahead import Range
+    from xckpt.typing import Dataset
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,7 +77,7 @@ def spectrum(
     progress: ProgressOption = None,
     cache: bool = True,
     storage_options: dict[str, Any] | None = None,
-) -> xr.Dataset:
+) -> Dataset:
     """Compute the singular values of every matrix, one after the other, and what they say.
 
     A convolution counts as a matrix of ``out`` rows and ``in * kernel`` columns; stacked layers and
@@ -171,7 +172,7 @@ def spectrum(
     is_quick = not values and set(names) <= _OF_THE_LARGEST and find_spec("scipy") is not None
     found = _find_all(list(matrices.values()), progress, is_quick=is_quick, cache=cache)
     if values:
-        return _laid_out_values(entries, found, contents)
+        return cast("Dataset", _laid_out_values(entries, found, contents))
     columns = [STATISTICS.index(name) for name in names]
     nothing = [np.nan] * len(STATISTICS)
     rows = []
