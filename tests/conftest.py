@@ -14,6 +14,7 @@ import dask
 import pytest
 from hypothesis import settings
 
+from tests.fresh import FreshProcesses
 from xckpt import formats
 
 if TYPE_CHECKING:
@@ -86,6 +87,15 @@ def in_this_thread() -> Iterator[None]:
     """Compute thousands of small arrays without waking a thread for each of them."""
     with dask.config.set(scheduler="sync"):
         yield
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[FreshProcesses]:
+    """Return what runs code in processes that have imported neither xckpt nor xarray nor dask."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs os.fork")
+    with FreshProcesses() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

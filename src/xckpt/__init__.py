@@ -73,7 +73,7 @@ __all__ = [
 
 _load, _, _lazy = lazy_loader.attach(
     __name__,
-    submodules=["errors", "identity", "sample"],
+    submodules=["errors", "identity", "sample", "typing"],
     submod_attrs={
         "entry": ["open", "report"],
         "errors": [
@@ -108,6 +108,7 @@ if not TYPE_CHECKING:  # a type checker would take any name
     def __getattr__(name: str) -> object:
         if name in _lazy or name.startswith("_"):
             with uninterrupted():
+                register_accessor()  # again, as another thread may have been loading xarray
                 return _load(name)
         raise AttributeError(import_module("xckpt.entry").hint_for(name))
 

@@ -10,7 +10,7 @@ import re
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from xarray.backends import BackendEntrypoint
+import xarray as xr  # whole: another thread may be loading it, and a part would not wait for that
 
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
@@ -18,8 +18,6 @@ from xckpt.loading import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from xarray import Dataset, DataTree
 
     from xckpt.index import Index
     from xckpt.storage import Source
@@ -48,7 +46,7 @@ class _Docstring:
         return _DOCSTRING.format(summary=summary, own="".join(f"{each}\n" for each in own))
 
 
-class CheckpointBackend(BackendEntrypoint):
+class CheckpointBackend(xr.backends.BackendEntrypoint):
     """What the engines of all formats share; each is made of what its format says of itself.
 
     The keywords are those of `xckpt.datasets.options.OpenOptions` and of the format's `read`.
@@ -97,7 +95,7 @@ class CheckpointBackend(BackendEntrypoint):
         *,
         drop_variables: str | Iterable[str] | None = None,
         **keywords: Any,
-    ) -> Dataset:
+    ) -> xr.Dataset:
         """Open a checkpoint as a lazy, dask-backed Dataset with one variable for each tensor.
 
         Parameters
@@ -142,7 +140,7 @@ class CheckpointBackend(BackendEntrypoint):
         *,
         drop_variables: str | Iterable[str] | None = None,
         **keywords: Any,
-    ) -> dict[str, Dataset]:
+    ) -> dict[str, xr.Dataset]:
         """Open a checkpoint as one Dataset for each module: tensor ``a.b.c`` is ``c`` of ``/a/b``.
 
         Parameters and errors are those of `open_dataset`.
@@ -170,7 +168,7 @@ class CheckpointBackend(BackendEntrypoint):
         *,
         drop_variables: str | Iterable[str] | None = None,
         **keywords: Any,
-    ) -> DataTree:
+    ) -> xr.DataTree:
         """Open a checkpoint as a tree of modules: tensor ``a.b.c`` is ``c`` of node ``/a/b``.
 
         Parameters and errors are those of `open_dataset`.

@@ -17,9 +17,18 @@ __all__ = ["register_accessor"]
 def register_accessor() -> None:
     """Register ``.ckpt`` now if xarray is imported, or else as soon as it is."""
     if "xarray" in sys.modules:
-        import_module("xckpt.accessor")
+        _load_accessor()
     elif not any(isinstance(finder, _XarrayFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _XarrayFinder())
+
+
+def _load_accessor() -> None:
+    try:
+        import_module("xckpt.accessor")
+    except RuntimeError as error:
+        # Another thread is loading it, and waits for the package that this one is loading.
+        if type(error).__name__ != "_DeadlockError":
+            raise
 
 
 class _XarrayFinder:
@@ -42,7 +51,7 @@ class _XarrayFinder:
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                import_module("xckpt.accessor")
+                _load_accessor()
 
             # The loader stays what it is, as others ask it for sources and resources.
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
