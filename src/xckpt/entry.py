@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterable, Sequence
 
-    from xckpt.labels.selection import Renaming
+    from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable
@@ -180,9 +180,9 @@ def report(
 
 def hint_for(name: str) -> str:
     """Return the message for a name that the package lacks, with a call that does the work."""
-    from xckpt.labels.selection import suggest
+    from xckpt.labels.filters import suggest_word
 
     text = f"module 'xckpt' has no attribute {name!r}"
     known = [f"xckpt.{public}" for public in import_module("xckpt").__all__]
-    meant = suggest(name, _INSTEAD) or suggest(f"xckpt.{name}", {}, known)
+    meant = suggest_word(name, _INSTEAD) or suggest_word(f"xckpt.{name}", {}, known)
     return f"{text}; did you mean {meant}?" if meant else f"{text}; dir(xckpt) lists what it has"

@@ -78,5 +78,5 @@ def test_a_stated_path_is_not_split_at_dots() -> None:
 
 
 def test_two_tensors_cannot_have_one_place() -> None:
-    with pytest.raises(ValueError, match="one path"):
+    with pytest.raises(ValueError, match="same path, '/x/w'"):
         tree_paths({"a": ("x", "w"), "b": ("x", "w")})

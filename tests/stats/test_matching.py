@@ -367,7 +367,7 @@ class TestCommandLine:
             ("[1]", "must be an object of old names"),
             ('{"a": 1}', "must be an object of old names"),
             ("{", "not a JSON file"),
-            ('{"lm_head": "x"}', "which no tensor is called; similar names: 'lm_head.weight'"),
+            ('{"lm_head": "x"}', "but no tensor is called that; similar names: 'lm_head.weight'"),
         ],
     )
     @pytest.mark.parametrize("command", ["compare", "convert"])

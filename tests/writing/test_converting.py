@@ -330,13 +330,17 @@ class TestNewNames:
     @pytest.mark.parametrize(
         ("new", "error", "said"),
         [
-            ({"bigg": "x"}, ValueError, "'bigg', which no tensor is called; similar names: 'big'"),
+            (
+                {"bigg": "x"},
+                ValueError,
+                "'bigg', but no tensor is called that; similar names: 'big'",
+            ),
             ({"bigg": "x", "a": "y"}, ValueError, "'bigg' and 1 more"),
-            ({"big": "small"}, ValueError, "'small' of both 'big' and 'small'"),
-            ({"big": 3}, TypeError, "gives 'big' the name 3, which is not a text"),
-            ({3: "big"}, TypeError, "3 is not a text"),
-            (lambda _: None, TypeError, "the name None"),
-            (("(", ""), ValueError, "not a regular expression"),
+            ({"big": "small"}, ValueError, "both 'big' and 'small' to 'small'"),
+            ({"big": 3}, TypeError, "maps 'big' to 3, which is not a string"),
+            ({3: "big"}, TypeError, "3 is not a string"),
+            (lambda _: None, TypeError, "to None, which is not a string"),
+            (("(", ""), ValueError, "is not a regular expression"),
             (("b", r"\3"), ValueError, "invalid group reference"),
             ("auto", TypeError, "a mapping, a function of a name, or a pair"),
         ],

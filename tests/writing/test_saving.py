@@ -23,7 +23,7 @@ from tests.writing.saved import (
 )
 from xckpt import CheckpointWarning, FileChangedError, UnsupportedError, formats, read_index
 from xckpt.elements import stored_dtype
-from xckpt.labels import AxisNames
+from xckpt.labels import AxisNamer
 from xckpt.writing import save
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def dataset(**arrays: Any) -> xr.Dataset:
     """Make a Dataset of arrays whose axes have no names."""
     return xr.Dataset(
         {
-            name: xr.Variable(AxisNames().of(name, array.shape), array)
+            name: xr.Variable(AxisNamer().name_axes(name, array.shape), array)
             for name, array in arrays.items()
         }
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
     from xckpt.formats import FormatOptions
     from xckpt.labels import TensorFilter
-    from xckpt.labels.selection import Renaming
+    from xckpt.labels.renaming import Renaming
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
     from xckpt.plots import Plots
     from xckpt.progress import ProgressOption
@@ -108,10 +108,10 @@ class CheckpointAccessor(Generic[Obj]):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
-            from xckpt.labels.selection import suggest
+            from xckpt.labels.filters import suggest_word
 
             known = [public for public in vars(CheckpointAccessor) if not public.startswith("_")]
-            meant = suggest(name, _INSTEAD, known)
+            meant = suggest_word(name, _INSTEAD, known)
             hint = f"did you mean .ckpt.{meant}?" if meant else f"it has {', '.join(known)}"
             raise AttributeError(f".ckpt has no attribute {name!r}; {hint}")
 

@@ -107,9 +107,9 @@ class _Commands(click.Group):
 
 def _instead_of(word: str) -> str:
     """Return the end of a message: a command for one that does not exist, if any resembles it."""
-    from xckpt.labels.selection import suggest
+    from xckpt.labels.filters import suggest_word
 
-    meant = suggest(word, _INSTEAD, commands.commands)
+    meant = suggest_word(word, _INSTEAD, commands.commands)
     return f"; did you mean 'xckpt {meant}'?" if meant else ""
 
 

@@ -97,7 +97,7 @@ class FileInput:
 
     def index(self, file: str) -> Index:
         """Return the index of a file, with the chosen tensors only."""
-        from xckpt.labels.selection import select, similar_filter
+        from xckpt.labels.filters import select, suggest_filters
         from xckpt.opening import open_index
 
         source, index = open_index(file, self.engine, storage_options=self.storage_options)
@@ -106,7 +106,7 @@ class FileInput:
             return index
         chosen = {name: index.tensors[name] for name in select(index.tensors, self.wanted)}
         if not chosen:
-            hint = similar_filter(index.tensors, list(self.tensors))
+            hint = suggest_filters(index.tensors, list(self.tensors))
             globs = " ".join(map(shown, self.tensors))
             raise click.UsageError(f"--tensors {globs} matches no tensor in {file}{hint}")
         return replace(index, tensors=chosen)

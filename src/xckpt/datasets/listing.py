@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xckpt.arrays import LazyArray, lazy_arrays
 from xckpt.arrays.stacked import AbsentArray, StackedArray, TensorArrays, can_be_absent
 from xckpt.errors import shown, warn
-from xckpt.labels import AxisNames, select
-from xckpt.labels.numbering import numbered_modules, words
-from xckpt.labels.selection import similar_filter
-from xckpt.labels.stacking import Stack, stack, stack_in_tree
+from xckpt.labels import AxisNamer, select
+from xckpt.labels.filters import suggest_filters
+from xckpt.labels.grids import Stack, find_stacks, find_stacks_in_tree
+from xckpt.labels.numbering import modules_by_frequency, split_words
 from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Listed(NamedTuple):
             return None
         path = self.tensor.path
         if self.stacked is not None:
-            path = words(self.stacked.stack.template)
+            path = split_words(self.stacked.stack.template)
         return path if self.role is None else (*path[:-1], f"{path[-1]}{self.suffix}")
 
 
@@ -127,7 +127,7 @@ def list_arrays(
     chosen = select(index.tensors, options.tensors)
     if options.tensors is not None and not chosen and index.tensors:
         text = f"tensors={options.tensors!r} matches none of the {len(index.tensors)} tensors"
-        text += similar_filter(index.tensors, options.tensors)
+        text += suggest_filters(index.tensors, options.tensors)
         warn(f"{index.source}: {text}")
     if index.arrangement.order:
         kept = set(chosen)
@@ -212,7 +212,7 @@ def _arrays(
         for role, lazy in arrays.items():
             yield Listed(tensor.name, lazy, tensor, role)
         return
-    tensors = tuple(stacked.spread([index.tensors[name] for name in stacked.members]))
+    tensors = tuple(stacked.arrange([index.tensors[name] for name in stacked.members]))
     for role, lazy in arrays.items():
         absent = AbsentArray(stacked.name, lazy.shape, lazy.dtype) if stacked.present else None
         members = TensorArrays(tensors, role, sources, reading, absent)
@@ -232,7 +232,7 @@ def _stacks(
     if options.stack is False:
         return {}
     only = stacked_modules(options.stack)
-    axes = AxisNames(options.dims)
+    axes = AxisNamer(options.dims)
 
     def outer(name: str) -> bool:
         tensor = index.tensors[name]
@@ -242,26 +242,32 @@ def _stacks(
         return can_be_absent(lazy.empty((0,) * lazy.ndim))
 
     def stacks(
-        tensors: Collection[Tensor], wanted: Mapping[str, tuple[str | None, ...]] | None = None
+        tensors: Collection[Tensor],
+        preferred_dims: Mapping[str, tuple[str | None, ...]] | None = None,
     ) -> list[Stack]:
         kinds = {tensor.name: kind_of(tensor, axes, options) for tensor in tensors}
         paths = {tensor.name: tensor.path for tensor in tensors if tensor.path is not None}
         parted = [t for t in tensors if t.layout != "dense" and _in_parts(t, options)]
         parts = [f"{tensor.name}:{role}" for tensor in parted for role in tensor.parts]
         reserved = {*parts, *(part.rpartition(".")[2] for part in parts)}
-        how = outer if require_join(options.join) == "outer" else None
-        if for_tree:
-            return stack_in_tree(kinds, only, paths, reserved, wanted=wanted, outer=how)
-        return stack(kinds, only, paths, reserved, wanted, outer=how)
+        find = find_stacks_in_tree if for_tree else find_stacks
+        return find(
+            kinds,
+            only,
+            paths=paths,
+            reserved=reserved,
+            preferred_dims=preferred_dims,
+            may_be_absent=outer if require_join(options.join) == "outer" else None,
+        )
 
     order = {tensor.name: number for number, tensor in enumerate(tensors)}
     warn_of_unknown_modules(order, only)
-    wanted = None
+    preferred_dims = None
     if len(tensors) < len(index.tensors):
         # A dimension has the name that it has where nothing is left out.
         whole = stacks(index.tensors.values())
-        wanted = {member: each.places for each in whole for member in each.members}
-    found = stacks(tensors, wanted)
+        preferred_dims = {name: stack.index_dims for stack in whole for name in stack.members}
+    found = stacks(tensors, preferred_dims)
     return {min(each.members, key=order.__getitem__): each for each in found}
 
 
@@ -270,7 +276,7 @@ def _in_parts(tensor: Tensor, options: OpenOptions) -> bool:
     return tensor.layout == "structural" or (tensor.layout != "dense" and not options.decode)
 
 
-def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any, ...]:
+def kind_of(tensor: Tensor, names: AxisNamer, options: OpenOptions) -> tuple[Any, ...]:
     """Return all that the members of a stack have in common."""
     parts: tuple[Any, ...] | None = None
     if _in_parts(tensor, options):
@@ -288,13 +294,13 @@ def kind_of(tensor: Tensor, names: AxisNames, options: OpenOptions) -> tuple[Any
         tensor.quantization,
         tensor.problem is None,
         parts,
-        names.callers(tensor.name) if options.dims else None,
+        names.caller_names(tensor.name) if options.dims else None,
     )
 
 
 def warn_of_unknown_modules(names: Collection[str], modules: Collection[str] | None) -> None:
     """Warn of modules to stack that no name has, with those that there are."""
-    there = numbered_modules(names, modules) if modules is not None else []
+    there = modules_by_frequency(names, modules) if modules is not None else []
     unknown = [module for module in modules or () if module not in there]
     if not unknown:
         return
@@ -334,6 +340,6 @@ def _warn_of_unused_names(
     names = {name for each in arrays for name in (each.name, each.tensor.name)}
     for glob in dims:
         if not select(names, glob):
-            hint = similar_filter(index.tensors, glob)
+            hint = suggest_filters(index.tensors, glob)
             text = f"{index.source}: dims[{glob!r}] matches no tensor{hint}"
             warn(text)

@@ -18,8 +18,8 @@ from xckpt.datasets.trees import make_module
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
-from xckpt.labels import AxisNames, child_nodes, stated_name, tree_paths
-from xckpt.labels.stacking import StackedAttrs, stacked_attrs
+from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
+from xckpt.labels.attributes import StackedAttrs, stack_attrs
 from xckpt.notebook.extension import load_in_session
 from xckpt.storage.source import sources_of
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.stacked import TensorArrays
     from xckpt.datasets.options import OpenOptions
     from xckpt.index import Index, Part, Tensor
-    from xckpt.labels.stacking import Stack
+    from xckpt.labels.grids import Stack
     from xckpt.storage import Source
 
     Shapes = Mapping[str, tuple[int, ...]]
@@ -73,9 +73,9 @@ def make_dataset(source: Source, index: Index, options: OpenOptions) -> xr.Datas
     """Make the flat Dataset of a checkpoint."""
     listing = list_arrays(source, index, options)
     arrays = {each.name: each for each in listing.arrays}
-    coords = _Coordinates(index.arrangement.coords, AxisNames(options.dims))
+    coords = _Coordinates(index.arrangement.coords, AxisNamer(options.dims))
     own = coords.dims(arrays)
-    names = AxisNames(options.dims, arrays.keys() - own)
+    names = AxisNamer(options.dims, arrays.keys() - own)
     _claim(names, listing.arrays, own)
     maker = VariableMaker.of(source, listing, options)
     group = _group(arrays, arrays, maker, names, coords=coords, marks=StackMarks())
@@ -102,7 +102,7 @@ def make_groups(
         places.setdefault(leaf, []).append(path)
     reserved = {*places, *by_name}
     maker = VariableMaker.of(source, listing, options)
-    top = AxisNames(options.dims, reserved)
+    top = AxisNamer(options.dims, reserved)
     _claim(top, listing.arrays)
     coords = _Coordinates(index.arrangement.coords, top)
     repeated = _repeated_below(places) if index.arrangement.coords else set()
@@ -121,7 +121,7 @@ def make_groups(
         # Nodes inherit the indexes of those above them: no other variable may have the name there.
         free = {leaf: each for leaf, each in node.items() if (here, leaf) not in repeated}
         own = coords.dims(free, names[above])
-        names[here] = names[above].below(own)
+        names[here] = names[above].for_child(own)
         roles: Mapping[str, tuple[str | None, ...]] = {}
         if axis_names is not None:
             shapes = {leaf: e.lazy.shape[len(e.stacked_dims) :] for leaf, e in node.items()}
@@ -162,7 +162,7 @@ def _repeated_below(places: Mapping[str, Collection[str]]) -> set[tuple[str, str
 class _Coordinates:
     """Which tensors are coordinates, and which have a dimension of their name, as the file says."""
 
-    def __init__(self, names: Collection[str], callers: AxisNames) -> None:
+    def __init__(self, names: Collection[str], callers: AxisNamer) -> None:
         self._names = frozenset(names)
         self._callers = callers
 
@@ -170,7 +170,7 @@ class _Coordinates:
         """Return whether an array becomes a coordinate."""
         return each.name in self._names and each.role is None and each.stacked is None
 
-    def dims(self, node: Mapping[str, Listed], above: AxisNames | None = None) -> dict[str, int]:
+    def dims(self, node: Mapping[str, Listed], above: AxisNamer | None = None) -> dict[str, int]:
         """Return the dimensions of one node that have the name of a coordinate, and their sizes.
 
         xarray has an index of a coordinate with this one dimension, and reads it for that at once.
@@ -181,7 +181,7 @@ class _Coordinates:
         for leaf, each in node.items():
             if not each.suggested or not self.has(each):
                 continue
-            dims = self._callers.callers(each.name) or each.suggested
+            dims = self._callers.caller_names(each.name) or each.suggested
             if leaf not in dims or len(dims) != each.lazy.ndim:
                 continue
             size = each.lazy.shape[dims.index(leaf)]
@@ -199,7 +199,7 @@ def _is_indexable(each: Listed) -> bool:
 
 
 def _claim(
-    names: AxisNames, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
+    names: AxisNamer, arrays: Iterable[Listed], own: Mapping[str, int] | None = None
 ) -> None:
     """Keep the names of stacked dimensions, and of others that are names of variables too."""
     for dim, size in (own or {}).items():
@@ -213,7 +213,7 @@ def _group(
     arrays: Mapping[str, Listed],
     taken: Collection[str],
     maker: VariableMaker,
-    names: AxisNames,
+    names: AxisNamer,
     *,
     coords: _Coordinates,
     roles: Mapping[str, tuple[str | None, ...]] | None = None,
@@ -226,14 +226,16 @@ def _group(
         if roles and leaf in roles:
             own = roles[leaf]
             suggested = tuple([a or b for a, b in zip(suggested or own, own, strict=True)])
-        dims = names.of(each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name)
+        dims = names.name_axes(
+            each.name, each.lazy.shape, suggested, each.stacked_dims, each.tensor.name
+        )
         axes = _file_names(each, dims, suggested, names)
         if each.stacked is None:
             kind = group.coords if coords.has(each) else group.variables
             kind[leaf] = maker.variable(each, dims, axes)
             continue
         places = each.stacked.members.tensors
-        attrs = stacked_attrs([None if tensor is None else tensor.attrs for tensor in places])
+        attrs = stack_attrs([None if tensor is None else tensor.attrs for tensor in places])
         group.variables[leaf] = maker.stack(each, dims, attrs.shared, axes)
         stack = each.stacked.stack
         record = StackRecord(
@@ -250,18 +252,18 @@ def _file_names(
     each: Listed,
     dims: tuple[str, ...],
     suggested: tuple[str | None, ...] | None,
-    names: AxisNames,
+    names: AxisNamer,
 ) -> dict[str, str | None]:
     """Say what the file calls the axes that are shown under names of neither it nor the caller."""
     if suggested is None:
         return {}
     inner = dims[len(each.stacked_dims) :]
-    callers = names.callers(each.name) or names.callers(each.tensor.name) or ()
+    callers = names.caller_names(each.name) or names.caller_names(each.tensor.name) or ()
     stated = each.suggested or (None,) * len(inner)
     return {
         dim: name
         for dim, name in zip(inner, stated, strict=True)
-        if name != stated_name(dim) and dim not in callers
+        if name != explicit_name(dim) and dim not in callers
     }
 
 
@@ -280,7 +282,7 @@ def add_coords(
         if dim not in coords:
             values = np.array(indices, np.int64)
             coords[dim] = xr.IndexVariable(dim, values, encoding=encoding)
-    for attr, along in attrs.along.items():
+    for attr, along in attrs.varying.items():
         coord = free_name(f"{name}:{attr}", {*taken, *coords})
         coords[coord] = xr.Variable(stack.dims, along.reshape(stack.shape), encoding=encoding)
 

@@ -12,7 +12,7 @@ import xarray as xr
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import shown, some, warn
 from xckpt.index import Index
-from xckpt.labels import AxisNames
+from xckpt.labels import AxisNamer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _dataset(mapping: Mapping[Any, Any]) -> xr.Dataset:
         raise TypeError(f"expected a mapping of names to arrays; its values are of type {kinds}")
     if others:
         warn(f"{some(others, 'values')} of the mapping left out: neither arrays nor numbers")
-    names = AxisNames(None, arrays.keys())
+    names = AxisNamer(None, arrays.keys())
     variables = {name: _variable(name, value, names) for name, value in arrays.items()}
     return xr.Dataset(variables, attrs=attrs)
 
@@ -77,7 +77,7 @@ def _is_array(value: Any) -> bool:
     return has_values and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _variable(name: str, value: Any, names: AxisNames) -> xr.Variable:
+def _variable(name: str, value: Any, names: AxisNamer) -> xr.Variable:
     if isinstance(value, xr.DataArray | xr.Variable):
         return xr.as_variable(value)
     # Arrays of dask, sparse and others that xarray computes with stay what they are.
@@ -88,7 +88,7 @@ def _variable(name: str, value: Any, names: AxisNames) -> xr.Variable:
             kind = type(value)
             text = f"{shown(name)} is a {kind.__module__}.{kind.__name__} that numpy cannot read"
             raise TypeError(f"{text}: {error}") from error
-    return xr.Variable(names.of(name, value.shape), value)
+    return xr.Variable(names.name_axes(name, value.shape), value)
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_o
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
-from xckpt.labels import AxisNames
+from xckpt.labels import AxisNamer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -260,13 +260,13 @@ def _attached(model: xr.Dataset, found: Sequence[_State]) -> dict[str, xr.Variab
         named[name] = state
     variables = {str(name) for name in model.variables}
     # A coordinate has the name of its axis, which is then no reason to avoid it.
-    axes = AxisNames(reserved={*variables, *named} - {str(dim) for dim in model.dims})
-    axes.of("", tuple(model.sizes.values()), [str(dim) for dim in model.sizes])
+    axes = AxisNamer(reserved={*variables, *named} - {str(dim) for dim in model.dims})
+    axes.name_axes("", tuple(model.sizes.values()), [str(dim) for dim in model.sizes])
     attached = {}
     for name, state in named.items():
         same = state.owner is not None and state.owner.shape == state.variable.shape
         dims = state.owner.dims if state.owner is not None and same else state.variable.dims
-        chosen = axes.of(name, state.variable.shape, [str(dim) for dim in dims])
+        chosen = axes.name_axes(name, state.variable.shape, [str(dim) for dim in dims])
         attached[name] = _adapted(state, chosen)
     return attached
 

@@ -26,8 +26,9 @@ from xckpt.datasets.tensors import Flat, Obj, flatten, member_numbers, member_va
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
-from xckpt.labels.numbering import bare, is_index, numbered, numbered_places, words
-from xckpt.labels.stacking import Stack, stack, stack_in_tree, stacked_attrs
+from xckpt.labels.attributes import stack_attrs
+from xckpt.labels.grids import Stack, find_stacks, find_stacks_in_tree
+from xckpt.labels.numbering import drop_indices, is_index, module_indices, parse_name, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -125,7 +126,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     for name, variable in flat.variables.items():
         record = variable.encoding.get("stack")
         if record is None:
-            apart = numbered(str(name))
+            apart = parse_name(str(name))
             template: tuple[str | int | None, ...] = apart.template
             each: list[tuple[str | None, set[int]]] = [(None, {int(n)}) for n in apart.indices]
         else:
@@ -142,8 +143,8 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
             )
         if template not in known:
             at = [place for place, piece in enumerate(template) if not isinstance(piece, str)]
-            modules = [bare(template[: place + 1]) or "index" for place in at]
-            known[template] = bare(template), modules
+            modules = [drop_indices(template[: place + 1]) or "index" for place in at]
+            known[template] = drop_indices(template), modules
         plain, modules = known[template]
         for axis, (module, (dim, numbers)) in enumerate(zip(modules, each, strict=True)):
             names.setdefault(plain, {}).setdefault((module, axis, dim), set()).update(numbers)
@@ -183,10 +184,12 @@ def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> li
         meta = np.empty(0, variable.dtype) if is_elsewhere else getattr(data, "_meta", data)
         return can_be_absent(meta)
 
-    how = outer if join == "outer" else None
+    may_be_absent = outer if join == "outer" else None
     if isinstance(obj, xr.DataTree):
-        return stack_in_tree(kinds, only, paths, reserved, others=others, outer=how)
-    return stack(kinds, only, paths, reserved, outer=how)
+        return find_stacks_in_tree(
+            kinds, only, paths=paths, reserved=reserved, others=others, may_be_absent=may_be_absent
+        )
+    return find_stacks(kinds, only, paths=paths, reserved=reserved, may_be_absent=may_be_absent)
 
 
 def _kind(variable: xr.Variable) -> tuple[Any, ...]:
@@ -214,7 +217,7 @@ def _stacked(obj: Any, flat: Flat, stacks: Sequence[Stack]) -> tuple[Flat, dict[
             if name not in members:
                 variables[name] = variable
             continue
-        attrs = stacked_attrs([*each.spread([flat.variables[n].attrs for n in each.members])])
+        attrs = stack_attrs([*each.arrange([flat.variables[n].attrs for n in each.members])])
         variables[each.name] = _stack_variable(each, flat, attrs.shared)
         path, leaf = places[each.name]
         record = StackRecord(each.template, each.dims, indices=each.indices, present=each.present)
@@ -234,7 +237,7 @@ def _places(
     paths = {n: v.encoding.get("path") for n, v in flat.variables.items() if n not in members}
     for each in stacks:
         stated = "path" in flat.variables[each.members[0]].encoding
-        paths[each.name] = words(each.template) if stated else None
+        paths[each.name] = split_words(each.template) if stated else None
     return tree_paths(paths)
 
 
@@ -250,7 +253,7 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
     if any(shares.values()):
         encoding["shares"] = {name: owner for name, owner in shares.items() if owner}
     if "path" in first.encoding:
-        encoding["path"] = words(each.template)
+        encoding["path"] = split_words(each.template)
     encoding["stack"] = StackRecord(
         each.template,
         each.dims,
@@ -258,7 +261,7 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
         each.indices,
         tuple(shared),
         getattr(data, "name", None),
-        tuple(each.spread([_as_member(variable) for variable in variables])),
+        tuple(each.arrange([_as_member(variable) for variable in variables])),
         each.present,
     )
     return LazyVariable.of((*each.dims, *first.dims), data, shared or None, encoding)
@@ -281,7 +284,7 @@ def _as_member(variable: xr.Variable) -> StackMember:
 def _stack_arrays(each: Stack, arrays: list[Any]) -> Any:
     """Stack arrays along the grid; lazy ones of tensors stay one chunk or several each."""
     first = arrays[0]
-    places: list[Any] = list(each.spread(arrays))
+    places: list[Any] = list(each.arrange(arrays))
     if all(isinstance(array, da.Array) and isinstance(array.dask, TensorGraph) for array in arrays):
         absent = AbsentArray(each.name, first.shape, first.dtype)
         members = [absent if array is None else array.dask.lazy for array in places]
@@ -388,13 +391,13 @@ def _numbers_of(
     found: dict[str, list[Any]] = {}
     record = variable.encoding.get("stack")
     if record is None:
-        plain = numbered(name)
-        for base, index in zip(plain.bases, plain.indices, strict=True):
+        plain = parse_name(name)
+        for base, index in zip(plain.modules, plain.indices, strict=True):
             found.setdefault(base, []).append(int(index))
         return found
     dims = iter(record.dims)
     # Of modules that were left apart, the numbers are still in the template.
-    for base, number in numbered_places(record.template):
+    for base, number in module_indices(record.template):
         place: Any = int(number) if isinstance(number, str) else next(dims)
         if isinstance(place, int) or place in indexes:
             found.setdefault(base, []).append(place)

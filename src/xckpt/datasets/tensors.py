@@ -16,8 +16,8 @@ from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
 from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
-from xckpt.labels.numbering import bare
-from xckpt.labels.selection import similar, similar_filter
+from xckpt.labels.filters import suggest_filters, suggest_names
+from xckpt.labels.numbering import drop_indices
 from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import StackedNames, storage_words, tied
 
@@ -99,7 +99,7 @@ def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
     """Return the flat name of a variable of a tree: that of its tensor, if it is in its place."""
     encoding = variable.encoding
     stated, record = encoding.get("path"), encoding.get("stack")
-    known = encoding.get("tensor", "") if record is None else bare(record.template)
+    known = encoding.get("tensor", "") if record is None else drop_indices(record.template)
     name = flat_name(path, leaf, known if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
         return name
@@ -325,7 +325,7 @@ def no_tensor(name: str, known: Collection[str]) -> str:
         return f"{name!r} is a glob, not a name: ds.ckpt.find({name!r}) chooses what matches"
     if any(each.startswith(f"{name}.") for each in known):
         return f"{name!r} is a module, not a tensor: ds.ckpt.find('{name}.*') chooses its tensors"
-    return f"no tensor {name!r} among {len(known)}{similar(known, [str(name)])}"
+    return f"no tensor {name!r} among {len(known)}{suggest_names(known, [str(name)])}"
 
 
 def find(
@@ -343,7 +343,9 @@ def find(
     known = {str(name): name for name in flat.variables}
     matching = select(known, names)
     if not matching and known and names is not None:
-        text = f"{names!r} matches none of the {len(known)} variables{similar_filter(known, names)}"
+        text = (
+            f"{names!r} matches none of the {len(known)} variables{suggest_filters(known, names)}"
+        )
         warn(text)
     chosen = {}
     for text in matching:

@@ -14,7 +14,7 @@ from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.selection import normalize
-from xckpt.labels.stacking import flat_names
+from xckpt.labels.grids import member_names
 
 if TYPE_CHECKING:
     from xckpt.arrays.selection import Chunks
@@ -145,7 +145,7 @@ class StackRecord:
     Parameters
     ----------
     template : tuple of (str, int or None)
-        The names of the members; see `xckpt.labels.stacking.Stack`.
+        The names of the members; see `xckpt.labels.grids.Stack`.
     dims : tuple of str
         The dimensions that stacking made.
     suffix : str
@@ -160,7 +160,7 @@ class StackRecord:
         What each was, the last dimension fastest; none of something computed.
     present : frozenset of tuple of int, optional
         The indices of the members, where there are places without one; see
-        `xckpt.labels.stacking.Stack`.
+        `xckpt.labels.grids.Stack`.
     """
 
     template: tuple[str | int | None, ...]
@@ -174,7 +174,7 @@ class StackRecord:
 
     def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
         """Return the names of the members with some indices, and None for places without one."""
-        names: list[str | None] = [n + self.suffix for n in flat_names(self.template, indices)]
+        names: list[str | None] = [n + self.suffix for n in member_names(self.template, indices)]
         if self.present is None:
             return names
         if any(map(set.difference, map(set, indices), map(set, self.indices))):

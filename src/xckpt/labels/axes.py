@@ -1,8 +1,11 @@
-"""Names of axes: the caller's, else the file's, else the size's.
+"""Names of axes: chosen by the caller, stated by the file, or made from the size of the axis.
 
-Equal names mean equal extents throughout a Dataset, no tensor has one name twice, and no name is
-that of a variable but for index coordinates: xarray would compute silently wrong on the second and
-read a variable at open on the third.
+The names in a Dataset follow three rules:
+
+- Axes with the same name have the same size.
+- No tensor has the same name twice; xarray would return wrong results without an error.
+- No axis has the name of a variable, except of an index coordinate; xarray would read that variable
+  when it opens the Dataset.
 """
 
 from __future__ import annotations
@@ -10,41 +13,42 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from fnmatch import translate
-from typing import TYPE_CHECKING, Any
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["AxisNames", "stated_name"]
+__all__ = ["AxisNamer", "explicit_name"]
 
-# Names that we or xarray give to axes that have none.
-_MADE_UP = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
+# Names that xckpt (d768, d768_1) and xarray (dim_0) generate.
+_GENERATED = re.compile(r"(d\d+(_\d+)?|dim_\d+)")
 
 
-class AxisNames:
-    """Gives the axes of one Dataset's variables their names, variable by variable.
+class AxisNamer:
+    """Names for the axes of one Dataset, assigned variable by variable.
 
     Parameters
     ----------
     dims : mapping of str to sequence of (str or None), optional
-        The caller's names: a glob of variable names to one name for each axis, None where an
-        axis is to be named otherwise. The last matching entry wins.
+        The caller's names: globs of variable names, each with one name per axis. None leaves an
+        axis to the file, or to its size. The last matching glob wins.
     reserved : collection of str
-        Names that no axis may have: those of the variables.
+        Names of variables, which no axis may have.
 
     Raises
     ------
     TypeError
-        If `dims` is not a mapping to sequences of names.
+        If `dims` does not map globs to sequences of names.
     ValueError
-        If `dims` gives a tensor a name twice.
+        If `dims` has the same name twice for a tensor.
 
     Examples
     --------
-    >>> names = AxisNames({"*.w": ("in", "out")})
-    >>> names.of("a.w", (3, 4)), names.of("b", (4, 4))
+    >>> namer = AxisNamer({"*.w": ("in", "out")})
+    >>> namer.name_axes("a.w", (3, 4)), namer.name_axes("b", (4, 4))
     (('in', 'out'), ('d4', 'd4_1'))
     """
 
@@ -53,157 +57,160 @@ class AxisNames:
         dims: Mapping[str, Sequence[str | None]] | None = None,
         reserved: Collection[str] = (),
     ) -> None:
-        self._chosen = [_compiled(glob, names) for glob, names in (dims or {}).items()]
+        self._entries = [_parse_entry(glob, names) for glob, names in (dims or {}).items()]
         self._reserved = reserved
-        #: Names of variables that are dimensions.
-        self._indexed: frozenset[str] = frozenset()
+        #: Reserved names that axes may have, as those of index coordinates.
+        self._index_coords: frozenset[str] = frozenset()
         self._sizes: ChainMap[str, int] = ChainMap()
-        self._fitted_before: dict[
-            tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]
-        ] = {}
+        # Layers repeat the same names and shapes: each combination is worked out once.
+        self._fitted: dict[tuple[Sequence[str | None], tuple[int, ...]], tuple[str, ...]] = {}
         self._by_shape: dict[tuple[int, ...], tuple[str, ...]] = {}
 
-    def below(self, indexed: Mapping[str, int]) -> AxisNames:
-        """Return the names of a node below this one in a tree.
+    def for_child(self, index_sizes: Mapping[str, int]) -> AxisNamer:
+        """Return a namer for a node below this one in a tree; names keep their sizes there.
 
-        A name that has a size here has the same size there. `indexed` has the sizes of dimensions
-        that have the names of variables of the node.
+        `index_sizes` has the sizes of the child's index coordinates by name.
         """
-        below = AxisNames()
-        below._chosen, below._reserved = self._chosen, self._reserved
-        below._indexed = self._indexed.union(indexed)
-        below._sizes = self._sizes.new_child(dict(indexed))
-        return below
-
-    def _is_reserved(self, name: str) -> bool:
-        return name in self._reserved and name not in self._indexed
+        child = AxisNamer()
+        child._entries, child._reserved = self._entries, self._reserved
+        child._index_coords = self._index_coords.union(index_sizes)
+        child._sizes = self._sizes.new_child(dict(index_sizes))
+        return child
 
     def claim(self, name: str, size: int) -> None:
-        """Keep a name for axes of one size, before any variable may take it for another."""
+        """Reserve a name for axes of one size before a variable uses it for another size."""
         self._sizes[name] = size
 
     def fits(self, name: str, size: int) -> bool:
-        """Return whether no axis of another size has a name."""
+        """Return whether no axis of another size has this name."""
         return self._sizes.get(name, size) == size
 
-    def callers(self, tensor: str) -> tuple[str | None, ...] | None:
-        """Return what the caller named the axes of a tensor, None if nothing matches."""
-        for _, matches, names in reversed(self._chosen):
-            if matches(tensor):
-                return names
+    def caller_names(self, tensor: str) -> tuple[str | None, ...] | None:
+        """Return the caller's names for the axes of a tensor, or None if no glob matches."""
+        for entry in reversed(self._entries):
+            if entry.matches(tensor):
+                return entry.names
         return None
 
-    def of(
+    def name_axes(
         self,
         variable: str,
         shape: tuple[int, ...],
         suggested: Sequence[str | None] | None = None,
-        stacked: tuple[str, ...] = (),
+        stack_dims: tuple[str, ...] = (),
         member: str = "",
     ) -> tuple[str, ...]:
-        """Name the axes of a variable."""
-        chosen = self._chosen_for(variable, shape, stacked, member)
-        if chosen is None and suggested is None and not stacked:
-            return self._size_names(shape)
-        if stacked:
-            suggested = (*stacked, *(suggested or [None] * (len(shape) - len(stacked))))
-        wanted = tuple(
-            [
-                (chosen[axis] if chosen is not None else None)
-                or (suggested[axis] if suggested is not None else None)
-                for axis in range(len(shape))
-            ]
-        )
-        # What was wanted once is wanted by every layer, and gets the same answer.
-        known = self._fitted_before.get((wanted, shape))
-        if known is None:
-            known = self._fitted_before[wanted, shape] = self._fitted(wanted, shape)
-        return known
+        """Return the names of a variable's axes.
 
-    def _chosen_for(
-        self, variable: str, shape: tuple[int, ...], stacked: tuple[str, ...], member: str
+        `suggested` has the file's names. A stack begins with the axes `stack_dims`, and the
+        caller's globs also match the name of its first `member`.
+        """
+        chosen = self._chosen_names(variable, shape, stack_dims, member)
+        if chosen is None and suggested is None and not stack_dims:
+            return self._names_from_sizes(shape)
+        unnamed = (None,) * len(shape)
+        if stack_dims:
+            suggested = (*stack_dims, *(suggested or unnamed[len(stack_dims) :]))
+        pairs = zip(chosen or unnamed, suggested or unnamed, strict=True)
+        # A list first: this runs for every tensor of a file, and a generator takes longer.
+        preferred = tuple([first or second for first, second in pairs])
+        names = self._fitted.get((preferred, shape))
+        if names is None:
+            names = self._fitted[preferred, shape] = self._fit(preferred, shape)
+        return names
+
+    def _chosen_names(
+        self, variable: str, shape: tuple[int, ...], stack_dims: tuple[str, ...], member: str
     ) -> tuple[str | None, ...] | None:
-        for glob, matches, names in reversed(self._chosen):
-            if not (matches(variable) or (stacked and matches(member))):
+        """Return the caller's names for all axes of a variable, or None if no glob matches."""
+        for entry in reversed(self._entries):
+            if not entry.matches(variable) and not (stack_dims and entry.matches(member)):
                 continue
-            inner = len(shape) - len(stacked)
-            if len(names) not in {len(shape), inner}:
-                axes = f"{inner} axes, {len(shape)} when stacked" if stacked else f"{inner} axes"
+            glob, names = entry.glob, entry.names
+            own_ndim = len(shape) - len(stack_dims)
+            if len(names) not in {len(shape), own_ndim}:
+                stacked = f", {len(shape)} when stacked" if stack_dims else ""
                 raise ValueError(
                     f"dims[{glob!r}] has {len(names)} names, but tensor {shown(variable)} has "
-                    f"{axes} (shape {shape})"
+                    f"{own_ndim} axes{stacked} (shape {shape})"
                 )
-            self._refuse_names_of_variables(glob, names)
-            if len(names) == inner:
-                return (None,) * len(stacked) + names
-            _refuse_other_names(glob, names, stacked)
+            for name in names:
+                if name is not None and self._is_reserved(name):
+                    raise ValueError(
+                        f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
+                        "choose another name"
+                    )
+            if len(names) == own_ndim:
+                return (None,) * len(stack_dims) + names
+            # The axes of the stack have coordinates of the same names, which stay as they are.
+            for name, dim in zip(names, stack_dims, strict=False):
+                if name not in {None, dim}:
+                    raise ValueError(
+                        f"dims[{glob!r}] names the stacked axis {dim!r} {name!r}; pass None for "
+                        f"it, and rename it afterwards: ds.rename({{{dim!r}: {name!r}}})"
+                    )
             return names
         return None
 
-    def _refuse_names_of_variables(self, glob: str, names: tuple[str | None, ...]) -> None:
-        for name in names:
-            if name is not None and self._is_reserved(name):
-                raise ValueError(
-                    f"dims[{glob!r}] names an axis {name!r}, which is the name of a variable; "
-                    "choose another"
-                )
-
-    def _fitted(self, wanted: Sequence[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Keep the wanted names that fit, and give the other axes the names of their sizes."""
+    def _fit(self, preferred: Sequence[str | None], shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Keep the preferred names that fit, and name the other axes after their sizes."""
         fitted: list[str | None] = []
-        for name, size in zip(wanted, shape, strict=True):
-            free = name is not None and name not in fitted and not self._is_reserved(name)
-            fits = free and self._sizes.setdefault(str(name), size) == size
-            fitted.append(name if fits else None)
-        result: list[str] = []
+        for preference, size in zip(preferred, shape, strict=True):
+            fits = preference is not None and self._take(preference, size, fitted)
+            fitted.append(preference if fits else None)
+        names: list[str] = []
         for name, size in zip(fitted, shape, strict=True):
-            taken = {*result, *(other for other in fitted if other is not None)}
-            result.append(name if name is not None else self._size_name(size, taken))
-        return tuple(result)
+            names.append(self._name_from_size(size, {*names, *fitted}) if name is None else name)
+        return tuple(names)
 
-    def _size_names(self, shape: tuple[int, ...]) -> tuple[str, ...]:
-        known = self._by_shape.get(shape)
-        if known is None:
-            names: list[str] = []
-            for size in shape:
-                names.append(self._size_name(size, names))
-            known = self._by_shape[shape] = tuple(names)
-        return known
+    def _names_from_sizes(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        cached = self._by_shape.get(shape)
+        if cached is not None:
+            return cached
+        names: list[str] = []
+        for size in shape:
+            names.append(self._name_from_size(size, names))
+        self._by_shape[shape] = tuple(names)
+        return self._by_shape[shape]
 
-    def _size_name(self, size: int, taken: Collection[str]) -> str:
-        """Return ``d768``, or ``d768_1``, ``d768_2``, ... where that is taken."""
-        repeat = 0
-        while True:
-            name = f"d{size}_{repeat}" if repeat else f"d{size}"
-            free = name not in taken and not self._is_reserved(name)
-            if free and self._sizes.setdefault(name, size) == size:
-                return name
-            repeat += 1
+    def _name_from_size(self, size: int, taken: Collection[str | None]) -> str:
+        """Return ``d768``, or the first of ``d768_1``, ``d768_2``, ... that can be used."""
+        candidates = chain([f"d{size}"], (f"d{size}_{number}" for number in count(1)))
+        return next(name for name in candidates if self._take(name, size, taken))
 
+    def _take(self, name: str, size: int, taken: Collection[str | None]) -> bool:
+        """Use a name for an axis, unless the tensor, a variable or another size has it."""
+        if name in taken or self._is_reserved(name):
+            return False
+        return self._sizes.setdefault(name, size) == size
 
-def stated_name(dim: Any) -> str | None:
-    """Return the name of a dimension, None where it stands for no name."""
-    return None if _MADE_UP.fullmatch(str(dim)) else str(dim)
-
-
-def _refuse_other_names(glob: str, names: tuple[str | None, ...], stacked: tuple[str, ...]) -> None:
-    """Refuse new names for the axes that stacking makes: they are also names of coordinates."""
-    for name, made in zip(names, stacked, strict=False):
-        if name not in {None, made}:
-            raise ValueError(
-                f"dims[{glob!r}] names the stacked axis {made!r} {name!r}; give None there, and "
-                f"rename it afterwards: ds.rename({{{made!r}: {name!r}}})"
-            )
+    def _is_reserved(self, name: str) -> bool:
+        return name in self._reserved and name not in self._index_coords
 
 
-def _compiled(glob: Any, names: Any) -> tuple[str, Callable[[str], object], tuple[str | None, ...]]:
+def explicit_name(dim: Any) -> str | None:
+    """Return the name of a dimension, or None if xckpt or xarray generated it."""
+    return None if _GENERATED.fullmatch(str(dim)) else str(dim)
+
+
+class _Entry(NamedTuple):
+    """An entry of ``dims=``."""
+
+    glob: str
+    matches: Callable[[str], object]
+    names: tuple[str | None, ...]
+
+
+def _parse_entry(glob: Any, names: Any) -> _Entry:
     if not isinstance(glob, str) or isinstance(names, str):
         raise TypeError(
             f"dims maps globs of tensor names to sequences of axis names, not {glob!r}: {names!r}"
         )
     given = [name for name in names if name is not None]
     if not all(isinstance(name, str) and name for name in given):
-        raise TypeError(f"dims[{glob!r}] has an axis name that is not a text: {tuple(names)!r}")
+        raise TypeError(
+            f"dims[{glob!r}] has an axis name that is empty or not a string: {tuple(names)!r}"
+        )
     if len(set(given)) != len(given):
-        raise ValueError(f"dims[{glob!r}] gives one name to two axes: {tuple(names)!r}")
-    return glob, re.compile(translate(glob)).match, tuple(names)
+        raise ValueError(f"dims[{glob!r}] has the same name for two axes: {tuple(names)!r}")
+    return _Entry(glob, re.compile(translate(glob)).match, tuple(names))

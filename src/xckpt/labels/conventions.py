@@ -1,43 +1,48 @@
-"""What projects call the same tensor: Hugging Face, GGUF, Burn, gpt.rs, and wrappers of modules.
+"""Naming conventions: one tensor under the names of several projects, and codes with their scales.
 
-Names are brought to a common spelling, and those that are then equal, and nowhere twice, belong
-together. The spellings of GGUF are those of the package `gguf`, where it is installed.
+Names from Hugging Face, GGUF, Burn, gpt.rs and wrappers of modules are brought to a common
+spelling. Two tensors match if their spellings are equal and no other tensor on either side is
+spelled so. The spellings of GGUF come from the package `gguf`, and are skipped if it is not
+installed.
 
 ===========  =======================================================================================
 rule         spelling
 ===========  =======================================================================================
 ``burn``     ``norm.gamma`` and ``norm.beta`` are ``norm.weight`` and ``norm.bias``
-``prefix``   names in front that wrappers add, ``module.``, ``_orig_mod.`` or ``model.``, are left
-             out
-``gptrs``    ``blocks.0.attention.w_out`` is ``h.0.attn.c_proj.weight`` (of GPT-2), or
-             ``layers.0.self_attn.o_proj.weight`` (of others)
-``gguf``     ``model.layers.0.self_attn.q_proj.weight`` is ``blk.0.attn_q.weight``, and so on, of
-             the architecture that makes most names of both sides the same
+``prefix``   without the prefixes that wrappers add: ``module.``, ``_orig_mod.``, ``model.``, ...
+``gptrs``    ``blocks.0.attention.w_out`` is ``h.0.attn.c_proj.weight`` in GPT-2, and
+             ``layers.0.self_attn.o_proj.weight`` in other models
+``gguf``     ``model.layers.0.self_attn.q_proj.weight`` is ``blk.0.attn_q.weight``, and so on, in
+             the architecture that makes most names equal
 ===========  =======================================================================================
 
-Codes of quantised weights, small integers and floats that mean nothing without their scales, are
-known by what these are called.
+The codes of a quantised weight are integers or small floats that mean nothing without their scales.
+They are recognised because a tensor with the name of their scales is next to them.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import shown, warn
-from xckpt.labels.numbering import numbered, split_leaf
+from xckpt.labels.numbering import parse_name, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-__all__ = ["same_tensors", "scales_of_codes"]
+    Spell = Callable[[str], str | None]
+
+__all__ = ["codes_and_companions", "match_names", "scales_of_codes"]
+
+# --- equal tensors -------------------------------------------------------------------------------
 
 _WRAPPERS = re.compile(r"^((module|_orig_mod|base_model|model|transformer)\.)+(?=.)")
 _LEAVES = {"gamma": "weight", "beta": "bias"}
 
-# Of gpt.rs: what follows "blocks.N." in GPT-2 and in models like Llama, and all other names.
+# Names in gpt.rs: whole, or after "blocks.N."; for GPT-2, and for models like Llama.
 _GPT2 = {
     "attention.w_qkv": "attn.c_attn.weight",
     "attention.b_qkv": "attn.c_attn.bias",
@@ -70,87 +75,92 @@ _LLAMA = {
 }
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
-# More kinds of names than any architecture has; those of a file that was made to take long.
-_MOST_KINDS = 2000
+# No architecture has as many forms of names; a hostile file can have millions.
+_MAX_FORMS = 2000
 
 
-def same_tensors(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Find names of one tensor on both sides, and the rule that says so."""
-    left, right = dict.fromkeys(ours), dict.fromkeys(theirs)
-    for rule, spell in _spellings(left, right):
-        first, second = _spelled(left, spell), _spelled(right, spell)
-        for key, name in first.items():
-            other = second.get(key)
-            if name is not None and other is not None:
-                del left[name], right[other]
-                yield name, other, rule
+def match_names(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield pairs of names that mean the same tensor, with the rule that makes them equal."""
+    our_names, their_names = dict.fromkeys(ours), dict.fromkeys(theirs)
+    for rule, spell in _spellings(our_names, their_names):
+        partners = _unique_spellings(their_names, spell)
+        for spelling, name in _unique_spellings(our_names, spell).items():
+            partner = partners.get(spelling)
+            if partner is not None:
+                del our_names[name], their_names[partner]
+                yield name, partner, rule
 
 
-def _spelled(names: Iterable[str], spell: Callable[[str], str | None]) -> dict[str, str | None]:
-    """Return names by how they are spelled; None where several are spelled alike."""
-    found: dict[str, str | None] = {}
+def _unique_spellings(names: Iterable[str], spell: Spell) -> dict[str, str]:
+    """Return the names whose spelling no other name has, by that spelling."""
+    names_by_spelling = defaultdict(list)
     for name in names:
-        key = spell(name)
-        if key is not None:
-            found[key] = None if key in found else name
-    return found
+        spelling = spell(name)
+        if spelling is not None:
+            names_by_spelling[spelling].append(name)
+    return {spelling: names[0] for spelling, names in names_by_spelling.items() if len(names) == 1}
 
 
-def _spellings(
-    ours: Collection[str], theirs: Collection[str]
-) -> Iterator[tuple[str, Callable[[str], str | None]]]:
-    yield "burn", _with_usual_leaf
-    yield "prefix", _unwrapped
-    yield "gptrs", lambda name: _of_gptrs(name, "h", _GPT2)
-    yield "gptrs", lambda name: _of_gptrs(name, "layers", _LLAMA)
-    # Names that are left by now; the map is made only if there are some.
-    architecture = _architecture(ours, theirs) if ours and theirs else None
+def _spellings(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[str, Spell]]:
+    """Yield rules with their spellings; names are removed from both sides as they match."""
+    yield "burn", _spell_leaf
+    yield "prefix", _unwrap
+    yield "gptrs", lambda name: _spell_gptrs(name, "h", _GPT2)
+    yield "gptrs", lambda name: _spell_gptrs(name, "layers", _LLAMA)
+    # Finding the architecture takes time: only if there are names that no other rule matched.
+    architecture = _best_architecture(ours, theirs) if ours and theirs else None
     if architecture is not None:
-        yield "gguf", lambda name: _of_gguf(name, architecture)
+        yield "gguf", lambda name: _spell_gguf(name, architecture)
 
 
-def _with_usual_leaf(name: str) -> str:
-    head, separator, leaf = split_leaf(name)
-    return head + separator + _LEAVES.get(leaf, leaf)
+def _spell_leaf(name: str) -> str:
+    module, separator, leaf = split_leaf(name)
+    return module + separator + _LEAVES.get(leaf, leaf)
 
 
-def _unwrapped(name: str) -> str:
-    return _WRAPPERS.sub("", _with_usual_leaf(name))
+def _unwrap(name: str) -> str:
+    return _WRAPPERS.sub("", _spell_leaf(name))
 
 
-def _of_gptrs(name: str, blocks: str, table: dict[str, str]) -> str:
-    name = _unwrapped(name)
-    block = _BLOCK.fullmatch(name)
-    if block is None:
+def _spell_gptrs(name: str, blocks: str, table: dict[str, str]) -> str:
+    name = _unwrap(name)
+    match = _BLOCK.fullmatch(name)
+    if match is None:
         return table.get(name, name)
-    return f"{blocks}.{block[1]}.{table.get(block[2], block[2])}"
+    number, inner = match.groups()
+    return f"{blocks}.{number}.{table.get(inner, inner)}"
 
 
-# --- GGUF ----------------------------------------------------------------------------------------
+def _spell_gguf(name: str, architecture: Any) -> str | None:
+    form, index = _split_index(name)
+    spelling = _gguf_name(form, architecture)
+    if spelling is None or index is None:
+        return spelling
+    return spelling.replace(".0.", f".{index}.", 1)
 
 
-def _of_gguf(name: str, architecture: Any) -> str | None:
-    """Return the name in GGUF."""
-    kind, number = _kind(name)
-    found = _gguf_kind(kind, architecture)
-    return found if found is None or number is None else found.replace(".0.", f".{number}.", 1)
-
-
-def _kind(name: str) -> tuple[str, str | None]:
-    """Return a name with 0 for the number of its layer, and the number."""
-    found = numbered(name)
-    if not found.indices:
+def _split_index(name: str) -> tuple[str, str | None]:
+    """Return a name with 0 for its first index, and that index."""
+    parsed = parse_name(name)
+    if not parsed.indices:
         return name, None
-    pieces = found.pieces
-    pieces[found.template.index(None)] = "0"
-    return "".join(pieces), found.indices[0]
+    pieces = parsed.pieces
+    pieces[parsed.template.index(None)] = "0"
+    return "".join(pieces), parsed.indices[0]
 
 
 @lru_cache(maxsize=1 << 16)
-def _gguf_kind(kind: str, architecture: Any) -> str | None:
-    bare = _unwrapped(kind)
-    spellings = [_with_usual_leaf(kind), bare, f"model.{bare}", f"transformer.{bare}"]
-    spellings += [_of_gptrs(kind, "h", _GPT2), f"model.{_of_gptrs(kind, 'layers', _LLAMA)}"]
+def _gguf_name(form: str, architecture: Any) -> str | None:
+    """Return the name in GGUF of a tensor of layer 0, or None if it has none."""
+    unwrapped = _unwrap(form)
+    spellings = [
+        _spell_leaf(form),
+        unwrapped,
+        f"model.{unwrapped}",
+        f"transformer.{unwrapped}",
+        _spell_gptrs(form, "h", _GPT2),
+        f"model.{_spell_gptrs(form, 'layers', _LLAMA)}",
+    ]
     names = _gguf_names(architecture)
     for spelling in spellings:
         module, separator, leaf = split_leaf(spelling)
@@ -163,68 +173,68 @@ def _gguf_kind(kind: str, architecture: Any) -> str | None:
 
 @lru_cache(maxsize=256)
 def _gguf_names(architecture: Any) -> dict[str, str]:
+    """Return the names in GGUF of modules and tensors of layer 0, by their other names."""
     from gguf import get_tensor_name_map
 
     mapping = get_tensor_name_map(architecture, 1).mapping
-    return {name: new for name, (_, new) in mapping.items()}
+    return {name: gguf_name for name, (_, gguf_name) in mapping.items()}
 
 
-def _architecture(ours: Iterable[str], theirs: Iterable[str]) -> Any:
-    """Find the architecture by whose map most names are the same; None without the package."""
+def _best_architecture(ours: Iterable[str], theirs: Iterable[str]) -> Any:
+    """Return the architecture that makes most names equal; None without the package `gguf`."""
     try:
         from gguf import MODEL_ARCH
     except ImportError:
-        some = next((name for name in (*ours, *theirs) if name.startswith("blk.")), None)
-        if some is not None:
-            text = f"names like {shown(some)} are those of GGUF: pip install gguf to match them"
+        example = next((name for name in (*ours, *theirs) if name.startswith("blk.")), None)
+        if example is not None:
+            text = f"names such as {shown(example)} are from GGUF: pip install gguf to match them"
             warn(text)
         return None
-    kinds = [Counter(_kind(name)[0] for name in names) for names in (ours, theirs)]
-    if max(map(len, kinds)) > _MOST_KINDS:
+    our_forms = {_split_index(name)[0] for name in ours}
+    their_forms = {_split_index(name)[0] for name in theirs}
+    if max(len(our_forms), len(their_forms)) > _MAX_FORMS:
         return None
 
     def score(architecture: Any) -> int:
-        spelled = [{_gguf_kind(kind, architecture) for kind in each} - {None} for each in kinds]
-        return len(spelled[0] & spelled[1])
+        our_names = {_gguf_name(form, architecture) for form in our_forms} - {None}
+        return len(our_names.intersection(_gguf_name(form, architecture) for form in their_forms))
 
-    # To make the map of Arctic changes those of all that are made later.
-    scores = {each: score(each) for each in MODEL_ARCH if each.name != "ARCTIC"}
-    best = max(scores, key=lambda each: scores[each])
+    # ARCTIC is left out: gguf changes the maps of all architectures when it makes this one.
+    scores = {arch: score(arch) for arch in MODEL_ARCH if arch.name != "ARCTIC"}
+    best = max(scores, key=lambda architecture: scores[architecture])
     return best if scores[best] else None
 
 
-# --- quantised weights ---------------------------------------------------------------------------
+# --- codes and scales ----------------------------------------------------------------------------
 
-# Element types that codes have, one by one or packed into words.
+# Element types of codes, one per element or several in a word.
 _CODES = re.compile(r"u?int(2|4|8|16|32)|float[468]_\w+")
-# What the name of codes, or of zero points, may have where the name of their scales has not.
+# Endings of the names of codes and zero points, which the name of their scales does not have.
 _ENDINGS = re.compile(r"(_packed|_blocks|_qdata|_zero_point|\._data|:data|:zero_points)$")
 _SCALES = (
     *("_scale", "_scale_inv", "_scales", ".scale", "/scale", "._scale", ":scale", ":scales"),
     *(".absmax", "/absmax", "_absmax"),
 )
-# Scales of scales.
-_GLOBAL_SCALES = ("_scale_2", "_global_scale", ":global")
-# Of which a module has one, and what they scale then.
-_SCALES_OF_A_MODULE = ("scales", "scale", "SCB", "scale_packed")
-_SCALED = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
+_SCALES_OF_SCALES = ("_scale_2", "_global_scale", ":global")
+# A module of quantised layers has one of these, for the tensors of these names.
+_MODULE_SCALES = ("scales", "scale", "SCB", "scale_packed")
+_MODULE_CODES = frozenset({"weight", "qweight", "qzeros", "kernel", "codes", "W_q"})
 
 
 def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Find the tensors that hold codes, because a tensor with their scales is next to them.
+    """Find the tensors that hold codes, and the scales of each.
 
-    Integers in the same module, such as shapes, zero points and indices of groups, say how the
-    codes are to be read, and count as such.
+    Other integers in the module count as codes, too: shapes, zero points, indices of groups.
 
     Parameters
     ----------
     dtypes : mapping of str to str
-        The element type, as stored, of every tensor by its name.
+        Stored element type of every tensor by name.
 
     Returns
     -------
     dict of str to str
-        The name of the scales, for each tensor of codes.
+        Name of the scales for each tensor of codes.
 
     Examples
     --------
@@ -236,36 +246,42 @@ def scales_of_codes(dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def codes_and_companions(dtypes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the scales of codes, and those of the codes in the module of other integers."""
-    codes = {}
-    types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype) is not None}
-    for name, dtype in dtypes.items() if types else ():
-        if dtype in types:
-            scales = next((each for each in _candidates(name) if each in dtypes), None)
+    """Return codes with their scales, and other integers in their modules with the same scales."""
+    code_types = {dtype for dtype in set(dtypes.values()) if _CODES.fullmatch(dtype)}
+    codes: dict[str, str] = {}
+    companions: dict[str, str] = {}
+    if not code_types:
+        return codes, companions
+    for name, dtype in dtypes.items():
+        if dtype in code_types:
+            scales = next((other for other in _possible_scales(name) if other in dtypes), None)
             if scales is not None:
                 codes[name] = scales
+    if not codes:
+        return codes, companions
     modules = {split_leaf(name)[0]: scales for name, scales in codes.items()}
-    modules = {name: scales for name, scales in modules.items() if name} | codes
-    companions = {}
-    for name, dtype in dtypes.items() if codes else ():
-        if dtype.lstrip("u").startswith("int") and name not in codes:
-            # In the module of codes, or below them: ``weight.quant_state.bitsandbytes__nf4``.
-            module = split_leaf(name)[0]
-            scales = modules.get(module) or codes.get(split_leaf(module)[0])
-            if scales is not None:
-                companions[name] = scales
+    modules.pop("", None)
+    modules |= codes
+    for name, dtype in dtypes.items():
+        if not dtype.startswith(("int", "uint")) or name in codes:
+            continue
+        # In the module of the codes, or below them: "weight.quant_state.bitsandbytes__nf4".
+        module = split_leaf(name)[0]
+        scales = modules.get(module) or codes.get(split_leaf(module)[0])
+        if scales is not None:
+            companions[name] = scales
     return codes, companions
 
 
-def _candidates(name: str) -> Iterator[str]:
-    """Spell the names that the scales of a tensor would have."""
+def _possible_scales(name: str) -> Iterator[str]:
+    """Yield the names that the scales of a tensor may have."""
     stem = _ENDINGS.sub("", name)
     for ending in _SCALES:
         yield stem + ending
     if stem.endswith("_scale"):
-        for ending in _GLOBAL_SCALES:
+        for ending in _SCALES_OF_SCALES:
             yield stem.removesuffix("_scale") + ending
     module, separator, leaf = split_leaf(stem)
-    if leaf in _SCALED:
-        for scales in _SCALES_OF_A_MODULE:
+    if leaf in _MODULE_CODES:
+        for scales in _MODULE_SCALES:
             yield module + separator + scales

@@ -1,23 +1,25 @@
-"""Names taken apart: the words in them, and the numbers of modules; and put together again.
+"""The words of a tensor's name, and the numbers of modules among them.
 
-A name is cut into pieces that spell it when they are put one after another, so that nothing else
-knows what separates them. A piece is a number, or a word with what is in front of it and, where a
-number follows, what is between them::
+A name is cut into *pieces*, which spell it when they are joined. A piece is an index, or a word
+with the separator in front of it and, before an index, the joint between the two::
 
     h.0.attn.w                       h.          0  .attn     .w
     params/encoder/layers_3/kernel   params      /encoder     /layers_  3  /kernel
     transformer/h0_attn/linear/w     transformer /h        0  _attn     /linear  /w
 
-Words are separated by dots and slashes. A number is the index of a module, which is called by the
-word before it, if it is
+A *template* has None in place of each index, such as ``("h.", None, ".attn", ".w")``. The *numbered
+module* of an index is the word before it: ``h``, ``layers``.
+
+Words are separated by dots and slashes. A number is an index if it is
 
 - a word of its own: ``layers.0``, ``layer/0``,
-- after a word for what models repeat, and ``_`` or ``-``: ``layers_0``, ``encoderblock_0``,
+- after a word for things that models repeat, and ``_`` or ``-``: ``layers_0``, ``encoderblock_0``,
   ``layer-0``, and Keras's ``layer_._0``,
-- after ``h`` alone, as in models after GPT-2 of TensorFlow and Haiku: ``h0/attn``, ``h0_attn``.
+- after ``h`` alone, as in GPT-2 for TensorFlow and Haiku: ``h0/attn``, ``h0_attn``.
 
-Other numbers tell things apart that are not alike, and stay in the name: ``norm_1`` and ``norm_2``,
-``wi_0`` and ``wi_1``, ``Dense_0``, ``conv1``. A caller who names the module knows better.
+Other numbers belong to their word, because they distinguish modules with different roles:
+``norm_1`` and ``norm_2``, ``wi_0`` and ``wi_1``, ``Dense_0``, ``conv1``. Callers can name further
+modules.
 """
 
 from __future__ import annotations
@@ -25,76 +27,90 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    # An index is None, or its number of digits where zeros stand in front of it.
+    # Indices are None, or a number of digits if they have leading zeros.
     Template = Iterable[str | int | None]
 
 __all__ = [
-    "Numbered",
-    "bare",
+    "ParsedName",
+    "drop_indices",
     "has_words",
     "is_index",
-    "numbered",
-    "numbered_bases",
+    "module_indices",
+    "modules_by_frequency",
     "numbered_modules",
-    "numbered_places",
-    "spans",
+    "parse_name",
     "split_leaf",
     "split_name",
-    "without_front",
-    "words",
+    "split_words",
+    "strip_separator",
+    "tokens",
 ]
 
-# What an index stands after where it stands first, as the layers of a bare sequence do.
-_FIRST = "index"
-# Digits of an index: coordinates have 64-bit integers, and int refuses more than 4300 digits.
-_LONGEST_INDEX = 18
-# What may be an index, if what is next to it says so.
+# The module of an index that begins a name, as in a bare `Sequential`: "0.weight".
+_UNNAMED = "index"
+# Coordinates are 64-bit integers, and `int` refuses more than 4300 digits.
+_MAX_DIGITS = 18
+# Numbers that may be an index, depending on the text around them.
 _DIGITS = re.compile(r"(?<![^./_\-h])([0-9]{1,18})(?![^./_])")
-_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _SEPARATOR = re.compile("[./]")
 _BEFORE_SEPARATOR = re.compile("(?=[./])")
-# What stands between a word and its number.
+# The end of a text, if it joins a word to its index.
 _JOINT = re.compile(r"_\._$|[._/\-]$")
-# What models repeat.
+# Words for things that models repeat.
 _REPEATED = re.compile(
     r"[\w-]*(?:(?<!p)layer|block|blk|expert|stage)s?|layer_with_weights|h"
     r"|[\w-]*(?:resnet|attention|sampler|encoder|decoder|head|level|module|cell)s",
     re.IGNORECASE | re.ASCII,
 )
-# The names of a file have few forms. Long ones may be those of a file that is to fill memory.
-_MOST_FORMS, _LONGEST_KEPT = 4096, 512
+# The names of a model have few forms. Long names are not cached: those of a hostile file would fill
+# the memory.
+_MAX_FORMS = 4096
+_MAX_CACHED_LENGTH = 512
 
 
-class Numbered(NamedTuple):
-    """A name taken apart: its pieces with None for indices, what these number, and they."""
+class ParsedName(NamedTuple):
+    """A tensor's name, taken apart.
+
+    Parameters
+    ----------
+    template : tuple of (str or None)
+        Pieces of the name, None for indices.
+    modules : tuple of str
+        Numbered module of each index.
+    indices : tuple of str
+        Indices as they are spelled.
+    """
 
     template: tuple[str | None, ...]
-    bases: tuple[str, ...]
+    modules: tuple[str, ...]
     indices: tuple[str, ...]
 
     @property
     def pieces(self) -> list[str]:
-        """The pieces that spell the name."""
+        """Pieces of the name, indices included."""
         indices = iter(self.indices)
         return [next(indices) if piece is None else piece for piece in self.template]
 
     @property
     def outermost(self) -> str:
-        """The name up to its first index; empty where there is none."""
+        """The name up to its first index, such as ``model.layers.3``; empty without an index."""
         if not self.indices:
             return ""
         return "".join(self.pieces[: self.template.index(None) + 1])
 
 
-def split_name(name: str, most: int = 0) -> list[str]:
-    """Split a name at its dots and slashes, numbers or not: at all of them, or at the first."""
-    return _SEPARATOR.split(name, most) if "/" in name else name.split(".", most or -1)
+def split_name(name: str, max_splits: int = -1) -> list[str]:
+    """Split a name at its dots and slashes."""
+    if "/" in name:
+        return _SEPARATOR.split(name, max(max_splits, 0))
+    return name.split(".", max_splits)
 
 
 def split_leaf(name: str) -> tuple[str, str, str]:
@@ -103,117 +119,107 @@ def split_leaf(name: str) -> tuple[str, str, str]:
 
 
 def is_index(piece: str) -> bool:
-    """Return whether a piece of a name is a whole number; zeros may stand in front."""
-    # isdigit alone takes "³" and other scripts.
-    return piece.isdigit() and piece.isascii() and len(piece) <= _LONGEST_INDEX
+    """Return whether a piece is a whole number, with or without leading zeros."""
+    # isdigit alone accepts "³" and digits of other scripts.
+    return piece.isdigit() and piece.isascii() and len(piece) <= _MAX_DIGITS
 
 
-def numbered(
+# --- parsing -------------------------------------------------------------------------------------
+
+
+def parse_name(
     name: str, only: Collection[str] | None = None, path: Sequence[str] | None = None
-) -> Numbered:
-    """Find the indices in a name: all, or those of certain modules.
+) -> ParsedName:
+    """Parse the indices in a name: all of them, or those of the numbered modules in `only`.
 
-    `path` has the words of a name that dots join, where they have dots in them.
+    `path` has the words of the name if dots do not separate them.
     """
-    if path is not None:
-        pieces = _pieces_of_path(path)
-        template = tuple([None if is_index(piece) else piece for piece in pieces])
-        indices = tuple([piece for piece in pieces if is_index(piece)])
-        found = Numbered(template, tuple(numbered_bases(template)), indices)
+    if path is None:
+        parsed = _parse(name, None if only is None else frozenset(only))
     else:
-        found = _numbered(name, None if only is None else frozenset(only))
-    if only is None or all(base in only for base in found.bases):
-        return found
-    chosen = [base in only for base in found.bases]
-    each = iter(zip(chosen, found.indices, strict=True))
-    template = tuple(
-        [(None if (at := next(each))[0] else at[1]) if p is None else p for p in found.template]
-    )
-    return Numbered(
-        template, tuple(compress(found.bases, chosen)), tuple(compress(found.indices, chosen))
-    )
+        pieces = _path_pieces(path)
+        template = tuple(None if is_index(piece) else piece for piece in pieces)
+        indices = tuple(piece for piece in pieces if is_index(piece))
+        parsed = ParsedName(template, tuple(numbered_modules(template)), indices)
+    if only is None or all(module in only for module in parsed.modules):
+        return parsed
+    return _restrict(parsed, only)
 
 
-def _numbered(name: str, also: frozenset[str] | None) -> Numbered:
-    """Find all indices in a name; words in `also` have numbers behind ``_`` as well."""
-    if also is None and len(name) <= _LONGEST_KEPT and name.isascii():
-        # Layers have names that differ in digits only, and these are cut at the same places.
-        form, texts, places = _cuts(name.encode().translate(_ZEROS))
+def _restrict(parsed: ParsedName, only: Collection[str]) -> ParsedName:
+    """Turn the indices of all but some numbered modules into text."""
+    template: list[str | None] = []
+    modules, indices = [], []
+    pairs = iter(zip(parsed.modules, parsed.indices, strict=True))
+    for piece in parsed.template:
+        if piece is not None:
+            template.append(piece)
+            continue
+        module, index = next(pairs)
+        if module not in only:
+            template.append(index)
+            continue
+        template.append(None)
+        modules.append(module)
+        indices.append(index)
+    return ParsedName(tuple(template), tuple(modules), tuple(indices))
+
+
+def _parse(name: str, extra: frozenset[str] | None) -> ParsedName:
+    """Parse all indices in a name; numbers after ``_`` also count if `extra` has the word."""
+    if extra is None and len(name) <= _MAX_CACHED_LENGTH and name.isascii():
+        form, texts, indices = _cuts(name.encode().translate(_DIGITS_TO_ZERO))
         if form is None:
-            form = _form(tuple([name[text] for text in texts]), None, are_known=True)
-        return Numbered(form.template, form.bases, tuple([name[place] for place in places]))
-    cut, form = _cut(name, also)
-    return Numbered(form.template, form.bases, tuple(cut[1::2]))
-
-
-@lru_cache(_MOST_FORMS)
-def _cuts(zeros: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
-    """Return the form of names with any digits for zeros, if it is one, and where to cut them."""
-    cut, form = _cut(zeros.decode(), None)
-    ends = list(accumulate(map(len, cut)))
-    slices = list(map(slice, [0, *ends], ends))
-    is_one = not any("0" in text for text in cut[::2])
-    return form if is_one else None, slices[::2], slices[1::2]
-
-
-def _cut(name: str, also: frozenset[str] | None) -> tuple[list[str], _Form]:
-    """Cut a name into texts and the indices between them."""
-    form_of = _form if len(name) <= _LONGEST_KEPT else _form.__wrapped__
-    cut = _DIGITS.split(name)
-    form = form_of(tuple(cut[::2]), also)
-    if form.are_indices is not None:
-        cut = _merged(cut, form.are_indices)
-        form = form_of(tuple(cut[::2]), also, are_known=True)
-    return cut, form
+            form = _form_of(tuple([name[cut] for cut in texts]))
+        # Lists first: this runs for every tensor of a file, and a generator takes longer.
+        return ParsedName(form.template, form.modules, tuple([name[cut] for cut in indices]))
+    parts = _split_indices(name, extra)
+    form_of = _form_of if len(name) <= _MAX_CACHED_LENGTH else _form_of.__wrapped__
+    form = form_of(tuple(parts[::2]))
+    return ParsedName(form.template, form.modules, tuple(parts[1::2]))
 
 
 class _Form(NamedTuple):
-    """What names are like that have digits between the same texts."""
+    """The template that names share if they differ only in their indices, and its modules."""
 
     template: tuple[str | None, ...]
-    bases: tuple[str, ...]
-    # Which of the digits are an index, where some of them are a part of the text around them.
-    are_indices: list[bool] | None = None
+    modules: tuple[str, ...]
 
 
-@lru_cache(_MOST_FORMS)
-def _form(
-    between: tuple[str, ...], also: frozenset[str] | None, *, are_known: bool = False
-) -> _Form:
-    """Return what names are like that have digits between texts, known to be indices or not."""
-    if not are_known:
-        are_indices = [_is_between(before, after, also) for before, after in pairwise(between)]
-        if not all(are_indices):
-            return _Form((), (), are_indices)
-    template: list[str | None] = []
-    for at, text in enumerate(between):
-        if at:
-            template.append(None)
-        pieces = _BEFORE_SEPARATOR.split(text)
-        if at and not pieces[0]:
-            del pieces[0]
-        is_last = at == len(between) - 1
-        if not is_last and len(pieces) > 1 and (text[-1] in "./" or text.endswith("_._")):
-            pieces[-2:] = ["".join(pieces[-2:])]
-        template += pieces if text or len(between) == 1 else []
-    return _Form(tuple(template), tuple(numbered_bases(template)))
+@lru_cache(_MAX_FORMS)
+def _cuts(masked: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
+    """Return where to cut all names that are equal with zeros for their digits.
+
+    The result is the form of these names, or None if they also differ in digits of their texts,
+    and the places of texts and of indices.
+    """
+    parts = _split_indices(masked.decode(), None)
+    ends = list(accumulate(map(len, parts)))
+    cuts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    texts = tuple(parts[::2])
+    form = None if any("0" in text for text in texts) else _form_of(texts)
+    return form, cuts[::2], cuts[1::2]
 
 
-def _merged(found: list[str], are_indices: Iterable[bool]) -> list[str]:
-    """Make digits that are no index a part of the text around them."""
-    merged = found[:1]
-    for is_one, digits, after in zip(are_indices, found[1::2], found[2::2], strict=True):
-        if is_one:
+def _split_indices(name: str, extra: frozenset[str] | None) -> list[str]:
+    """Split a name into texts and the indices between them."""
+    is_short = len(name) <= _MAX_CACHED_LENGTH
+    is_index_between = _is_index_between if is_short else _is_index_between.__wrapped__
+    parts = _DIGITS.split(name)
+    merged = parts[:1]
+    for digits, (before, after) in zip(parts[1::2], pairwise(parts[::2]), strict=True):
+        if is_index_between(before, after, extra):
             merged += [digits, after]
         else:
             merged[-1] += digits + after
     return merged
 
 
-def _is_between(before: str, after: str, also: frozenset[str] | None) -> bool:
+@lru_cache(_MAX_FORMS)
+def _is_index_between(before: str, after: str, extra: frozenset[str] | None) -> bool:
     """Return whether digits between two texts are an index."""
-    found = _JOINT.search(before)
-    joint = found[0] if found else before[-1:]
+    match = _JOINT.search(before)
+    joint = match[0] if match else before[-1:]
     word = split_name(before.removesuffix(joint))[-1]
     if joint == "h":
         return not word and after != ""
@@ -221,10 +227,30 @@ def _is_between(before: str, after: str, also: frozenset[str] | None) -> bool:
         return False
     if joint in {"", ".", "/"}:
         return True
-    return _REPEATED.fullmatch(word) is not None or (also is not None and word in also)
+    return _REPEATED.fullmatch(word) is not None or (extra is not None and word in extra)
 
 
-def _pieces_of_path(path: Sequence[str]) -> list[str]:
+@lru_cache(_MAX_FORMS)
+def _form_of(texts: tuple[str, ...]) -> _Form:
+    """Return the form of names that have an index between each two texts."""
+    template: list[str | None] = []
+    for position, text in enumerate(texts):
+        is_first, is_last = position == 0, position == len(texts) - 1
+        if not is_first:
+            template.append(None)
+        pieces = _BEFORE_SEPARATOR.split(text)
+        if not is_first and not pieces[0]:
+            del pieces[0]
+        # A separator in front of an index belongs to the piece before it.
+        if not is_last and len(pieces) > 1 and (text[-1] in "./" or text.endswith("_._")):
+            pieces[-2:] = ["".join(pieces[-2:])]
+        if text or len(texts) == 1:
+            template += pieces
+    return _Form(tuple(template), tuple(numbered_modules(template)))
+
+
+def _path_pieces(path: Sequence[str]) -> list[str]:
+    """Return the pieces of a name whose words are known, joined by dots."""
     pieces: list[str] = []
     for word in path:
         if not is_index(word):
@@ -238,90 +264,97 @@ def _pieces_of_path(path: Sequence[str]) -> list[str]:
     return pieces
 
 
-def without_front(text: str) -> str:
-    """Return some pieces of a name without the separator in front of them."""
+# --- templates -----------------------------------------------------------------------------------
+
+
+def strip_separator(text: str) -> str:
+    """Return pieces of a name without the separator in front of them."""
     return text[1:] if text.startswith((".", "/")) else text
 
 
-def spans(template: Template) -> list[tuple[str, str | int | None]]:
-    """Split each piece of a template into what is in front of a word or an index, and that.
+def tokens(template: Template) -> list[tuple[str, str | int | None]]:
+    """List the words and indices in a template, each after the text that separates it.
 
-    Where it is neither a dot nor a slash, both belong to the word before.
+    A token continues the word before it unless a dot or slash separates them.
     """
     pieces = list(template)
-    found: list[tuple[str, str | int | None]] = []
+    result: list[tuple[str, str | int | None]] = []
     joint = ""
-    for at, piece in enumerate(pieces):
+    for position, piece in enumerate(pieces):
         if not isinstance(piece, str) or is_index(piece):
-            found.append((joint, piece))
+            result.append((joint, piece))
             joint = ""
             continue
-        text = without_front(piece) if at else piece
+        text = strip_separator(piece) if position else piece
         separator = piece.removesuffix(text)
-        following = pieces[at + 1] if at + 1 < len(pieces) else ""
+        following = pieces[position + 1] if position + 1 < len(pieces) else ""
         if not isinstance(following, str) or is_index(following):
-            if separator and not text:  # between two numbers
+            if separator and not text:  # between two indices
                 joint = separator
                 continue
-            end = _JOINT.search(text)
-            joint = end[0] if end else ""
+            match = _JOINT.search(text)
+            joint = match[0] if match else ""
             text = text.removesuffix(joint)
-        found.append((separator, text))
-    return found
+        result.append((separator, text))
+    return result
 
 
-def _words(template: Template) -> Iterator[tuple[str, str]]:
-    """Return the words of a template, and what is in front of each."""
-    front, word = "", None
-    for joint, part in spans(template):
-        if not isinstance(part, str):
+def _separated_words(template: Template) -> Iterator[tuple[str, str]]:
+    """Yield the words in a template, indices left out, each after its separator."""
+    separator, word = "", None
+    for joint, token in tokens(template):
+        if not isinstance(token, str):
             continue
         if word is None:
-            word = part
+            word = token
         elif joint in {".", "/"}:
-            yield front, word
-            front, word = joint, part
+            yield separator, word
+            separator, word = joint, token
         else:
-            word += joint + part
+            word += joint + token
     if word is not None:
-        yield front, word
+        yield separator, word
 
 
-def words(template: Template) -> tuple[str, ...]:
-    """Return the words of a template, without its indices."""
-    return tuple([word for _, word in _words(template)])
+def split_words(template: Template) -> tuple[str, ...]:
+    """Split a template into words, and leave out its indices."""
+    return tuple(word for _, word in _separated_words(template))
 
 
-def bare(template: Template) -> str:
+def drop_indices(template: Template) -> str:
     """Return a name without its indices."""
-    return "".join([front + word for front, word in _words(template)])
+    return "".join(separator + word for separator, word in _separated_words(template))
 
 
-def numbered_places(template: Template) -> list[tuple[str, str | int | None]]:
-    """Return the numbers in a template, each after what it numbers; a text is not an index."""
-    base, places = _FIRST, []
-    for _, part in spans(template):
-        if isinstance(part, str) and not is_index(part):
-            base = part or _FIRST
+def module_indices(template: Template) -> list[tuple[str, str | int | None]]:
+    """List the indices in a template, each with its numbered module.
+
+    An index that is text is the same in all names of the template.
+    """
+    module, indices = _UNNAMED, []
+    for _, token in tokens(template):
+        if isinstance(token, str) and not is_index(token):
+            module = token or _UNNAMED
         else:
-            places.append((base, part))
-    return places
+            indices.append((module, token))
+    return indices
 
 
-def numbered_bases(template: Template) -> list[str]:
-    """Return what the indices of a template number: the word before each."""
-    return [base for base, part in numbered_places(template) if not isinstance(part, str)]
+def numbered_modules(template: Template) -> list[str]:
+    """List the numbered module of each index that varies in a template."""
+    return [module for module, index in module_indices(template) if not isinstance(index, str)]
 
 
 def has_words(template: Template) -> bool:
-    """Return whether there is something else than indices in a template."""
+    """Return whether a template has anything other than indices."""
     return any(isinstance(piece, str) and piece.strip("./") for piece in template)
 
 
-def numbered_modules(names: Iterable[str], also: Collection[str] = ()) -> list[str]:
-    """List what the indices in names would name dimensions, most frequent first."""
-    counted: Counter[str] = Counter()
+def modules_by_frequency(names: Iterable[str], extra: Collection[str] = ()) -> list[str]:
+    """List the numbered modules in names, most frequent first."""
+    counts: Counter[str] = Counter()
     for name in names:
-        found = _numbered(name, frozenset(also))
-        counted.update(found.bases if has_words(found.template) else ())
-    return [base for base, _ in counted.most_common()]
+        parsed = _parse(name, frozenset(extra) or None)
+        if has_words(parsed.template):
+            counts.update(parsed.modules)
+    return [module for module, _ in counts.most_common()]

@@ -1,24 +1,26 @@
-"""Names as paths of a tree: one function that splits them, and its inverse.
+"""Paths of tensors in a tree of modules: `tree_paths` makes them, `flat_name` is the inverse.
 
-Tensor ``a.b.c`` is variable ``c`` of node ``/a/b``, and so is ``a/b/c``, but not where both are
-there: the inverse gives dots, and only what else is known of a variable says that it had slashes.
-Names are free text, so some need an escape that neither the path syntax nor DataTree trips over:
+Tensors ``a.b.c`` and ``a/b/c`` are both variable ``c`` of node ``/a/b``. If a file has both, only
+dots separate words there. A path does not record which of them its name has, so `flat_name`
+restores slashes only if it is given the original name.
+
+Names are free text. These parts of them are escaped, because paths or DataTree cannot have them:
 
 ===================  ==========================================================
 in a name            in the tree
 ===================  ==========================================================
 ``%``                ``%25``
-``/``, NUL           ``%2F``, ``%00`` (a slash that separates no words)
-a byte that is not   ``%80`` to ``%FF`` (a lone surrogate in Python's text,
+``/``, NUL           ``%2F``, ``%00`` (a slash that is not a separator)
+a byte that is not   ``%80`` to ``%FF`` (a lone surrogate in Python's strings,
 UTF-8                which cannot be printed)
-``.`` or ``..``      ``%2E``, ``%2E%2E`` (of a tensor that states its path)
-an empty component   ``%``
-a tensor that is     variable ``%self`` of the module's node: DataTree has no
-also a module        room for a variable and a child of one name
+``.`` or ``..``      ``%2E``, ``%2E%2E`` (words of a tensor that states its path)
+an empty word        ``%``
+a tensor that is     variable ``%self`` of the module's node: in DataTree, a
+also a module        variable and a child cannot have the same name
 ===================  ==========================================================
 
-Components beyond the 64th stay joined in the variable's name, so that no name makes a tree too deep
-to walk.
+Words after the 64th stay joined in the variable's name, so that no name makes a tree too deep to
+walk.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from os.path import commonprefix
+from posixpath import commonprefix, join
 from typing import TYPE_CHECKING
 
+from xckpt.errors import shown
 from xckpt.labels.numbering import split_name
 
 if TYPE_CHECKING:
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["child_nodes", "flat_name", "tree_paths"]
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _SELF = "%self"
-# Of Python's error handler "surrogateescape": byte 0x80 is U+DC80 and so on.
+# Python decodes an invalid byte 0x80 as U+DC80, and so on ("surrogateescape").
 _BYTES = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
 _ESCAPES = str.maketrans({"%": "%25", "/": "%2F", "\0": "%00"}) | _BYTES
 _ESCAPED = re.compile("%([0-9A-F]{2})")
@@ -48,66 +51,73 @@ _ESCAPED = re.compile("%([0-9A-F]{2})")
 def tree_paths(
     names: Iterable[str] | Mapping[str, tuple[str, ...] | None],
 ) -> dict[str, tuple[str, str]]:
-    """Place flat names in a tree."""
+    """Return the node and the variable of each tensor in a tree.
+
+    A mapping has the words of tensors that state them, and None for the others.
+    """
     stated = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    split = {name: _components(path or split_name(name, _DEEPEST)) for name, path in stated.items()}
+    split = {
+        name: _escape_words(path or split_name(name, _MAX_DEPTH)) for name, path in stated.items()
+    }
     if len(set(split.values())) < len(split):
-        # Of a/b and a.b, the slash is no separator.
-        times = Counter(split.values())
+        # The file has both a.b and a/b: the slash is not a separator.
+        counts = Counter(split.values())
         for name, path in stated.items():
-            if path is None and "/" in name and times[split[name]] > 1:
-                split[name] = _components(name.split(".", _DEEPEST))
+            if path is None and "/" in name and counts[split[name]] > 1:
+                split[name] = _escape_words(name.split(".", _MAX_DEPTH))
     modules = {node[:depth] for node, _ in split.values() for depth in range(1, len(node) + 1)}
-    placed = {}
+    paths = {}
     for name, (node, leaf) in split.items():
         is_module = (*node, leaf) in modules
-        path = (*node, leaf) if is_module else node
-        placed[name] = ("/" + "/".join(path), _SELF if is_module else leaf)
-    if len(set(placed.values())) < len(placed):
-        raise ValueError("two tensors state one path")
-    return placed
+        words = (*node, leaf) if is_module else node
+        paths[name] = ("/" + "/".join(words), _SELF if is_module else leaf)
+    if len(set(paths.values())) < len(paths):
+        (place, _), *_ = Counter(paths.values()).most_common(1)
+        raise ValueError(f"two tensors state the same path, {shown(join(*place))}")
+    return paths
 
 
-def flat_name(path: str, variable: str, known: str = "") -> str:
-    """Return the flat name of a variable in the tree, the inverse of `tree_paths`.
+def flat_name(path: str, variable: str, original: str = "") -> str:
+    """Return the flat name of a variable in the tree.
 
-    As far as it is that of a `known` tensor, it has the slashes of this one.
+    As far as it agrees with the `original` name of the tensor, it has the same slashes.
     """
-    components = [part for part in path.split("/") if part]
+    words = [word for word in path.split("/") if word]
     if variable != _SELF:
-        components.append(variable)
-    name = ".".join(["" if part == "%" else _ESCAPED.sub(_unescaped, part) for part in components])
-    if "/" in known:
-        same = len(commonprefix([known.replace("/", "."), name]))  # noqa: RUF071  by character
-        name = known[:same] + name[same:]
+        words.append(variable)
+    name = ".".join("" if word == "%" else _ESCAPED.sub(_unescape, word) for word in words)
+    if "/" in original:
+        same = len(commonprefix([original.replace("/", "."), name]))
+        name = original[:same] + name[same:]
     return name
 
 
 def child_nodes(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names of the nodes right below each node."""
-    below: dict[str, set[str]] = {}
+    """Return the names of the children of each node above the given ones."""
+    children: dict[str, set[str]] = {}
     for path in paths:
-        above = path
-        while above != "/":
-            above, _, child = above.rpartition("/")
-            above = above or "/"
-            below.setdefault(above, set()).add(child)
-    return below
+        node = path
+        while node != "/":
+            parent, _, name = node.rpartition("/")
+            node = parent or "/"
+            children.setdefault(node, set()).add(name)
+    return children
 
 
-def _components(path: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    *node, leaf = map(_escaped, path)
+def _escape_words(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Escape the words of a name, and set the last one apart."""
+    *node, leaf = map(_escape, words)
     return tuple(node), leaf
 
 
-# Few components are in very many names.
+# A checkpoint has very many names, but they share few words.
 @lru_cache(maxsize=4096)
-def _escaped(component: str) -> str:
-    if component in {".", ".."}:
-        return component.replace(".", "%2E")
-    return component.translate(_ESCAPES) or "%"
+def _escape(word: str) -> str:
+    if word in {".", ".."}:
+        return word.replace(".", "%2E")
+    return word.translate(_ESCAPES) or "%"
 
 
-def _unescaped(match: re.Match[str]) -> str:
+def _unescape(match: re.Match[str]) -> str:
     code = int(match[1], 16)
     return chr(code if code < 0x80 else 0xDC00 + code)

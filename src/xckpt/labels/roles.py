@@ -75,10 +75,11 @@ _GROUPS = {
 
 # --- words in names ------------------------------------------------------------------------------
 
-# Patterns match whole words, in which 0 stands for any number: 100,000 names have few forms then.
+# Patterns match whole words. Numbers become 0 first, so that 100,000 names have few forms.
 _NUMBER = re.compile(r"[0-9]+")
-_MOST_FORMS = 1 << 14
-# A part of a tensor, or the state of a parameter after `join_optimizer` and in primitiv.
+_MAX_FORMS = 1 << 14
+# The colon before a part of a tensor, or before the state of a parameter in primitiv and after
+# `join_optimizer`.
 _PART = re.compile(r":(?=[^:/0])")
 
 
@@ -86,8 +87,8 @@ def _words(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE | re.VERBOSE)
 
 
-# Modules that hold one kind of tensor, at the beginning of names. At most this deep.
-_DEEPEST = 3
+# Modules that hold one kind of tensor, among the first words of a name.
+_MAX_DEPTH = 3
 _TRAINING = _words(r"(grad_|loss_)?scaler | (lr_)?schedulers? | callbacks | loops | \w*rng_states?")
 _OPTIMIZER = _words(
     r"""optim(izer)?s? | (optim(izer)?|base_optimizer|opt)_(states?|state_dict|weights|vars)
@@ -99,7 +100,7 @@ _AVERAGES = _words(
 )
 _BURN = _words(r"momentum | lr_decay | square_avg | centered | __rank")
 
-# Words of an optimizer's tensors wherever they stand, and only as a part after a colon.
+# Tensors of an optimizer: words anywhere in a name, and parts after a colon.
 _MOMENT = _words(
     r"""(max_)?exp_avg(_sq)?(_row|_col)? | exp_inf | momentum_buffer | square_avg | grad_avg
     | acc_delta"""
@@ -108,7 +109,7 @@ _MOMENT_PART = _words(r"[a-z]+\.[mv]0? | sum | prev | ax | mu | step_size | (\w+
 _MASTER = _words(r"\w*fp0_(flat_)?groups?\w* | fp0_from_\w+ | fp0(_params?)? | master(_\w+)?")
 _STEP_PART = _words(r"step | (\w+\.)?time | eta | mu_product | __rank")
 
-# Last words of buffers, and of scales.
+# Buffers and scales, by the last word of their names.
 _STATISTIC = _words(
     r"""(running|moving)_(mean|var|variance|std) | pop_(mean|variance) | _?ema_(w|cluster_size)
     | cluster_size | embed_avg"""
@@ -129,7 +130,7 @@ _SCALE = _words(
     | scb | scale_packed | (nested_)?(absmax|quant_map)0? | bitsandbytes__\w+"""
 )
 _SCALE_PART = _words(r"scales | zeros | zero_points | biases | index | global | scale_scales")
-# Words of norms and of sums, too: of scales only in the module of codes.
+# Norms and sums have these words, too: they are scales only in a module that has codes.
 _SCALE_OF_MODULE = _words(r"scales? | zeros | biases | offset | perm")
 _QUANTISED = _words(r"q?weight(_packed)? | kernel | codes | w_q")
 
@@ -169,12 +170,12 @@ def roles_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, R
     return roles
 
 
-@lru_cache(_MOST_FORMS)
+@lru_cache(_MAX_FORMS)
 def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
-    """Return the role that a name without its numbers has by itself."""
+    """Return the role of a tensor regardless of its neighbours; `name` has 0 for every number."""
     owner, _, part = name.partition(":") if _PART.search(name) else (name, "", "")
     words = split_name(owner)
-    front, last = words[:_DEEPEST], words[-1]
+    front, last = words[:_MAX_DEPTH], words[-1]
     is_scalar = axes == 0
     if part and (role := _role_of_part(part)) is not None:
         return role
@@ -193,7 +194,7 @@ def _role_of(name: str, dtype: str, axes: int, *, is_square: bool) -> Role:
 
 
 def _role_of_part(part: str) -> Role | None:
-    """Return the role of the state of a parameter, or of a part of a tensor."""
+    """Return the role of a part of a tensor, or of a parameter's state in an optimizer."""
     if _MOMENT.fullmatch(part) or _MOMENT_PART.fullmatch(part):
         return Role.MOMENT
     if _STEP_PART.fullmatch(part):
@@ -208,7 +209,7 @@ def _role_in_optimizer(words: list[str], dtype: str, *, is_scalar: bool) -> Role
         return Role.MOMENT
     if any(map(_MASTER.fullmatch, words)):
         return Role.MASTER
-    # Integers of eight bits are moments that are quantised.
+    # Integers of eight bits are quantised moments.
     is_counter = _INTEGER.fullmatch(dtype) is not None and not dtype.endswith("int8")
     return Role.STEP if is_scalar or is_counter else Role.MOMENT
 
@@ -224,7 +225,7 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
         return Role.COUNTER
     if dtype == "bool" or (is_square and last == "bias") or _CONSTANT.fullmatch(last):
         return Role.CONSTANT
-    # As in GGUF: `rope_freqs.weight`.
+    # GGUF has `rope_freqs.weight`.
     if len(words) > 1 and last == "weight" and words[-2] == "rope_freqs":
         return Role.CONSTANT
     if not is_integer:
@@ -233,7 +234,7 @@ def _role_in_model(words: list[str], dtype: str, axes: int, *, is_square: bool) 
 
 
 def _mark_codes(roles: dict[str, Role], dtypes: Mapping[str, str]) -> None:
-    """Mark codes, their scales, and other tensors in their modules that say how to read them."""
+    """Set the roles of codes, of their scales, and of other tensors that decoding needs."""
     codes, companions = codes_and_companions(dtypes)
     modules = set()
     for name, scales in codes.items():
@@ -260,10 +261,10 @@ _NOT_GAIN = _words(r"\w*(bias|beta|shift|mean|var|_b)")
 
 
 def norms_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> set[str]:
-    """Find the gains of norms: by name, by running statistics, or because only norms have them.
+    """Return the names of the gains of norms.
 
-    ``downsample.1.weight`` is the gain of a norm where it is a vector and ``downsample.1.bias`` is
-    as long, as in no other kind of module.
+    They are recognised by their names, by running statistics next to them, or because they are
+    vectors with a bias of the same length, which only norms have.
     """
     vectors = {name: shape for name, _, shape in tensors if sum([n != 1 for n in shape]) <= 1}
     norms = set()
@@ -272,7 +273,7 @@ def norms_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> set[str]:
         words = split_name(name)
         if _GAIN.fullmatch(last):
             before = words[-3:-1]
-            # A number may follow: `norm.0.weight`.
+            # An index can follow: `norm.0.weight`.
             is_named = any(map(_NORM_MODULE.fullmatch, before[-1:])) or (
                 len(before) == 2 and before[1].isdigit() and _NORM_MODULE.fullmatch(before[0])
             )

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.labels import scales_of_codes
-from xckpt.labels.numbering import is_index, numbered, without_front
+from xckpt.labels.numbering import is_index, parse_name, strip_separator
 from xckpt.labels.roles import PARAMETERS, Role, roles_of
 from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
 
@@ -179,7 +179,7 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
             words[tuple([names[place][cut] for cut in spelled])].append(place)
         for some in words.values() or [places]:
             first = names[some[0]]
-            template = numbered(first).template
+            template = parse_name(first).template
             of = (dtypes[some[0]], shapes[some[0]], storages[some[0]])
             key = (template, *of)
             if key not in families:
@@ -206,7 +206,7 @@ def _with_zeros(text: str) -> str:
 def _cut(name: str) -> tuple[list[slice], list[slice]]:
     """Return where indices stand, and pieces that have digits otherwise."""
     cuts, spelled, start = [], [], 0
-    found = numbered(name)
+    found = parse_name(name)
     for part, piece in zip(found.template, found.pieces, strict=True):
         cut = slice(start, start + len(piece))
         if part is None:
@@ -281,7 +281,7 @@ def _component_text(component: _Component) -> str:
         return _literal(component)
     if isinstance(component, frozenset):
         return str(*component) if len(component) == 1 else _braced(_ranges(component))
-    bare = list(map(without_front, component))
+    bare = list(map(strip_separator, component))
     fronts = {word.removesuffix(text) for word, text in zip(component, bare, strict=True)}
     front = fronts.pop() if len(fronts) == 1 else ""
     head, members, tail = _stripped(bare if front else component)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xckpt.errors import shown
 from xckpt.labels.numbering import (
     is_index,
-    numbered,
-    numbered_bases,
-    numbered_places,
-    spans,
-    without_front,
+    module_indices,
+    numbered_modules,
+    parse_name,
+    strip_separator,
+    tokens,
 )
 from xckpt.labels.roles import PARAMETERS, Role, roles_of
 from xckpt.notebook.folding import (
@@ -369,7 +369,7 @@ def module_sets(
             parts[template[place + 1 : after]] = None
     named: dict[str, list[_Words]] = {}
     for path in found:
-        named.setdefault(numbered_bases((*path, None))[-1], []).append(path)
+        named.setdefault(numbered_modules((*path, None))[-1], []).append(path)
     sets: list[ModuleSet] = []
     for base, paths in named.items():
         different = {each for path in paths for each in found[path]}
@@ -405,7 +405,7 @@ def _of_families(
 def _of(stacked: Iterable[StackedNames]) -> list[tuple[_Words, list[_Numbers]]]:
     # Numbers that are in the names of stacks say together which modules are not stacked.
     apart: dict[tuple[_Words, int], set[str]] = {}
-    placed = [(_words(each.template), each, numbered_places(each.template)) for each in stacked]
+    placed = [(_words(each.template), each, module_indices(each.template)) for each in stacked]
     for words, _, places in placed:
         for at, (_, part) in enumerate(places):
             if isinstance(part, str):
@@ -427,8 +427,8 @@ def _words(template: Iterable[str | int | None]) -> _Words:
 
 def _text(pieces: Iterable[str | None]) -> str:
     """Write pieces from inside of names, with a star for each index."""
-    found = spans((*pieces, None))[:-1]
-    return without_front("".join([f"{front}{part or '*'}" for front, part in found]))
+    found = tokens((*pieces, None))[:-1]
+    return strip_separator("".join([f"{front}{part or '*'}" for front, part in found]))
 
 
 def _owners(sets: Mapping[_Numbers, Iterable[_Words]]) -> dict[_Words, _Numbers | None]:
@@ -461,7 +461,7 @@ def selection(families: Sequence[Family]) -> dict[str, int]:
         return {}
     largest = max(families, key=lambda family: (family.count, family.nbytes))
     chosen = {}
-    for base, indices in zip(numbered_bases(largest.template), largest.indices, strict=True):
+    for base, indices in zip(numbered_modules(largest.template), largest.indices, strict=True):
         if base.isidentifier() and not iskeyword(base):
             numbers = sorted(map(int, indices))
             chosen[base] = numbers[len(numbers) // 2]
@@ -498,10 +498,10 @@ class ModuleTree:
         known: dict[tuple[str | None, ...], list[str | None]] = {}
         for row in rows:
             node = self._root
-            found = numbered(row.name)
+            found = parse_name(row.name)
             indices = iter(found.indices)
             if found.template not in known:
-                parts = [part for _, part in spans(found.template)]
+                parts = [part for _, part in tokens(found.template)]
                 known[found.template] = [p if isinstance(p, str) else None for p in parts]
             for word in known[found.template][:depth]:
                 node = node.children.setdefault(word, _Modules())
@@ -568,7 +568,7 @@ def sizes_table(
         for row in rows:
             role = roles[row.name]
             key = row.dtype if by == "dtype" else role.value
-            key = numbered(row.name).outermost if by == "layer" else key
+            key = parse_name(row.name).outermost if by == "layer" else key
             total = totals.setdefault(key, [0, 0, 0])
             total[0] += 1
             total[1] += row.size if role in PARAMETERS and row.storage != TIED else 0

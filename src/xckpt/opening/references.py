@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import MissingShardError, shown, warn
-from xckpt.labels import AxisNames, TensorFilter, select
+from xckpt.labels import AxisNamer, TensorFilter, select
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
 
@@ -97,7 +97,7 @@ def references(
         ".zgroup": _json({"zarr_format": 2}),
         ".zattrs": _json(_plain(index.attrs)),
     }
-    names = AxisNames(dims, set(index.tensors))
+    names = AxisNamer(dims, set(index.tensors))
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
     for name in select(index.tensors, tensors):
@@ -113,7 +113,7 @@ def references(
         except MissingShardError:
             left_out.setdefault("as their shard is missing", []).append(name)
             continue
-        axes = names.of(name, tensor.shape, tensor.dims, (), name)
+        axes = names.name_axes(name, tensor.shape, tensor.dims, (), name)
         refs.update(_array(tensor, axes, url, target))
     for reason, omitted in left_out.items():
         some = ", ".join(map(shown, omitted[:_MOST_NAMES]))

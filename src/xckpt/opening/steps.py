@@ -14,9 +14,9 @@ from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
-from xckpt.labels import AxisNames, select
+from xckpt.labels import AxisNamer, select
+from xckpt.labels.attributes import stack_attrs
 from xckpt.labels.numbering import is_index
-from xckpt.labels.stacking import stacked_attrs
 from xckpt.opening import format_of, open_index
 from xckpt.opening.hints import advising, step_paths
 from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
@@ -180,7 +180,7 @@ def _combined(
         for each, some in zip(opened, names, strict=True)
     ]
     kept = _common(chosen, [each.label for each in opened], join, options)
-    attrs = stacked_attrs([labelled_attrs(each) for each in opened])
+    attrs = stack_attrs([labelled_attrs(each) for each in opened])
     # One step alone has no module, since a stack of one is no stack.
     prefixes = [f"{dim}.{step}." for step in steps] if len(steps) > 1 else [""]
     renamed = [
@@ -191,7 +191,7 @@ def _combined(
     ds = make_dataset(source, index, _stacking(options, dim, steps))
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     ds.variables[dim].encoding["steps"] = True  # so that they are not taken for layers
-    for name, values in attrs.along.items():
+    for name, values in attrs.varying.items():
         free = name
         while free in ds.variables:
             free = f"{free}:"
@@ -207,7 +207,7 @@ def _common(
     chosen: list[dict[str, Tensor]], labels: list[str], join: str, options: OpenOptions
 ) -> set[str]:
     """Find the tensors that all steps have, of one kind."""
-    names = AxisNames(options.dims)
+    names = AxisNamer(options.dims)
     problems: dict[str, str] = {}
     first = {name: kind_of(tensor, names, options) for name, tensor in chosen[0].items()}
     for tensors, label in zip(chosen[1:], labels[1:], strict=True):

@@ -62,9 +62,9 @@ class Plots:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
-            from xckpt.labels.selection import suggest
+            from xckpt.labels.filters import suggest_word
 
-            meant = suggest(name, _INSTEAD, kinds := [n for n in vars(Plots) if n[0] != "_"])
+            meant = suggest_word(name, _INSTEAD, kinds := [n for n in vars(Plots) if n[0] != "_"])
             hint = f"did you mean .plot.{meant}?" if meant else f"it has {', '.join(kinds)}"
             raise AttributeError(f".plot has no picture {name!r}; {hint}")
 

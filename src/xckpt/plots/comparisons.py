@@ -11,7 +11,7 @@ import xarray as xr
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import select
-from xckpt.labels.numbering import numbered, without_front
+from xckpt.labels.numbering import parse_name, strip_separator
 from xckpt.notebook.folding import ascending
 from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe, whole_numbers
@@ -196,11 +196,11 @@ def _channels_of(
 
 def _title_and_labels(names: list[str]) -> tuple[str, list[str]]:
     """Return what all names have, with a star for the rest, which is the label of each."""
-    split = [numbered(name).pieces for name in names]
+    split = [parse_name(name).pieces for name in names]
     head = _common(split)
     tail = _common([each[len(head) :][::-1] for each in split])[::-1]
     rest = ["".join(each[len(head) : len(each) - len(tail)]) for each in split]
-    labels = list(map(without_front, rest))
+    labels = list(map(strip_separator, rest))
     if not any(labels):
         return names[0], names
     front = {text.removesuffix(label) for text, label in zip(rest, labels, strict=True)}
@@ -255,7 +255,7 @@ def draw_steps(
     rows: dict[str, list[int]] = {}
     for at, name in enumerate(changes.names):
         # A name up to its first number, or its module where there is none.
-        found = numbered(name)
+        found = parse_name(name)
         layer = found.outermost or "".join(found.pieces[:-1]) or name
         rows.setdefault(layer, []).append(at)
     layers = [list(rows)[at] for at in ascending(list(rows))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.datasets.tensors import find
-from xckpt.labels import similar
+from xckpt.labels import suggest_names
 from xckpt.plots.axes import (
     add_heading,
     add_legend,
@@ -114,7 +114,7 @@ def require_statistic(statistic: str, known: Collection[str]) -> None:
     """Refuse the name of a statistic that there is not."""
     if statistic not in known:
         text = f"there is no statistic {statistic!r}, only {', '.join(known)}"
-        raise ValueError(text + similar(known, str(statistic)))
+        raise ValueError(text + suggest_names(known, str(statistic)))
 
 
 def _column(

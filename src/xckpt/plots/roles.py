@@ -8,14 +8,14 @@ from itertools import accumulate, product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels import scales_of_codes, similar_filter
+from xckpt.labels import scales_of_codes, suggest_filters
 from xckpt.labels.numbering import (
-    bare,
-    numbered,
+    drop_indices,
+    parse_name,
     split_leaf,
     split_name,
-    without_front,
-    words,
+    split_words,
+    strip_separator,
 )
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
@@ -80,7 +80,7 @@ def require_any(
     if not chosen and (names is None or not known):
         raise ValueError("there are no tensors")
     if not chosen:
-        raise ValueError(f"no tensor is called {names!r}{similar_filter(known, names or ())}")
+        raise ValueError(f"no tensor is called {names!r}{suggest_filters(known, names or ())}")
 
 
 def codes_of(tensors: OpenTensors) -> dict[str, str]:
@@ -118,19 +118,19 @@ class Role:
     def of(cls, label: str, groups: Sequence[_Siblings]) -> Role:
         """Make a role of tensors."""
         names = [name for group in groups for name in group.names]
-        every = [frozenset(words(group.template)) for group in groups]
+        every = [frozenset(split_words(group.template)) for group in groups]
         return cls(label, names, frozenset.intersection(*every))
 
     @property
     def bare(self) -> str:
         """The first name without numbers."""
-        return bare(numbered(self.names[0]).template)
+        return drop_indices(parse_name(self.names[0]).template)
 
     def place(self, name: str) -> str:
         """Say which of them a tensor is: ``layer 17, expert 3``."""
-        found = numbered(name)
-        places = zip(found.bases, found.indices, strict=True)
-        own = [word for word in words(found.template) if word not in self.shared]
+        found = parse_name(name)
+        places = zip(found.modules, found.indices, strict=True)
+        own = [word for word in split_words(found.template) if word not in self.shared]
         # One of several is called so where it is English.
         told = [
             f"{base[:-1] if len(base) > 2 and base[-1] == 's' != base[-2] else base} {at}"
@@ -150,7 +150,7 @@ def groups_of(names: Iterable[str]) -> list[_Siblings]:
     """Group tensors by their names without numbers."""
     groups: dict[Any, list[str]] = {}
     for name in names:
-        groups.setdefault(numbered(name).template, []).append(name)
+        groups.setdefault(parse_name(name).template, []).append(name)
     return list(starmap(_Siblings, groups.items()))
 
 
@@ -213,25 +213,25 @@ def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[
     starred = []
     for name in names:
         rest = _inside(name, depth)
-        starred.append(name.removesuffix(without_front(rest)) + "*")
+        starred.append(name.removesuffix(strip_separator(rest)) + "*")
     return _patterns(starred)[0], labels
 
 
 def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     """Write the pattern of names without the modules that all share; one name as it is."""
-    names = [without_front(_inside(n, depth)) for group in bundle for n in group.names]
+    names = [strip_separator(_inside(n, depth)) for group in bundle for n in group.names]
     if len(names) == 1:
         return names[0]
     found = _patterns(names)
     if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
         starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
-        found = _patterns(without_front("".join(pieces)) for pieces in starred)
+        found = _patterns(strip_separator("".join(pieces)) for pieces in starred)
     return " | ".join(found)
 
 
 def _inside(name: str, depth: int) -> str:
     """Return a name without its first pieces."""
-    return "".join(numbered(name).pieces[depth:])
+    return "".join(parse_name(name).pieces[depth:])
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
@@ -253,13 +253,13 @@ def _end(text: str) -> str:
 
 def numbers_of(name: str) -> dict[str, int]:
     """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
-    found = numbered(name)
-    pairs = zip(reversed(found.bases), reversed(found.indices), strict=True)
+    found = parse_name(name)
+    pairs = zip(reversed(found.modules), reversed(found.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 
 def outermost(names: Iterable[str]) -> str | None:
     """Return the module that most tensors are numbered in first."""
-    first = Counter(next(iter(numbered(name).bases), None) for name in names)
+    first = Counter(next(iter(parse_name(name).modules), None) for name in names)
     first.pop(None, None)
     return first.most_common(1)[0][0] if first else None

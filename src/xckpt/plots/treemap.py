@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
-from xckpt.labels.numbering import numbered, split_name, without_front
+from xckpt.labels.numbering import parse_name, split_name, strip_separator
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
@@ -100,7 +100,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
 def _tree(rows: Iterable[Row]) -> _Module:
     root = _Module("")
     for row in rows:
-        template = numbered(row.name).template
+        template = parse_name(row.name).template
         root.add(row, [_ANY if part is None else part for part in template])
     return _without_chains(root)
 
@@ -148,7 +148,7 @@ class _Canvas:
 
     def _headed(self, module: _Module, box: Tile) -> Tile:
         """Write the name of a module at its top, and return what is left of its box."""
-        name = printable(without_front(module.name))
+        name = printable(strip_separator(module.name))
         fits = [size for size in _POINT_SIZES if columns(name) <= self._room(box, size)]
         height = _HEAD_HEIGHT * _POINT_SIZES[0] / 72 / self.inches[1]
         if not fits or height > _HIGHEST_HEAD * box.height:
@@ -185,7 +185,7 @@ class _Canvas:
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
     """Return the name, and the number and size of what it stands for, if there is room."""
-    whole = without_front(printable("".join((*path, module.name))))
+    whole = strip_separator(printable("".join((*path, module.name))))
     parts = split_name(whole)
     # The last two say which tensor it is; what is before them is written around the box.
     last = whole[-len(".".join(parts[-2:])) :]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.errors import shown
-from xckpt.labels.selection import similar
+from xckpt.labels.filters import suggest_names
 from xckpt.statistics import kernels
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.comparison import Comparison, as_floats, compare_cells
@@ -312,7 +312,7 @@ def wanted_lengths(dim: Reduced, entries: Sequence[Described]) -> dict[Hashable,
             continue
         if key in stacked:
             raise ValueError(f"tensors are stacked along {shown(key)}, and are compared one by one")
-        hint = similar(sorted(known | stacked), key)
+        hint = suggest_names(sorted(known | stacked), key)
         raise ValueError(f"no variable has the dimension {shown(key)}{hint}")
     return lengths
 

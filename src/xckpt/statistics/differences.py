@@ -12,7 +12,7 @@ import xarray as xr
 
 from xckpt.errors import locating, shown, warn
 from xckpt.index import paused_collector
-from xckpt.labels.selection import similar_filter
+from xckpt.labels.filters import suggest_filters
 from xckpt.progress import Progress
 from xckpt.statistics.channels import (
     CELL_NBYTES,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from xckpt.labels import TensorFilter
-    from xckpt.labels.selection import Renaming
+    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.channels import ChannelGrid, Reduced
     from xckpt.statistics.entries import Describable, Subject
@@ -258,7 +258,7 @@ def _warn_of_no_match(
     statuses = {row.status for some in rows for row in some if row.is_chosen}
     if not rows and tensors is not None:
         every = [reader.name for side in sides for entry in side for reader in entry.readers]
-        text = f"tensors={tensors!r} matches no tensor of a or b{similar_filter(every, tensors)}"
+        text = f"tensors={tensors!r} matches no tensor of a or b{suggest_filters(every, tensors)}"
     elif explain or statuses != {"only_a", "only_b"}:
         return
     elif names == "auto":

@@ -30,8 +30,8 @@ from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
 from xckpt.labels import flat_name
-from xckpt.labels.numbering import numbered
-from xckpt.labels.selection import similar
+from xckpt.labels.filters import suggest_names
+from xckpt.labels.numbering import parse_name
 from xckpt.loading import uninterrupted
 from xckpt.notebook.extension import load_in_session
 from xckpt.statistics.kinds import require_numbers
@@ -127,8 +127,8 @@ class Subject:
         unknown = set(dims) - every
         if unknown:
             asked = str(min(unknown, key=str))
-            hint = similar(sorted(map(str, every)), asked)
-            if not hint and any(asked in numbered(str(name)).bases for name in self.variables):
+            hint = suggest_names(sorted(map(str, every)), asked)
+            if not hint and any(asked in parse_name(str(name)).modules for name in self.variables):
                 hint = "; with stack=True, or after ds.ckpt.stack(), numbered modules have one"
             raise ValueError(f"no variable has the dimension {shown(asked)}{hint}")
 

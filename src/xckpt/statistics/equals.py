@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.labels.numbering import numbered
+from xckpt.labels.numbering import parse_name
 from xckpt.notebook.formatting import binary_size
 from xckpt.statistics.differences import compare_pairs
 from xckpt.statistics.evidence import CODED, EVERY, Rule
@@ -93,7 +93,7 @@ def _copied_layers(evidence: Evidence, twins: dict[int, int]) -> dict[int, tuple
     low, is_constant = evidence["min"], evidence["min"] == evidence["max"]
     layers: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for row, name in enumerate(evidence.names):
-        parts = numbered(name)
+        parts = parse_name(name)
         if parts.indices:
             module = parts.outermost.removesuffix(parts.indices[0])
             layer = (module, parts.indices[0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from xckpt.labels.numbering import numbered
+from xckpt.labels.numbering import parse_name
 from xckpt.labels.roles import PARAMETERS, Role, norms_of, roles_of
 from xckpt.statistics.tables import named_tensors, said_of_tensors, tensor_rows
 
@@ -195,7 +195,7 @@ class Evidence:
         for name in self.names:
             run, *parts = name.split(".", 2)
             step, plain = parts if run == self.run and len(parts) > 1 else ("", name)
-            numbers = numbered(plain)
+            numbers = parse_name(plain)
             split.append((step, numbers.template, tuple(map(int, numbers.indices))))
         return split
 

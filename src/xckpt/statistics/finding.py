@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from xckpt.index import paused_collector
-from xckpt.labels.selection import select, similar
+from xckpt.labels.filters import select, suggest_names
 from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.evidence import Evidence
@@ -152,7 +152,7 @@ def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
             )
         rule, colon, glob = text.partition(":")
         if rule not in {*RULES, "*"}:
-            hint = similar(RULES, rule) or f"; rules are {', '.join(RULES)}"
+            hint = suggest_names(RULES, rule) or f"; rules are {', '.join(RULES)}"
             raise ValueError(f"ignore={text!r}: there is no such rule{hint}")
         ignored.append((rule, glob if colon else None))
     return ignored

@@ -15,8 +15,9 @@ import xarray as xr
 
 from xckpt.errors import shown
 from xckpt.index import paused_collector
-from xckpt.labels.conventions import same_tensors
-from xckpt.labels.selection import renamed, select
+from xckpt.labels.conventions import match_names
+from xckpt.labels.filters import select
+from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
 from xckpt.statistics.entries import Described, Subject
 from xckpt.statistics.explaining.names import Rules
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
-    from xckpt.labels.selection import Renaming
+    from xckpt.labels.renaming import Renaming
     from xckpt.progress import ProgressOption
     from xckpt.statistics.explaining.search import Candidate
     from xckpt.statistics.explaining.sketches import Sketched
@@ -55,7 +56,7 @@ def matched(
             call = progress  # bytes that were read for this count on
             progress = lambda done, total: call(bar.done + done, bar.done + total)  # noqa: E731
     else:
-        new = renamed([reader.name for each in entries for reader in each.readers], names)
+        new = new_names([reader.name for each in entries for reader in each.readers], names)
         partners = {n: Partner(o, "name" if n == o else "names") for n, o in new.items()}
     with paused_collector():
         return *_rows_of(entries, others, partners, tensors), progress
@@ -145,7 +146,7 @@ def _partners(
     for name, other, rule in exact:
         if name not in broken:
             take(name, other, rule)
-    for name, other, rule in same_tensors(left, right):
+    for name, other, rule in match_names(left, right):
         # A tensor that consists of others has the name of a part.
         small, large = sorted((ours[name].size, theirs[other].size))
         if rule == "prefix" or large < 2 * small or small == large:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.index import paused_collector
-from xckpt.labels.selection import select_some
+from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.formatting import counted
 from xckpt.statistics.differences import MEASURES, compare_pairs
 from xckpt.statistics.entries import contents_of
@@ -92,7 +92,7 @@ def changes_of(obj: Any, tensors: TensorFilter | None) -> StepChanges:
     plain = [evidence.plain_name(row) if evidence.step_of(row) else "" for row in range(len(names))]
     if dim is None or len({evidence.step_of(row) for row in range(len(names))}) < 2:
         raise ValueError("there are no steps to compare: open several with xckpt.open_steps")
-    selected = set(select_some(filter(None, dict.fromkeys(plain)), tensors))
+    selected = set(select_or_raise(filter(None, dict.fromkeys(plain)), tensors))
     return StepChanges(evidence, [row for row, name in enumerate(plain) if name in selected])
 
 

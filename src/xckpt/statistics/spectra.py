@@ -19,7 +19,7 @@ from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import dense_values
 from xckpt.errors import locating, warn
 from xckpt.labels import select
-from xckpt.labels.selection import similar, similar_filter
+from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
@@ -161,7 +161,7 @@ def spectrum(
     names = STATISTICS if statistics is None else tuple(statistics)
     for name in names:
         if name not in STATISTICS:
-            hint = similar(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
+            hint = suggest_names(STATISTICS, name) or f"; there are: {', '.join(STATISTICS)}"
             raise ValueError(f"a spectrum has no statistic {name!r}{hint}")
     objects = [obj] if minus is None else [obj, minus]
     contents, *others = contents_of_all(objects, storage_options)
@@ -198,7 +198,7 @@ def _chosen(
     sides = {r.name: _Side(r, _stored_kind(entry, r)) for entry in entries for r in entry.readers}
     names = select(sides, tensors)
     if tensors is not None and not names:
-        raise KeyError(f"tensors={tensors!r} matches no matrix{similar_filter(sides, tensors)}")
+        raise KeyError(f"tensors={tensors!r} matches no matrix{suggest_filters(sides, tensors)}")
     others: dict[str, _Side] = {}
     for entry in subtracted.entries() if subtracted is not None else ():
         others |= {r.name: _Side(r, _stored_kind(entry, r)) for r in entry.readers}

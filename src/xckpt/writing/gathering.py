@@ -27,7 +27,7 @@ from xckpt.datasets.tensors import flatten, member_variables, remembered, tensor
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Tensor
-from xckpt.labels import AxisNames, stated_name
+from xckpt.labels import AxisNamer, explicit_name
 from xckpt.storage.source import files_of
 from xckpt.writing.casting import densified, element_type, is_sparse, sparse_parts
 from xckpt.writing.data import Gathered, Payload, Stored, StoredData
@@ -287,7 +287,7 @@ def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None,
     for dim in variable.dims:
         # None is not a name of the file: the role of the tensor in its module gave the one shown.
         is_stated = dim in stated and (again or stated[dim] is not None)
-        dims.append(stated[dim] if is_stated else stated_name(dim))
+        dims.append(stated[dim] if is_stated else explicit_name(dim))
     # Of what was not opened by us every name is the user's, also one that looks like ours.
     if "layout" not in variable.encoding and None in dims:
         shown = _shown_dims(variable.shape, tuple(dims))
@@ -299,7 +299,7 @@ def _dims(name: str, variable: xr.Variable, *, again: bool) -> tuple[str | None,
 @lru_cache
 def _shown_dims(shape: tuple[int, ...], stated: tuple[str | None, ...]) -> tuple[str, ...]:
     """Return what axes are called when a file is opened that has names for some of them."""
-    return AxisNames().of("", shape, stated)
+    return AxisNamer().name_axes("", shape, stated)
 
 
 # --- what was computed ---------------------------------------------------------------------------

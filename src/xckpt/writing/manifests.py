@@ -33,7 +33,7 @@ from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, locating, shown
 from xckpt.index import Index, paused_collector
-from xckpt.labels.selection import select_some
+from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
@@ -298,7 +298,7 @@ def manifest(
                 "engine and storage_options are for a path or URL, not for what is open"
             )
         every = {each.name: each for each in listed(obj, Changes())[0]}
-        chosen = [every[name] for name in select_some(every, tensors)]
+        chosen = [every[name] for name in select_or_raise(every, tensors)]
         return _hashed(list(chain.from_iterable(map(contents_of, chosen))), progress)
     path: Any = obj
     if isinstance(obj, Index):
@@ -306,7 +306,7 @@ def manifest(
     source, index = open_index(path, engine, storage_options=storage_options, whole=False)
     with closing(source), locating(path=source.name):
         sources = sources_of(source, index.shards)
-        names = select_some(index.tensors, tensors)
+        names = select_or_raise(index.tensors, tensors)
         with paused_collector():
             tensors_there = (Stored.of(index.tensors[name], sources) for name in names)
             contents = list(chain.from_iterable(map(contents_of, tensors_there)))

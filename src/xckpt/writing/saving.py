@@ -26,7 +26,8 @@ from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
 from xckpt.index import paused_collector
-from xckpt.labels.selection import renamed, select_some
+from xckpt.labels.filters import select_or_raise
+from xckpt.labels.renaming import new_names
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.opening.sharding import INDEX_SUFFIX
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from xckpt.formats import FormatOptions
     from xckpt.index import Index, Tensor
     from xckpt.labels import TensorFilter
-    from xckpt.labels.selection import Renaming
+    from xckpt.labels.renaming import Renaming
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
@@ -321,7 +322,7 @@ def convert(
     with closing(source), locating(path=source.name):
         with paused_collector():
             sources = sources_of(source, index.shards)
-            new = renamed(index.tensors, names)
+            new = new_names(index.tensors, names)
             chosen = _chosen(index, tensors, new)
             payloads = [Stored.of(each, sources, verify=verify).payload() for each in chosen]
             gathered = Gathered(
@@ -344,8 +345,8 @@ def convert(
 
 def _chosen(index: Index, tensors: TensorFilter | None, new: Mapping[str, str]) -> list[Tensor]:
     """Return the tensors that are written, under their new names."""
-    chosen = {name: new[name] for name in select_some(index.tensors, tensors)}
-    renamed(chosen, chosen, unique=True)
+    chosen = {name: new[name] for name in select_or_raise(index.tensors, tensors)}
+    new_names(chosen, chosen, unique=True)
     found = []
     for old, name in chosen.items():
         before = after = index.tensors[old]

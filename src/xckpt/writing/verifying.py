@@ -27,7 +27,7 @@ from xckpt.errors import (
     locating,
     shown,
 )
-from xckpt.labels.selection import select_some
+from xckpt.labels.filters import select_or_raise
 from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
@@ -231,7 +231,7 @@ def verify(
     digests = unchecked = 0
     with closing(source):
         names = index.tensors if manifest is None else {**index.tensors, **manifest}
-        wanted = set(select_some(names, tensors))
+        wanted = set(select_or_raise(names, tensors))
         chosen = [tensor for name, tensor in index.tensors.items() if name in wanted]
         total = sum([tensor.nbytes for tensor in chosen])
         compared = None if manifest is None else _Compared(manifest, wanted)

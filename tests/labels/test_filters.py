@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xckpt.labels import select
-from xckpt.labels.selection import similar, similar_filter
+from xckpt.labels.filters import suggest_filters, suggest_names
 
 NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
 
@@ -37,8 +37,8 @@ def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
 
 
 def test_names_similar_to_one_that_is_missing() -> None:
-    assert similar(NAMES, "heed") == "; similar names: 'head'"
-    assert similar(NAMES, "something else") == ""
+    assert suggest_names(NAMES, "heed") == "; similar names: 'head'"
+    assert suggest_names(NAMES, "something else") == ""
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_names_similar_to_one_that_is_missing() -> None:
     ],
 )
 def test_filters_in_place_of_one_without_a_match(wanted: Any, hint: str) -> None:
-    assert similar_filter(NAMES, wanted) == hint
+    assert suggest_filters(NAMES, wanted) == hint

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.labels.conventions import same_tensors
+from xckpt.labels.conventions import match_names
+from xckpt.labels.grids import find_stacks, member_names
 from xckpt.labels.numbering import (
-    bare,
+    drop_indices,
     is_index,
-    numbered,
-    numbered_bases,
+    module_indices,
+    modules_by_frequency,
     numbered_modules,
-    numbered_places,
+    parse_name,
     split_leaf,
 )
-from xckpt.labels.stacking import flat_names, stack
 from xckpt.notebook.folding import Row, families_of
 from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.plots.treemap import _tree
@@ -36,10 +36,10 @@ def test_all_agree_on_what_an_index_is(component: str) -> None:
     # Next to it another one of the same form, so that both can be one.
     other = component[:-1] + "8" if expected else component + "x"
     names = [f"layers.{component}.w", f"layers.{other}.w"]
-    found = numbered(names[0])
+    found = parse_name(names[0])
     assert found.indices == ((component,) if expected else ())
-    assert bool(stack(dict.fromkeys(names, 0))) is expected
-    assert numbered_modules(names[:1]) == (["layers"] if expected else [])
+    assert bool(find_stacks(dict.fromkeys(names, 0))) is expected
+    assert modules_by_frequency(names[:1]) == (["layers"] if expected else [])
     assert ("layers.*.w" in str(_tree(rows(*names)))) is expected
     assert len(ModuleTree(rows(*names), 3)._root.children["layers"].children) == 2 - expected
     (layer,) = sizes_table(rows(names[0]), "layer").index
@@ -48,20 +48,20 @@ def test_all_agree_on_what_an_index_is(component: str) -> None:
 
 
 def test_only_some_modules() -> None:
-    found = numbered("layers.1.experts.2.w", {"experts"})
+    found = parse_name("layers.1.experts.2.w", {"experts"})
     assert found.template == ("layers.", "1", ".experts.", None, ".w")
-    assert (found.bases, found.indices) == (("experts",), ("2",))
+    assert (found.modules, found.indices) == (("experts",), ("2",))
 
 
 def test_an_index_that_stands_first_or_after_another() -> None:
-    assert numbered("0.1.w").bases == ("index", "index")
-    assert numbered("a.0.1").bases == ("a", "a")
+    assert parse_name("0.1.w").modules == ("index", "index")
+    assert parse_name("a.0.1").modules == ("a", "a")
 
 
 def stacked(*names: str) -> list[tuple[tuple[int, ...], list[str]]]:
-    found = stack(dict.fromkeys(names, 0))
+    found = find_stacks(dict.fromkeys(names, 0))
     for each in found:
-        assert flat_names(each.template, each.indices) == list(each.members)
+        assert member_names(each.template, each.indices) == list(each.members)
     return [(each.indices[0], list(each.members)) for each in found]
 
 
@@ -89,9 +89,9 @@ def test_a_number_that_is_spelled_in_two_ways_is_never_mixed_up(
 
 def test_zeros_along_one_of_two_axes() -> None:
     names = [f"h.{layer}.e.{expert:03}.w" for layer in range(2) for expert in range(3)]
-    (found,) = stack(dict.fromkeys(names, 0))
+    (found,) = find_stacks(dict.fromkeys(names, 0))
     assert found.shape == (2, 3)
-    assert flat_names(found.template, found.indices) == names
+    assert member_names(found.template, found.indices) == names
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -120,14 +120,18 @@ def test_zeros_along_one_of_two_axes() -> None:
     ],
 )
 def test_how_projects_number_their_layers(name: str, base: str, rest: str | None) -> None:
-    found = numbered(name)
-    assert (found.bases, found.indices) == ((base,), ("3",))
+    found = parse_name(name)
+    assert (found.modules, found.indices) == ((base,), ("3",))
     assert "".join(found.pieces) == name
-    assert bare(found.template) == (rest or name.replace("_3", "", 1))
+    assert drop_indices(found.template) == (rest or name.replace("_3", "", 1))
     names = [name.replace("3", str(number), 1) for number in (3, 4, 11)]
-    (one,) = stack(dict.fromkeys(names, 0))
-    assert (one.name, one.dims, one.indices) == (bare(found.template), (base,), ((3, 4, 11),))
-    assert flat_names(one.template, one.indices) == names
+    (one,) = find_stacks(dict.fromkeys(names, 0))
+    assert (one.name, one.dims, one.indices) == (
+        drop_indices(found.template),
+        (base,),
+        ((3, 4, 11),),
+    )
+    assert member_names(one.template, one.indices) == names
 
 
 @pytest.mark.parametrize(
@@ -139,33 +143,33 @@ def test_how_projects_number_their_layers(name: str, base: str, rest: str | None
     ],
 )
 def test_numbers_that_tell_roles_apart_stay_in_the_name(name: str) -> None:
-    assert numbered(name).indices == ()
-    assert bare(numbered(name).template) == name
+    assert parse_name(name).indices == ()
+    assert drop_indices(parse_name(name).template) == name
 
 
 def test_a_caller_knows_which_modules_are_numbered() -> None:
     names = [f"net/Dense_{number}/kernel" for number in range(3)]
-    assert stack(dict.fromkeys(names, 0)) == []
-    (found,) = stack(dict.fromkeys(names, 0), {"Dense"})
+    assert find_stacks(dict.fromkeys(names, 0)) == []
+    (found,) = find_stacks(dict.fromkeys(names, 0), {"Dense"})
     assert (found.name, found.dims, found.members) == ("net/Dense/kernel", ("Dense",), (*names,))
 
 
 def test_an_index_that_all_have_is_no_dimension() -> None:
     names = [f"blocks.{block}.to_out.0.w" for block in range(3)]
-    (found,) = stack(dict.fromkeys(names, 0))
+    (found,) = find_stacks(dict.fromkeys(names, 0))
     assert (found.name, found.dims) == ("blocks.to_out.0.w", ("blocks",))
-    assert found.places == ("blocks", None)
-    assert flat_names(found.template, found.indices) == names
+    assert found.index_dims == ("blocks", None)
+    assert member_names(found.template, found.indices) == names
 
 
 @given(st.text(st.sampled_from("ah0129._-/ layers"), max_size=16))
 def test_the_pieces_of_a_name_spell_it(name: str) -> None:
-    found = numbered(name)
+    found = parse_name(name)
     assert "".join(found.pieces) == name
-    assert bare(found.pieces) == name
+    assert drop_indices(found.pieces) == name
     # What was taken apart is the same again.
-    assert len(numbered_places(found.pieces)) == len(found.indices) == len(found.bases)
-    assert tuple(numbered_bases(found.template)) == found.bases
+    assert len(module_indices(found.pieces)) == len(found.indices) == len(found.modules)
+    assert tuple(numbered_modules(found.template)) == found.modules
 
 
 class TestTheLeafOfAName:
@@ -187,6 +191,6 @@ class TestTheLeafOfAName:
     def test_norms_are_found_whatever_separates_words(self) -> None:
         mine = ["params/encoder/layers_3/norm/gamma", "params/encoder/layers_3/norm/beta"]
         other = ["params/encoder/layers_3/norm/weight", "params/encoder/layers_3/norm/bias"]
-        assert [found[:2] for found in same_tensors(mine, other)] == list(
+        assert [found[:2] for found in match_names(mine, other)] == list(
             zip(mine, other, strict=True)
         )

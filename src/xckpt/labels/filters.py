@@ -1,0 +1,149 @@
+"""Filters of tensors by name, from the keyword ``tensors=``.
+
+The suggestions at the end complete error messages about names and filters without a match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import translate
+from itertools import islice
+from typing import Any
+
+from xckpt.errors import shown
+
+__all__ = [
+    "TensorFilter",
+    "select",
+    "select_or_raise",
+    "suggest_filters",
+    "suggest_names",
+    "suggest_word",
+]
+
+#: A glob, several globs, a compiled regular expression, or a predicate of the name.
+TensorFilter = str | re.Pattern[str] | Callable[[str], bool] | Iterable[str]
+
+# Similar names are searched among the first ones only, because comparing names takes long.
+_MAX_COMPARED = 5000
+# Separators between the words of a name or a glob; splitting keeps them.
+_SEPARATORS = re.compile(r"([./:*?\[\]!]+)")
+
+
+def select(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
+    """Return the names that a filter matches, in their order; None matches all."""
+    if name_filter is None:
+        return list(names)
+    matches = _predicate(name_filter)
+    return [name for name in names if matches(name)]
+
+
+def _predicate(name_filter: Any) -> Callable[[str], Any]:
+    if isinstance(name_filter, str):
+        return re.compile(translate(name_filter)).match
+    if isinstance(name_filter, re.Pattern):
+        return name_filter.search
+    if callable(name_filter):
+        predicate: Callable[[str], Any] = name_filter
+        return predicate
+    globs: list[Any] = list(name_filter) if isinstance(name_filter, Iterable) else [name_filter]
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(
+            "tensors takes a glob, a list of globs, a compiled regular expression or a function "
+            f"of the name, not {name_filter!r}"
+        )
+    if not globs:
+        return lambda _: False
+    return re.compile("|".join(translate(glob) for glob in globs)).match
+
+
+def select_or_raise(names: Iterable[str], name_filter: TensorFilter | None) -> list[str]:
+    """Return the names that a filter matches, as `select` does.
+
+    Raises
+    ------
+    ValueError
+        If the filter matches none of them.
+    """
+    names = list(names)
+    selected = select(names, name_filter)
+    if name_filter is not None and names and not selected:
+        hint = suggest_filters(names, name_filter)
+        raise ValueError(f"tensors={name_filter!r} matches none of the {len(names)} tensors{hint}")
+    return selected
+
+
+# --- suggestions ---------------------------------------------------------------------------------
+
+
+def suggest_word(
+    word: str, synonyms: Mapping[str, str], candidates: Iterable[str] = ()
+) -> str | None:
+    """Return the word that an unknown one stands for, or the most similar candidate, or None.
+
+    `synonyms` has other words by the word to use instead, separated by spaces.
+    """
+    for replacement, words in synonyms.items():
+        if word in words.split():
+            return replacement
+    return next(iter(get_close_matches(word, candidates, n=1)), None)
+
+
+def suggest_names(names: Iterable[str], missing: str | Iterable[str]) -> str:
+    """Return the end of an error message: names similar to those that are missing, if any."""
+    targets = [missing] if isinstance(missing, str) else missing
+    candidates = list(islice(names, _MAX_COMPARED))
+    similar = [
+        name for target in targets for name in get_close_matches(target, candidates, 3, cutoff=0.5)
+    ]
+    return f"; similar names: {', '.join(map(shown, similar[:3]))}" if similar else ""
+
+
+def suggest_filters(names: Iterable[str], name_filter: TensorFilter) -> str:
+    """Return the end of an error message: globs that do match, or similar names."""
+    if isinstance(name_filter, re.Pattern) or callable(name_filter):
+        return ""
+    globs = [name_filter] if isinstance(name_filter, str) else list(name_filter)
+    candidates = list(islice(names, _MAX_COMPARED))
+    suggestions = [text for glob in globs if (text := _suggest_glob(glob, candidates))]
+    if not suggestions:
+        return suggest_names(candidates, globs)
+    return f"; did you mean {', '.join(map(shown, suggestions))}?"
+
+
+def _suggest_glob(glob: str, names: Sequence[str]) -> str | None:
+    """Return a glob that resembles the given one and matches a name, or None."""
+    corrected = _correct_words(glob, names)
+    if any(wildcard in glob for wildcard in "*?["):
+        return corrected if select(names, corrected) else None
+    if corrected in names:  # a name, which suggest_names lists
+        return None
+    return _glob_around(glob, names) or _glob_around(corrected, names)
+
+
+def _correct_words(glob: str, names: Iterable[str]) -> str:
+    """Replace each word of a glob that is in no name by the most similar word of the names."""
+    words = {word for name in names for word in _SEPARATORS.split(name)[::2]}
+    pieces = _SEPARATORS.split(glob)
+    for position in range(0, len(pieces), 2):
+        word = pieces[position]
+        if word not in words and word.strip("0123456789-"):
+            similar = get_close_matches(word, words, n=1)
+            pieces[position] = similar[0] if similar else word
+    return "".join(pieces)
+
+
+def _glob_around(text: str, names: Iterable[str]) -> str | None:
+    """Return a glob for the tensors of a module, or else for all names that contain a text.
+
+    Upper and lower case are the same here.
+    """
+    pattern = re.compile(re.escape(text), re.IGNORECASE)
+    matches = [match for name in names if (match := pattern.search(name))]
+    if not matches or not text:
+        return None
+    spelling = matches[0].group()
+    is_module = any(match.string.startswith(f"{spelling}.") for match in matches)
+    return f"{spelling}.*" if is_module else f"*{spelling}*"
