@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 F32 = np.float32
 ENOUGH = 0.98
+# Shares of models whose norms and biases are constants, and whose output is their embedding.
+_FRESH, _TIED = 0.15, 0.25
+# The share of damaged models in which two tensors were exchanged before all else.
+_EARLY = 0.15
 _SHOWN_CHAINS = 12
 _TYPES = {
     "float16": np.float16,
@@ -65,14 +69,25 @@ class Pair:
     damage: str = ""
     #: Tensors of the second model that are damaged.
     damaged: set[str] = field(default_factory=set)
+    #: Tensors of the first model that were exchanged before the chain.
+    early: set[str] = field(default_factory=set)
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
 def model(family: str, rng: np.random.Generator) -> dict[str, Array]:
-    """Return the tensors of a tiny model."""
-    return {name: values.astype(F32) for name, values in _FAMILIES[family](rng)}
+    """Return the tensors of a tiny model; some are untrained, and some have tied weights."""
+    tensors = {name: values.astype(F32) for name, values in _FAMILIES[family](rng)}
+    if rng.random() < _FRESH:
+        for name, values in tensors.items():
+            if values.ndim == 1:
+                is_norm = name.endswith("weight")
+                tensors[name] = np.full_like(values, np.rint(values.mean()) if is_norm else 0)
+    embedding = "model.embed_tokens.weight"
+    if "lm_head.weight" in tensors and rng.random() < _TIED:
+        tensors["lm_head.weight"] = tensors[embedding].copy()
+    return tensors
 
 
 def _norm(rng: np.random.Generator, width: int, centre: float = 1.0) -> Array:
@@ -329,6 +344,20 @@ STEPS = (renamed, transposed, rope_permuted, fused, split, rounded, quantised, p
 # --- damage ---------------------------------------------------------------------------------------
 
 
+def swapped(pair: Pair, rng: np.random.Generator) -> None:
+    """Exchange two tensors of one shape before anything else is done."""
+    for _ in range(8):
+        made = pair.b[rng.integers(len(pair.b))]
+        others = [other for other in pair.b if other.values.shape == made.values.shape
+                  and not np.array_equal(other.values, made.values)]  # fmt: skip
+        if others:
+            other = others[rng.integers(len(others))]
+            made.values, other.values = other.values, made.values
+            pair.damage = "swapped at first"
+            pair.early = {made.origins[0], other.origins[0]}
+            return
+
+
 def damaged(pair: Pair, rng: np.random.Generator) -> None:
     """Damage one tensor, or swap two, by more than any quantiser could."""
     kind = str(rng.choice(["noise", "row", "element", "zeroed", "swapped", "stale"]))
@@ -380,13 +409,17 @@ def drawn(rng: np.random.Generator, *, is_damaged: bool) -> Pair:
     family = "gemma" if offset in chain else str(rng.choice([*_FAMILIES]))
     a = model(family, rng)
     pair = Pair(family, a, [Made(name, values.copy(), (name,)) for name, values in a.items()])
+    if is_damaged and rng.random() < _EARLY:
+        swapped(pair, rng)
     for step in chain:
         stored = [made for made in pair.b if made.stored]
         pair.b = [made for made in pair.b if not made.stored]
         step(pair, rng)
         pair.b += stored
         pair.chain.append(step.__name__)
-    if is_damaged:
+    if pair.early:
+        pair.damaged = {made.name for made in pair.b if set(made.origins) & pair.early}
+    elif is_damaged:
         damaged(pair, rng)
     return pair
 

@@ -90,7 +90,7 @@ def test_a_name_and_content_together_say_what_differs(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     noise, rows = "blk.0.ffn_up.weight", "blk.1.attn_output.weight"
     broken = dict(made.tensors)
-    broken[noise] = rng.standard_normal(broken[noise].shape, np.float32) / np.float32(20)
+    broken[noise] = np.asarray(rng.standard_normal(broken[noise].shape, np.float32)) / 20
     broken[rows] = broken[rows].copy()
     broken[rows][:7] = rng.standard_normal((7, broken[rows].shape[1]))
     a = write_safetensors(tmp_path / "hf.safetensors", ours)

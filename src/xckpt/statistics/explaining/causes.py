@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,12 @@ _TRIED = 8
 _PROBED = 256
 # Of the types that numbers may be rounded to, those that are tried after an offset or a scale.
 _MOVED_CHAINS = 4
+# Types that numbers are rounded to before they are quantised.
+_ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")
+# Elements of the sample whose correlation is computed.
+_CORRELATED = 4096
+# Numbers that agree less were not quantised.
+_RELATED = 0.5
 # Elements of a sample that is quantised again, in blocks.
 _IN_BLOCKS = 2048
 _LEVELS_BLOCKS = (256, 128, 64, 32, 16)
@@ -245,12 +252,45 @@ _SMALLEST = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What was done to numbers before they were quantised."""
+
+    transform: Transform = UNCHANGED
+    #: A quantiser that was used first.
+    scheme: str = ""
+
+    def __call__(self, x: Array) -> Array:
+        """Do it to whole blocks."""
+        made = self.transform(x)
+        return OF_BLOCKS[self.scheme].made(made) if self.scheme else made
+
+    @property
+    def block(self) -> int:
+        """Elements of a block of the first quantiser, 0 without any."""
+        return OF_BLOCKS[self.scheme].block if self.scheme else 0
+
+    @property
+    def words(self) -> str:
+        """What was done, before "quantised"."""
+        transform, text = self.transform, ""
+        if transform.offset:
+            text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
+        types = [name for name in transform.types if name not in {"float32", "float64"}]
+        if types:
+            text += f" rounded to {' and then to '.join(types)} and"
+        return text + (f" quantised to {scheme_name(self.scheme)} and then" if self.scheme else "")
+
+
+_NOTHING_BEFORE = Before()
+
+
+@dataclass(frozen=True, slots=True)
 class Requantised:
     """Each block of `b` is what a quantiser makes of that of `a`: the same codes and scales."""
 
     scheme: str
     #: What was done before, and the types that the result was rounded to.
-    before: Transform = UNCHANGED
+    before: Before = _NOTHING_BEFORE
     after: tuple[str, ...] = ()
     backwards: bool = False
     causes = ("quantised",)
@@ -259,7 +299,7 @@ class Requantised:
     @property
     def block(self) -> int:
         """Elements of a block."""
-        return OF_BLOCKS[self.scheme].block
+        return max(OF_BLOCKS[self.scheme].block, self.before.block)
 
     def held(self, x: Array, y: Array) -> int:
         """Return of how many pairs of whole blocks it holds."""
@@ -272,26 +312,24 @@ class Requantised:
     def words(self, zeros: float) -> str:
         """Write how one side follows from the other."""
         of, to = ("b", "a") if self.backwards else ("a", "b")
-        text = f"{to} is {of}{_before(self.before)} quantised to {scheme_name(self.scheme)}"
+        text = f"{to} is {of}{self.before.words} quantised to {scheme_name(self.scheme)}"
         if self.after:
             text += f" and rounded to {' and then to '.join(self.after)}"
         return f"{text}, with the codes that its quantiser makes"
 
     @staticmethod
-    def suspected(sample: Sample, before: Iterable[Transform]) -> Iterator[Requantised]:
+    def suspected(sample: Sample, before: Iterable[Before]) -> Iterator[Requantised]:
         """Return the quantisers that make all of a sample."""
         stored = sample.blocks[1]
         names = [stored] if stored in OF_BLOCKS else [] if stored else [q.name for q in REPEATED]
         ends = [()] if stored else _endings(sample.kinds[1])
         for name in names:
-            block = OF_BLOCKS[name].block
-            if sample.row % block and len(sample.x) % block:
-                continue
-            size = min(len(sample.x), _IN_BLOCKS) // block * block
-            x, y = sample.first(size)
-            for transform in before if size else ():
-                for after in ends:
-                    relation = Requantised(name, transform, after)
+            for first in before:
+                relations = [Requantised(name, first, after) for after in ends]
+                block = relations[0].block if relations else 1
+                size = min(len(sample.x), _IN_BLOCKS) // block * block
+                x, y = sample.first(size)
+                for relation in relations if size else ():
                     if relation.held(x[:block], y[:block]) == block and (
                         relation.held(x, y) == size
                     ):
@@ -303,11 +341,15 @@ class WithinScales:
     """Each element of `a` is within the distance that the stored scales of `b` allow."""
 
     scheme: str
-    before: Transform = UNCHANGED
+    before: Before = _NOTHING_BEFORE
     backwards: bool = False
     causes = ("quantised",)
     masked = False
-    block = 0
+
+    @property
+    def block(self) -> int:
+        """Elements of a block of what was done before."""
+        return self.before.block
 
     def held(self, x: Array, y: Array) -> int:
         """Return of how many pairs it holds; `y` has the distances."""
@@ -318,7 +360,7 @@ class WithinScales:
     def words(self, zeros: float) -> str:
         """Write how one side follows from the other."""
         of, to = ("b", "a") if self.backwards else ("a", "b")
-        text = f"{to} is {of}{_before(self.before)} quantised to {self.scheme}"
+        text = f"{to} is {of}{self.before.words} quantised to {scheme_name(self.scheme)}"
         return f"{text}: every element is within the bound of its block's scales"
 
 
@@ -367,15 +409,6 @@ class Levelled:
 Relation = Elementwise | Requantised | WithinScales | Levelled
 
 
-def _before(transform: Transform) -> str:
-    """Write what was done before quantisation."""
-    text = ""
-    if transform.offset:
-        text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
-    types = [name for name in transform.types if name not in {"float32", "float64"}]
-    return text + (f" rounded to {' and then to '.join(types)} and" if types else "")
-
-
 def _endings(kind: str) -> list[tuple[str, ...]]:
     """Return the types that the results of a quantiser may be rounded to."""
     if kind in {"float16", "bfloat16"}:
@@ -407,7 +440,8 @@ def suspect(
         if plain:
             # There may be zeros elsewhere.
             return plain[0], replace(plain[0], masked=True)
-        quantised = _suspect_quantised(sample, graded, offset)
+        is_related = not correlation(thin.x, thin.y) < _RELATED
+        quantised = _suspect_quantised(sample, graded, offset) if is_related else None
         if quantised is not None:
             return (quantised,)
         if certain:
@@ -437,9 +471,11 @@ def _suspect_quantised(
     if graded is not None:
         backwards = graded.y.dtype.names is None
         side = graded.reverse if backwards else graded
-        for transform in _before_quantisers(side, offset):
-            within = WithinScales(graded.blocks[not backwards], transform, backwards)
-            if within.held(side.x, side.y) == len(side.x):
+        scheme = graded.blocks[not backwards] or "codes with scales"
+        for first in _before_quantisers(side, offset):
+            within = WithinScales(scheme, first, backwards)
+            size = len(side.x) // (within.block or 1) * (within.block or 1)
+            if size and within.held(side.x[:size], side.y[:size]) == size:
                 return within
     levels = _suspect_levels(sample)
     return levels[1] if levels is not None and levels[0] == 1.0 else None
@@ -454,13 +490,16 @@ def _suspect_levels(sample: Sample) -> tuple[float, Levelled] | None:
     return best
 
 
-def _before_quantisers(sample: Sample, offset: float | None) -> Iterator[Transform]:
-    """Return what may have been done before numbers were quantised."""
+def _before_quantisers(sample: Sample, offset: float | None) -> Iterator[Before]:
+    """Return what may have been done before numbers were quantised, likely things first."""
     own = FRACTION_BITS.get(sample.kinds[0], 23)
-    types = [(), *[(name,) for name in ("float16", "bfloat16") if FRACTION_BITS[name] < own]]
+    coarser = [name for name in _ROUNDED_TO if FRACTION_BITS[name] < own]
+    chains = [(), *((name,) for name in coarser), *permutations(coarser, 2)]
     for added in (0.0, *([offset] if offset else [])):
-        for chain in types:
-            yield Transform(1.0, added, ("float32", *chain) if added else chain)
+        for chain in chains:
+            yield Before(Transform(1.0, added, ("float32", *chain) if added else chain))
+    for quantiser in REPEATED:
+        yield Before(scheme=quantiser.name)
 
 
 def percent(share: float) -> str:
@@ -469,3 +508,17 @@ def percent(share: float) -> str:
     if text == "100" and share < 1:
         text = "more than 99.99"
     return f"{text} %"
+
+
+def correlation(x: Array, y: Array) -> float:
+    """Return about the correlation of some pairs; NaN if one side is constant."""
+    few = slice(None, None, max(1, len(x) // _CORRELATED))
+    x, y = x[few], y[few]
+    both = np.isfinite(x) & np.isfinite(y)
+    u, v = x[both].astype(np.float64), y[both].astype(np.float64)
+    if len(u) < 2:
+        return float("nan")
+    with np.errstate(all="ignore"):
+        u -= u.mean()
+        v -= v.mean()
+        return float(np.vdot(u, v) / np.sqrt(np.vdot(u, u) * np.vdot(v, v)))

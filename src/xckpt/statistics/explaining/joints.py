@@ -80,6 +80,8 @@ class _Oriented(NamedTuple):
     part: Sketched
     sums: Array
     steps: tuple[Step, ...]
+    #: Whether zeros at its end are left out.
+    is_trimmed: bool = False
 
 
 def joints(
@@ -168,7 +170,8 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
             sums = sums[: filled[-1] + 1]
         if len(sums) < shape[axis]:
             is_plain = axes == tuple(range(len(shape)))
-            yield _Oriented(part, sums, () if is_plain else (Transposed(axes),))
+            is_trimmed = len(sums) < turned[axis]
+            yield _Oriented(part, sums, () if is_plain else (Transposed(axes),), is_trimmed)
 
 
 def _walk(sums: Array, parts: _Parts) -> list[Member]:
@@ -224,6 +227,7 @@ class _Parts:
                 steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
                 segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
             scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
+            scores[[each.is_trimmed for each in some], 1:] = -1.0
             # As it is, unless a permutation agrees clearly better.
             plain = float(scores[:, 0].max())
             row, order = divmod(int(np.argmax(scores)), len(steps))

@@ -75,6 +75,7 @@ class Rules:
         self._templates: dict[str, Counter[str]] = defaultdict(Counter)
         self._stems: dict[str, Counter[str]] = defaultdict(Counter)
         self._fronts: Counter[tuple[str, str]] = Counter()
+        self._ends: Counter[tuple[str, str]] = Counter()
         for a, b in self.pairs:
             first, second = spelled(a), spelled(b)
             if self._numbers(first) == second.numbers:
@@ -85,6 +86,9 @@ class Rules:
                 front = _fronts(a, b)
                 if front is not None:
                     self._fronts[front] += 1
+                end = _ends(a, b)
+                if end is not None:
+                    self._ends[end] += 1
 
     def _numbers(self, name: Spelled) -> tuple[int, ...]:
         return (name.numbers[0] + self.shift, *name.numbers[1:]) if name.numbers else ()
@@ -95,8 +99,9 @@ class Rules:
         if self._numbers(first) != second.numbers:
             return 0
         found = self._templates[first.template][second.template]
-        front = _fronts(a, b)
-        return max(found, self._fronts[front] if front is not None else 0)
+        front, end = _fronts(a, b), _ends(a, b)
+        found = max(found, self._fronts[front] if front is not None else 0)
+        return max(found, self._ends[end] if end is not None else 0)
 
     def expected(self, name: str, others: Collection[str]) -> tuple[str, int] | None:
         """Return the name that most rules lead to, of some names, and how many pairs follow it."""
@@ -112,6 +117,10 @@ class Rules:
         for (front, new), count in self._fronts.items():
             if name.startswith(front):
                 candidate = new + name[len(front) :]
+                votes[candidate] = max(votes[candidate], count)
+        for (end, new), count in self._ends.items():
+            if name.endswith(end):
+                candidate = name[: len(name) - len(end)] + new
                 votes[candidate] = max(votes[candidate], count)
         ranked = [(other, count) for other, count in votes.most_common() if other in others]
         if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
@@ -181,6 +190,14 @@ def _fronts(a: str, b: str) -> tuple[str, str] | None:
     if not count:
         return None
     return "".join(first[: len(first) - count]), "".join(second[: len(second) - count])
+
+
+def _ends(a: str, b: str) -> tuple[str, str] | None:
+    """Return the last words of two names that are equal before them; None if they are not."""
+    first, second = re.split(r"(?=[./])", a), re.split(r"(?=[./])", b)
+    if len(first) < 2 or first[:-1] != second[:-1]:
+        return None
+    return first[-1], second[-1]
 
 
 # --- parts that are joined ------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from xckpt.statistics.explaining.low_rank import low_ranks
-from xckpt.statistics.explaining.names import Rules
+from xckpt.statistics.explaining.names import Rules, likeness
 from xckpt.statistics.explaining.outcome import Explanation, quoted
 from xckpt.statistics.explaining.search import ALIKE, Arrangement, arrangements, partners
 from xckpt.statistics.explaining.wording import both, changed, related, unlike
@@ -91,7 +93,7 @@ def expected(work: Work) -> Explanations:
         other = rules.expected(a.name, by_name)
         if other is not None:
             pairs.append((a, by_name.pop(other[0])))
-    for find in (_constants, _nearly_equal):
+    for find in (_constants, _nearly_equal, _alike_by_name):
         paired = {id(each) for pair in pairs for each in pair}
         pairs += find(
             [each for each in ours if id(each) not in paired],
@@ -139,6 +141,24 @@ def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[
     """Pair tensors with nearly the same sums: they were changed after they were renamed."""
     candidates = partners(ours, theirs, extended=False)
     return [(each.a, each.b) for each in candidates if each.arrangement.score >= ALIGNED]
+
+
+def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
+    """Pair constants whose names have more in common than those of any others."""
+    groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
+    for side, group in zip((ours, theirs), groups, strict=True):
+        for each in side:
+            if each.is_constant:
+                group[each.shape].append(each)
+    found = []
+    for shape, some in groups[0].items():
+        others = groups[1].get(shape, [])
+        table = np.array([[likeness(a.name, b.name) for b in others] for a in some])
+        for n, m in np.argwhere(table > 0).tolist():
+            rest = np.concatenate([np.delete(table[n], m), np.delete(table[:, m], n)])
+            if table[n, m] > rest.max(initial=0):
+                found.append((some[n], others[m]))
+    return found
 
 
 def _changed(work: Work, tried: Sequence[_Tried]) -> Explanations:

@@ -14,7 +14,7 @@ from xckpt.arrays.quantized import BlockArray
 from xckpt.statistics.accumulate import Accumulator
 from xckpt.statistics.comparison import as_floats
 from xckpt.statistics.explaining.arrangements import leaves, reader_of_view
-from xckpt.statistics.explaining.causes import LIKELY, Sample, suspect
+from xckpt.statistics.explaining.causes import LIKELY, Sample, correlation, suspect
 from xckpt.statistics.explaining.quantisers import graded
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.pairs import ChunkedPair, pair_of
@@ -35,8 +35,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 INEXACT = frozenset({"int64", "uint64", "complex128"})
 _SAMPLED = 4 * LEAF
 _PIECE = 1 << 16
-# Of the sample, for the correlation.
-_FEW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,17 +299,3 @@ def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sample:
         sides.append(np.concatenate(parts))
     row = theirs.view.shape[-1] if theirs.view.shape else 1
     return Sample(sides[0], sides[1], pair.kinds, (ours.block_type, theirs.block_type), row)
-
-
-def correlation(x: Array, y: Array) -> float:
-    """Return about the correlation of some pairs; NaN if one side is constant."""
-    few = slice(None, None, max(1, len(x) // _FEW))
-    x, y = x[few], y[few]
-    both = np.isfinite(x) & np.isfinite(y)
-    u, v = x[both].astype(np.float64), y[both].astype(np.float64)
-    if len(u) < 2:
-        return float("nan")
-    with np.errstate(all="ignore"):
-        u -= u.mean()
-        v -= v.mean()
-        return float(np.vdot(u, v) / np.sqrt(np.vdot(u, u) * np.vdot(v, v)))

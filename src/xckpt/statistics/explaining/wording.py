@@ -25,8 +25,9 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
     if evidence is not None and isinstance(relation, Requantised | WithinScales):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
     one = Explanation(relation.causes or ("equal",), text)
-    moved = relation.before if isinstance(relation, Requantised | WithinScales) else (
-        getattr(relation, "transform", None))  # fmt: skip
+    moved = getattr(relation, "transform", None)
+    if isinstance(relation, Requantised | WithinScales):
+        moved = relation.before.transform
     if moved is not None and (moved.offset or moved.scale != 1.0):
         cause = "offset" if moved.offset else "scaled"
         one = replace(
