@@ -86,20 +86,20 @@ def _link(work: Work, joint: Joint, member: Member, side: int) -> Link:
     run = member.start * prod(whole.shape[1:]) if is_run else None
     in_whole, in_part = Side(place, (whole.reader,), run), Side.whole(part.reader)
     view = arranged(part.reader.array, member.steps)
-    back: Any = undone(unstacked(place) if joint.is_stack else place, member.steps)
-    at_part = Side(back, (whole.reader,), None if member.steps else run)
-    if joint.is_stack:
-        orders = [(Side(stacked(view), (part.reader,)), in_whole), (in_part, at_part)]
-    elif tuple(view.shape) == shape:
-        orders = [(Side.of(view, part.reader), in_whole), (in_part, at_part)]
-    elif side:
+    if _is_padded(joint, member) and side:
         padded = Padded(tuple(view.shape), shape).view(view)
         orders = [(Side(padded, (part.reader,)), in_whole)]
     else:
-        fits = all(n <= m for n, m in zip(back.shape, part.shape, strict=True))
-        padded = Padded(tuple(back.shape), part.shape).view(back)
-        # Else numbers were left out.
-        orders = [(in_part, Side(padded, (whole.reader,)))] if fits else []
+        back: Any = undone(unstacked(place) if joint.is_stack else place, member.steps)
+        at_part = Side(back, (whole.reader,), None if member.steps else run)
+        if not _is_padded(joint, member):
+            like = stacked(view) if joint.is_stack else view
+            orders = [(Side.of(like, part.reader), in_whole), (in_part, at_part)]
+        elif all(n <= m for n, m in zip(back.shape, part.shape, strict=True)):
+            padded = Padded(tuple(back.shape), part.shape).view(back)
+            orders = [(in_part, Side(padded, (whole.reader,)))]
+        else:
+            orders = []  # numbers were left out
     names = (part.name, whole.name)
     if not side:
         orders, names = [order[::-1] for order in orders], names[::-1]

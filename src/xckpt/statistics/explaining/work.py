@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xckpt.statistics.explaining.arrangements import Padded, arranged, undone
+import numpy as np
+
+from xckpt.statistics.explaining.arrangements import (
+    Padded,
+    Transposed,
+    arranged,
+    undone,
+)
 from xckpt.statistics.explaining.sketches import Sketched, sketched
 from xckpt.statistics.explaining.verification import Link, Side, examine
 
@@ -98,6 +105,11 @@ class Work:
         back = undone(theirs.array, steps) if steps else None
         if back is not None:
             orders.append((Side.whole(ours), Side.of(back, theirs)))
+        elif steps and isinstance(steps[0], Transposed):
+            # Zeros were added before the axes were transposed.
+            turn = Transposed(tuple(np.argsort(steps[0].axes).tolist()))
+            views = turn.view(arranged(ours.array, steps)), turn.view(theirs.array)
+            orders.append((Side(views[0], (ours,)), Side(views[1], (theirs,))))
         names = (a.name, b.name)
         is_padded = any(isinstance(step, Padded) for step in steps)
         return Link(names, orders, self.architecture.offset(names), is_padded)
