@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests.formats.torch_files import number, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     Shapes = Mapping[Any, tuple[int, ...]]
 
@@ -157,6 +158,85 @@ def test_a_caller_knows_the_order() -> None:
         xckpt.join_optimizer(model(), optimizer, parameters=[*order[:2], "fc"])
     with pytest.raises(ValueError, match=r"'state.2.step' .*\(4,\).* 'fc.bias' of shape \(2,\)"):
         xckpt.join_optimizer(model(), optimizer, parameters=[*order[:2], "fc.bias"])
+
+
+RESNET: dict[str, tuple[int, ...]] = {}
+for _name in ("conv1", "layer1.0.conv1", "layer1.0.conv2", "layer2.0.conv1"):
+    RESNET[f"{_name}.weight"] = (4, 4, 3, 3)
+    RESNET |= {f"{_name.replace('conv', 'bn')}.{leaf[3:]}": (4,) for leaf in BATCH_NORM}
+RESNET |= {"fc.weight": (2, 4), "fc.bias": (2,)}
+
+
+@pytest.mark.parametrize("decay_first", [True, False])
+def test_weights_and_norms_in_groups_of_their_own(decay_first: bool) -> None:
+    """The weights alone are in alphabetic order, but the model is not."""
+    trained = [name for name in RESNET if "running" not in name]
+    groups = [[n for n in trained if (len(RESNET[n]) > 1) is kind] for kind in (True, False)]
+    groups = groups if decay_first else groups[::-1]
+    order = [name for group in groups for name in group]
+    split = len(groups[0])
+    optimizer = state([RESNET[n] for n in order], [range(split), range(split, len(order))])
+    joined = xckpt.join_optimizer(model(RESNET), optimizer)
+    assert numbers(joined) == {name: at for at, name in enumerate(order)}
+
+
+class Training(NamedTuple):
+    path: Path
+    ds: xr.Dataset
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    """Write the checkpoint of a whole training, with averages of the weights."""
+    saved = Saved()
+    shapes = {at: NET[name] for at, name in enumerate(TRAINED)}
+    value = {
+        "model": torch_files.mapping({n: saved.array(s, -1) for n, s in NET.items()}),
+        "optimizer": saved.optimizer(shapes, [[*shapes]]),
+        "ema": torch_files.mapping({n: saved.array(s, -2) for n, s in NET.items()}),
+        "epoch": number(3),
+    }
+    data = torch_files.archive(torch_files.mapping(value), saved.storages)
+    (tmp_path / "training.pt").write_bytes(data)
+    return Training(tmp_path / "training.pt", xr.open_dataset(tmp_path / "training.pt"))
+
+
+@pytest.mark.parametrize("form", ["dataset", "path", "text", "mapping"])
+def test_a_whole_training_needs_no_second_argument(form: str, training: Training) -> None:
+    path, ds = training
+    obj: Any = {"dataset": ds, "path": path, "text": str(path)}.get(form)
+    if form == "mapping":
+        obj = {name: variable.values for name, variable in ds.variables.items()} | ds.attrs
+    joined = xckpt.join_optimizer(obj)
+    assert numbers(joined) == {f"model.{name}": at for at, name in enumerate(TRAINED)}
+    names = {str(name) for name in joined.variables}
+    weights = {f"{part}.{name}" for part in ("model", "ema") for name in NET}
+    fields = ("step", "exp_avg", "exp_avg_sq")
+    assert names == weights | {f"model.{n}:{field}" for n in TRAINED for field in fields}
+    assert joined.attrs["epoch"] == 3
+
+
+@pytest.mark.parametrize("form", ["paths", "mappings"])
+def test_model_and_optimizer_as_paths_and_mappings(form: str, tmp_path: Path) -> None:
+    whole, moments = model(), state([NET[name] for name in TRAINED])
+    parts: list[Any] = []
+    for name, part in (("model", whole), ("optimizer", moments)):
+        if form == "mappings":
+            parts.append({n: v.values for n, v in part.variables.items()} | part.attrs)
+            continue
+        # Of formats, only those that keep the order of tensors.
+        xckpt.save(part, tmp_path / f"{name}.npz")
+        parts.append(tmp_path / f"{name}.npz")
+    assert numbers(xckpt.join_optimizer(*parts)) == {n: at for at, n in enumerate(TRAINED)}
+
+
+def test_a_model_alone_has_nothing_to_join(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no state of an optimizer"):
+        xckpt.join_optimizer(model())
+    with pytest.raises(TypeError, match="a path, not int"):
+        xckpt.join_optimizer(model(), 1)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        xckpt.join_optimizer(tmp_path / "m.pt")
 
 
 @pytest.mark.parametrize("split", [False, True])

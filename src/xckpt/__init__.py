@@ -13,7 +13,6 @@ from xckpt.loading import uninterrupted
 from xckpt.registration import register_accessor
 
 if TYPE_CHECKING:
-    from xckpt.datasets.optimizers import join_optimizer
     from xckpt.entry import open, report  # noqa: A004
     from xckpt.errors import (
         CheckpointError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from xckpt.notebook.extension import load_ipython_extension as load_ipython_extension
     from xckpt.notebook.extension import unload_ipython_extension as unload_ipython_extension
     from xckpt.opening import read_index
+    from xckpt.opening.optimizers import join_optimizer
     from xckpt.opening.references import references
     from xckpt.opening.steps import open_steps
     from xckpt.statistics import compare, findings, histogram, spectrum, stats, table
@@ -92,8 +92,8 @@ _load, _, _lazy = lazy_loader.attach(
             "load_ipython_extension",
             "unload_ipython_extension",
         ],  # %load_ext xckpt
-        "datasets.optimizers": ["join_optimizer"],
         "opening": ["read_index"],
+        "opening.optimizers": ["join_optimizer"],
         "opening.references": ["references"],
         "opening.steps": ["open_steps"],
         "statistics": ["compare", "findings", "histogram", "spectrum", "stats", "table"],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import shown
 from xckpt.labels.numbering import split_name
+from xckpt.labels.roles import Role, roles_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ __all__ = ["NumberedState", "numbers_in", "owners_of"]
 
 _STATE = re.compile(r"((?:.+\.)?)state\.([0-9]{1,18})\.(.+)", re.DOTALL)
 _GROUP = re.compile(r"((?:.+\.)?)param_groups\.([0-9]{1,9})\.params", re.DOTALL)
+_ENTRY = re.compile(
+    r"((?:.+\.)?param_groups\.[0-9]{1,9}\.param(?:s|_names))\.([0-9]{1,9})", re.DOTALL
+)
 # What has the shape of its parameter.
 _WHOLE = frozenset(
     {
@@ -32,8 +36,8 @@ _WHOLE = frozenset(
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-# What modules of PyTorch keep besides parameters, in their state_dict.
-_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+# Roles of tensors that are no parameters, of those that names tell for certain.
+_NOT_TRAINED = frozenset({Role.STATISTIC, Role.COUNTER, Role.AVERAGE, Role.MOMENT, Role.MASTER})
 _REMEDY = "give parameters=[...], the names in the order in which the optimizer was given them"
 
 
@@ -64,12 +68,12 @@ class NumberedState(NamedTuple):
 
 def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> list[NumberedState]:
     """Find the state of optimizers that number their parameters."""
+    attrs = _joined_lists(attrs)
     groups: dict[str, dict[int, list[int]]] = {}
-    for key in attrs:
-        found = _GROUP.fullmatch(str(key))
-        value = attrs[key] if found else None
-        if found and isinstance(value, list | tuple) and all(type(n) is int for n in value):
-            groups.setdefault(found[1], {})[int(found[2])] = list(value)
+    for key, value in attrs.items():
+        match = _GROUP.fullmatch(key)
+        if match and isinstance(value, list | tuple) and all(type(n) is int for n in value):
+            groups.setdefault(match[1], {})[int(match[2])] = list(value)
     kept: dict[str, dict[int, dict[str, xr.Variable]]] = {}
     for name, variable in states.items():
         found = _STATE.fullmatch(name)
@@ -96,6 +100,21 @@ def numbers_in(states: Mapping[str, xr.Variable], attrs: Mapping[Any, Any]) -> l
     return result
 
 
+def _joined_lists(attrs: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return attributes with one list of what groups list, of which mappings have each entry."""
+    joined: dict[str, Any] = {}
+    entries: dict[str, dict[int, Any]] = {}
+    for key, value in attrs.items():
+        match = _ENTRY.fullmatch(str(key))
+        if match is None:
+            joined[str(key)] = value
+        else:
+            entries.setdefault(match[1], {})[int(match[2])] = value
+    for key, by_position in entries.items():
+        joined[key] = [by_position[position] for position in sorted(by_position)]
+    return joined
+
+
 def owners_of(
     numbers: NumberedState, model: Mapping[str, xr.Variable], parameters: Sequence[str] | None
 ) -> dict[int, str]:
@@ -110,9 +129,14 @@ def owners_of(
         owners = dict(zip(order, parameters, strict=True))
     else:
         candidates = _candidates(model)
+        # The weights alone of a part of the model may be in alphabetic order by chance.
+        is_ordered = _is_ordered(model)
         owners = {}
         for group, inside in _by_group(numbers, shapes, candidates):
-            owners |= _aligned(numbers, group, shapes, inside)
+            if is_ordered:
+                owners |= _aligned(numbers, group, shapes, inside)
+            else:
+                owners |= _by_shape(numbers, shapes, group, inside)
     for number, shape in shapes.items():
         name = owners[number]
         if name not in model:
@@ -142,12 +166,13 @@ def _shape(numbers: NumberedState, number: int) -> Shape | None:
 
 
 def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
-    """Return what can be a parameter: floats, each once, that are not known to be buffers."""
+    """Return what can be a parameter: floats, each once, that are not known to be something else."""
+    roles = roles_of((name, str(v.dtype), v.shape) for name, v in model.items())
     return {
         name: variable.shape
         for name, variable in model.items()
         if variable.dtype.kind not in "iubSUO"
-        and split_name(name)[-1] not in _BUFFERS
+        and roles[name] not in _NOT_TRAINED
         and "shares" not in variable.encoding
         and "part" not in variable.encoding
         and "parameter" not in variable.attrs
@@ -183,8 +208,6 @@ def _aligned(
 ) -> dict[int, str]:
     """Assign the numbers of a group to tensors in their order, if there is one way to do so."""
     names = list(candidates)
-    if not _is_ordered(names):
-        return _by_shape(numbers, shapes, group, candidates)
     first = _leftmost(group, shapes, names, candidates)
     if len(first) < len(group):
         for number, name in zip(group, names, strict=False) if len(names) == len(group) else ():

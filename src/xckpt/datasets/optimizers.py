@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from xckpt.datasets.optimizer_numbers import NumberedState, numbers_in, owners_of
 from xckpt.datasets.stacking import unstack_modules
 from xckpt.errors import shown, warn
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer
+from xckpt.labels.roles import Role, roles_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import xarray as xr
 
-    from xckpt.typing import Dataset
+__all__ = ["attach", "training_parts"]
 
-__all__ = ["join_optimizer"]
-
+_OF_OPTIMIZERS = frozenset({Role.MOMENT, Role.MASTER, Role.STEP})
 _BY_ID = re.compile(r"(\d+)\.(.+)", re.DOTALL | re.ASCII)
 # What torch.optim, and optimizers like its own, keep for a parameter.
 _FIELDS = frozenset(
@@ -41,61 +41,28 @@ _ABOVE = frozenset(
 )
 
 
-def join_optimizer(
-    model: xr.Dataset, optimizer: xr.Dataset, *, parameters: Sequence[str] | None = None
-) -> Dataset:
-    """Attach the state of an optimizer to the parameters of a model.
+def training_parts(training: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Split the checkpoint of a training into the model and the state of its optimizer."""
+    described = [
+        (str(name), str(variable.encoding.get("stored_dtype", variable.dtype)), variable.shape)
+        for name, variable in training.variables.items()
+        if name not in training.coords
+    ]
+    roles = roles_of(described)
+    state = [name for name, role in roles.items() if role in _OF_OPTIMIZERS]
+    if not state:
+        raise ValueError(
+            "it has no state of an optimizer; give the Dataset or the path of one as well: "
+            "join_optimizer(model, optimizer)"
+        )
+    model = training.drop_vars(state)
+    return model, training.drop_vars([name for name in roles if name in model.variables])
 
-    State belongs to a parameter by its name, its identity or its number. By name:
-    ``fc.weight.exp_avg`` or ``exp_avg.fc.weight`` belongs to ``fc.weight``; what FSDP, DeepSpeed,
-    `torch.compile` and checkpoints of a whole training put in front or in between
-    (``optimizer.state.``, ``module.``, ``_fsdp_wrapped_module.``) does not matter, on either side.
-    By identity: the attribute `param_id` of a variable in `model` is the first component of names
-    in `optimizer` (``"9283.momentum.moment_1"``). By number: a ``state_dict()`` of `torch.optim`
-    counts parameters (``state.0.exp_avg``) in the order of its ``param_groups``, and those of the
-    model are in the order of its tensors. Every shape has to agree, and no other assignment may be
-    possible.
 
-    Parameters
-    ----------
-    model : xarray.Dataset
-        A checkpoint of a module, as it was opened. What is stacked is taken apart first.
-    optimizer : xarray.Dataset
-        The state of its optimizer.
-    parameters : sequence of str, optional
-        Names of the parameters in the order in which the optimizer was given them, group after
-        group, where it numbers them: ``[name for name, _ in module.named_parameters()]``, for
-        one group. By default, the names that it has itself or the order of the model's tensors.
-
-    Returns
-    -------
-    xarray.Dataset
-        The model, and after its variables the state as ``{parameter}:{field}``
-        (``"conv1.weight:momentum.moment_1"``), with the dimensions of the parameter where the
-        shapes agree, and the attribute `parameter`. A parameter that the optimizer does not know
-        has no state; parameters that share an identity all have it. What belongs to no parameter
-        keeps the name it has in `optimizer`. Attributes of the Dataset and coordinates are the
-        model's. Nothing is read.
-
-    Raises
-    ------
-    ValueError
-        If none of the state belongs to a parameter of the model; if numbered state has another
-        shape than its parameter, or may belong to several.
-
-    Warns
-    -----
-    CheckpointWarning
-        If there is state of parameters that the model does not have.
-
-    Examples
-    --------
-    >>> model = xr.open_dataset("model-3.bpk", engine="burnpack")  # doctest: +SKIP
-    >>> optimizer = xr.open_dataset("optim-3.bpk", engine="burnpack")  # doctest: +SKIP
-    >>> ds = xckpt.join_optimizer(model, optimizer)  # doctest: +SKIP
-    >>> ds["conv1.weight:momentum.moment_1"].dims == ds["conv1.weight"].dims  # doctest: +SKIP
-    True
-    """
+def attach(
+    model: xr.Dataset, optimizer: xr.Dataset, parameters: Sequence[str] | None = None
+) -> xr.Dataset:
+    """Attach the state of an optimizer; see `xckpt.opening.optimizers.join_optimizer`."""
     model, optimizer = unstack_modules(model), unstack_modules(optimizer)
     states = {str(n): v for n, v in optimizer.variables.items() if n not in optimizer.coords}
     by_number = numbers_in(states, optimizer.attrs)
@@ -120,7 +87,7 @@ def join_optimizer(
     if "namespace" in joined.encoding:
         # Joined to another optimizer, the model has other state of the same names.
         joined.encoding = {**joined.encoding, "namespace": next_namespace()}
-    return cast("Dataset", joined)
+    return joined
 
 
 class _State(NamedTuple):
