@@ -132,7 +132,9 @@ class Declared:
 
     def large(self, path: Path) -> None:
         """Make a file of `large_dataset`, whose header is small next to its data."""
-        save(large_dataset(), path, self.name, **self.save_options[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            save(large_dataset(), path, self.name, **self.save_options[0])
 
     def small(self) -> dict[str, bytes]:
         """Make complete files of a few hundred bytes, of each kind there is."""

@@ -117,3 +117,18 @@ def test_what_is_no_text_is_refused(place: str, tmp_path: Path) -> None:
     ds = xr.Dataset({text["name"]: (text["axis"], np.ones(2))}, attrs={"a": text["attribute"]})
     with pytest.raises(xckpt.UnsupportedError, match="lone surrogates"):
         xckpt.save(ds, tmp_path / "m.npz")
+
+
+def test_notes_and_errors_name_the_variable(tmp_path: Path) -> None:
+    """Not the member that it is in, which ends in ``.npy``."""
+    file = io.BytesIO()
+    np.save(file, np.arange(3))
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("arr_0.npy", file.getvalue() + b"more")
+    with pytest.warns(xckpt.CheckpointWarning, match=r"tensor 'arr_0': by the directory"):
+        xr.open_dataset(tmp_path / "m.npz")
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("arr_0.npy", file.getvalue()[:-4])
+    with pytest.raises(xckpt.FormatError) as caught:
+        xr.open_dataset(tmp_path / "m.npz")
+    assert caught.value.tensor == "arr_0"

@@ -147,6 +147,7 @@ def test_what_is_dropped_is_told_and_what_is_wrong_is_refused(model: Path) -> No
     assert model.read_bytes() == after
 
 
+@pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e != "ztensor"])
 def test_formats_that_do_not_grow(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("n", np.zeros(2, "f4"))})

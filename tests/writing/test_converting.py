@@ -168,6 +168,7 @@ def test_in_place(model: Path) -> None:
         convert(model, model)
 
 
+@pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 def test_exact_is_the_default(tmp_path: Path) -> None:
     ds = xr.Dataset({"w": ("n", [0.1, 0.2])})
     save(ds, tmp_path / "m.safetensors")

@@ -97,6 +97,7 @@ def assert_equal_to(ds: xr.Dataset, engine: str, expected: dict[str, Any]) -> No
         assert_same_bits(found, values)
 
 
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=60)
 @given(data=st.data())
@@ -125,6 +126,7 @@ names = st.one_of(
 )
 
 
+@pytest.mark.filterwarnings("ignore::xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=150)
 @example(chosen={"\ud800"})

@@ -71,6 +71,7 @@ def test_every_type_of_a_format(engine: str, tmp_path: Path) -> None:
             assert_same_bits(again[variable].values, saved[str(variable)])
 
 
+@pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trees_are_saved_under_flat_names(engine: str, tmp_path: Path) -> None:
     w = np.arange(6, dtype="f4").reshape(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import xarray as xr
 from tests.formats import primitiv_files as files
 from tests.formats.burnpack_files import burnpack, dense
 from tests.writing.saved import ENGINES, OPTIONS
-from xckpt import read_index
+from xckpt import CheckpointWarning, read_index
 from xckpt.writing import convert, save
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ def test_batches_that_cannot_have_that_name(change: str, model: Path, tmp_path: 
 def test_a_batch_that_was_renamed_is_one_no_more(model: Path, tmp_path: Path) -> None:
     ds = xr.open_dataset(model, engine="primitiv")
     first, second = ds["w:s"].dims[-1], ds["w:t"].dims[-1]
-    save(ds.rename({first: "time"}), tmp_path / "new.model", "primitiv")
+    with pytest.warns(CheckpointWarning, match="dimensions without a place: 'w:s'$"):
+        save(ds.rename({first: "time"}), tmp_path / "new.model", "primitiv")
     tensors = read_index(tmp_path / "new.model").tensors
     assert (tensors["w:s"].shape, tensors["w:s"].dims) == ((2, 3, 5), None)
     assert (tensors["w:t"].shape, tensors["w:t"].dims) == ((2, 3, 7), (None, None, "batch"))
@@ -126,3 +129,55 @@ def test_roles_in_modules_are_written_where_reading_does_not_give_them(tmp_path:
     renamed.encoding = tree.encoding
     save(renamed, tmp_path / "renamed.bpk")
     assert read_index(tmp_path / "renamed.bpk").tensors["fc.weight"].dims == ("in", None)
+
+
+LOST = {
+    "w": (("out", "in"), (2, 3)),
+    "column": ((None, None), (3, 1)),
+    "one": ((None,), (1,)),
+    "scalar": ((), ()),
+    ".a": ((None,), (2,)),
+    "x:y": ((None,), (2,)),
+    "100%": ((None,), (2,)),
+}
+DIMS, SCALARS = "names of dimensions without a place", "scalars that get an axis of length 1"
+ONES, NAMES = "axes of length 1 at the end", "names that are read as others"
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "losses"),
+    [
+        ("gptrs", {"container": "tensors"}, {DIMS: ["w"], SCALARS: ["scalar"]}),
+        ("gptrs", {"container": "checkpoint", "kind": "gpt"}, {SCALARS: ["scalar"]}),
+        ("primitiv", {}, {DIMS: ["w"], ONES: ["column", "one"], NAMES: ["100%", "x:y"]}),
+        ("safetensors", {}, {}),
+        ("gguf", {}, {}),
+    ],
+)
+def test_what_a_file_does_not_return_is_in_one_warning(
+    engine: str, options: dict[str, Any], losses: dict[str, list[str]], tmp_path: Path
+) -> None:
+    ds = xr.Dataset()
+    for name, (dims, shape) in LOST.items():
+        shown = [dim or f"d{size}" for dim, size in zip(dims, shape, strict=True)]
+        ds[name] = xr.Variable(shown, np.ones(shape, "f4"), encoding={"layout": "dense"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(ds, tmp_path / "m", engine, **options)
+    assert len(caught) == bool(losses)
+    text = "".join(str(warning.message) for warning in caught)
+    for loss, names in losses.items():
+        assert re.search(rf"{loss}[^;]*: {', '.join(map(repr, names))}(;|$)", text)
+    found = xr.open_dataset(tmp_path / "m", engine=engine)
+    assert ".a" in found
+    lost = {name for names in losses.values() for name in names}
+    for name in LOST.keys() - lost:
+        assert (found[name].dims, found[name].shape) == (ds[name].dims, ds[name].shape)
+    for name in lost & set(found):
+        assert (found[name].dims, found[name].shape) != (ds[name].dims, ds[name].shape)
+
+
+def test_a_single_array_has_no_names_of_dimensions(tmp_path: Path) -> None:
+    ds = xr.Dataset({"arr_0": (("out", "in"), np.ones((2, 3)))})
+    with pytest.warns(CheckpointWarning, match=f"{DIMS}: 'arr_0'$"):
+        save(ds, tmp_path / "m.npy")

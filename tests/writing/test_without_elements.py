@@ -79,6 +79,7 @@ def test_no_data_are_missing(write: Callable[[Path], Path], tmp_path: Path) -> N
     assert [finding.tensor for finding in verify(path).findings] == ["w"]
 
 
+@pytest.mark.filterwarnings("ignore:.*without a place:xckpt.CheckpointWarning")
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"primitiv"}))
 def test_all_that_there_is_has_no_elements(engine: str, tmp_path: Path) -> None:
     ds = xr.Dataset(

@@ -166,7 +166,7 @@ def _shape(numbers: NumberedState, number: int) -> Shape | None:
 
 
 def _candidates(model: Mapping[str, xr.Variable]) -> dict[str, Shape]:
-    """Return what can be a parameter: floats, each once, that are not known to be something else."""
+    """Return what can be a parameter: floats, each once, whose names tell nothing else."""
     roles = roles_of((name, str(v.dtype), v.shape) for name, v in model.items())
     return {
         name: variable.shape

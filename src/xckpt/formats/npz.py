@@ -41,7 +41,7 @@ from typing import Any
 from xckpt.elements import NUMPY_CODES, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, archive, kit
-from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, Draft, Extent, Plan, WantedTensor
 from xckpt.index import Index, Part, Tensor
 
 _MAGIC, _SUFFIX, _ALIGNMENT, _LONGEST_TEXT = b"\x93NUMPY", ".npy", 64, 1 << 16
@@ -106,7 +106,8 @@ class Npz(Format):
             head = self._head(tensor)
             part = tensor.parts["data"]._replace(compression=None, algorithm=None)
             extent = Extent(tensor.name, "data", part, len(head))
-            return Plan.headed(head, [extent], len(head) + part.nbytes)
+            losses = {LOST_DIMS: [tensor.name] if any(tensor.dims or ()) else []}
+            return replace(Plan.headed(head, [extent], len(head) + part.nbytes), losses=losses)
         for tensor in tensors:
             name, part, head = tensor.name, tensor.parts["data"], self._head(tensor)
             kit.check_text("the name", name, name)
@@ -183,7 +184,8 @@ def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
     kept = {name for name in names if times[name.removesuffix(_SUFFIX)] > 1}
     tensors: dict[str, Tensor] = {}
     for member, content in members.contents():
-        name, key = member.name, member.name.removesuffix(_SUFFIX)
+        key = member.name.removesuffix(_SUFFIX)
+        name = member.name if {key, member.name} & kept else key
         try:
             tensor = _tensor(name, _read_head(content), content.rest(), notes)
         except UnsupportedError as error:
@@ -191,11 +193,10 @@ def _arrays(members: archive.Archive, notes: kit.Notes) -> dict[str, Tensor]:
             problem = UnsupportedError(error.reason, offset=rest.offset, rule="Unread")
             tensor = Tensor(name, "unknown", rest.shape or (), {"data": rest}, problem=problem)
         except FormatError as error:
-            if name.endswith(_SUFFIX):
+            if member.name.endswith(_SUFFIX):
                 raise error.located(tensor=name, offset=content.at) from error.__cause__
-            if not name.endswith("/"):
-                notes.add("not an array, and left out", f"member {shown(name)}")
+            if not member.name.endswith("/"):
+                notes.add("not an array, and left out", f"member {shown(member.name)}")
             continue
-        tensor = replace(tensor, name=name if {key, name} & kept else key)
-        tensors |= kit.with_dims({tensor.name: tensor}, member.comment.decode(errors="replace"))
+        tensors |= kit.with_dims({name: tensor}, member.comment.decode(errors="replace"))
     return tensors

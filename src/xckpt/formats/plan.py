@@ -211,6 +211,11 @@ def placed(tensors: Iterable[WantedTensor], offsets: Iterable[int], start: int =
     return [Extent(each.name, "data", each.parts["data"], start + at) for each, at in pairs]
 
 
+#: Losses of several formats; see `Plan.losses`.
+LOST_DIMS = "names of dimensions without a place"
+LOST_SCALARS = "scalars that get an axis of length 1"
+
+
 def by_source(tensors: Mapping[str, WantedTensor]) -> dict[str, WantedTensor]:
     """Put tensors in the order that their data have in the file they come from."""
 
@@ -253,6 +258,8 @@ class Plan:
         asked for, but refers to those that it was made into.
     is_index : bool
         Whether this file only says which tensor is in which companion, and is of no format itself.
+    losses : mapping of str to sequence of str
+        What reading does not return of the draft, in words for a warning, with names of tensors.
 
     Notes
     -----
@@ -268,6 +275,7 @@ class Plan:
     renamed: Callable[[Mapping[str, str]], Plan] | None = None
     suffix: str = ""
     is_index: bool = False
+    losses: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def headed(cls, head: bytes, extents: Sequence[Extent] = (), nbytes: int | None = None) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import xarray as xr
@@ -13,7 +12,7 @@ from xckpt.datasets.optimizers import attach, training_parts
 from xckpt.opening import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from xckpt.typing import Dataset
 

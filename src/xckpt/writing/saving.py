@@ -541,6 +541,9 @@ class Destination:
             if grown is not None:
                 plan = partial(self.writer.append, grown, replace=replace)
             planned = plan(draft, **self._options)
+            for loss, names in planned.losses.items():
+                for name in names:
+                    self.changes.add(loss, name)
             how: Any = {"given": self._options, "before": before, "grown": grown}
             self._fitting.tell_stated(draft, planned, **how)
             label = os.path.basename(self.path)  # noqa: PTH119  it may be a URL

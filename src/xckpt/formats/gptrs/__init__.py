@@ -43,6 +43,7 @@ scripts/gptrs_eval/checkpoint.py of github.com/Lallapallooza/gpt.rs, commits 60c
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,7 +52,7 @@ from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
-from xckpt.formats.plan import Draft, Extent, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, LOST_SCALARS, Draft, Extent, Plan, WantedTensor
 from xckpt.identity import base_id
 from xckpt.index import Index, Part, Tensor
 
@@ -170,7 +171,11 @@ class Gptrs(Format):
             part = draft.tensors[entry.name].parts["data"]
             extents.append(Extent(entry.name, "data", part, offset))
             offset += entry.nbytes
-        return Plan.headed(start + _listed(placed), extents, offset)
+        tensors = draft.tensors.values()
+        dims = [tensor.name for tensor in tensors if any(tensor.dims or ()) and model is None]
+        scalars = [tensor.name for tensor in tensors if not tensor.ndim]
+        losses = {LOST_DIMS: dims, LOST_SCALARS: scalars}
+        return replace(Plan.headed(start + _listed(placed), extents, offset), losses=losses)
 
     def _entry(self, tensor: WantedTensor, *, ids: bool | None) -> _Entry:
         """Describe a tensor that is written; without an id in an archive."""

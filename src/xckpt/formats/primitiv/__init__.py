@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, Draft, Extent, Literal, Plan, WantedTensor
 from xckpt.formats.primitiv.models import (
     MAP,
     MOST_DIMS,
@@ -63,13 +63,14 @@ from xckpt.formats.primitiv.models import (
     refused,
     trimmed,
     value_path,
+    variable_name,
 )
 from xckpt.index import Index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from xckpt.formats.primitiv.models import Pieces
+    from xckpt.formats.primitiv.models import Parameter, Pieces
     from xckpt.index import Tensor
 
 _MAGIC = bytes.fromhex("ce00000000 ce00000001 ce0000")
@@ -91,6 +92,8 @@ _LINE_ENDS = (
     "Bytes 0d 0a are here: the file may have been written or copied in a text mode that ends lines "
     "so, as primitiv does on Windows; what it held is not certain any more"
 )
+_LOST_ONES = "axes of length 1 at the end, which primitiv leaves out"
+_LOST_NAMES = "names that are read as others"
 _FILTER = ("kernel_height", "kernel_width", "channels_in", "channels_out")
 
 
@@ -174,7 +177,32 @@ class Primitiv(Format):
             header.clear()
         if header:
             literals.append(Literal(at, bytes(header)))
-        return Plan(tuple(literals), tuple(extents), nbytes=at + len(header))
+        losses = self._losses(parameters_of(draft)) if kind not in _OWN_ATTRS else {}
+        if kind != "Model":
+            losses.pop(_LOST_NAMES, None)  # these files have no names
+        return Plan(tuple(literals), tuple(extents), nbytes=at + len(header), losses=losses)
+
+    def _losses(self, parameters: list[Parameter]) -> dict[str, list[str]]:
+        """Name the tensors that come back with other axes, or under other names."""
+        modules: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
+        for parameter in parameters:
+            *module, leaf = parameter.key
+            modules.setdefault((*module,), {})[leaf] = parameter.value.shape
+        known = {module: self.module_axes(shapes) for module, shapes in modules.items()}
+        losses: dict[str, list[str]] = {_LOST_ONES: [], LOST_DIMS: [], _LOST_NAMES: []}
+        for key, value, stats in parameters:
+            named = known[key[:-1]].get(key[-1])
+            for tensor, stat in [(value, None), *((of, stat) for stat, of in stats.items())]:
+                dims = list(tensor.dims or ())
+                is_batched = dims[-1:] == ["batch"]
+                if tensor.shape[-1:] == (1,) or (is_batched and tensor.shape[-2:-1] == (1,)):
+                    losses[_LOST_ONES].append(tensor.name)
+                own = dims[:-1] if is_batched else dims
+                if any(own) and (stat is not None or named != (*own,)):
+                    losses[LOST_DIMS].append(tensor.name)
+                if variable_name(key, stat) != tensor.name:
+                    losses[_LOST_NAMES].append(tensor.name)
+        return losses
 
     def module_axes(
         self, shapes: Mapping[str, tuple[int, ...]]

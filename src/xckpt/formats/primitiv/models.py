@@ -235,15 +235,17 @@ _IN_STAT = re.compile("[%\udc80-\udcff]")
 _IN_LEAF = re.compile("[%:]")
 _ESCAPE = re.compile("%([0-9A-F]{2})")
 _ERRORS = "surrogateescape"
+# The name of a parameter whose key is a single text without characters.
+_NAMELESS = "%"
 # Longer keys state no path: a tree then splits their names, which it does up to a depth.
 _DEEPEST = 64
 
 
 def variable_name(key: Sequence[str], stat: str | None = None) -> str:
     """Join the elements of a parameter's key, so that no two keys get one name."""
-    if "" in key or _IN_ELEMENT.search("".join(key)) is not None:
-        key = [_IN_ELEMENT.sub(_escaped, element) or "%" for element in key]
-    name = ".".join(key)
+    if _IN_ELEMENT.search("".join(key)) is not None:
+        key = [_IN_ELEMENT.sub(_escaped, element) for element in key]
+    name = ".".join(key) or _NAMELESS
     return name if stat is None else f"{name}:{_IN_STAT.sub(_escaped, stat)}"
 
 
@@ -265,8 +267,8 @@ def key_and_stat(tensor: WantedTensor) -> tuple[tuple[str, ...], str | None]:
             return placed
     # Else the name is taken apart, as `variable_name` joined it.
     joined, colon, escaped = tensor.name.partition(":")
-    elements = joined.split(".")
-    key = tuple(["" if element == "%" else _unescaped(element) for element in elements])
+    elements = [] if joined == _NAMELESS else joined.split(".")
+    key = tuple([_unescaped(element) for element in elements or [""]])
     made = _unescaped(escaped) if colon else None
     if variable_name(key, made) != tensor.name or not all(map(_comes_back, (*key, made or ""))):
         return whole_key(tensor), None
