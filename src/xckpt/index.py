@@ -46,6 +46,9 @@ Layout = Literal[
     "sparse_csr",
     "sparse_csc",
     "sparse_coo",
+    "sparse_bsr",
+    "sparse_bsc",
+    "sparse_hybrid",
     "quantized",
     "blocks",
     "structural",
@@ -244,14 +247,16 @@ class Tensor:
     shape : tuple of int
         Logical shape.
     parts : mapping of str to Part
-        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR and CSC,
-        ``values, coords`` for COO, ``data, scales, zeros`` for quantised ones, blocks with an
-        `origin` for chunked ones, ``real, imag`` for complex numbers that numpy has no type for,
-        the file's own otherwise.
+        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR, CSC, BSR and BSC,
+        ``values, coords`` for COO and hybrid ones, ``data, scales, zeros`` for quantised ones,
+        blocks with an `origin` for chunked ones, ``real, imag`` for complex numbers that numpy has
+        no type for, the file's own otherwise.
         Of blocks ``data`` is bytes, with those of a row of the tensor along the last axis.
-    layout : {"dense", "chunked", "sparse_csr", "sparse_csc", "sparse_coo", "quantized", \
-"blocks", "structural"}
-        How the parts make the tensor. A structural tensor is shown as its parts only.
+    layout : {"dense", "chunked", "sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", \
+"sparse_bsc", "sparse_hybrid", "quantized", "blocks", "structural"}
+        How the parts make the tensor. In BSR and BSC each value is a matrix, and the shape is whole
+        blocks; in hybrid ones each value of a COO is an array along the last axes. A structural
+        tensor is shown as its parts only.
     order : {"C", "F"}
         Memory order of dense data: whether the last or the first axis is contiguous.
     attrs : mapping

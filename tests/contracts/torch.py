@@ -138,8 +138,8 @@ def _composite(
     """Return the whole tensor where there is one, else its parts."""
     is_matrix = layout in {"sparse_csr", "sparse_csc"} and len(tensor["shape"]) == 2
     parts = tensor["parts"]
-    is_list = layout == "sparse_coo" and len(parts["values"]["shape"]) == 1
-    if layout == "quantized" or is_matrix or is_list:
+    is_whole = layout in {"quantized", "sparse_coo", "sparse_bsr", "sparse_bsc"} or is_matrix
+    if is_whole:
         values = arrays[tensor["dense"]]
         values = widened(values) if tensor["dtype"] == "bfloat16" else values
         return {name: Want(values, exact=False)}

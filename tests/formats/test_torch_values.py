@@ -165,3 +165,94 @@ def test_sparse_halves_are_written_as_halves(layout: str, kind: str, tmp_path: P
     expected = "float16" if kind == "f2" else "bfloat16"
     assert ds["w"].encoding["stored_dtype"].name == expected
     np.testing.assert_array_equal(ds["w"], DENSE)
+
+
+BLOCKS = np.arange(1, 13, dtype="f4").reshape(3, 2, 2)
+# By layout: the shape, the parts, and where each block begins.
+BLOCKED: dict[str, tuple[tuple[int, ...], list[np.ndarray[Any, Any]], list[tuple[int, ...]]]] = {
+    "sparse_bsr": (
+        (4, 6),
+        [np.array([0, 2, 3]), np.array([2, 0, 1]), BLOCKS],
+        [(0, 4), (0, 0), (2, 2)],
+    ),
+    "sparse_bsc": (
+        (6, 4),
+        [np.array([0, 1, 3]), np.array([2, 0, 1]), BLOCKS],
+        [(4, 0), (0, 2), (2, 2)],
+    ),
+    "sparse_coo": (
+        (3, 5, 2, 2),
+        [np.array([[2, 0, 2], [4, 1, 4]]), BLOCKS],
+        [(2, 4), (0, 1), (2, 4)],  # the first one twice
+    ),
+}
+
+
+def blocked(layout: str, kind: str = "f4", **changed: Any) -> bytes:
+    shape, parts, _ = BLOCKED[layout]
+    arrays = [changed.get(str(at), part) for at, part in enumerate(parts)]
+    arrays[-1] = arrays[-1].astype(kind)
+    written = [files.whole(str(at), array) for at, array in enumerate(arrays)]
+    value = files.mapping({"w": files.sparse(layout, changed.get("shape", shape), *written)})
+    return files.archive(value, {str(at): array.tobytes() for at, array in enumerate(arrays)})
+
+
+def densified(layout: str) -> np.ndarray[Any, Any]:
+    shape, _, places = BLOCKED[layout]
+    dense = np.zeros(shape, "f4")
+    for block, place in zip(BLOCKS, places, strict=True):
+        if layout == "sparse_coo":
+            dense[place] += block
+        else:
+            dense[place[0] : place[0] + 2, place[1] : place[1] + 2] += block
+    return dense
+
+
+@pytest.mark.parametrize("layout", BLOCKED)
+def test_blocks_that_are_sparse_have_their_values(layout: str, tmp_path: Path) -> None:
+    data, dense = blocked(layout, "f2"), densified(layout)
+    ds = xr.open_dataset(data, engine="torch")
+    np.testing.assert_array_equal(ds["w"], dense)
+    np.testing.assert_array_equal(ds["w"][1:, ::-2], dense[1:, ::-2])
+    sparse = xr.open_dataset(data, engine="torch", sparse=True)["w"].data.compute()
+    np.testing.assert_array_equal(sparse.todense(), dense)
+    parts = xr.open_dataset(data, engine="torch", decode=False)
+    np.testing.assert_array_equal(parts["w:values"], BLOCKS)
+    (tmp_path / "m.pt").write_bytes(data)
+    with pytest.warns(xckpt.CheckpointWarning, match="written dense: 'w'"):
+        xckpt.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    written = xr.open_dataset(tmp_path / "m.safetensors")["w"]
+    np.testing.assert_array_equal(written, dense)
+    assert written.encoding["stored_dtype"] == np.dtype("f2")
+    assert float(ds.ckpt.stats()["w"].sel(statistic="max")) == dense.max()
+    xckpt.save(ds.load(), tmp_path / "m.zt")
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / "m.zt")["w"], dense)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed"),
+    [
+        ("sparse_bsr", {"1": np.array([3, 0, 1])}),
+        ("sparse_bsr", {"1": np.array([-1, 0, 1])}),
+        ("sparse_bsr", {"0": np.array([0, 2, 4])}),
+        ("sparse_bsr", {"0": np.array([1, 2, 3])}),
+        ("sparse_bsc", {"0": np.array([0, 4, 3])}),
+        ("sparse_coo", {"0": np.array([[2, 0, 3], [4, 1, 4]])}),
+    ],
+)
+def test_places_of_blocks_are_checked(layout: str, changed: dict[str, Any]) -> None:
+    data = blocked(layout, **changed)
+    ds = xr.open_dataset(data, engine="torch")
+    with pytest.raises(xckpt.FormatError) as caught:
+        ds["w"].values  # noqa: B018
+    assert (caught.value.tensor, caught.value.rule) == ("w", "LayoutData")
+    assert not xckpt.verify(data).ok
+
+
+def test_blocks_that_do_not_fit_are_an_error_or_parts() -> None:
+    with pytest.raises(
+        xckpt.FormatError, match=r"\(3,\) pointers for shape \(6, 6\): \(4,\) needed"
+    ):
+        xr.open_dataset(blocked("sparse_bsr", shape=(6, 6)), engine="torch")
+    ds = xr.open_dataset(blocked("sparse_bsr", shape=(5, 6)), engine="torch")
+    assert set(ds) == {"w:indptr", "w:indices", "w:values"}

@@ -18,6 +18,7 @@ from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
 from xckpt.arrays.quantized import BlockArray, quantized_array
 from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
+from xckpt.arrays.sparse_blocks import SparseBlocksArray
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype
 from xckpt.errors import CheckpointError, FormatError, locating
 from xckpt.index import StoredList
@@ -89,6 +90,8 @@ def _arrays(
         return {None: CSCArray(tensor, readers, sparse=options.sparse)}
     if tensor.layout == "sparse_coo":
         return {None: COOArray(tensor, readers, sparse=options.sparse)}
+    if tensor.layout in {"sparse_bsr", "sparse_bsc", "sparse_hybrid"}:
+        return {None: SparseBlocksArray(tensor, readers, sparse=options.sparse)}
     return {None: quantized_array(tensor, readers)}
 
 

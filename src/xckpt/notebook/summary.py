@@ -64,6 +64,9 @@ _STORAGE = {
     "sparse_csr": "csr",
     "sparse_csc": "csc",
     "sparse_coo": "coo",
+    "sparse_bsr": "bsr",
+    "sparse_bsc": "bsc",
+    "sparse_hybrid": "hybrid coo",
     "quantized": "quantized",
     "blocks": "",  # the element type says it
     "structural": "structural",

@@ -226,7 +226,7 @@ class Fitting:
                 self.changes.add(f"{layout} tensors written dense", tensor.name)
             values = payload.values()
             # Values of sparse tensors keep the type that they are stored as.
-            dtype = tensor.dtype if layout in _VALUES else values.dtype.name
+            dtype = tensor.dtype if layout.startswith("sparse_") else values.dtype.name
             part = WantedPart.of(dtype, tensor.shape)
             about: Any = {"attrs": tensor.attrs, "dims": tensor.dims, "path": tensor.path}
             dense = WantedTensor(tensor.name, dtype, tensor.shape, {"data": part}, **about)

@@ -49,7 +49,7 @@ __all__ = [
     "untouched",
 ]
 
-_SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo")
+_SPARSE = ("sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", "sparse_bsc", "sparse_hybrid")
 
 
 class Computed(NamedTuple):

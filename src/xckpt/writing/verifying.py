@@ -442,7 +442,7 @@ def _check_values(tensor: Tensor, sources: Mapping[str | None, Source]) -> None:
 
 
 def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout in {"sparse_csr", "sparse_csc", "sparse_coo"}
+    return tensor.layout.startswith("sparse_")
 
 
 def _has_rules(tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ from xckpt.formats.torch.records import (
 from xckpt.index import Part, Quantization, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _DEEPEST_TENSOR = 8  # a parameter of a parameter
 _MOST_INLINE = 1 << 24  # bytes of arrays that are in the pickle itself
@@ -525,23 +525,41 @@ def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
     if problem is not None or any(each.layout != "dense" for each in found.values()):
         problem = problem or UnsupportedError(f"{kind} of such parts", rule="Layout")
         return Tensor(o.name, values.dtype, size, {}, problem=problem)
-    parts = {role: _in_c_order(each) for role, each in found.items()}
-    shapes = {role: each.shape for role, each in found.items()}
-    attrs = {"torch_layout": kind}
-    count = values.shape[:1]
-    if (
-        kind == "sparse_coo"
-        and size
-        and shapes == {"indices": (len(size), *count), "values": count}
-    ):
-        parts = {"values": parts["values"], "coords": parts["indices"]}
-        return Tensor(o.name, values.dtype, size, parts, "sparse_coo")
-    axis = {"sparse_csr": 0, "sparse_csc": 1}.get(kind)
-    if axis is not None and len(size) == 2 and count == values.shape == shapes["indices"]:
-        if shapes["indptr"] != (size[axis] + 1,):
-            raise o.broken(f"{shapes['indptr'][0]} pointers for shape {size}", "Layout")
-        return Tensor(o.name, values.dtype, size, parts, "sparse_csc" if axis else "sparse_csr")
-    return Tensor(o.name, values.dtype, size, parts, "structural", attrs=attrs)
+    whole = Tensor(o.name, values.dtype, size, {role: _in_c_order(t) for role, t in found.items()})
+    shapes = {role: tensor.shape for role, tensor in found.items()}
+    make = _coordinates if kind == "sparse_coo" else _compressed
+    try:
+        tensor = make(whole, kind, shapes)
+    except ValueError as error:
+        raise o.broken(str(error), "Layout") from error
+    return tensor or replace(whole, layout="structural", attrs={"torch_layout": kind})
+
+
+def _coordinates(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor | None:  # noqa: ARG001
+    """Describe a list of coordinates with a value, or an array, for each."""
+    parts = {"values": tensor.parts["values"], "coords": tensor.parts["indices"]}
+    count, *block = shapes["values"] or (0,)
+    axes = tensor.ndim - len(block)
+    if axes < 1 or shapes["indices"] != (axes, count) or tensor.shape[axes:] != (*block,):
+        return None
+    return replace(tensor, parts=parts, layout="sparse_hybrid" if block else "sparse_coo")
+
+
+def _compressed(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor | None:
+    """Describe a matrix by its rows or columns, or by those of its blocks; None of other arrays."""
+    count, *block = shapes["values"] or (0,)
+    is_blocked = kind in {"sparse_bsr", "sparse_bsc"}
+    block = block if is_blocked else [1, 1, *block]
+    if tensor.ndim != 2 or len(block) != 2 or 0 in block or shapes["indices"] != (count,):
+        return None
+    if any(size % extent for size, extent in zip(tensor.shape, block, strict=True)):
+        return None
+    axis = 0 if kind in {"sparse_csr", "sparse_bsr"} else 1
+    pointers = (tensor.shape[axis] // block[axis] + 1,)
+    if shapes["indptr"] != pointers:
+        raise ValueError(f"{shapes['indptr']} pointers for shape {tensor.shape}: {pointers} needed")
+    layout: Any = kind
+    return replace(tensor, layout=layout)
 
 
 def _in_c_order(tensor: Tensor) -> Part:
