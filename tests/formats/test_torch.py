@@ -333,6 +333,41 @@ class TestFolders:
         np.testing.assert_array_equal(ds["w"], w)
         assert ds["w"][1:, 1].values.tolist() == [4, 7]
 
+    def ranked(self, folder: Path, places: dict[tuple[int, int], Any]) -> None:
+        """Write what `HuggingFaceStorageWriter` does with ``save_distributed=True``."""
+        for rank, (origin, block) in enumerate(places.items(), 1):
+            saved = {"w": {"saved_offsets": list(origin)}, "b": {"saved_offsets": [0]}}
+            metadata = {"DCP_SHARDING_INFO": json.dumps(saved), "DCP_VERSION": "1.0"}
+            header = {"__metadata__": metadata, "w": entry("F32", [*block.shape], 0, block.nbytes)}
+            header |= {"b": entry("U8", [1], block.nbytes, block.nbytes + 1)} if rank == 1 else {}
+            data = block.tobytes() + b"\1" * (rank == 1)
+            name = f"shard-{rank:05}-model-00001-of-00001.safetensors"
+            (folder / name).write_bytes(safetensors_file(header, data))
+
+    def test_ranks_with_safetensors_of_their_own(self, tmp_path: Path) -> None:
+        w = np.arange(12, dtype="f4").reshape(3, 4)
+        self.ranked(tmp_path, {(0, 0): w[:2, :3], (2, 0): w[2:], (0, 3): w[:2, 3:]})
+        ds = xr.open_dataset(tmp_path)
+        np.testing.assert_array_equal(ds["w"], w)
+        assert ds["w"][1:, 2:].values.tolist() == [[6, 7], [10, 11]]
+        assert (ds["b"].values.tolist(), ds.attrs) == ([1], {"DCP_VERSION": "1.0"})
+        one = xr.open_dataset(tmp_path / "shard-00002-model-00001-of-00001.safetensors")
+        assert one["w"].attrs == {"saved_offsets": [2, 0]}
+        np.testing.assert_array_equal(one["w"], w[2:])
+        xckpt.convert(tmp_path, tmp_path / "m.zt")
+        np.testing.assert_array_equal(xr.open_dataset(tmp_path / "m.zt")["w"], w)
+
+    @pytest.mark.parametrize(
+        "places",
+        [{(0, 0): (2, 3), (1, 0): (2, 3)}, {(0, 0): (1, 3), (2, 0): (1, 3)}],
+        ids=["overlapping", "a gap"],
+    )
+    def test_ranks_that_do_not_fit(self, places: dict[Any, Any], tmp_path: Path) -> None:
+        self.ranked(tmp_path, {origin: np.ones(shape, "f4") for origin, shape in places.items()})
+        with pytest.raises(xckpt.FormatError, match="A file may be missing") as caught:
+            xr.open_dataset(tmp_path)
+        assert (caught.value.rule, caught.value.tensor) == ("Chunks", "w")
+
     def test_a_file_of_other_safetensors_is_listed(self, tmp_path: Path) -> None:
         (self.folder(tmp_path) / "__1_0.distcp").write_bytes(safetensors_file({}))
         ds = xr.open_dataset(tmp_path)

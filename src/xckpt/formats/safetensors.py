@@ -32,6 +32,11 @@ Large models are several files, and a JSON file that says in which of them each 
     {"metadata": {"total_size": 13476831232},
      "weight_map": {"embed.weight": "model-00001-of-00003.safetensors"}}
 
+Each rank of ``torch.distributed.checkpoint`` can write such files without an index. They have
+chunks of tensors; ``DCP_SHARDING_INFO`` in the metadata is JSON that has where these begin::
+
+    {"embed.weight": {"saved_offsets": [256, 0]}}
+
 References: README.md and safetensors/src/tensor.rs of github.com/huggingface/safetensors, 0.8;
 rules have the names of its ``SafeTensorError``.
 """
@@ -60,6 +65,8 @@ _RULE = "InvalidHeaderDeserialization"
 _BEGINNING = re.compile(rb'\{[ \t\r\n]*["}]')
 _DEEPEST = 127
 _INDEX = ".index.json"
+# Of torch.distributed.checkpoint: where the tensors of a file begin in those of all ranks.
+_SHARDING = "DCP_SHARDING_INFO"
 
 # In the order of the package's enumeration of them: it writes the last ones first.
 _TYPES = {"BOOL": "bool", "F4": "float4_e2m1fn"}  # F4: two in a byte, the first in its low half
@@ -79,7 +86,7 @@ class Safetensors(Format):
     description = "safetensors files"
     types = _TYPES
     # The size is that of an index of shards.
-    can = Can(file_attrs=None, stated_attrs=("total_size",), arrangement=True)
+    can = Can(file_attrs=None, stated_attrs=("total_size", _SHARDING), arrangement=True)
 
     def detect(self, head: bytes, size: int, name: str) -> bool:
         """Whether an allowed length and the beginning of a JSON object are there: no magic is."""
@@ -117,6 +124,7 @@ class Safetensors(Format):
             reason = f"data end at byte {end}, but the file at {source.size}"
             raise _broken(reason, "MetadataIncompleteBuffer", is_short=end > source.size)
         tensors = {tensor.name: tensor for tensor in ordered}
+        tensors = _chunks(tensors, kit.json_object(attrs.pop(_SHARDING, "{}")))
         return kit.arranged(Index(self.name, "", tensors, attrs, source.name, source.size))
 
     def plan(self, draft: Draft, *, max_shard_size: int | str | None = None) -> Plan:
@@ -212,6 +220,21 @@ def _tensor(start: int, name: str, entry: Any) -> Tensor:
     problem = UnsupportedError(reason, tensor=name, offset=offset, rule="Dtype")
     parts = {"data": Part("uint8", (nbytes,), offset, nbytes)}
     return Tensor(name, spelled, shape, parts, problem=problem)
+
+
+def _chunks(tensors: dict[str, Tensor], info: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors with the place that they have in larger ones; what does not fit is ignored."""
+    placed = dict(tensors)
+    for name, tensor in tensors.items() if info else ():
+        entry = info.get(name)
+        origin = entry.get("saved_offsets") if type(entry) is dict else None
+        if type(origin) is not list or len(origin) != tensor.ndim or tensor.problem is not None:
+            continue
+        if all(type(at) is int and 0 <= at <= kit.LARGEST for at in origin):
+            parts = {"data": replace(tensor.parts["data"], origin=(*origin,))}
+            attrs = {"saved_offsets": origin} if any(origin) else {}
+            placed[name] = replace(tensor, parts=parts, attrs=attrs)
+    return placed
 
 
 def _sizes(field: str, value: Any, most: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
+from xckpt.formats import chunks
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantized.config import parse_json
 from xckpt.storage import (
@@ -53,6 +54,10 @@ _LARGEST_CONFIG = 16 << 20
 _SHARD = re.compile(
     r"(?P<stem>.*?)-?(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>.*)", re.DOTALL
 )
+
+
+# As torch.distributed.checkpoint names the files of each rank.
+_RANKED = re.compile(r"shard-[0-9]{1,9}-model-[0-9]{1,9}-of-[0-9]{1,9}\.safetensors")
 
 
 class SeveralFilesError(IsADirectoryError):
@@ -184,6 +189,8 @@ def _in_folder(folder: str, files: Mapping[str, Path | Source], format: str | No
 
 def _are_all_shards(folder: str, names: Sequence[str]) -> bool:
     """Return whether files are the shards of one checkpoint, of which none may be missing."""
+    if len(names) > 1 and all(map(_RANKED.fullmatch, names)):
+        return True  # a rank need not have all numbers; chunks that are missing are noticed
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     families = {(match["stem"], match["count"], match["suffix"]) for match in shards}
     if not len(names) == len(shards) > 1 or len(families) > 1:
@@ -338,6 +345,7 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
     files: dict[str, Source] = {}
     shards: dict[str, Shard] = {}
     left_out: list[str] = []
+    chunked: dict[str, list[Tensor]] = {}
     arrangement = Arrangement()
     for each in opened:
         arrangement = arrangement.grown(each.index.arrangement, ())
@@ -350,14 +358,18 @@ def merge(listed: FileList, opened: Sequence[Opened]) -> tuple[Source, Index]:
             if listed.weight_map is not None and listed.weight_map.get(name) != each.label:
                 left_out.append(name)
                 continue
-            if name in tensors:
+            if name not in tensors:
+                tensors[name] = _relabelled(tensor, each.label)
+            elif _is_chunk(tensor) and _is_chunk(tensors[name]):
+                chunked.setdefault(name, [tensors[name]]).append(_relabelled(tensor, each.label))
+            else:
                 raise _twice(name, tensors[name], each)
-            tensors[name] = _relabelled(tensor, each.label)
         warnings += [f"{each.label}: {text}" for text in each.index.warnings]
     for name, label in (listed.weight_map or {}).items():
         if name not in tensors:
             reason = f"the index of shards says that {shown(label)} has this tensor, and it has not"
             raise FormatError(reason, path=listed.name, tensor=name, rule="ShardIndex")
+    tensors |= {name: _joined(name, parts, listed.name) for name, parts in chunked.items()}
     if left_out:
         warnings.append(f"not in the index of shards, and left out: {some(left_out)}")
     first = opened[0].index
@@ -397,6 +409,29 @@ def _relabelled(tensor: Tensor, label: str) -> Tensor:
     if stored is not None:
         stored = {role: _relabelled(each, label) for role, each in stored.items()}
     return replace(tensor, parts=parts, stored=stored)
+
+
+def _is_chunk(tensor: Tensor) -> bool:
+    """Return whether a tensor states its place in a larger one."""
+    return tensor.layout == "dense" and tensor.parts["data"].origin is not None
+
+
+def _joined(name: str, tensors: Sequence[Tensor], path: str) -> Tensor:
+    """Return the tensor that chunks in several files make."""
+    by_origin = {tensor.parts["data"].origin or (): tensor for tensor in tensors}
+    places = [(origin, tensor.shape) for origin, tensor in by_origin.items()]
+    hint = "A file may be missing, or of another checkpoint"
+    if len(by_origin) < len(tensors) or len({len(origin) for origin, _ in places}) > 1:
+        reason = "several of its chunks begin at one place"
+        raise FormatError(reason, path=path, tensor=name, rule="Chunks", hint=hint)
+    ends = [[at + n for at, n in zip(*place, strict=True)] for place in places]
+    size = tuple(map(max, zip(*ends, strict=True)))
+    try:
+        chunks.check_cover(name, size, places)
+    except FormatError as error:
+        error.hint = hint
+        raise error.located(path=path, tensor=name) from error.__cause__
+    return replace(chunks.joined(name, size, by_origin), attrs={})
 
 
 def _within(label: str, shard: str | None) -> str:
