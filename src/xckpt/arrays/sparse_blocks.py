@@ -40,9 +40,9 @@ class SparseBlocksArray(SparseArray):
         coords = []
         for axis, (first, extent) in enumerate(zip(starts, extents, strict=True)):
             along = first[:, None] + np.arange(extent)
-            shape = [count, *(extent if other == axis else 1 for other in range(self.ndim))]
-            spread = np.broadcast_to(along.reshape(shape), (count, *extents))
-            coords.append(spread.reshape(-1))
+            after = self.ndim - axis - 1
+            spread = along.reshape(count, *[1] * axis, extent, *[1] * after)
+            coords.append(np.broadcast_to(spread, (count, *extents)).reshape(-1))
         ordered, values = self._in_order(coords, values)
         values = values.copy() if is_mapped(values) else values
         return StoredElements(0, self.shape[0], tuple(ordered), values)

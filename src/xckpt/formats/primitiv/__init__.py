@@ -188,17 +188,17 @@ class Primitiv(Format):
         for parameter in parameters:
             *module, leaf = parameter.key
             modules.setdefault((*module,), {})[leaf] = parameter.value.shape
-        known = {module: self.module_axes(shapes) for module, shapes in modules.items()}
+        axes = {module: self.module_axes(shapes) for module, shapes in modules.items()}
         losses: dict[str, list[str]] = {_LOST_ONES: [], LOST_DIMS: [], _LOST_NAMES: []}
         for key, value, stats in parameters:
-            named = known[key[:-1]].get(key[-1])
+            read_dims = axes[key[:-1]].get(key[-1])
             for tensor, stat in [(value, None), *((of, stat) for stat, of in stats.items())]:
                 dims = list(tensor.dims or ())
                 is_batched = dims[-1:] == ["batch"]
                 if tensor.shape[-1:] == (1,) or (is_batched and tensor.shape[-2:-1] == (1,)):
                     losses[_LOST_ONES].append(tensor.name)
-                own = dims[:-1] if is_batched else dims
-                if any(own) and (stat is not None or named != (*own,)):
+                dims = dims[:-1] if is_batched else dims
+                if any(dims) and (stat is not None or read_dims != (*dims,)):
                     losses[LOST_DIMS].append(tensor.name)
                 if variable_name(key, stat) != tensor.name:
                     losses[_LOST_NAMES].append(tensor.name)

@@ -264,16 +264,16 @@ class _MetadataReader:
         chunks.check_cover(name, size, places)
         size = in_elements(dtype, size)
         try:
-            found = {
+            blocks = {
                 in_elements(dtype, origin): self._chunk(name, origin, in_elements(dtype, extents))
                 for origin, extents in places
             }
         except (MissingShardError, UnsupportedError) as problem:
             return Tensor(name, element_named(dtype), size, {}, problem=problem)
         # A tensor in one piece can be of any layout.
-        if len(found) == 1:
-            return next(iter(found.values()))
-        return chunks.joined(name, size, found)
+        if len(blocks) == 1:
+            return next(iter(blocks.values()))
+        return chunks.joined(name, size, blocks)
 
     def _chunk(self, name: str, origin: tuple[int, ...], extents: tuple[int, ...]) -> Tensor:
         item = self._items.get(_key(name, origin))
@@ -315,11 +315,12 @@ class _MetadataReader:
         file, safetensors = self._file(item.file), formats.get("safetensors")
         if file is None or item.offset > file.size or not item.is_plain:
             return None
-        rest = _Window(file, item._replace(nbytes=file.size - item.offset))
-        if not safetensors.detect(bytes(rest.read(0, min(rest.size, 16))), rest.size, rest.name):
+        window = _Window(file, item._replace(nbytes=file.size - item.offset))
+        head = bytes(window.read(0, min(window.size, 16)))
+        if not safetensors.detect(head, window.size, window.name):
             return None
         tensors = {}
-        for name, tensor in safetensors.read(rest).items():
+        for name, tensor in safetensors.read(window).items():
             part = tensor.parts["data"]
             part = replace(part, offset=part.offset + item.offset, shard=item.file, origin=None)
             tensors[name] = replace(tensor, parts={"data": part}, attrs={})
@@ -328,15 +329,15 @@ class _MetadataReader:
 
 def _chunks(name: str, size: tuple[int, ...], listed: list[Any]) -> list[_Block]:
     """Return where the chunks of a tensor are in it, without those that are empty."""
-    found = []
-    for each in listed:
-        fields = _fields(each, "metadata.ChunkStorageMetadata")
+    blocks = []
+    for chunk in listed:
+        fields = _fields(chunk, "metadata.ChunkStorageMetadata")
         origin, extents = _shape(fields.get("offsets")), _shape(fields.get("sizes"))
         if len(origin) != len(size) or len(extents) != len(size):
             raise _broken(f"a chunk of {shown(name)} has other axes", "Chunks")
         if prod(extents) or prod(size) == 0:
-            found.append((origin, extents))
-    return found
+            blocks.append((origin, extents))
+    return blocks
 
 
 _VALUE = Global(f"{_MODULE}.metadata", "BytesStorageMetadata")

@@ -182,10 +182,10 @@ class ObjectWalk:
         name, args = name_of(call), call.args
         if name in _MAPPINGS:
             first = args[-1] if args else None
-            given: Any = first.items() if type(first) is Pairs else ()
+            items: Any = first.items() if type(first) is Pairs else ()
             if type(first) is list:  # as Python 2 has it
-                given = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
-            return chain(given, (call.pairs or Pairs()).items())
+                items = (pair for pair in first if type(pair) in {list, tuple} and len(pair) == 2)
+            return chain(items, (call.pairs or Pairs()).items())
         if name in _SEQUENCES:
             first = args[0] if args and type(args[0]) in {list, tuple, PickledSet} else ()
             return self._items(path, [*first, *(call.values or ())])
@@ -206,14 +206,14 @@ class ObjectWalk:
         inner = chain(items_of(call.state), pairs.items(), enumerate(values))
         states = call.state if type(call.state) is tuple else (call.state,)
         unnamed = chain(enumerate(args), enumerate(s for s in states if type(s) is not Pairs))
-        return chain(inner, ((at, each) for at, each in unnamed if _may_have_tensors(each)))
+        return chain(inner, (item for item in unnamed if _may_have_tensors(item[1])))
 
     def _add(self, tensor: Tensor) -> None:
         """List a tensor, whose name is changed where another one has it."""
         name = tensor.name
         if self._is_outside:
-            about = f"<{tensor.dtype} tensor {tensor.shape} outside the state_dict>"
-            self._say(tuple(name.split(".")), about)
+            text = f"<{tensor.dtype} tensor {tensor.shape} outside the state_dict>"
+            self._say(tuple(name.split(".")), text)
             return
         self._names_nbytes += len(name)
         if self._names_nbytes > _LONGEST_NAMES:

@@ -505,8 +505,8 @@ def _quantized(o: Tensors, call: Call, level: int) -> Tensor:
     # torch.dequantize multiplies with one scale in float32, with those of channels in their type.
     is_wide = zero is None and parts["scales"].dtype == "float64"
     axis = len(size) - 1
-    about = Quantization(block, tensor.dtype, bits, bits, axis, zero=zero, wide=is_wide)
-    return replace(tensor, parts=parts, layout="quantized", attrs=attrs, quantization=about)
+    quantization = Quantization(block, tensor.dtype, bits, bits, axis, zero=zero, wide=is_wide)
+    return replace(tensor, parts=parts, layout="quantized", attrs=attrs, quantization=quantization)
 
 
 def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
@@ -525,14 +525,15 @@ def _sparse(o: Tensors, call: Call, level: int) -> Tensor:
     if problem is not None or any(each.layout != "dense" for each in found.values()):
         problem = problem or UnsupportedError(f"{kind} of such parts", rule="Layout")
         return Tensor(o.name, values.dtype, size, {}, problem=problem)
-    whole = Tensor(o.name, values.dtype, size, {role: _in_c_order(t) for role, t in found.items()})
+    parts = {role: _in_c_order(tensor) for role, tensor in found.items()}
+    stored = Tensor(o.name, values.dtype, size, parts)
     shapes = {role: tensor.shape for role, tensor in found.items()}
     make = _coordinates if kind == "sparse_coo" else _compressed
     try:
-        tensor = make(whole, kind, shapes)
+        tensor = make(stored, kind, shapes)
     except ValueError as error:
         raise o.broken(str(error), "Layout") from error
-    return tensor or replace(whole, layout="structural", attrs={"torch_layout": kind})
+    return tensor or replace(stored, layout="structural", attrs={"torch_layout": kind})
 
 
 def _coordinates(tensor: Tensor, kind: str, shapes: Mapping[str, Any]) -> Tensor | None:  # noqa: ARG001
