@@ -34,49 +34,56 @@ def misplaced(work: Work) -> Explanations:
     numbers = [n for n in work.open if not work.is_aligned(n)]
     sides = [list(work.sketch(numbers, side).values()) for side in (0, 1)]
     candidates = [
-        each
-        for each in partners(*sides, extended=False)
-        if each.a.number != each.b.number and each.a.size >= _SMALLEST
+        candidate
+        for candidate in partners(*sides, extended=False)
+        if candidate.a.number != candidate.b.number and candidate.a.size >= _SMALLEST
     ]
-    pairs = [(n, each.a, each.b, [each.arrangement]) for n, each in enumerate(candidates)]
-    found: Explanations = {}
+    pairs = [
+        (n, candidate.a, candidate.b, [candidate.arrangement])
+        for n, candidate in enumerate(candidates)
+    ]
+    explanations: Explanations = {}
     for n, (link, steps) in work.try_arrangements(pairs).items():
         done = None if link.relation is None else related(work, link, link.relation, steps)
         if done is None or done.outcome != "explained":
             continue
-        how = "" if done.causes == ("equal",) else f" ({done.text})"
+        detail = "" if done.causes == ("equal",) else f" ({done.text})"
         # Of the two tensors of a case the one of `a` is what the case is about.
-        for this, other, side in ((candidates[n].a, candidates[n].b, "b"),
+        for tensor, owner, side in ((candidates[n].a, candidates[n].b, "b"),
                                   (candidates[n].b, candidates[n].a, "a")):  # fmt: skip
-            status = work.cases[this.number].status
-            text = f"its numbers are those of {quoted([other.name])} of {side}{how}"
-            one = Explanation(("misplaced",), text, holds=False, other_names=(other.name,))
+            status = work.cases[tensor.number].status
+            text = f"its numbers are those of {quoted([owner.name])} of {side}{detail}"
+            explanation = Explanation(("misplaced",), text, holds=False, other_names=(owner.name,))
             if status in ALONE:
-                one = Explanation((status,), text, holds=False)
+                explanation = Explanation((status,), text, holds=False)
             if side == "b":
-                found[this.number] = one
+                explanations[tensor.number] = explanation
             else:
-                found.setdefault(this.number, one)
-    return found
+                explanations.setdefault(tensor.number, explanation)
+    return explanations
 
 
 def described(work: Work) -> Explanations:
     """Describe changed tensors: what may be behind it, and how much they differ."""
-    found: Explanations = {n: work.descriptions[n] for n in work.open if n in work.descriptions}
-    left = [n for n in work.open if n not in found and work.cases[n].status not in ALONE]
+    explanations: Explanations = {
+        n: work.descriptions[n] for n in work.open if n in work.descriptions
+    }
+    unexplained = [
+        n for n in work.open if n not in explanations and work.cases[n].status not in ALONE
+    ]
     near: dict[int, tuple[Reader, Reader]] = {}
-    for n in left:
+    for n in unexplained:
         link, pair = work.in_place.get(n), work.cases[n].match.both
         if link is not None and link.likely is not None:
-            found[n] = Explanation(("changed",), unlike(link), holds=False)
+            explanations[n] = Explanation(("changed",), unlike(link), holds=False)
         elif pair is not None and (link is None or link.correlation >= _NEAR):
             near[n] = pair
-    found |= low_ranks(near, work.bar)
-    found |= _extended(work, [n for n in left if n not in found])
-    for n in left:
+    explanations |= low_ranks(near, work.bar)
+    explanations |= _extended(work, [n for n in unexplained if n not in explanations])
+    for n in unexplained:
         case = work.cases[n]
-        found.setdefault(n, changed(case.measures, case.match.shapes))
-    return found
+        explanations.setdefault(n, changed(case.measures, case.match.shapes))
+    return explanations
 
 
 def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
@@ -86,7 +93,9 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
     links: list[tuple[int, Link, tuple[Step, ...]]] = []
     for n in [n for n in numbers if n in ours and n in theirs]:
         a, b = ours[n], theirs[n]
-        best = next((way for way in arrangements(a, b) if way.score >= ALIKE), None)
+        best = next(
+            (arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE), None
+        )
         if best is None:
             continue
         for at, step in enumerate(best.steps):
@@ -109,16 +118,16 @@ def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
 def tied(work: Work) -> Explanations:
     """Describe tensors of one side only: equal to another one of their side, or nowhere."""
     owners: dict[Any, list[Reader]] = defaultdict(list)
-    left = [n for n in work.open if work.cases[n].status in ALONE]
-    for n in set(range(len(work.cases))).difference(left):
+    unmatched = [n for n in work.open if work.cases[n].status in ALONE]
+    for n in set(range(len(work.cases))).difference(unmatched):
         for side, reader in zip(ALONE, work.cases[n].match[1:3], strict=True):
             if reader is not None and reader.size > 1:
                 owners[side, reader.array.shape].append(reader)
     links: list[tuple[int, str, Link]] = []
-    for n in left:
+    for n in unmatched:
         reader = work.cases[n].alone
-        others = owners[work.cases[n].status, reader.array.shape] if reader is not None else []
-        for owner in others if len(others) <= _MOST_OWNERS else []:
+        candidates = owners[work.cases[n].status, reader.array.shape] if reader is not None else []
+        for owner in candidates if len(candidates) <= _MOST_OWNERS else []:
             if reader is not None:
                 order = (Side.whole(owner), Side.whole(reader))
                 links.append((n, owner.name, Link((owner.name, reader.name), [order])))
@@ -128,10 +137,10 @@ def tied(work: Work) -> Explanations:
         for n, name, link in links
         if link.relation is not None and not link.relation.causes and not link.is_constant
     }
-    found: Explanations = {}
-    for n in left:
+    explanations: Explanations = {}
+    for n in unmatched:
         status, text = work.cases[n].status, "nothing on the other side has its name or numbers"
         if n in names:
             text = f"its numbers are those of {quoted([names[n]])} of {status[-1]}"
-        found[n] = Explanation((status,), text, holds=False)
-    return found
+        explanations[n] = Explanation((status,), text, holds=False)
+    return explanations

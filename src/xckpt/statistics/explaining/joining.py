@@ -35,26 +35,26 @@ def joined(work: Work) -> Explanations:
     """Explain tensors that consist of several of the other side, and their parts."""
     # A whole may have a namesake of another shape, which is one of its parts.
     shaped = [n for n in work.open if work.cases[n].status == "shape"]
-    found: Explanations = {}
+    explanations: Explanations = {}
     for side in (1, 0):
-        wholes = [n for n in [*work.alone(side), *shaped] if n not in found]
-        parts = [n for n in work.alone(1 - side) if n not in found]
+        wholes = [n for n in [*work.alone(side), *shaped] if n not in explanations]
+        parts = [n for n in work.alone(1 - side) if n not in explanations]
         if len(parts) < 2 or not wholes:
             continue
         ours, theirs = work.sketch(wholes, side), work.sketch(parts, 1 - side)
         likely = joints(list(ours.values()), list(theirs.values()), are_larger=not side)
-        found |= _explained(work, likely, side)
-        found |= _explained(
+        explanations |= _explained(work, likely, side)
+        explanations |= _explained(
             work,
             _by_analogy(
                 work,
-                [each for n, each in ours.items() if n not in found],
-                [each for n, each in theirs.items() if n not in found],
+                [sketch for n, sketch in ours.items() if n not in explanations],
+                [sketch for n, sketch in theirs.items() if n not in explanations],
                 side,
             ),
             side,
         )
-    return found
+    return explanations
 
 
 def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
@@ -64,16 +64,18 @@ def _explained(work: Work, likely: Sequence[Joint], side: int) -> Explanations:
         Order(joint.whole.name, tuple([member.part.name for member in joint.members]))
         for joint in likely
     ]
-    known = [order for at, _, order in work.joints if at == side]
-    broken = out_of_order([*known, *orders])
-    found: Explanations = {}
-    for at, (joint, some, order) in enumerate(zip(likely, links, orders, strict=True)):
-        if any(link.relation is not None for link in some):
-            found |= _explanations(work, joint, some, side, is_broken=at + len(known) in broken)
-        whole = found.get(joint.whole.number)
+    earlier = [order for at, _, order in work.joints if at == side]
+    broken = out_of_order([*earlier, *orders])
+    explanations: Explanations = {}
+    for at, (joint, of_parts, order) in enumerate(zip(likely, links, orders, strict=True)):
+        if any(link.relation is not None for link in of_parts):
+            explanations |= _explanations(
+                work, joint, of_parts, side, is_broken=at + len(earlier) in broken
+            )
+        whole = explanations.get(joint.whole.number)
         if whole is not None and whole.verified:
             work.joints.append((side, joint, order))
-    return found
+    return explanations
 
 
 def _link(work: Work, joint: Joint, member: Member, side: int) -> Link:
@@ -129,13 +131,13 @@ class _Whole:
     different: list[str] = field(default_factory=list)
     parts: list[Explanation] = field(default_factory=list)
 
-    def add(self, one: Explanation) -> None:
+    def add(self, explanation: Explanation) -> None:
         """Add an explained part."""
-        kept = [cause for cause in one.causes if cause != "equal"]
-        self.causes += [cause for cause in kept if cause not in self.causes]
-        if kept and one.text not in self.facts:
-            self.facts.append(one.text)
-        self.parts.append(one)
+        causes = [cause for cause in explanation.causes if cause != "equal"]
+        self.causes += [cause for cause in causes if cause not in self.causes]
+        if causes and explanation.text not in self.facts:
+            self.facts.append(explanation.text)
+        self.parts.append(explanation)
 
 
 def _explanations(
@@ -143,45 +145,53 @@ def _explanations(
 ) -> Explanations:
     cause, whole = "fused" if side else "split", joint.whole
     lines = {0: "rows", 1: "columns"}.get(joint.axis, f"axis {joint.axis}")
-    how = "stacked" if joint.is_stack else f"one after the other along the {lines}"
-    head = f"part of {quoted([whole.name])} of {_SIDES[side]}, {how}"
+    layout = "stacked" if joint.is_stack else f"one after the other along the {lines}"
+    head = f"part of {quoted([whole.name])} of {_SIDES[side]}, {layout}"
     order = f"; {_NOT_IN_ORDER}" if is_broken else ""
     fault = ("misplaced",) if is_broken else ()
-    about, found = _Whole([cause, *fault]), {}
+    summary, explanations = _Whole([cause, *fault]), {}
     for member, link in zip(joint.members, links, strict=True):
         part = member.part
         if link.relation is None:
-            about.different.append(part.name)
+            summary.different.append(part.name)
             causes, text = (cause, "changed"), f"{head}; {unlike(link)}"
-            found[part.number] = Explanation(causes, text, holds=False, other_names=(whole.name,))
+            explanations[part.number] = Explanation(
+                causes, text, holds=False, other_names=(whole.name,)
+            )
             continue
-        one = related(work, link, link.relation, (*joint.steps, *member.steps))
+        explanation = related(work, link, link.relation, (*joint.steps, *member.steps))
         if _is_padded(joint, member):
-            text = "equal after adding zeros" if one.causes == ("equal",) else one.text
-            one = replace(one, causes=("padded", *one.causes), text=text)
-        about.add(one)
-        kept = tuple([each for each in one.causes if each != "equal"])
-        text = head + (f"; {one.text}" if kept else "") + order
-        found[part.number] = replace(
-            one, causes=(cause, *fault, *kept), text=text, other_names=(whole.name,),
+            is_equal = explanation.causes == ("equal",)
+            text = "equal after adding zeros" if is_equal else explanation.text
+            explanation = replace(explanation, causes=("padded", *explanation.causes), text=text)
+        summary.add(explanation)
+        more = tuple([name for name in explanation.causes if name != "equal"])
+        explanations[part.number] = replace(
+            explanation,
+            causes=(cause, *fault, *more),
+            text=head + (f"; {explanation.text}" if more else "") + order,
             holds=not is_broken,
-        )  # fmt: skip
+            other_names=(whole.name,),
+        )
     names = tuple([member.part.name for member in joint.members])
-    text = "; ".join([f"{quoted(names)} of {_SIDES[1 - side]}, {how}", *about.facts[:2]]) + order
-    if about.different:
-        about.causes.append("changed")
-        text += f"; different from {quoted(about.different)}"
-    heads = {each.heads for each in about.parts} - {None}
-    is_known = all(each.is_known for each in about.parts if {"offset", "scaled"} & set(each.causes))
-    found[whole.number] = Explanation(
-        tuple(about.causes),
+    facts = [f"{quoted(names)} of {_SIDES[1 - side]}, {layout}", *summary.facts[:2]]
+    text = "; ".join(facts) + order
+    if summary.different:
+        summary.causes.append("changed")
+        text += f"; different from {quoted(summary.different)}"
+    heads = {of_part.heads for of_part in summary.parts} - {None}
+    is_known = all(
+        of_part.is_known for of_part in summary.parts if {"offset", "scaled"} & set(of_part.causes)
+    )
+    explanations[whole.number] = Explanation(
+        tuple(summary.causes),
         text,
-        holds=not about.different and not is_broken,
+        holds=not summary.different and not is_broken,
         is_known=is_known,
         heads=heads.pop() if len(heads) == 1 else None,
         other_names=names,
     )
-    return found
+    return explanations
 
 
 def _by_analogy(
@@ -207,8 +217,8 @@ def _like(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | N
     """Return parts one after the other as in another joint; None if they do not fit."""
     axis = min(joint.axis, len(whole.shape) - 1)
     at, members = 0, []
-    for part, known in zip(parts, joint.members, strict=True):
-        steps = known.steps if len(part.shape) == len(known.part.shape) else ()
+    for part, sibling in zip(parts, joint.members, strict=True):
+        steps = sibling.steps if len(part.shape) == len(sibling.part.shape) else ()
         shape = tuple(arranged(part.reader.array, steps).shape)
         if len(shape) != len(whole.shape) - joint.is_stack:
             return None

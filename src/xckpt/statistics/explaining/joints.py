@@ -117,7 +117,7 @@ def joints(
 def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> Iterator[Joint]:
     shape = whole.shape
     if len(shape) == 3 and whole.rows is not None:
-        oriented = [each for part in parts for each in _layers(part, shape)]
+        oriented = [oriented_part for part in parts for oriented_part in _layers(part, shape)]
         near = _Parts(oriented, 0, are_permuted=True) if len(oriented) > 1 else None
         members = _walk(whole.rows, near) if near else []
         if members:
@@ -129,7 +129,9 @@ def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> I
         if along is None:
             continue
         oriented = [
-            each for part in parts for each in _slabs(part, shape, axis, are_larger=are_larger)
+            oriented_part
+            for part in parts
+            for oriented_part in _slabs(part, shape, axis, are_larger=are_larger)
         ]
         if len(oriented) < 2:
             continue
@@ -177,24 +179,24 @@ def _slabs(part: Sketched, shape: Shape, axis: int, *, are_larger: bool) -> Iter
 def _walk(sums: Array, parts: _Parts) -> list[Member]:
     """Follow the seams of a tensor from part to part; empty where they lead nowhere."""
     parts.used.clear()
-    found: list[Member] = []
+    members: list[Member] = []
     at = 0
     while at < len(sums):
         member = parts.at(sums, at)
         if member is not None:
             parts.used.add(id(member.part))
-            found.append(member)
-        elif found and (zeros := _zeros(sums, at)):
-            found[-1] = found[-1]._replace(stop=found[-1].stop + zeros)
+            members.append(member)
+        elif members and (zeros := _zeros(sums, at)):
+            members[-1] = members[-1]._replace(stop=members[-1].stop + zeros)
         elif gap := parts.gap(sums, at):
-            found.append(Member(parts.oriented[0].part, at, at + gap, (), 0.0))
+            members.append(Member(parts.oriented[0].part, at, at + gap, (), 0.0))
         else:
             return []
-        at = found[-1].stop
-    alike = [member for member in found if member.is_alike]
-    if len(alike) < 2 or 2 * len(alike) < len(found):
+        at = members[-1].stop
+    matched = [member for member in members if member.is_alike]
+    if len(matched) < 2 or 2 * len(matched) < len(members):
         return []
-    return _filled(found, parts.oriented, parts.used)
+    return _filled(members, parts.oriented, parts.used)
 
 
 class _Parts:
@@ -206,17 +208,21 @@ class _Parts:
         self.are_permuted = are_permuted
         #: Those that have a place.
         self.used: set[int] = set()
-        lengths = sorted({len(each.sums) for each in oriented}, reverse=True)
-        self.groups = {n: [each for each in oriented if len(each.sums) == n] for n in lengths}
+        lengths = sorted({len(oriented_part.sums) for oriented_part in oriented}, reverse=True)
+        self.groups = {
+            n: [oriented_part for oriented_part in oriented if len(oriented_part.sums) == n]
+            for n in lengths
+        }
         self.tables = {
-            n: standardised([each.sums for each in some], n) for n, some in self.groups.items()
+            n: standardised([oriented_part.sums for oriented_part in group], n)
+            for n, group in self.groups.items()
         }
 
     def at(self, sums: Array, place: int) -> Member | None:
         """Return the part that begins at a place: the one whose sums agree best."""
         best: Member | None = None
-        for n, some in self.groups.items():
-            is_free = np.array([id(each.part) not in self.used for each in some])
+        for n, group in self.groups.items():
+            is_free = np.array([id(oriented_part.part) not in self.used for oriented_part in group])
             if place + n > len(sums) or not is_free.any():
                 continue
             segment = standardised([sums[place : place + n]], n)[0]
@@ -227,7 +233,7 @@ class _Parts:
                 steps += [(RopePermuted(self.axis, *key),) for key in rope_orders(n)]
                 segments = segment[inverse_orders(n)] if len(steps) > 1 else segments
             scores = np.where(is_free[:, None], self.tables[n] @ segments.T, -1.0)
-            scores[[each.is_trimmed for each in some], 1:] = -1.0
+            scores[[oriented_part.is_trimmed for oriented_part in group], 1:] = -1.0
             # As it is, unless a permutation agrees clearly better.
             plain = float(scores[:, 0].max())
             row, order = divmod(int(np.argmax(scores)), len(steps))
@@ -235,8 +241,14 @@ class _Parts:
                 row, order = int(np.argmax(scores[:, 0])), 0
             score = float(scores[row, order])
             if score >= _required(n) and (best is None or score > best.score + _CLEARLY):
-                each = some[row]
-                best = Member(each.part, place, place + n, (*each.steps, *steps[order]), score)
+                oriented_part = group[row]
+                best = Member(
+                    oriented_part.part,
+                    place,
+                    place + n,
+                    (*oriented_part.steps, *steps[order]),
+                    score,
+                )
         return best
 
     def gap(self, sums: Array, place: int) -> int:
@@ -259,18 +271,25 @@ def _zeros(sums: Array, at: int) -> int:
     return len(sums) - at if not len(rest) else int(rest[0])
 
 
-def _filled(found: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:
+def _filled(members: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:
     """Put into gaps the free parts whose names are most like those of the others."""
-    names = [member.part.name for member in found if member.is_alike]
-    steps = next((member.steps for member in found if member.is_alike), ())
+    names = [member.part.name for member in members if member.is_alike]
+    steps = next((member.steps for member in members if member.is_alike), ())
     complete = []
-    for member in found:
+    for member in members:
         if member.is_alike:
             complete.append(member)
             continue
         length = member.stop - member.start
-        free = [each for each in parts if id(each.part) not in used and len(each.sums) == length]
-        ranked = sorted(free, key=lambda each: -sum(likeness(each.part.name, n) for n in names))
+        free = [
+            oriented_part
+            for oriented_part in parts
+            if id(oriented_part.part) not in used and len(oriented_part.sums) == length
+        ]
+        ranked = sorted(
+            free,
+            key=lambda oriented_part: -sum(likeness(oriented_part.part.name, n) for n in names),
+        )
         if not ranked:
             return []
         used.add(id(ranked[0].part))

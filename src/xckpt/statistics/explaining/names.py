@@ -98,10 +98,10 @@ class Rules:
         first, second = spelled(a), spelled(b)
         if self._numbers(first) != second.numbers:
             return 0
-        found = self._templates[first.template][second.template]
+        count = self._templates[first.template][second.template]
         front, end = _fronts(a, b), _ends(a, b)
-        found = max(found, self._fronts[front] if front is not None else 0)
-        return max(found, self._ends[end] if end is not None else 0)
+        count = max(count, self._fronts[front] if front is not None else 0)
+        return max(count, self._ends[end] if end is not None else 0)
 
     def expected(self, name: str, others: Collection[str]) -> tuple[str, int] | None:
         """Return the name that most rules lead to, of some names, and how many pairs follow it."""
@@ -133,26 +133,26 @@ class Rules:
         That name is empty where `a` and `b` are names of different roles, such as queries and keys.
         `shapes` has what tensors of `b` have in common that may be exchanged.
         """
-        found = {}
+        broken = {}
         for a, b in self.pairs:
             expected = self.expected(a, others)
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
-                found[a] = expected[0]
+                broken[a] = expected[0]
             elif _are_other_roles(a, b):
-                found[a] = ""
+                broken[a] = ""
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
         for a, b in self.pairs:
             groups[shapes.get(b)].append((a, b))
         for group in groups.values():
             for n, (a, b) in enumerate(group[:_MOST_EXCHANGED]):
-                own = likeness(a, b)
+                likeness_as_paired = likeness(a, b)
                 for c, d in group[n + 1 : _MOST_EXCHANGED]:
                     if self.support(a, b) > 1 and self.support(c, d) > 1:
                         continue
-                    if likeness(a, d) + likeness(c, b) > own + likeness(c, d):
-                        found.setdefault(a, d)
-                        found.setdefault(c, b)
-        return found
+                    if likeness(a, d) + likeness(c, b) > likeness_as_paired + likeness(c, d):
+                        broken.setdefault(a, d)
+                        broken.setdefault(c, b)
+        return broken
 
 
 def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
@@ -212,24 +212,24 @@ class Order(NamedTuple):
 
 def out_of_order(orders: Sequence[Order]) -> set[int]:
     """Return the numbers of the joints whose parts are not in the order of their siblings."""
-    found = set()
-    rows = [[spelled(part) for part in each.parts] for each in orders]
+    irregular = set()
+    rows = [[spelled(part) for part in order.parts] for order in orders]
     roles: dict[frozenset[str], Counter[tuple[str, ...]]] = defaultdict(Counter)
     for parts in rows:
         templates = tuple([part.template for part in parts])
         if len(set(templates)) == len(templates):
             roles[frozenset(templates)][templates] += 1
-    wholes = [spelled(each.whole) for each in orders]
+    wholes = [spelled(order.whole) for order in orders]
     shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
     for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
-        known = roles.get(frozenset(part.template for part in parts))
-        if not _is_regular(parts, known):
-            found.add(n)
+        orders_of_roles = roles.get(frozenset(part.template for part in parts))
+        if not _is_regular(parts, orders_of_roles):
+            irregular.add(n)
         # All parts are of the layer of the whole.
         layers = {part.numbers[0] for part in parts if part.numbers}
         if whole.numbers and len(layers) == 1 and layers != {whole.numbers[0] - shift}:
-            found.add(n)
-    return found
+            irregular.add(n)
+    return irregular
 
 
 def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None) -> bool:
@@ -271,16 +271,16 @@ def _is_usual(templates: tuple[str, ...], known: Counter[tuple[str, ...]] | None
 def analogous(known: Order, whole: str) -> tuple[str, ...] | None:
     """Return the parts that another tensor would have by analogy; None if it is not a sibling."""
     first, second = spelled(known.whole), spelled(whole)
-    (stem, leaf), (other, last) = _split(first.template), _split(second.template)
-    if stem != other or len(first.numbers) != len(second.numbers):
+    (stem, leaf), (stem_of_whole, last) = _split(first.template), _split(second.template)
+    if stem != stem_of_whole or len(first.numbers) != len(second.numbers):
         return None
-    found = []
+    names = []
     for part in known.parts:
         name = spelled(part)
-        own, end = _split(name.template)
+        stem_of_part, end = _split(name.template)
         numbers = name.numbers
         if first.numbers and numbers:
             moved = numbers[0] + second.numbers[0] - first.numbers[0]
             numbers = (moved, *numbers[1:])
-        found.append(_filled(own + (last if end == leaf else end), numbers))
-    return tuple(found)
+        names.append(_filled(stem_of_part + (last if end == leaf else end), numbers))
+    return tuple(names)

@@ -120,11 +120,13 @@ class Explanation:
         """The sentence."""
         return self.text
 
-    def renamed(self, other: str, text: str) -> Explanation:
+    def renamed(self, partner: str, text: str) -> Explanation:
         """Return the explanation of a tensor that has another name on the other side."""
-        kept = tuple([cause for cause in self.causes if cause != "equal"])
-        told = text if not kept else f"{text}; {self.text}"
-        return replace(self, causes=("renamed", *kept), text=told, other_names=(other,))
+        causes = tuple([cause for cause in self.causes if cause != "equal"])
+        sentence_text = text if not causes else f"{text}; {self.text}"
+        return replace(
+            self, causes=("renamed", *causes), text=sentence_text, other_names=(partner,)
+        )
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -132,19 +134,21 @@ def quoted(names: Sequence[str]) -> str:
     return some(names, "", _MOST_NAMES)
 
 
-def explained_attrs(found: Sequence[Explanation | None], *, is_stacked: bool) -> dict[str, Any]:
+def explained_attrs(
+    explanations: Sequence[Explanation | None], *, is_stacked: bool
+) -> dict[str, Any]:
     """Return the attributes of a variable: one value, or a list for stacked tensors."""
     attrs: dict[str, Any] = {}
     for column in COLUMNS:
-        values = [_value(one, column) for one in found]
+        values = [_value(explanation, column) for explanation in explanations]
         if column in _ALWAYS or any(value == value and value != "" for value in values):  # noqa: PLR0124  NaN
             attrs[column] = values if is_stacked else values[0]
     return attrs
 
 
-def _value(one: Explanation | None, column: str) -> Any:
+def _value(explanation: Explanation | None, column: str) -> Any:
     """Return what attributes of files can hold: text, a number, NaN for none."""
-    value = "" if one is None and column in TEXTS else getattr(one, column, None)
+    value = "" if explanation is None and column in TEXTS else getattr(explanation, column, None)
     if column == "other_names":
         return ", ".join(value or ())
     if value is None:
@@ -155,19 +159,38 @@ def _value(one: Explanation | None, column: str) -> Any:
 # --- all tensors ----------------------------------------------------------------------------------
 
 
-def sentence(cases: Sequence[Case], found: Sequence[Explanation | None]) -> str:
+def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) -> str:
     """Write a sentence about the tensors of `a`, and those only `b` has: exceptions first."""
-    told = [(case, one) for case, one in zip(cases, found, strict=True) if one is not None]
-    ours = [(case.match.name, one) for case, one in told if case.status != "only_b"]
-    theirs = [(case.match.name, one) for case, one in told if case.status == "only_b"]
-    changed = [_pair(name, one) for name, one in ours if one.outcome == "changed"]
-    said = {other for _, one in ours if one.outcome == "changed" for other in one.other_names}
-    changed += [shown(name) for name, one in theirs
-                if one.outcome == "changed" and name not in said]  # fmt: skip
-    added = [name for name, one in theirs if one.outcome == "unmatched"]
+    explained_cases = [
+        (case, explanation)
+        for case, explanation in zip(cases, explanations, strict=True)
+        if explanation is not None
+    ]
+    ours = [
+        (case.match.name, explanation)
+        for case, explanation in explained_cases
+        if case.status != "only_b"
+    ]
+    theirs = [
+        (case.match.name, explanation)
+        for case, explanation in explained_cases
+        if case.status == "only_b"
+    ]
+    changed = [
+        _pair(name, explanation) for name, explanation in ours if explanation.outcome == "changed"
+    ]
+    named_partners = {
+        partner
+        for _, explanation in ours
+        if explanation.outcome == "changed"
+        for partner in explanation.other_names
+    }
+    changed += [shown(name) for name, explanation in theirs
+                if explanation.outcome == "changed" and name not in named_partners]  # fmt: skip
+    added = [name for name, explanation in theirs if explanation.outcome == "unmatched"]
     partners = len(theirs) - len(added)
-    missing = [name for name, one in ours if one.outcome == "unmatched"]
-    explained = [one for _, one in ours if one.outcome == "explained"]
+    missing = [name for name, explanation in ours if explanation.outcome == "unmatched"]
+    explained = [explanation for _, explanation in ours if explanation.outcome == "explained"]
     if not explained and not changed and not partners:
         counts = f"{_tensors(len(ours))} of a and the {_tensors(len(added))} of b"
         if not ours or not added:
@@ -189,10 +212,10 @@ def sentence(cases: Sequence[Case], found: Sequence[Explanation | None]) -> str:
     return "; ".join(facts)
 
 
-def _pair(name: str, one: Explanation) -> str:
+def _pair(name: str, explanation: Explanation) -> str:
     """Write the name of a tensor, and the other one if it has one of its own."""
-    others = one.other_names if "renamed" in one.causes else ()
-    return f"{shown(name)} ({quoted(others)} in b)" if others else shown(name)
+    partners = explanation.other_names if "renamed" in explanation.causes else ()
+    return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -203,7 +226,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
-    groups = Counter(_short(each) for each in explained)
+    groups = Counter(_short(explanation) for explanation in explained)
     equal = groups.pop("equal", 0)
     count = len(explained)
     subject = f"all {_tensors(count)}" if is_all else f"{count:,}"
@@ -213,27 +236,27 @@ def _summary(explained: Sequence[Explanation], *, is_all: bool) -> str:
     if not groups:
         return f"{subject} {verb} equal"
     changes = [f"{n:,} {text}" for text, n in groups.most_common(_MOST_KINDS)]
-    rest = sum(groups.values()) - sum(n for _, n in groups.most_common(_MOST_KINDS))
-    if rest:
-        changes.append(f"{rest:,} of other causes")
+    others_count = sum(groups.values()) - sum(n for _, n in groups.most_common(_MOST_KINDS))
+    if others_count:
+        changes.append(f"{others_count:,} of other causes")
     if equal:
         changes.append(f"{equal:,} equal as {'it is' if equal == 1 else 'they are'}")
-    keeps = all(_KEEPING.issuperset(each.causes) for each in explained)
-    how = "equal after" if keeps else "explained"
-    return f"{subject} {verb} {how}: {', '.join(changes)}"
+    keeps = all(_KEEPING.issuperset(explanation.causes) for explanation in explained)
+    verdict = "equal after" if keeps else "explained"
+    return f"{subject} {verb} {verdict}: {', '.join(changes)}"
 
 
 def _tensors(count: int) -> str:
     return f"{count:,} tensor" if count == 1 else f"{count:,} tensors"
 
 
-def _short(one: Explanation) -> str:
+def _short(explanation: Explanation) -> str:
     """Write the causes of one tensor, alike for those with the same causes."""
     facts = []
-    if one.offset is not None:
-        facts.append(f"{one.offset:+.4g}")
-    if one.scale is not None:
-        facts.append(f"* {one.scale:.4g}")
-    if one.heads is not None:
-        facts.append(heads_text(one.heads))
-    return f"{one.cause} ({', '.join(facts)})" if facts else one.cause
+    if explanation.offset is not None:
+        facts.append(f"{explanation.offset:+.4g}")
+    if explanation.scale is not None:
+        facts.append(f"* {explanation.scale:.4g}")
+    if explanation.heads is not None:
+        facts.append(heads_text(explanation.heads))
+    return f"{explanation.cause} ({', '.join(facts)})" if facts else explanation.cause

@@ -43,13 +43,15 @@ def explain(
     return [_named(case, work.explanations.get(n)) for n, case in enumerate(cases)]
 
 
-def _named(case: Case, one: Explanation | None) -> Explanation | None:
+def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
     """Add the name of the partner that the comparison was told of, where it is another one."""
-    other = case.other_name
-    if one is None or not other or one.other_names:
-        return one
-    is_equal = one.causes == ("equal",)
-    return one.renamed(other, f"{'equal to ' if is_equal else ''}{quoted([other])} of b")
+    partner = case.other_name
+    if explanation is None or not partner or explanation.other_names:
+        return explanation
+    is_equal = explanation.causes == ("equal",)
+    return explanation.renamed(
+        partner, f"{'equal to ' if is_equal else ''}{quoted([partner])} of b"
+    )
 
 
 def equal(work: Work) -> Explanations:
@@ -88,9 +90,13 @@ def moved(work: Work) -> Explanations:
     ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
     pairs = []
     for n in [n for n in numbers if n in ours and n in theirs]:
-        ways = arrangements(ours[n], theirs[n])
-        ways = [way for way in ways if way.steps and not way.is_cut and way.score >= ALIKE / 2]
-        pairs.append((n, ours[n], theirs[n], ways))
+        likely = arrangements(ours[n], theirs[n])
+        likely = [
+            arrangement
+            for arrangement in likely
+            if arrangement.steps and not arrangement.is_cut and arrangement.score >= ALIKE / 2
+        ]
+        pairs.append((n, ours[n], theirs[n], likely))
     return work.settled({
         n: related(work, link, link.relation, steps)
         for n, (link, steps) in work.try_arrangements(pairs).items()

@@ -33,45 +33,45 @@ def renamed(work: Work) -> Explanations:
     sides = [list(work.sketch(work.alone(side), side).values()) for side in (0, 1)]
     candidates = partners(*sides)
     results = work.try_arrangements([
-        (n, a, b, [way for way in arrangements(a, b) if way.score >= ALIKE])
+        (n, a, b, [arrangement for arrangement in arrangements(a, b) if arrangement.score >= ALIKE])
         for n, (a, b, *_) in enumerate(candidates)
     ])  # fmt: skip
     verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
     rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
     shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
-    broken = rules.broken({each.name for each in sides[1]}, shapes)
-    found: Explanations = {}
+    broken = rules.broken({sketch.name for sketch in sides[1]}, shapes)
+    explanations: Explanations = {}
     for n, (a, b, *_) in verified.items():
         link, steps = results[n]
         if a.name in broken:
-            found |= _misplaced(a, b, broken[a.name])
+            explanations |= _misplaced(a, b, broken[a.name])
         elif link.relation is not None:
-            found |= work.settled(both(a, b, related(work, link, link.relation, steps)))
-    return found
+            explanations |= work.settled(both(a, b, related(work, link, link.relation, steps)))
+    return explanations
 
 
 def _known_pairs(work: Work) -> list[tuple[str, str]]:
     """Return the names of explained pairs of different names, `a` first."""
-    found = []
-    for n, one in work.explanations.items():
+    pairs = []
+    for n, explanation in work.explanations.items():
         case = work.cases[n]
-        is_renamed = "renamed" in one.causes and len(one.other_names) == 1
-        if one.outcome == "explained" and case.status == "only_a" and is_renamed:
-            found.append((case.match.name, one.other_names[0]))
-        elif one.outcome == "explained" and case.other_name:
-            found.append((case.match.name, case.other_name))
-    return found
+        is_renamed = "renamed" in explanation.causes and len(explanation.other_names) == 1
+        if explanation.outcome == "explained" and case.status == "only_a" and is_renamed:
+            pairs.append((case.match.name, explanation.other_names[0]))
+        elif explanation.outcome == "explained" and case.other_name:
+            pairs.append((case.match.name, case.other_name))
+    return pairs
 
 
 def _misplaced(a: Sketched, b: Sketched, name: str) -> Explanations:
-    where = f"where its siblings lead to expect {quoted([name])}" if name else "another role"
+    reason = f"where its siblings lead to expect {quoted([name])}" if name else "another role"
     texts = (
-        f"its numbers are those of {quoted([b.name])} of b, {where}",
+        f"its numbers are those of {quoted([b.name])} of b, {reason}",
         f"its numbers are those of {quoted([a.name])} of a, which its name does not lead to expect",
     )
     return {
-        this.number: Explanation(("misplaced",), text, holds=False, other_names=(other.name,))
-        for this, other, text in ((a, b, texts[0]), (b, a, texts[1]))
+        tensor.number: Explanation(("misplaced",), text, holds=False, other_names=(partner.name,))
+        for tensor, partner, text in ((a, b, texts[0]), (b, a, texts[1]))
     }
 
 
@@ -87,60 +87,64 @@ class _Tried(NamedTuple):
 def expected(work: Work) -> Explanations:
     """Explain tensors that are alone by the partner that the names of the others lead to expect."""
     ours, theirs = (list(work.sketch(work.alone(side), side).values()) for side in (0, 1))
-    rules, by_name = Rules(_known_pairs(work)), {each.name: each for each in theirs}
+    rules, by_name = Rules(_known_pairs(work)), {candidate.name: candidate for candidate in theirs}
     pairs: list[_Pair] = []
     for a in ours:
-        other = rules.expected(a.name, by_name)
-        if other is not None:
-            pairs.append((a, by_name.pop(other[0])))
+        match = rules.expected(a.name, by_name)
+        if match is not None:
+            pairs.append((a, by_name.pop(match[0])))
     for find in (_constants, _nearly_equal, _alike_by_name):
-        paired = {id(each) for pair in pairs for each in pair}
+        paired = {id(candidate) for pair in pairs for candidate in pair}
         pairs += find(
-            [each for each in ours if id(each) not in paired],
-            [each for each in theirs if id(each) not in paired],
+            [candidate for candidate in ours if id(candidate) not in paired],
+            [candidate for candidate in theirs if id(candidate) not in paired],
         )
     described = work.descriptions.keys()
     pairs = [(a, b) for a, b in pairs if not {a.number, b.number} & described]
     results = work.try_arrangements([(n, a, b, _ways(a, b)) for n, (a, b) in enumerate(pairs)])
-    tried = [_Tried(pairs[n][0], pairs[n][1], *result) for n, result in results.items()]
-    found: Explanations = {}
-    for a, b, link, steps in tried:
+    trials = [_Tried(pairs[n][0], pairs[n][1], *result) for n, result in results.items()]
+    explanations: Explanations = {}
+    for a, b, link, steps in trials:
         if link.relation is not None:
-            found |= both(a, b, related(work, link, link.relation, steps))
-    failed = [each for each in tried if each.link.relation is None]
+            explanations |= both(a, b, related(work, link, link.relation, steps))
+    failed = [candidate for candidate in trials if candidate.link.relation is None]
     for n, (a, b) in enumerate(pairs):
         if n not in results:
-            found |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
-    return work.settled(found) | _changed(work, failed)
+            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return work.settled(explanations) | _changed(work, failed)
 
 
 def _ways(a: Sketched, b: Sketched) -> list[Arrangement]:
     """Return the arrangements of a pair whose names belong together: in its place first."""
-    ways = [way for way in arrangements(a, b) if not way.is_cut]
+    likely = [arrangement for arrangement in arrangements(a, b) if not arrangement.is_cut]
     if a.shape == b.shape:
-        return [Arrangement(1.0, ()), *[way for way in ways if way.steps]]
-    return ways
+        return [Arrangement(1.0, ()), *[arrangement for arrangement in likely if arrangement.steps]]
+    return likely
 
 
 def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
     """Pair constants, of which any is as good as another, if both sides have as many."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
-        for each in side:
-            if each.is_constant:
-                group[each.shape, each.sketch.low].append(each)
+        for tensor in side:
+            if tensor.is_constant:
+                group[tensor.shape, tensor.sketch.low].append(tensor)
     return [
         pair
-        for key, some in groups[0].items()
-        if len(groups[1].get(key, ())) == len(some)
-        for pair in zip(some, groups[1][key], strict=True)
+        for key, constants in groups[0].items()
+        if len(groups[1].get(key, ())) == len(constants)
+        for pair in zip(constants, groups[1][key], strict=True)
     ]
 
 
 def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
     """Pair tensors with nearly the same sums: they were changed after they were renamed."""
     candidates = partners(ours, theirs, extended=False)
-    return [(each.a, each.b) for each in candidates if each.arrangement.score >= ALIGNED]
+    return [
+        (candidate.a, candidate.b)
+        for candidate in candidates
+        if candidate.arrangement.score >= ALIGNED
+    ]
 
 
 def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
@@ -161,10 +165,10 @@ def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list
     return found
 
 
-def _changed(work: Work, tried: Sequence[_Tried]) -> Explanations:
+def _changed(work: Work, trials: Sequence[_Tried]) -> Explanations:
     """Describe pairs that belong together, and whose numbers differ."""
-    found: Explanations = {}
-    same = [each for each in tried if each.a.shape == each.b.shape]
+    explanations: Explanations = {}
+    same = [trial for trial in trials if trial.a.shape == trial.b.shape]
     near = {
         n: (a.reader, b.reader)
         for n, (a, b, link, steps) in enumerate(same)
@@ -172,12 +176,12 @@ def _changed(work: Work, tried: Sequence[_Tried]) -> Explanations:
     }
     low = low_ranks(near, work.bar)
     pairs = [pair_of(a.reader, b.reader, a.name) for a, b, *_ in same]
-    for n, (each, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
-        one = low.get(n, changed(measures))
-        if each.link.likely is not None:
-            one = Explanation(("changed",), unlike(each.link, each.steps), holds=False)
-        found |= both(each.a, each.b, one)
-    for a, b, *_ in tried:
+    for n, (trial, measures) in enumerate(zip(same, work.compare(pairs), strict=True)):
+        explanation = low.get(n, changed(measures))
+        if trial.link.likely is not None:
+            explanation = Explanation(("changed",), unlike(trial.link, trial.steps), holds=False)
+        explanations |= both(trial.a, trial.b, explanation)
+    for a, b, *_ in trials:
         if a.shape != b.shape:
-            found |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
-    return found
+            explanations |= both(a, b, changed({}, f"{a.shape} and {b.shape}"))
+    return explanations

@@ -71,13 +71,13 @@ class Arrangement(NamedTuple):
 
 def arrangements(a: Sketched, b: Sketched) -> list[Arrangement]:
     """Return how `a` may be arranged in `b`, best first."""
-    found = []
+    likely = []
     if len(a.shape) == len(b.shape) and 0 < len(a.shape) <= _MOST_AXES:
         for axes in permutations(range(len(a.shape))):
-            each = _along_axes(a, b, axes)
-            if each is not None:
-                found.append(each)
-    return sorted(found, key=lambda each: -each.score)
+            arrangement = _along_axes(a, b, axes)
+            if arrangement is not None:
+                likely.append(arrangement)
+    return sorted(likely, key=lambda arrangement: -arrangement.score)
 
 
 def _along_axes(a: Sketched, b: Sketched, axes: Shape) -> Arrangement | None:
@@ -232,27 +232,27 @@ def partners(
 
     With `extended`, those that are padded or cut are found, too, after those of one size.
     """
-    found = _paired(_candidates(ours, theirs, is_extended=False))
+    candidates = _paired(_candidates(ours, theirs, is_extended=False))
     if extended:
-        used = {id(side) for each in found for side in each[:2]}
+        used = {id(side) for candidate in candidates for side in candidate[:2]}
         left, right = ([t for t in side if id(t) not in used] for side in (ours, theirs))
-        found += _paired(_candidates(left, right, is_extended=True))
-    return found
+        candidates += _paired(_candidates(left, right, is_extended=True))
+    return candidates
 
 
 def _paired(candidates: list[Candidate]) -> list[Candidate]:
     """Choose the best candidates; between equal numbers the names decide."""
 
-    def rank(each: Candidate) -> tuple[bool, float, int]:
-        likely = likeness(each.a.name, each.b.name)
-        return each.is_exact, round(each.arrangement.score, 2), likely
+    def rank(candidate: Candidate) -> tuple[bool, float, int]:
+        likely = likeness(candidate.a.name, candidate.b.name)
+        return candidate.is_exact, round(candidate.arrangement.score, 2), likely
 
     used: set[int] = set()
     chosen = []
-    for each in sorted(candidates, key=rank, reverse=True):
-        if id(each.a) not in used and id(each.b) not in used:
-            used |= {id(each.a), id(each.b)}
-            chosen.append(each)
+    for candidate in sorted(candidates, key=rank, reverse=True):
+        if id(candidate.a) not in used and id(candidate.b) not in used:
+            used |= {id(candidate.a), id(candidate.b)}
+            chosen.append(candidate)
     return chosen
 
 
@@ -261,19 +261,22 @@ def _candidates(
 ) -> list[Candidate]:
     groups: tuple[dict[Shape, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
-        for each in side:
-            if not each.is_constant and each.size >= _FEWEST:
-                group[each.shape].append(each)
-    found = []
-    for shape, some in groups[0].items():
-        for other, several in groups[1].items():
-            if len(shape) != len(other) or (sorted(shape) == sorted(other)) == is_extended:
+        for tensor in side:
+            if not tensor.is_constant and tensor.size >= _FEWEST:
+                group[tensor.shape].append(tensor)
+    candidates = []
+    for shape, ours_of_shape in groups[0].items():
+        for shape_of_b, theirs_of_shape in groups[1].items():
+            if (
+                len(shape) != len(shape_of_b)
+                or (sorted(shape) == sorted(shape_of_b)) == is_extended
+            ):
                 continue
-            for a, b in _screened(some, several, is_extended=is_extended):
+            for a, b in _screened(ours_of_shape, theirs_of_shape, is_extended=is_extended):
                 best = next(iter(arrangements(a, b)), None)
                 if best is not None and (best.score >= ALIKE):
-                    found.append(Candidate(a, b, a.is_like(b), best))
-    return found
+                    candidates.append(Candidate(a, b, a.is_like(b), best))
+    return candidates
 
 
 def _screened(  # noqa: C901  one table of scores

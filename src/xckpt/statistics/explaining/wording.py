@@ -24,42 +24,42 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
     text = relation.words(zeros)
     if evidence is not None and isinstance(relation, Requantised | WithinScales):
         text += f"; signal to noise {evidence.decibels:.3g} dB"
-    one = Explanation(relation.causes or ("equal",), text)
+    explanation = Explanation(relation.causes or ("equal",), text)
     moved = getattr(relation, "transform", None)
     if isinstance(relation, Requantised | WithinScales):
         moved = relation.before.transform
     if moved is not None and (moved.offset or moved.scale != 1.0):
         cause = "offset" if moved.offset else "scaled"
-        one = replace(
-            one,
-            causes=tuple(dict.fromkeys([cause, *one.causes])),
+        explanation = replace(
+            explanation,
+            causes=tuple(dict.fromkeys([cause, *explanation.causes])),
             is_known=work.architecture.admits(moved, link.names, link.mean(relation)),
             offset=moved.offset or None,
             scale=moved.scale if moved.scale != 1.0 else None,
         )
-    return after(one, steps)
+    return after(explanation, steps)
 
 
-def after(one: Explanation, steps: Sequence[Any]) -> Explanation:
+def after(explanation: Explanation, steps: Sequence[Any]) -> Explanation:
     """Add what was done before the numbers are compared."""
     if not steps:
-        return one
+        return explanation
     heads = next((step.heads for step in reversed(steps) if step.heads is not None), None)
     done = " and ".join(step.words for step in steps)
-    kept = tuple([cause for cause in one.causes if cause != "equal"])
-    text = f"{one.text}, after {done}" if kept else f"equal after {done}"
-    causes = (*dict.fromkeys(step.cause for step in steps), *kept)
-    return replace(one, causes=causes, text=text, heads=heads)
+    causes_of_numbers = tuple([cause for cause in explanation.causes if cause != "equal"])
+    text = f"{explanation.text}, after {done}" if causes_of_numbers else f"equal after {done}"
+    causes = (*dict.fromkeys(step.cause for step in steps), *causes_of_numbers)
+    return replace(explanation, causes=causes, text=text, heads=heads)
 
 
-def both(a: Any, b: Any, one: Explanation) -> dict[int, Explanation]:
+def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
     """Explain two tensors of different names, by the numbers of their cases."""
-    is_equal = one.causes == ("equal",)
+    is_equal = explanation.causes == ("equal",)
     return {
-        this.number: one.renamed(
-            other.name, f"{'equal to ' if is_equal else ''}{quoted([other.name])} of {side}"
+        tensor.number: explanation.renamed(
+            partner.name, f"{'equal to ' if is_equal else ''}{quoted([partner.name])} of {side}"
         )
-        for this, other, side in ((a, b, "b"), (b, a, "a"))
+        for tensor, partner, side in ((a, b, "b"), (b, a, "a"))
     }
 
 

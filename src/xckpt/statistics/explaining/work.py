@@ -85,18 +85,20 @@ class Work:
 
     def sketch(self, numbers: Iterable[int], side: int) -> dict[int, Sketched]:
         """Return sketches of tensors of one side; those that are missing are made."""
-        known, readers = self.sketches[side], {}
+        sketches, readers = self.sketches[side], {}
         for n in numbers:
             match = self.cases[n].match
             reader = match.theirs if side else match.ours
             if reader is not None:
                 readers[n] = reader
-        missing = [n for n in readers if n not in known]
-        for n, each in zip(missing, sketched([readers[n] for n in missing], self.bar), strict=True):
-            if each is not None:
-                each.number = n
-                known[n] = each
-        return {n: known[n] for n in readers if n in known}
+        missing = [n for n in readers if n not in sketches]
+        for n, sketch in zip(
+            missing, sketched([readers[n] for n in missing], self.bar), strict=True
+        ):
+            if sketch is not None:
+                sketch.number = n
+                sketches[n] = sketch
+        return {n: sketches[n] for n in readers if n in sketches}
 
     def link(self, a: Sketched, b: Sketched, steps: Sequence[Step]) -> Link:
         """Return a link between two whole tensors, to be read in the order of either."""
@@ -114,12 +116,16 @@ class Work:
         is_padded = any(isinstance(step, Padded) for step in steps)
         return Link(names, orders, self.architecture.offset(names), is_padded)
 
-    def settled(self, found: Explanations) -> Explanations:
+    def settled(self, explanations: Explanations) -> Explanations:
         """Return what is explained; what only describes a changed tensor is for later."""
-        for n, one in found.items():
-            if one.outcome != "explained":
-                self.descriptions.setdefault(n, one)
-        return {n: one for n, one in found.items() if one.outcome == "explained"}
+        for n, explanation in explanations.items():
+            if explanation.outcome != "explained":
+                self.descriptions.setdefault(n, explanation)
+        return {
+            n: explanation
+            for n, explanation in explanations.items()
+            if explanation.outcome == "explained"
+        }
 
     def try_arrangements(
         self, pairs: Sequence[tuple[Any, Sketched, Sketched, Sequence[Arrangement]]]
@@ -130,17 +136,18 @@ class Work:
         elements, and its steps.
         """
         best: dict[Any, tuple[Link, tuple[Step, ...]]] = {}
-        left = [(key, a, b, list(ways[:_MOST_TRIED])) for key, a, b, ways in pairs]
-        while left := [each for each in left if each[3]]:
-            ways = [ways.pop(0) for *_, ways in left]
+        pending = [(key, a, b, list(untried[:_MOST_TRIED])) for key, a, b, untried in pairs]
+        while pending := [entry for entry in pending if entry[3]]:
+            untried = [untried.pop(0) for *_, untried in pending]
             links = [
-                self.link(a, b, way.steps) for (_, a, b, _), way in zip(left, ways, strict=True)
+                self.link(a, b, arrangement.steps)
+                for (_, a, b, _), arrangement in zip(pending, untried, strict=True)
             ]
             examine(links, self.bar)
-            for (key, *_), link, way in zip(left, links, ways, strict=True):
+            for (key, *_), link, arrangement in zip(pending, links, untried, strict=True):
                 if key not in best or _rank(link) > _rank(best[key][0]):
-                    best[key] = link, way.steps
-            left = [each for each in left if best[each[0]][0].relation is None]
+                    best[key] = link, arrangement.steps
+            pending = [entry for entry in pending if best[entry[0]][0].relation is None]
         return best
 
 
