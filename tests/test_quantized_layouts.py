@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import xckpt
 from tests.formats.safetensors_files import safetensors_file
 from xckpt.errors import CheckpointWarning, UnsupportedError
-from xckpt.quantized.config import is_match
+from xckpt.quantization.config import is_match
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -276,8 +276,8 @@ def test_small_floats_in_blocks(data: st.DataObject, divides: bool) -> None:
 def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
     from xckpt.elements import nbytes_of
     from xckpt.index import Index, Part, Tensor
-    from xckpt.quantized import with_weights
-    from xckpt.quantized.config import Declared
+    from xckpt.quantization import assemble_weights
+    from xckpt.quantization.config import Declaration
 
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {
@@ -295,9 +295,9 @@ def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
             name = f"layers.{n}.{role}"
             tensors[name] = Tensor(name, dtype, shape, {"data": part})
     index = Index("", "", tensors)
-    found = with_weights(index, Declared(method, config), lambda some: [b""] * len(some))
+    found = assemble_weights(index, Declaration(method, config), lambda some: [b""] * len(some))
     # There are 10 million alternatives.
-    assert "more parameters and patterns are declared than are tried" in "".join(found.warnings)
+    assert "the config has too many alternative parameters to try" in "".join(found.warnings)
     assert found.tensors.keys() == index.tensors.keys()
 
 
@@ -352,7 +352,7 @@ def test_the_file_next_to_a_remote_model_counts_too() -> None:
     files.pipe("/quantised/config.json", json.dumps(config).encode())
     files.pipe("/quantised/m.safetensors", model({}, **fp8()).replace(b'"config"', b'"others"'))
     try:
-        with pytest.warns(CheckpointWarning, match="the method 'hqq' is not read"):
+        with pytest.warns(CheckpointWarning, match="quantisation method 'hqq' is unsupported"):
             xckpt.read_index("memory://quantised/m.safetensors")
     finally:
         files.rm("/quantised", recursive=True)
@@ -419,7 +419,7 @@ def test_odd_types_in_a_config_leave_tensors_as_they_are_stored(
 
 def test_a_method_that_is_not_read_is_told_once() -> None:
     content = model({"quantization_config": {"quant_method": "hqq"}}, **fp8())
-    with pytest.warns(CheckpointWarning, match="the method 'hqq' is not read") as told:
+    with pytest.warns(CheckpointWarning, match="quantisation method 'hqq' is unsupported") as told:
         ds = xr.open_dataset(content, engine="safetensors")
     assert len(told) == 1
     assert set(ds.variables) == {"a.weight", "a.weight_scale"}

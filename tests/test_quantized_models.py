@@ -16,8 +16,8 @@ from tests.conftest import GOLDEN
 from tests.contracts.declared import arrays_in
 from xckpt.errors import CheckpointError, CheckpointWarning
 from xckpt.opening import open_index
-from xckpt.quantized import with_weights
-from xckpt.quantized.config import declaration
+from xckpt.quantization import assemble_weights
+from xckpt.quantization.config import find_declaration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,8 +196,8 @@ class TestMalformedModels:
                 for key in path[:-1]:
                     place = place[key]
                 place[path[-1]] = wrong
-                declared = declaration({"config": changed}.get)
-                found = with_weights(index, declared, lambda some: [b""] * len(some))
+                declared = find_declaration({"config": changed}.get)
+                found = assemble_weights(index, declared, lambda some: [b""] * len(some))
                 stored = {
                     each.name
                     for tensor in found.tensors.values()

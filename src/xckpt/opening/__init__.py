@@ -29,8 +29,8 @@ from xckpt.opening.sharding import (
     merge,
     read_sibling,
 )
-from xckpt.quantized import may_be_quantized, with_weights
-from xckpt.quantized.config import declaration, parse_json
+from xckpt.quantization import assemble_weights, may_be_quantized
+from xckpt.quantization.config import find_declaration, parse_json
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
 from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import Pool
@@ -156,7 +156,7 @@ def _with_weights(source: Source, index: Index) -> Index:
         return list(contents.values())
 
     sources = sources_of(source, index.shards)
-    return with_weights(index, declaration(look), read)
+    return assemble_weights(index, find_declaration(look), read)
 
 
 def open_each(

@@ -19,7 +19,7 @@ from xckpt import formats
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, shown, some
 from xckpt.formats import chunks
 from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
-from xckpt.quantized.config import parse_json
+from xckpt.quantization.config import parse_json
 from xckpt.storage import (
     Source,
     is_remote,

@@ -1,0 +1,205 @@
+"""Quantisation schemes of Hugging Face models: from stored tensors to the weights they encode.
+
+GPTQ, AWQ and others store a quantised weight as several tensors: codes, scales, zero points.
+`assemble_weights` takes the `Index` of a model, whatever its format, and puts each weight in place
+of these tensors, with the name and shape that it has in the model without quantisation.
+
+The room may import `index`, `elements` and `errors`; it reads no files. Read `model` first, which
+all schemes build on, then `gptq` as an example of one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import shown
+from xckpt.index import Tensor
+from xckpt.quantization.bitsandbytes import match_bitsandbytes
+from xckpt.quantization.compressed_tensors import compressed_problem, match_compressed
+from xckpt.quantization.full_bytes import float8_problem, match_full_bytes
+from xckpt.quantization.gptq import awq_problem, gptq_problem, match_qweight
+from xckpt.quantization.mlx import match_mlx, mlx_problem
+from xckpt.quantization.model import FLOATS, LayoutError, Model, short_name
+from xckpt.quantization.small_floats import match_gpt_oss, match_modelopt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from xckpt.index import Index
+    from xckpt.quantization.config import Declaration
+    from xckpt.quantization.model import Weight
+
+    # Weights that are left as stored: by the rule that they break, the names and errors.
+    Failures = dict[str, list[tuple[str, LayoutError]]]
+
+__all__ = ["assemble_weights", "may_be_quantized"]
+
+# Element types of codes, which other tensors of models rarely have.
+_CODE_TYPES = frozenset(
+    {"int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"}
+)
+# Endings of the names of tensors that have such types but no codes.
+_COMPANIONS = (
+    "_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", "_zero_point", ".qzeros",
+    ".g_idx", "_g_idx", ".absmax", "_shape", ".SCB", ".nested_absmax", "_format",
+)  # fmt: skip
+# Endings of the names of codes, whatever their type.
+_CODES = ("_packed", ".qweight", "_blocks", ".bitmask")
+# Endings that bitsandbytes adds to the name of the codes, whatever their type.
+_STATES = (".absmax", ".quant_map")
+
+# The matchers for each declared method, in order; all of them if the model declares no method. A
+# matcher takes a tensor with codes, and returns its weight, or None if the scheme is another one.
+_MATCHERS: dict[str | None, tuple[Callable[[Model, str, Tensor], Weight | None], ...]] = {
+    None: (
+        match_compressed,
+        match_qweight,
+        match_gpt_oss,
+        match_bitsandbytes,
+        match_mlx,
+        match_full_bytes,
+        match_modelopt,
+    ),
+    "awq": (match_qweight,),
+    "bitsandbytes": (match_bitsandbytes,),
+    "compressed-tensors": (match_compressed, match_full_bytes),
+    "fbgemm_fp8": (match_full_bytes,),
+    "fp8": (match_full_bytes,),
+    "gptq": (match_qweight,),
+    "metal": (match_mlx,),
+    "mlx": (match_mlx,),
+    "modelopt": (match_full_bytes, match_modelopt),
+    "mxfp4": (match_gpt_oss,),
+    "mxfp8": (match_full_bytes,),
+}
+# Checks of what a method declares for all weights; each returns a reason why it is unsupported.
+_PROBLEMS: dict[str | None, Callable[[Mapping[str, Any]], str | None]] = {
+    "awq": awq_problem,
+    "compressed-tensors": compressed_problem,
+    "fp8": float8_problem,
+    "gptq": gptq_problem,
+    "metal": mlx_problem,
+    "mlx": mlx_problem,
+    "mxfp8": float8_problem,
+}
+
+
+def may_be_quantized(index: Index) -> bool:
+    """Return whether any tensor has an element type of codes."""
+    return any(t.dtype in _CODE_TYPES and t.layout == "dense" for t in index.tensors.values())
+
+
+def assemble_weights(
+    index: Index,
+    declaration: Declaration,
+    read: Callable[[Sequence[Tensor]], Sequence[bytes]],
+) -> Index:
+    """Return an index that has quantised weights in place of their stored tensors.
+
+    A weight that cannot be decoded with certainty stays as stored, with one warning per reason.
+    `read` returns the contents of small tensors, which describe how to decode others.
+    """
+    warnings = [*index.warnings, *declaration.warnings]
+    problem = declaration.problem
+    if problem is None and declaration.method in _PROBLEMS:
+        problem = _PROBLEMS[declaration.method](declaration.config)
+    if problem is not None:
+        warnings.append(f"quantised weights stay as stored: {problem}")
+        return replace(index, warnings=tuple(warnings))
+    model = Model(index.tensors, declaration, read)
+    weights, failures = _find_weights(model)
+    used = {stored.name for weight in weights.values() for stored, _ in weight.parts.values()}
+    for name, error in _orphaned_scales(model, used):
+        failures[error.rule].append((name, error))
+    tensors = {}
+    for name, tensor in index.tensors.items():
+        if name in weights:
+            weight = weights[name]
+            tensors[weight.name] = _tensor_of(weight, tensor.attrs)
+        elif name not in used:
+            tensors[name] = tensor
+    attrs = dict(index.attrs)
+    if weights:
+        for name, content in declaration.files.items():
+            attrs.setdefault(name, content)
+    warnings += [*_explain(failures), *model.warnings]
+    return replace(index, tensors=tensors, attrs=attrs, warnings=tuple(warnings))
+
+
+def _tensor_of(weight: Weight, attrs: Mapping[str, Any]) -> Tensor:
+    return Tensor(
+        name=weight.name,
+        dtype="float32",
+        shape=weight.shape,
+        parts={role: part for role, (_, part) in weight.parts.items()},
+        layout="quantized",
+        attrs=attrs,
+        quantization=weight.quantization,
+        strict=weight.strict,
+        stored={role: stored for role, (stored, _) in weight.parts.items()},
+    )
+
+
+def _find_weights(model: Model) -> tuple[dict[str, Weight], Failures]:
+    """Return all weights by the names of their codes, and those that cannot be decoded."""
+    weights: dict[str, Weight] = {}
+    failures: Failures = defaultdict(list)
+    with_state = {
+        name.removesuffix(suffix)
+        for name in model.tensors
+        for suffix in _STATES
+        if name.endswith(suffix)
+    }
+    for name, tensor in model.tensors.items():
+        has_codes = tensor.dtype in _CODE_TYPES or name.endswith(_CODES) or name in with_state
+        if not has_codes or tensor.problem is not None or name.endswith(_COMPANIONS):
+            continue
+        try:
+            weight = _match(model, name, tensor)
+        except LayoutError as error:
+            failures[error.rule].append((name, error.with_traceback(None)))
+        else:
+            if weight is not None:
+                weights[name] = weight
+    return weights, failures
+
+
+def _match(model: Model, name: str, codes: Tensor) -> Weight | None:
+    """Return the weight that a tensor has the codes of, or None if it has no codes."""
+    matchers = _MATCHERS[model.method]
+    for matcher in matchers:
+        weight = matcher(model, name, codes)
+        if weight is not None:
+            if weight.name != name and weight.name in model.tensors:
+                raise LayoutError("name", f"the file also has {short_name(weight.name)}")
+            return weight
+    if model.method is not None:
+        for matcher in _MATCHERS[None]:
+            if matcher not in matchers and matcher(model, name, codes) is not None:
+                raise LayoutError("method", f"its tensors do not have the layout of {model.method}")
+    return None
+
+
+def _orphaned_scales(model: Model, used: set[str]) -> Iterator[tuple[str, LayoutError]]:
+    """Yield tensors of floats that have scales nevertheless."""
+    for name in model.tensors:
+        if name.endswith(("weight_scale", "weight_scale_inv")) and name not in used:
+            base = name.removesuffix("_inv").removesuffix("_scale")
+            tensor = model.tensors.get(base)
+            if f"{base}_packed" in model.tensors:
+                continue
+            if tensor is not None and tensor.dtype in FLOATS:
+                reason = f"it has {short_name(name)}, but {tensor.dtype} is not a type of codes"
+                yield base, LayoutError("plain", reason)
+
+
+def _explain(failures: Failures) -> Iterator[str]:
+    """Yield a warning for each rule that weights break."""
+    for weights in failures.values():
+        name, error = weights[0]
+        if len(weights) == 1:
+            yield f"quantised weight {shown(name)} stays as stored: {error}"
+        else:
+            yield f"{len(weights)} quantised weights stay as stored, such as {shown(name)}: {error}"

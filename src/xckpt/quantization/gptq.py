@@ -1,0 +1,263 @@
+"""GPTQ and AWQ: ``qweight`` is the transpose of a weight, in words of 32 bits.
+
+References: gptqmodel 7.7; AutoAWQ at commit 88e4c76b.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xckpt.quantization.config import is_match
+from xckpt.quantization.model import (
+    FLOATS,
+    LayoutError,
+    Model,
+    Weight,
+    ceil_div,
+    check_bits,
+    check_group,
+    make_quantization,
+    short_name,
+    view_as,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from xckpt.index import Part, Tensor
+
+_GPTQ_FORMATS = {"gptq", "gptq_v2", "gptq_p", None}
+# Widths of the pieces that the format gptq_p stores codes in.
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+_AWQ_VERSIONS = {"gemm", "gemv", "exllama", "exllamav2"}
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def gptq_problem(config: Mapping[str, Any]) -> str | None:
+    """Return why a declaration of GPTQ is unsupported, or None."""
+    format = _gptq_format(config)
+    if format not in _GPTQ_FORMATS or config.get("is_marlin_format") is True:
+        return f"GPTQ checkpoint format {format!r} is unsupported"
+    if config.get("pack_dtype", "int32") != "int32":
+        return "GPTQ codes are not packed in words of 32 bits"
+    return None
+
+
+def awq_problem(config: Mapping[str, Any]) -> str | None:
+    """Return why a declaration of AWQ is unsupported, or None."""
+    version = config.get("version", "gemm")
+    if isinstance(version, str) and version.lower() in _AWQ_VERSIONS:
+        return None
+    return f"AWQ version {version!r:.40} is unsupported"
+
+
+def match_qweight(model: Model, name: str, codes: Tensor) -> Weight | None:
+    """Match ``qweight`` of GPTQ or AWQ."""
+    module = name.removesuffix(".qweight")
+    if module == name:
+        return None
+    model.require(name, {"int32"})
+    scales = model.require(f"{module}.scales", FLOATS)
+    if codes.ndim != 2 or scales.ndim != 2:
+        shapes = f"qweight has shape {list(codes.shape)}, scales {list(scales.shape)}"
+        raise LayoutError("shape", f"{shapes}; both need two axes")
+    is_awq = model.method == "awq"
+    if model.method is None:
+        has_order = f"{module}.g_idx" in model.tensors
+        is_awq = not has_order and codes.shape[1] * 8 == scales.shape[1]
+    if is_awq:
+        return _match_awq(model, module, codes, scales)
+    return _match_gptq(model, module, codes, scales)
+
+
+def _require_shape(tensor: Tensor, shape: tuple[int, ...], bits: int, group: int) -> None:
+    if tensor.shape != shape:
+        raise LayoutError(
+            "shape",
+            f"{short_name(tensor.name)} has shape {list(tensor.shape)}, but {bits} bits in groups "
+            f"of {group} need {list(shape)}",
+        )
+
+
+# --- GPTQ ----------------------------------------------------------------------------------------
+
+
+def _match_gptq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weight:
+    """Return the weight that follows from any of the configs that may apply to a module."""
+    weights: list[Weight] = []
+    errors: list[LayoutError] = []
+    configs = _gptq_configs(model, module)
+    model.spend(trials=len(configs) - 1)
+    for config in configs:
+        try:
+            weight = _gptq_weight(model, module, codes, scales, config)
+        except LayoutError as error:
+            errors.append(error)
+            continue
+        if weight not in weights:
+            weights.append(weight)
+    if not weights:
+        raise errors[0]
+    if len(weights) > 1:
+        reason = "its parameters depend on a pattern of 'dynamic' that is too complex to match"
+        raise LayoutError("dynamic", reason)
+    return weights[0]
+
+
+def _gptq_configs(model: Model, module: str) -> list[Mapping[str, Any]]:
+    """Return the configs that may apply to a module.
+
+    The first matching pattern of ``dynamic`` decides. Patterns that cannot be matched may decide.
+    """
+    configs: list[Mapping[str, Any]] = []
+    overrides = model.config.get("dynamic")
+    overrides = overrides if isinstance(overrides, dict) else {}
+    model.spend(patterns=len(overrides))
+    for key, changes in overrides.items():
+        matches = is_match(key.removeprefix("-:").removeprefix("+:"), module)
+        if matches is not False:
+            # A negative pattern declares that a module is not quantised, but this one has codes.
+            is_override = not key.startswith("-:") and isinstance(changes, dict)
+            configs.append({**model.config, **changes} if is_override else model.config)
+        if matches:
+            return configs
+    return [*configs, model.config]
+
+
+def _gptq_weight(
+    model: Model, module: str, codes: Tensor, scales: Tensor, config: Mapping[str, Any]
+) -> Weight:
+    """Return the weight that follows from one config."""
+    group_index = model.find(f"{module}.g_idx")
+    zeros = model.find(f"{module}.qzeros")
+    bits = _gptq_bits(config, codes, group_index, zeros)
+    rows = codes.shape[1]
+    columns = codes.shape[0] * 32 // bits if group_index is None else group_index.size
+    group = _gptq_group(config, columns, scales.shape[0], has_index=group_index is not None)
+    groups = ceil_div(columns, group)
+    is_symmetric, format = config.get("sym") is True, _gptq_format(config)
+    if format not in _GPTQ_FORMATS:
+        raise LayoutError("format", f"GPTQ checkpoint format {format!r} is unsupported")
+    if zeros is None and not is_symmetric:
+        raise LayoutError("no qzeros", "qzeros is missing, and sym is not declared")
+    expected = {
+        "data": (codes, (ceil_div(columns * bits, 32), rows), {"int32"}),
+        "scales": (scales, (groups, rows), FLOATS),
+        "zeros": (zeros, (groups, ceil_div(rows * bits, 32)), {"int32"}),
+        "index": (group_index, (columns,), {"int32", "int64"}),
+    }
+    parts: dict[str, tuple[Tensor, Part]] = {}
+    for role, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        model.require(tensor.name, dtypes)
+        _require_shape(tensor, shape, bits, group)
+        parts[role] = view_as(tensor)
+    planes = _PLANES.get(bits, ()) if format == "gptq_p" or bits in {5, 6, 7} else ()
+    if planes and (columns % 32 or rows % 32):
+        raise LayoutError("shape", f"{[rows, columns]} is not divisible into runs of 32 codes")
+    quantization = make_quantization(
+        block=(1, group),
+        code="uint8",
+        bits=bits,
+        word_bits=32,
+        axis=1,
+        zero=1 << (bits - 1) if is_symmetric else None,
+        packed_zeros=True,
+        scale_axes=(1, 0),
+        axes=(1, 0),
+        stream=not planes,
+        planes=planes,
+        zero_axis=0,
+        # Version 1 stores zero points less one.
+        zero_add=0 if planes or format in {"gptq_v2", "gptq_p"} else 1,
+        index_axis=None if group_index is None else 1,
+    )
+    return Weight(f"{module}.weight", (rows, columns), quantization, parts, strict=True)
+
+
+def _gptq_format(config: Mapping[str, Any]) -> str | None:
+    """Return how a config declares that codes are stored, as text whatever its type is."""
+    format = config.get("checkpoint_format", config.get("format"))
+    return None if format is None else str(format)[:40]
+
+
+def _gptq_bits(
+    config: Mapping[str, Any], codes: Tensor, group_index: Tensor | None, zeros: Tensor | None
+) -> int:
+    """Return the bits of a code, from shapes if they are not declared."""
+    if "bits" in config:
+        return check_bits(config["bits"], (2, 3, 4, 5, 6, 7, 8))
+    words, rows = codes.shape
+    if group_index is not None and group_index.size and not words * 32 % group_index.size:
+        bits = words * 32 // group_index.size
+    elif group_index is None and zeros is not None and zeros.ndim == 2 and rows:
+        bits = zeros.shape[1] * 32 // rows
+    else:
+        raise LayoutError(
+            "bits", "the bits of a code are not declared, and do not follow from shapes"
+        )
+    return check_bits(bits, (2, 3, 4, 8))
+
+
+def _gptq_group(config: Mapping[str, Any], columns: int, groups: int, *, has_index: bool) -> int:
+    """Return the size of a group, from the number of groups if it is not declared."""
+    declared = config.get("group_size", config.get("q_group_size"))
+    if declared is not None:
+        return check_group(declared) or max(columns, 1)
+    group = ceil_div(columns, max(groups, 1)) or 1
+    if columns % group and not has_index:
+        raise LayoutError("grid", f"{groups} groups do not divide {columns} columns")
+    return group
+
+
+# --- AWQ -----------------------------------------------------------------------------------------
+
+
+def _match_awq(model: Model, module: str, codes: Tensor, scales: Tensor) -> Weight:
+    is_gemv = str(model.config.get("version", "gemm")).lower() == "gemv"
+    if is_gemv:
+        rows, columns = codes.shape[0], codes.shape[1] * 8
+        group = _awq_group(model, columns, None)
+        # Rows of zero points are padded to whole words, and to more of them for small groups.
+        multiple = 1 if group >= 128 else 2 if group >= 64 else 4
+        words = ceil_div(ceil_div(ceil_div(columns, group), 8), multiple) * multiple
+        zeros_shape, scales_shape = (rows, words), (rows, words * 8)
+    else:
+        columns, rows = codes.shape[0], codes.shape[1] * 8
+        group = _awq_group(model, columns, scales.shape[0])
+        groups = ceil_div(columns, group)
+        zeros_shape, scales_shape = (groups, codes.shape[1]), (groups, rows)
+    parts = {"data": view_as(codes), "scales": view_as(scales)}
+    has_zeros = f"{module}.qzeros" in model.tensors or model.config.get("zero_point") is not False
+    if has_zeros:
+        zeros = model.require(f"{module}.qzeros", {"int32"})
+        _require_shape(zeros, zeros_shape, 4, group)
+        parts["zeros"] = view_as(zeros)
+    _require_shape(scales, scales_shape, 4, group)
+    quantization = make_quantization(
+        block=(1, group),
+        code="uint8",
+        bits=4,
+        word_bits=32,
+        axis=1 if is_gemv else 0,
+        zero=None if has_zeros else 8,
+        packed_zeros=True,
+        scale_axes=() if is_gemv else (1, 0),
+        axes=() if is_gemv else (1, 0),
+        order=() if is_gemv else _AWQ_ORDER,
+        zero_axis=None if is_gemv else 0,
+        stored_grid=scales_shape if is_gemv else (),
+    )
+    return Weight(f"{module}.weight", (rows, columns), quantization, parts)
+
+
+def _awq_group(model: Model, columns: int, groups: int | None) -> int:
+    """Return the size of a group, from the number of groups if it is not declared."""
+    check_bits(model.config.get("bits", model.config.get("w_bit", 4)), (4,))
+    declared = model.config.get("group_size", model.config.get("q_group_size"))
+    if declared is not None:
+        return check_group(declared) or max(columns, 1)
+    if not groups or columns % groups:
+        raise LayoutError("grid", f"{groups} groups do not divide {columns} columns")
+    return max(columns // groups, 1)

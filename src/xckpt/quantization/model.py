@@ -1,0 +1,277 @@
+"""The stored tensors of a quantised model, and what all schemes need to make weights of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.errors import shown
+from xckpt.index import Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from xckpt.index import Codebook, Part, Tensor
+    from xckpt.quantization.config import Declaration
+
+    Shape = tuple[int, ...]
+
+T = TypeVar("T")
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+# More bytes than the shape of a weight or a state of bitsandbytes has.
+_MAX_CONTENT = 4096
+_MAX_AXES = 32
+_MAX_NBYTES = (1 << 63) - 1
+_MAX_GROUP = 1 << 32
+# Time to try alternative parameters for all weights of a model, and for one alternative.
+_MAX_MICROSECONDS = 500_000
+_MICROSECONDS_PER_TRIAL = 30
+
+#: Models have few schemes and many weights, which share their `Quantization`.
+make_quantization = lru_cache(maxsize=4096)(Quantization)
+
+
+class LayoutError(Exception):
+    """Stored tensors are not the quantised weight that their names suggest.
+
+    `rule` is a short name of what is wrong: weights that break the same rule share a warning.
+    """
+
+    def __init__(self, rule: str, reason: str) -> None:
+        super().__init__(reason)
+        self.rule = rule
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight that several stored tensors encode.
+
+    Parameters
+    ----------
+    name : str
+        Name of the weight in the model without quantisation.
+    shape : tuple of int
+        Logical shape.
+    quantization : Quantization or Codebook
+        How codes become numbers.
+    parts : mapping of str to (Tensor, Part)
+        Stored tensors by role, each with its part, which may have another element type or shape.
+    strict : bool
+        See `xckpt.index.Tensor`.
+    """
+
+    name: str
+    shape: Shape
+    quantization: Quantization | Codebook
+    parts: Mapping[str, tuple[Tensor, Part]]
+    strict: bool = False
+
+
+class Model:
+    """The stored tensors of a model, and its declaration.
+
+    Parameters
+    ----------
+    tensors : mapping of str to Tensor
+        Stored tensors by name.
+    declaration : Declaration
+        How the model declares its quantisation.
+    read : callable
+        Returns the contents of several tensors, empty bytes for those that cannot be read.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        declaration: Declaration,
+        read: Callable[[Sequence[Tensor]], Sequence[bytes]],
+    ) -> None:
+        self.tensors = tensors
+        self.config = declaration.config
+        self.method = declaration.method
+        self.warnings: list[str] = []
+        self._microseconds = 0
+        self._results: dict[Callable[[Model], Any], Any] = {}
+        # All tensors that describe how to decode others are read at once.
+        descriptive = [
+            tensor
+            for name, tensor in tensors.items()
+            if name.endswith(("_shape", ".weight_format")) or ".quant_state." in name
+            if tensor.layout == "dense" and tensor.problem is None
+            if 0 < decoded_nbytes(tensor) <= _MAX_CONTENT
+        ]
+        contents = read(descriptive) if descriptive else ()
+        self._contents = {
+            tensor.name: content for tensor, content in zip(descriptive, contents, strict=True)
+        }
+
+    def once(self, function: Callable[[Model], T]) -> T:
+        """Call a function with the model, and return or raise the same each time."""
+        if function not in self._results:
+            try:
+                self._results[function] = function(self)
+            except LayoutError as error:
+                self._results[function] = error.with_traceback(None)
+        result: Any = self._results[function]
+        if isinstance(result, LayoutError):
+            raise result
+        return result  # type: ignore[no-any-return]  # of the function's type
+
+    def spend(self, *, trials: int = 0, patterns: int = 0) -> None:
+        """Count parameters and patterns that are tried; raise if a config declares too many."""
+        self._microseconds += _MICROSECONDS_PER_TRIAL * trials + patterns
+        if self._microseconds > _MAX_MICROSECONDS:
+            raise LayoutError("effort", "the config has too many alternative parameters to try")
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a stored tensor, or None if there is none; raise if it is not a plain array."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        is_plain = tensor.layout == "dense" and tensor.order == "C" and tensor.problem is None
+        if not is_plain or tensor.parts["data"].byteorder != "little":
+            raise LayoutError("companion", f"{short_name(name)} cannot be read")
+        return tensor
+
+    def require(self, name: str, dtypes: AbstractSet[str]) -> Tensor:
+        """Return a stored tensor; raise if it is missing or has another element type."""
+        tensor = self.find(name)
+        if tensor is None:
+            raise LayoutError(f"no {short_name(name)}", f"{short_name(name)} is missing")
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(sorted(dtypes))
+            reason = f"{short_name(name)} has type {tensor.dtype}, not {expected}"
+            raise LayoutError("type", reason)
+        return tensor
+
+    def require_scalar(self, name: str) -> tuple[Tensor, Part]:
+        """Return a stored tensor of one number, with its part."""
+        tensor = self.require(name, FLOATS)
+        if tensor.size != 1:
+            raise LayoutError("global", f"{short_name(name)} has {tensor.size} elements, not one")
+        return view_as(tensor)
+
+    def find_zeros(self, name: str, *dtypes: str, symmetric: bool | None) -> Tensor | None:
+        """Return zero points; raise if they are missing, or exist, against the declaration."""
+        zeros = self.find(name)
+        if symmetric is True and zeros is not None:
+            raise LayoutError("zero points", f"symmetric weights cannot have {short_name(name)}")
+        if symmetric is False and zeros is None:
+            raise LayoutError("zero points", f"{short_name(name)} is missing")
+        return None if zeros is None else self.require(name, {*dtypes})
+
+    def content(self, tensor: Tensor) -> bytes:
+        """Return the bytes of a tensor that describes others, empty if they cannot be read."""
+        return self._contents.get(tensor.name, b"")
+
+    def read_shape(self, tensor: Tensor) -> Shape:
+        """Return the shape that a tensor has as its values."""
+        content = self.content(tensor)
+        if tensor.dtype not in {"int64", "int32"} or not content:
+            raise LayoutError("shape", f"{short_name(tensor.name)} is not a list of integers")
+        width = ELEMENT_TYPES[tensor.dtype].bits // 8
+        return check_shape(
+            [
+                int.from_bytes(content[start : start + width], "little", signed=True)
+                for start in range(0, len(content), width)
+            ]
+        )
+
+    def read_json(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the JSON object that a tensor has as its bytes."""
+        try:
+            value = json.loads(self.content(tensor))
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise LayoutError("state", f"{short_name(tensor.name)} is not a JSON object")
+        return value
+
+
+def short_name(name: str) -> str:
+    """Return the last word of a tensor's name, for messages."""
+    # The word before ".quant_state.bitsandbytes__nf4" is part of it.
+    start = name.rfind(".", 0, name.find(".quant_state.")) + 1
+    return shown(name[start:])[1:-1]
+
+
+def decoded_nbytes(tensor: Tensor) -> int:
+    """Return the size of a stored tensor in bytes after decompression."""
+    return nbytes_of(tensor.dtype, tensor.size)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Divide, and round up."""
+    return -(-a // b)
+
+
+def view_as(
+    tensor: Tensor, dtype: str | None = None, shape: Shape | None = None
+) -> tuple[Tensor, Part]:
+    """Return a stored tensor and its part, which gets another element type or shape."""
+    part = tensor.parts["data"]
+    if (dtype or part.dtype, shape or part.shape) != (part.dtype, part.shape):
+        part = replace(part, dtype=dtype or part.dtype, shape=shape or part.shape)
+    return tensor, part
+
+
+def whole_block(shape: Shape, leading: int = 0) -> Shape:
+    """Return a block that has all of a tensor, or all of each part along its leading axes."""
+    return tuple(1 if axis < leading else max(size, 1) for axis, size in enumerate(shape))
+
+
+# --- checks of untrusted values ------------------------------------------------------------------
+
+
+def check_shape(sizes: Any) -> Shape:
+    """Return a shape that a file has as values; raise if no array can have it."""
+    if not isinstance(sizes, list) or len(sizes) > _MAX_AXES:
+        raise LayoutError("shape", "its shape is not a list of sizes")
+    if not all(type(size) is int and 0 <= size <= _MAX_NBYTES for size in sizes):
+        raise LayoutError("shape", f"{sizes!r:.80} is not a shape")
+    if prod(max(size, 1) for size in sizes) * 4 > _MAX_NBYTES:
+        raise LayoutError("shape", f"the shape {sizes} is too large for an array")
+    return tuple(sizes)
+
+
+def check_grid(shape: Shape, block: Shape, tensor: Tensor) -> None:
+    """Raise unless a stored tensor has one number for each block of a weight."""
+    grid = tuple(ceil_div(size, extent) for size, extent in zip(shape, block, strict=True))
+    stored = tensor.shape
+    if stored == grid or (tensor.size == 1 and prod(grid) == 1 and len(stored) <= 1):
+        return
+    # Axes of size one at the end can be left out.
+    if stored and stored == grid[: len(stored)] and prod(grid[len(stored) :]) == 1:
+        return
+    raise LayoutError(
+        "grid",
+        f"{short_name(tensor.name)} has shape {list(stored)}, but {list(shape)} in blocks of "
+        f"{list(block)} needs {list(grid)}",
+    )
+
+
+def check_bits(value: Any, supported: Sequence[int] = range(1, 9)) -> int:
+    """Return the number of bits of a code; raise if it is unsupported."""
+    if type(value) is not int or value not in supported:
+        raise LayoutError("bits", f"codes of {value!r:.40} bits are unsupported")
+    return value
+
+
+def is_size(value: Any) -> TypeGuard[int]:
+    """Return whether a value is the extent of a group or block."""
+    return type(value) is int and 0 < value <= _MAX_GROUP
+
+
+def check_group(value: Any) -> int | None:
+    """Return the size of a group, None for a whole axis; raise if it is not a size."""
+    if value is None or value == -1:
+        return None
+    if not is_size(value):
+        raise LayoutError("group size", f"the group size {value!r:.40} is unsupported")
+    return value
