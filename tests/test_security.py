@@ -46,7 +46,7 @@ LIMITS = {
     "deflated members": "formats.archive._MOST_INFLATED",
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
     "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
-    "characters of a pattern": "quantization.config._MAX_PATTERN",
+    "characters of a pattern": "quantization.config._MAX_PATTERN quantization.model._MAX_GROUP",
     "headers kept": "storage.cache._LARGEST_ENTRY storage.cache._MOST_NBYTES",
 }
 
