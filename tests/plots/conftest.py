@@ -24,6 +24,7 @@ def figures(
     from matplotlib import pyplot as plt
 
     monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    plt.close("all")  # of tests elsewhere
     yield
     try:
         for number in plt.get_fignums():

@@ -62,6 +62,23 @@ def test_some_numbered_tensors_have_the_colour_of_their_number(flat: xr.Dataset)
     assert ax.get_title() == "m.layers.{0..5}.attn.w"
 
 
+def test_one_role_in_two_layers_has_two_labels(flat: xr.Dataset) -> None:
+    names = ["m.layers.3.attn.w", "m.layers.5.attn.w"]
+    ax = Plots(flat).histogram(names)
+    assert legend_texts(ax) == ["layer 3", "layer 5"]
+    assert ax.get_title() == "m.layers.*.attn.w"
+
+
+def test_labels_of_long_names_differ() -> None:
+    values = np.random.default_rng(0).normal(size=99)
+    ends = ["attention.projection.of.queries.keys.and.values.together.weight", "bias"]
+    names = [f"encoder.{side}.{part}.{ends[0]}" for side in "ab" for part in "xyz"]
+    names += [f"{'very.' * 20}long.{end}" for end in ends]
+    ax = Plots(xr.Dataset(dict.fromkeys(names, ("x", values)))).histogram()
+    labels = legend_texts(ax)
+    assert len(set(labels)) == len(labels) == len(names)
+
+
 def test_many_tensors_are_bands_and_the_outlier_has_a_name() -> None:
     rng = np.random.default_rng(0)
     tensors = {

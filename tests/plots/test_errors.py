@@ -11,7 +11,7 @@ import xarray as xr
 import xckpt
 import xckpt.accessor
 from tests.hostile_names import HOSTILE
-from tests.plots.pictures import notes
+from tests.plots.pictures import end_labels, notes
 from xckpt.plots import Plots
 
 if TYPE_CHECKING:
@@ -82,6 +82,35 @@ def test_of_many_the_worst_is_seen() -> None:
     assert values.max() == 1
     assert "700 tensors, the worst of neighbours" in notes(ax)
     ax.figure.canvas.draw()
+
+
+def test_layers_are_in_order() -> None:
+    x = np.random.default_rng(0).normal(size=(32, 6, 8))
+    tensors = {f"m.layers.{n}.q.weight": (("out", "in"), x[n]) for n in range(32)}
+    ds = xr.Dataset(dict(sorted(tensors.items())))
+    ax = Plots(ds).error(ds.round(2))
+    assert labels(ax) == [str(n) for n in range(32)]
+    assert ax.get_ylabel() == "layers"
+
+
+def test_a_whole_model_has_names_and_no_empty_columns() -> None:
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for n in range(20):
+        for word, channels in (("q", 64), ("up", 96), ("down", 64)):
+            tensors[f"layers.{n}.{word}.weight"] = rng.normal(size=(channels, 8))
+    tensors["embed.weight"] = rng.normal(size=(400, 8))
+    ds = xr.Dataset({n: ((f"{n}0", f"{n}1"), values) for n, values in sorted(tensors.items())})
+    ax = Plots(ds).error(ds.round(2))
+    values = drawn(ax)
+    assert values.shape == (61, 400)
+    assert np.isfinite(values).all()
+    assert set(end_labels(ax)) == {
+        "embed.weight",
+        *(f"layers.{{0..19}}.{word}.weight  ×20" for word in ("q", "up", "down")),
+    }
+    assert ax.get_xlabel() == "channels of each tensor, 64 to 400"
+    assert ax.get_title() == "61 tensors"
 
 
 def test_what_was_zero(base: xr.Dataset) -> None:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib import pyplot as plt
 from matplotlib.collections import PolyCollection
 
 import xckpt.statistics
-from tests.plots.pictures import legend_texts, notes
+from tests.plots.pictures import end_labels, notes, point_labels
+from tests.stats.architectures import resnet, t5, unet, whisper
+from tests.stats.models import llama
 from xckpt.plots import Plots
 
 if TYPE_CHECKING:
@@ -35,12 +38,13 @@ def test_a_line_for_each_role(kind: str, flat: xr.Dataset, request: Any) -> None
     assert up == pytest.approx(np.median(experts, axis=1), rel=1e-5)
     (band,) = [each for each in ax.collections if isinstance(each, PolyCollection)]
     assert band.get_paths()[0].get_extents().ymax == pytest.approx(experts.max(), rel=1e-5)
-    key = legend_texts(ax)
-    assert key[:2] == ["attn.w", "experts.{0..2}.up"]
+    assert end_labels(ax) == ["attn.w", "experts.{0..2}.up"]
+    assert ax.get_legend() is None
+    lowest, highest = point_labels(ax)
     layer, expert = np.unravel_index(experts.argmax(), experts.shape)
-    assert key[2] == f"layer {layer}, expert {expert}: {experts.max():.3g}"
+    assert highest == f"layer {layer}, expert {expert}: {experts.max():.3g}"
     layer, expert = np.unravel_index(experts.argmin(), experts.shape)
-    assert key[3] == f"layer {layer}, expert {expert}: {experts.min():.3g}"
+    assert lowest == f"layer {layer}, expert {expert}: {experts.min():.3g}"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("layers", "std")
     assert ax.get_title() == "m.layers.{0..5}.*"
 
@@ -67,8 +71,8 @@ def test_a_line_for_each_number_of_another_module(flat: xr.Dataset) -> None:
 
 def test_colours_by_a_function_of_the_name(flat: xr.Dataset) -> None:
     ax = Plots(flat).layers("std", hue=lambda name: name.rpartition(".")[2])
-    assert legend_texts(ax)[:2] == ["w", "up"]
-    assert all(text.startswith("layer ") for text in legend_texts(ax)[2:])
+    assert end_labels(ax) == ["w", "up"]
+    assert all(text.startswith("layer ") for text in point_labels(ax))
 
 
 def test_along_another_module(flat: xr.Dataset) -> None:
@@ -148,10 +152,10 @@ def test_more_than_twelve_lines_are_bands_with_their_extremes_named() -> None:
     for ax in (Plots(ds).layers("std", hue="experts"), Plots(ds).layers("std")):
         assert len(lines(ax)) == 2
         assert len({line.get_color() for line in ax.get_lines()}) == 2
-        key = legend_texts(ax)
-        assert (ax.get_title(), key[0]) == ("layers.{0..2}.experts.{0..39}.*", "up")
-        assert key[1].startswith("layer 2, expert 17: ")
-        assert key[5] == "layer 1, expert 5: 0"
+        assert ax.get_title() == "layers.{0..2}.experts.{0..39}.*"
+        assert end_labels(ax) == ["down", "up"]
+        assert any(text.startswith("layer 2, expert 17: ") for text in point_labels(ax))
+        assert "layer 1, expert 5: 0" in point_labels(ax)
         assert notes(ax) == "lines: medians; bands: 5 to 95 %, and all"
         # Both bands of both roles.
         assert len([each for each in ax.collections if isinstance(each, PolyCollection)]) == 4
@@ -170,7 +174,127 @@ def test_one_outlier_is_not_in_the_inner_band() -> None:
     assert outer == pytest.approx(1000 * inner)
 
 
-def test_more_than_twelve_roles_are_united() -> None:
+def of_architecture(tensors: dict[str, np.ndarray[Any, Any]]) -> xr.Dataset:
+    variables = {}
+    for name, values in tensors.items():
+        variables[name] = ([f"{name}:{axis}" for axis in range(values.ndim)], values)
+    return xr.Dataset(variables)
+
+
+def panels(ax: Axes) -> dict[str, list[str]]:
+    """Give the labels of the lines of each panel, by its title."""
+    axes = ax.get_figure(root=True).axes  # type: ignore[union-attr]
+    return {each.get_title(): sorted(end_labels(each)) for each in axes}
+
+
+class TestPanels:
+    """Tensors of one kind and module share a scale, and others have one of their own."""
+
+    def test_of_a_whole_model(self) -> None:
+        ax = Plots(of_architecture(llama(6, 16, np.float32))).layers("std")
+        base = "model.layers.{0..5}"
+        assert panels(ax) == {
+            f"{base}.mlp.*": ["down_proj.weight", "gate_proj.weight", "up_proj.weight"],
+            f"{base}.self_attn.*": [f"{word}_proj.weight" for word in "koqv"],
+            f"{base}.*": ["input_layernorm.weight", "post_attention_layernorm.weight"],
+        }
+
+    def test_have_the_same_positions_which_are_written_once(self) -> None:
+        ax = Plots(of_architecture(llama(6, 16, np.float32))).layers("std")
+        every = ax.get_figure(root=True).axes  # type: ignore[union-attr]
+        assert len({axes.get_xlim() for axes in every}) == 1
+        assert [axes.get_xlabel() for axes in every] == ["", "", "layers"]
+
+    def test_are_at_most_six_and_none_is_lost(self) -> None:
+        for model in (unet, t5, whisper):
+            ds = of_architecture(model())
+            with plt.rc_context({"figure.max_open_warning": 0}):
+                ax = Plots(ds).layers("absmax")
+            every = ax.get_figure(root=True).axes  # type: ignore[union-attr]
+            assert len(every) <= 6
+            assert all(len(axes.get_lines()) <= 8 for axes in every)
+
+    def test_given_axes_are_one_panel(self) -> None:
+        _, given = plt.subplots()
+        ds = of_architecture(llama(6, 16, np.float32))
+        assert Plots(ds).layers("std", ax=given) is given
+        assert len(given.get_figure(root=True).axes) == 1  # type: ignore[union-attr]
+        assert end_labels(given)
+
+    def test_of_buffers_and_optimizers_are_left_out_unless_they_are_named(self) -> None:
+        tensors = resnet((3, 3), 4)
+        for number in range(9):
+            tensors[f"optimizer.state.{number}.exp_avg"] = np.ones((3, 3), np.float32)
+        plots = Plots(of_architecture(tensors))
+        ax = plots.layers("std")
+        assert notes(ax) == "without tensors of other roles: 42 buffers, 9 optimizer state"
+        assert all("running" not in label for labels in panels(ax).values() for label in labels)
+        ax = plots.layers("mean", "*.running_*")
+        assert panels(ax) == {
+            f"*.{norm}.*": ["running_mean", "running_var"]
+            for norm in ("bn1", "bn2", "downsample.1")
+        }
+
+    def test_a_point_out_of_line_has_a_label(self) -> None:
+        tensors = llama(24, 16, np.float32)
+        tensors["model.layers.9.self_attn.q_proj.weight"] *= 3
+        ax = Plots(of_architecture(tensors)).layers("std", "*.self_attn.*")
+        (label,) = point_labels(ax)
+        assert label.startswith("layer 9: 0.0")
+
+
+class TestStages:
+    """Modules that repeat the same tensors under several names follow each other."""
+
+    @staticmethod
+    def ticks(ax: Axes) -> list[str]:
+        lowest = ax.get_figure(root=True).axes[-1]  # type: ignore[union-attr]
+        return [text.get_text() for text in lowest.get_xticklabels()]
+
+    def test_of_a_resnet(self) -> None:
+        ax = Plots(of_architecture(resnet())).layers("std", "*.conv?.weight")
+        assert self.ticks(ax) == [
+            f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)
+        ]
+        assert [len(line) for line in lines(ax)] == [8, 8]
+        assert end_labels(ax) == ["conv1.weight", "conv2.weight"] or end_labels(ax) == [
+            "conv2.weight",
+            "conv1.weight",
+        ]
+        assert ax.get_title() == "layer1.0 … layer4.1.*"
+
+    def test_of_a_unet(self) -> None:
+        ds = of_architecture(unet())
+        ax = Plots(ds).layers("std", "*resnets*.conv1.weight")
+        assert self.ticks(ax) == [
+            *(f"down_blocks.{n}" for n in range(3)),
+            "mid_block",
+            *(f"up_blocks.{n}" for n in range(3)),
+        ]
+        (line,) = lines(ax)
+        middle = [float(ds[f"mid_block.resnets.{n}.conv1.weight"].std()) for n in (0, 1)]
+        assert line[3] == pytest.approx(np.median(middle), rel=1e-5)
+
+    def test_encoder_and_decoder_have_the_same_numbers(self) -> None:
+        ax = Plots(of_architecture(whisper())).layers("std", "*.fc1.weight")
+        assert sorted(end_labels(ax)) == [
+            "decoder.layers.{0..2}.fc1.weight",
+            "encoder.layers.{0..2}.fc1.weight",
+        ]
+        assert ax.get_xlabel() == "layers"
+
+    def test_an_outlier_is_named_by_its_stage(self) -> None:
+        tensors = resnet((4, 4, 4, 4), 4)
+        tensors["layer3.2.conv2.weight"] *= 20
+        ax = Plots(of_architecture(tensors)).layers("std", "*.conv?.weight")
+        assert [label.partition(":")[0] for label in point_labels(ax)] == ["layer3.2"]
+
+    def test_one_of_them_can_be_chosen(self) -> None:
+        ax = Plots(of_architecture(resnet())).layers("std", "*.conv?.weight", x="layer2")
+        assert ax.get_xlabel() == "layer2"
+
+
+def test_more_than_eight_series_of_a_panel_are_united() -> None:
     values = np.random.default_rng(0).normal(size=9)
     words = ("q", "k", "v", "o", "gate", "up", "down")
     tensors = {
@@ -180,12 +304,12 @@ def test_more_than_twelve_roles_are_united() -> None:
         for n in range(3)
     }
     tensors["l.1.k.bias"] = ("x", values * 100)
-    ax = Plots(xr.Dataset(tensors)).layers("std")
+    ax = Plots(xr.Dataset(tensors)).layers("std", ax=plt.subplots()[1])
     assert len(lines(ax)) == 2
-    assert any(text.startswith("l 1, k: ") for text in legend_texts(ax))
+    assert any(text.startswith("l 1, k: ") for text in point_labels(ax))
     ax = Plots(xr.Dataset(tensors)).layers("std", hue=lambda name: name[-4:])
     assert len(lines(ax)) == 2
-    assert legend_texts(ax)[0] == "ight"
+    assert sorted(end_labels(ax)) == ["bias", "ight"]
 
 
 def test_statistics_of_the_session_are_used(
@@ -211,8 +335,11 @@ def test_codes_do_not_share_an_axis_with_weights() -> None:
         tensors[f"l.{n}.b.weight"] = ("x", values)
     plots = Plots(xr.Dataset(tensors))
     ax = plots.layers("std")
-    assert legend_texts(ax) == ["a.weight_scale", "b.weight"]
-    assert notes(ax) == "without 3 tensors of codes; their scales are in weight_scale"
+    assert ax.get_title() == "l.{0..2}.b.weight"
+    assert notes(ax).split(" · ") == [
+        "without tensors of other roles: 3 quantisation",
+        "without 3 tensors of codes; their scales are in weight_scale",
+    ]
     ax = plots.layers("std", "*.a.weight")
     assert ax.get_ylabel() == "std of codes"
     assert notes(ax) == "codes, whose scales are in weight_scale"

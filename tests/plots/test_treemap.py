@@ -77,6 +77,20 @@ def test_colours_are_stored_types() -> None:
     assert key == ["float32  16 B  80.0 %", "int8  4 B  20.0 %"]
 
 
+@pytest.mark.parametrize(("count", "marks"), [(40_000, ("1", "2")), (3000, ("·", "·"))])
+def test_narrow_areas_are_listed(count: int, marks: tuple[str, str]) -> None:
+    value = np.zeros(4_000_000, np.float32)
+    names = {f"layers.0.{name}_proj": ("a", value) for name in ("gate", "up", "down")}
+    names |= {f"layers.0.{name}_norm": (name, value[:count]) for name in ("first", "second")}
+    ax = Plots(xr.Dataset(names)).treemap()
+    (listed,) = [text.get_text() for text in ax.texts if "first_norm" in text.get_text()]
+    assert [line.split()[:2] for line in listed.splitlines()] == [
+        [marks[0], "first_norm"],
+        [marks[1], "second_norm"],
+    ]
+    assert (set(marks) <= set(texts(ax).splitlines())) == (marks[0] == "1")
+
+
 def test_nothing_is_read(flat: xr.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError

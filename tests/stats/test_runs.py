@@ -160,6 +160,29 @@ class TestPicture:
         assert drawn[0, 4] == pytest.approx(relative, rel=1e-6)
         plt.close("all")
 
+    def test_each_group_of_roles_has_a_scale(self, tmp_path: Path) -> None:
+        from matplotlib import pyplot as plt
+
+        rng = np.random.default_rng(0)
+        for step in range(1, 5):
+            tensors = {f"m.layers.{n}.w": rng.random((4, 4), np.float32) for n in range(3)}
+            for n in range(3):
+                tensors[f"optimizer.state.{n}.exp_avg"] = rng.random((4, 4), np.float32) * 1e-6
+                tensors[f"optimizer.state.{n}.step"] = np.array(step * 1000, np.float32)
+            write(tmp_path / f"step-{step}.safetensors", tensors)
+        ds = xckpt.open_steps(str(tmp_path / "step-*.safetensors"))
+        ax = ds.ckpt.plot.steps()
+        panels = {axes.get_title(): axes for axes in ax.figure.axes if axes.images}
+        assert list(panels) == ["parameters: 3 tensors, 4 steps", "optimizer state: 3 tensors"]
+        scales = [axes.images[0].get_clim() for axes in panels.values()]
+        assert scales[0][0] > 0.1
+        assert scales[1][1] < 1e-5
+        assert "without 3 tensors of other roles" in ax.texts[0].get_text()
+        given = ds.ckpt.plot.steps(ax=plt.subplots()[1])
+        shown: Any = given.images[0].get_array()
+        assert shown.shape == (3, 3)
+        plt.close("all")
+
     def test_needs_steps_and_tensors(self, tmp_path: Path) -> None:
         ds = xckpt.open_steps(run(tmp_path))
         with pytest.raises(ValueError, match="open several with"):

@@ -16,7 +16,8 @@ from xckpt.errors import shown
 from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
 from xckpt.notebook.folding import Row, fold
 from xckpt.notebook.formatting import counted, figure
-from xckpt.plots.roles import groups_of, numbers_of
+from xckpt.plots.series import groups_of, numbers_of
+from xckpt.plots.theme import INK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -257,7 +258,8 @@ def _picture(draw: Callable[[], Axes]) -> str:
             drawing.savefig(lines, format="svg", metadata=nothing)
             # Without the prologue, which names a file elsewhere.
             markup = re.sub(r"\A.*?(?=<svg)", "", lines.getvalue(), flags=re.DOTALL)
-            markup = _NAMESPACES.sub("", markup)
+            # In the colour of the text around it, be it dark or light.
+            markup = _NAMESPACES.sub("", markup).replace(INK, "currentColor")
             if len(markup) <= _LARGEST_DRAWING:
                 return markup
             pixels = BytesIO()

@@ -31,7 +31,7 @@ _STYLE = (
     ".t .n{text-align:right;white-space:nowrap}"
     ".t code{font:12px/1.5 Menlo,Consolas,monospace;overflow-wrap:anywhere}"
     ".t td:has(code){min-width:20em}"
-    "figure{margin:12px 0}figure>*{max-width:100%;height:auto;background:#fff}"
+    "figure{margin:12px 0}figure>*{max-width:100%;height:auto}"
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _HEAD = (

@@ -32,7 +32,7 @@ class Plots:
     """Pictures of the tensors of a Dataset or DataTree.
 
     Every method draws with matplotlib (``pip install 'xckpt[plot]'``) into the given axes, or into
-    those of a new figure, and returns the axes.
+    a new figure, and returns the axes; the first ones, if the figure has several panels.
 
     Parameters
     ----------
@@ -43,9 +43,12 @@ class Plots:
 
     Notes
     -----
-    Tensors of codes, such as the int8 weights that have their scales next to them, are never drawn
-    with weights: they are left out, which the picture says, or labelled as codes if nothing else
-    is chosen. Arguments are checked before any data are read.
+    By default `layers` and `histogram` draw the parameters; a line below the title counts buffers,
+    the state of an optimizer and others that are left out, and names choose these. Tensors of
+    codes, such as int8 weights with their scales next to them, are never drawn with weights: they
+    are left out, or labelled as codes if nothing else is chosen. New figures are transparent, in
+    colours for light and dark notebooks, unless matplotlib has another style than its default.
+    Arguments are checked before any data are read.
 
     Examples
     --------
@@ -88,14 +91,18 @@ class Plots:
         ax: Axes | None = None,
         **kwargs: Any,
     ) -> Axes:
-        """Draw a statistic along the numbered modules of a model: one line for each role.
+        """Draw a statistic along the numbered modules of a model, each kind in its own panel.
 
-        The tensors ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... make one line. Where they are
-        numbered twice, like experts in layers, the line is the median over the other numbers, a
-        band spans the smallest to the largest, another one the middle 90 % of eight or more, and
-        the legend names the tensors at the extremes. If there are more than twelve roles, those
-        are united whose names differ in one word, and the smallest of what is left. Tensors
-        without a number are not shown.
+        The tensors ``layers.0.mlp.w``, ``layers.1.mlp.w``, ... make one line. Tensors numbered
+        twice, like experts in layers, make a line of the medians over the other numbers, a band
+        from the smallest to the largest value and, if they are eight or more, another band of the
+        middle 90 %. Labels name lines at their ends, and tensors at extremes and out of line.
+
+        Weights, gains of norms, biases and tensors of other roles are in different panels, and so
+        are modules with many lines: six panels at most, of eight lines each. Beyond that, lines
+        are united whose names differ in one word, and the smallest of the rest. Axes in `ax` are
+        one panel. Modules of several names that repeat the same tensors, such as the stages of a
+        ResNet or UNet, follow each other. Tensors without a number are not shown.
 
         Parameters
         ----------
@@ -106,9 +113,9 @@ class Plots:
         x : str, optional
             The module whose numbers are on the axis; by default the outermost, usually the layers.
         hue : str or callable, optional
-            How lines are coloured: by another numbered module, with one line for each of its
-            numbers, or bands if these are more than twelve; or by the result of a function of the
-            name without numbers. By default every line has its own colour.
+            Colours of lines: another numbered module, for one line for each of its numbers, or
+            bands if these are more than twelve; or a function of the name without numbers. Lines
+            are in one panel then. By default every line of a panel has its own colour.
         stats : xarray.Dataset, optional
             The result of `xckpt.stats` for this object, or of `xckpt.compare`; by default what
             ``ds.ckpt.stats()`` found, or else it is computed, or taken from the cache.
@@ -120,7 +127,8 @@ class Plots:
         Returns
         -------
         matplotlib.axes.Axes
-            The axes, logarithmic where the values span more than two powers of ten.
+            The axes of the first panel, logarithmic where the values span more than two powers of
+            ten. ``ax.figure.axes`` has those of all panels.
 
         Raises
         ------
@@ -202,7 +210,8 @@ class Plots:
         """Draw where the bytes of a checkpoint are: nested rectangles, like its modules.
 
         Areas show stored bytes, colours show element types as in the summary. Modules that only
-        differ in their number are one rectangle, with ``*`` for the number. No data are read.
+        differ in their number are one rectangle, with ``*`` for the number. Rectangles without
+        room for a name have a number, which a list explains. No data are read.
 
         Parameters
         ----------
@@ -229,7 +238,7 @@ class Plots:
         """
         from xckpt.plots.treemap import draw_treemap
 
-        return draw_treemap(self._obj, names, ax)
+        return draw_treemap(self._obj, names, ax=ax)
 
     def spectrum(
         self,
@@ -249,7 +258,8 @@ class Plots:
         name : str
             Name of a tensor in the file, also one that is stacked, or of a variable.
         minus : path, Index, xarray.Dataset or xarray.DataTree, optional
-            Draw those of the difference to this checkpoint.
+            Draw the singular values of the difference to this checkpoint, and the largest one
+            that rounding to the stored types explains.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default in a new figure. The density is drawn at its right.
         **kwargs
@@ -355,8 +365,10 @@ class Plots:
     ) -> Axes:
         """Draw how much each layer changes from step to step of a training run.
 
-        Of a Dataset that `xckpt.open_steps` opened, each step is compared with the one before.
-        A row is a numbered module, or what has no number.
+        Each step of a Dataset of `xckpt.open_steps` is compared with the step before. A row is a
+        numbered module, or a module without numbers. Parameters, buffers and the state of an
+        optimizer have panels with colour scales of their own; counters are left out. Axes in `ax`
+        show the first of these groups.
 
         Parameters
         ----------
@@ -385,7 +397,7 @@ class Plots:
         --------
         >>> xckpt.open_steps("run/step-*.zt").ckpt.plot.steps()  # doctest: +SKIP
         """
-        from xckpt.plots.comparisons import draw_steps
+        from xckpt.plots.steps import draw_steps
 
         return draw_steps(self._obj, names, relative=relative, ax=ax, **kwargs)
 
@@ -469,9 +481,10 @@ class Plots:
         Returns
         -------
         matplotlib.axes.Axes
-            The axes, with channels along the columns. Of more channels or tensors than there is
-            room for, the worst of neighbours is shown. Channels that are equal are grey, those
-            that were zero and are not any more pink.
+            The axes, with channels along the columns. Tensors of fewer channels are stretched to
+            the whole width. Many tensors are in blocks of those whose names differ in numbers. Of
+            more channels or tensors than there is room for, the worst of neighbours is shown.
+            Equal channels are grey; channels that were zero on one side only are pink.
 
         Raises
         ------
@@ -487,6 +500,6 @@ class Plots:
         --------
         >>> ds.ckpt.plot.error("model.gguf", names="*.q_proj.weight")  # doctest: +SKIP
         """
-        from xckpt.plots.comparisons import draw_error
+        from xckpt.plots.channels import draw_error
 
         return draw_error(self._obj, other, statistic, names, dim=dim, ax=ax, **kwargs)

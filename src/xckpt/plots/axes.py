@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from xckpt.loading import uninterrupted
-from xckpt.notebook.formatting import printable, shortened
+from xckpt.notebook.formatting import columns, printable, shortened
+from xckpt.plots.theme import SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +70,26 @@ def new_axes(ax: Axes | None, width: float = 8.0, height: float = 4.5, *, labels
     return plt.subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
 
 
+def new_panels(heights: Sequence[float], width: float = 8.0, columns: int = 1) -> list[Axes]:
+    """Return the axes of a new figure, row by row, with heights of rows in inches."""
+    from matplotlib import pyplot as plt
+
+    rows = -(-len(heights) // columns)
+    inches = [max(heights[row * columns : (row + 1) * columns]) for row in range(rows)]
+    grid: Any = plt.subplots(
+        rows,
+        columns,
+        figsize=(width, sum(inches)),
+        height_ratios=inches,
+        layout="constrained",
+        squeeze=False,
+    )[1]
+    every: list[Axes] = list(grid.flat)
+    for axes in every[len(heights) :]:
+        axes.remove()
+    return every[: len(heights)]
+
+
 def safe(text: str, width: int = _WIDTH) -> str:
     """Make a text from a file fit for a label: printable, short, and not a formula."""
     return shortened(printable(text), width).replace("$", r"\$")
@@ -80,15 +101,15 @@ def write(text: Text, content: str, width: int = _WIDTH) -> None:
     text.set_parse_math(False)
 
 
-def add_heading(ax: Axes, title: str, *notes: str) -> None:
-    """Write a title, and below it in small letters what has to be known of a picture."""
+def add_heading(ax: Axes, title: str, *notes: str, left: float = 50.0) -> None:
+    """Write a title, and below it notes in small letters; `left` are points of labels there."""
     from matplotlib.font_manager import FontProperties
 
     # In points. Before the layout, which takes something on the left for labels.
     figure: Any = ax.get_figure(root=True)
     room, spec = figure.get_size_inches()[0] * 72, ax.get_subplotspec()
     is_alone = spec is not None and spec.get_gridspec().ncols == 1
-    room = float(room - 50 if is_alone else ax.get_position().width * room)
+    room = float(room - left if is_alone else ax.get_position().width * room)
     lines = [""]
     for note in filter(None, notes):
         size = FontProperties(size="small").get_size_in_points() * _CHARACTER_WIDTH
@@ -143,6 +164,137 @@ def add_legend(
         legend.get_title().set_fontsize("small")
 
 
+# --- labels in the picture -----------------------------------------------------------------------
+
+_GAP_OF_LABELS = 1.25  # in sizes of the font
+_SMALL = 8.5  # points
+
+
+class Label(NamedTuple):
+    """A text for a point of a picture, in the colour of its line."""
+
+    x: float
+    y: float
+    text: str
+    colour: Any
+
+
+def label_ends(ax: Axes, labels: Sequence[Label], width: int = _WIDTH) -> None:
+    """Write labels at the right of lines that end in points, none above another."""
+    height = _inches(ax)[1]
+    gap = _GAP_OF_LABELS * _SMALL / 72 / height
+    ends = sorted(labels, key=lambda label: label.y)
+    places = _fractions(ax, ends)[:, 1]
+    for label, y in zip(ends, spread(places, gap), strict=True):
+        text = ax.annotate(
+            "",
+            (label.x, label.y),
+            (1.02, y),
+            "data",
+            "axes fraction",
+            {
+                "arrowstyle": "-",
+                "color": label.colour,
+                "lw": 0.6,
+                "alpha": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
+            annotation_clip=False,
+            va="center",
+            fontsize=_SMALL,
+            color=label.colour,
+        )
+        write(text, label.text, width)
+
+
+def label_rows(ax: Axes, rows: Sequence[float], labels: Sequence[str]) -> None:
+    """Write labels at the left of the rows of an image, none above another."""
+    from matplotlib import rcParams
+
+    gap = _GAP_OF_LABELS * _SMALL / 72 / _inches(ax)[1]
+    places = _fractions(ax, [Label(0.0, row, "", "") for row in rows])[:, 1]
+    order = np.argsort(places, kind="stable")
+    for at, y in zip(order.tolist(), spread(places[order], gap), strict=True):
+        line = {"arrowstyle": "-", "lw": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 0}
+        line |= {"relpos": (1, 0.5), "color": rcParams["text.color"]}
+        text = ax.annotate(
+            "",
+            (0, places[at]),
+            (-0.03, y),
+            "axes fraction",
+            "axes fraction",
+            line,
+            annotation_clip=False,
+            ha="right",
+            va="center",
+            fontsize=_SMALL,
+        )
+        write(text, labels[at], _WIDTH)
+
+
+def spread(places: Any, gap: float) -> list[float]:
+    """Move ascending places apart to a distance of at least `gap`, as little as possible."""
+    clusters: list[list[float]] = []  # their means without gaps, and how many places they have
+    for number, place in enumerate(places):
+        mean, count = float(place) - number * gap, 1.0
+        while clusters and clusters[-1][0] > mean:
+            before, members = clusters.pop()
+            mean = (mean * count + before * members) / (count + members)
+            count += members
+        clusters.append([mean, count])
+    means = [mean for mean, count in clusters for _ in range(int(count))]
+    moved = [mean + number * gap for number, mean in enumerate(means)]
+    # Not beyond the axes, as far as there is room.
+    down = max(0.0, moved[-1] - 1) if moved else 0.0
+    moved = [place - down for place in moved]
+    up = max(0.0, -moved[0]) if moved else 0.0
+    return [place + up for place in moved]
+
+
+def label_points(ax: Axes, labels: Sequence[Label]) -> None:
+    """Write labels next to points, where they hide neither each other nor leave the axes."""
+    width, height = _inches(ax)
+    taken: list[tuple[float, float, float, float]] = []
+    line = _SMALL * 1.3 / 72 / height
+    for label, (x, y) in zip(labels, _fractions(ax, labels), strict=True):
+        content = shortened(printable(label.text), _WIDTH)
+        room = columns(content) * _SMALL * _CHARACTER_WIDTH / 72 / width
+        # Outwards first.
+        heights = [0.3, -1.4, 1.5, -2.6] if y > 0.5 else [-1.4, 0.3, -2.6, 1.5]
+        boxes = [
+            (left, bottom, left + room, bottom + line)
+            for bottom in [y + height * line for height in heights]
+            for left in (x - room / 2, x + 0.01, x - room - 0.01)
+        ]
+        inside = [box for box in boxes if box[0] >= 0 and box[2] <= 1 and 0 <= box[1] <= 1 - line]
+        free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
+        best = (free or inside or boxes)[0]
+        taken.append(best)
+        text = ax.text(best[0], best[1], "", transform=ax.transAxes, fontsize=_SMALL)
+        text.set(color=label.colour, va="bottom", ha="left")
+        write(text, content)
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _fractions(ax: Axes, labels: Sequence[Label]) -> Any:
+    """Return where points are in the axes, from 0 to 1 along both."""
+    ax.autoscale_view()
+    points = np.array([(label.x, label.y) for label in labels], np.float64).reshape(-1, 2)
+    return (ax.transScale + ax.transLimits).transform(points)
+
+
+def _inches(ax: Axes) -> tuple[float, float]:
+    """Return the size of axes, before the layout has cut off what labels need."""
+    figure: Any = ax.get_figure(root=True)
+    place, size = ax.get_position(), figure.get_size_inches()
+    return place.width * size[0], place.height * size[1]
+
+
 def line_styles(count: int) -> list[dict[str, Any]]:
     """Return the colours of lines and, when these are used up, dashes."""
     from matplotlib import rcParams
@@ -164,9 +316,13 @@ def number_colours(ax: Axes, numbers: Iterable[int], label: str) -> dict[int, An
 
     known = sorted(set(numbers))
     scale = Normalize(known[0], known[-1])
-    # One end of the map is too pale for lines on white, the other too dark for lines on black.
-    span = (0.0, 0.92) if luminance(ax.get_facecolor()) > 0.5 else (0.2, 1.0)
-    colours = colormaps["viridis"](np.linspace(*span, 256))
+    ground: Any = ax.get_facecolor()
+    if ground[3] == 0:  # it may be light or dark
+        colours: Any = SCALE
+    else:
+        # One end of the map is too pale for lines on white, the other too dark for lines on black.
+        span = (0.0, 0.92) if luminance(ground) > 0.5 else (0.2, 1.0)
+        colours = colormaps["viridis"](np.linspace(*span, 256))
     listed = LinearSegmentedColormap.from_list("numbers", colours)
     bar = ax.figure.colorbar(ScalarMappable(scale, listed), ax=ax)
     bar.set_label(safe(label))

@@ -18,7 +18,15 @@ from xckpt.plots.axes import (
     number_text,
     require_drawable,
 )
-from xckpt.plots.roles import MOST_LINES, choose, groups_of, numbers_of, roles_of, title_and_labels
+from xckpt.plots.series import (
+    MOST_LINES,
+    choose,
+    groups_of,
+    numbers_of,
+    series_of,
+    title_and_labels,
+)
+from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
-    from xckpt.plots.roles import Chosen, Role
+    from xckpt.plots.series import Chosen, Series
     from xckpt.statistics.bins import Distribution
 
 # So many lines at most are told apart by name rather than by number.
@@ -58,6 +66,7 @@ class _Density(NamedTuple):
         return values
 
 
+@themed
 def draw_histogram(
     obj: Any,
     names: TensorFilter | None,
@@ -80,17 +89,17 @@ def draw_histogram(
     found, notes = _found(obj, chosen)
     axis = _Axis(found, bins, scale)
     low, high = min(each.low for each in found), max(each.high for each in found)
-    title, roles = roles_of([each.name for each in found], MOST_LINES, chosen.ndims)
+    title, every = series_of([each.name for each in found], MOST_LINES, chosen.ndims)
     by_name = {each.name: each for each in found}
-    members = [[by_name[name] for name in role.names] for role in roles]
+    members = [[by_name[name] for name in series.names] for series in every]
     is_banded = len(found) > MOST_LINES
-    ax = new_axes(ax, labels=len(found) if not is_banded else 2 * len(roles) + _FEW_BANDS)
+    ax = new_axes(ax, labels=len(found) if not is_banded else 2 * len(every) + _FEW_BANDS)
     if is_banded:
-        _draw_bands(ax, roles, members, axis, style)
-        bands = "5 to 95 %, and all" if len(roles) <= _FEW_BANDS else "5 to 95 %"
+        _draw_bands(ax, every, members, axis, style)
+        bands = "5 to 95 %, and all" if len(every) <= _FEW_BANDS else "5 to 95 %"
         notes = [f"lines: medians; bands: {bands}", *notes]
     else:
-        title = _draw_lines(ax, roles, found, axis, style) or title
+        title = _draw_lines(ax, every, found, axis, style) or title
     name_the_ends(ax, low, high, linthresh=axis.linthresh)
     ax.set_yscale("log" if log else "linear")
     drawn = [density for density in axis.drawn if density > 0]
@@ -188,7 +197,7 @@ class _Axis:
 
 def _draw_lines(
     ax: Axes,
-    roles: Sequence[Role],
+    every: Sequence[Series],
     found: Sequence[Distribution],
     axis: _Axis,
     style: dict[str, Any],
@@ -197,7 +206,7 @@ def _draw_lines(
     densities = [each for one in found for each in axis.densities([one])]
     styles = line_styles(len(found))
     numbers = [numbers_of(each.name) for each in found]
-    is_numbered = len(roles) == 1 and len(found) > _FEW_LINES and len(numbers[0]) == 1
+    is_numbered = len(every) == 1 and len(found) > _FEW_LINES and len(numbers[0]) == 1
     if is_numbered:
         (base,) = numbers[0]
         colours = number_colours(ax, [each[base] for each in numbers], base)
@@ -225,7 +234,7 @@ def _stairs(ax: Axes, axis: _Axis, edges: Values, values: Values, style: dict[st
 
 def _draw_bands(
     ax: Axes,
-    roles: Sequence[Role],
+    every: Sequence[Series],
     members: Sequence[Sequence[Distribution]],
     axis: _Axis,
     style: dict[str, Any],
@@ -233,8 +242,8 @@ def _draw_bands(
     """Draw bands of quantiles, and the tensors that are spread most and least."""
     handles: list[Any] = []
     labels: list[str] = []
-    few = len(roles) <= _FEW_BANDS
-    for role, found, own in zip(roles, members, line_styles(len(roles)), strict=True):
+    few = len(every) <= _FEW_BANDS
+    for series, found, own in zip(every, members, line_styles(len(every)), strict=True):
         own = {"linewidth": 1.3, **own, **style}  # noqa: PLW2901
         densities = axis.densities(found)
         edges = densities[0].edges
@@ -245,7 +254,7 @@ def _draw_bands(
         levels = np.quantile([each.at(middles) for each in densities], _QUANTILES, axis=0)
         handles.append(_stairs(ax, axis, edges, levels[2], own))
         times = f"  ×{len(found):,}" if len(found) > 1 else ""
-        labels.append((role.label if len(roles) > 1 else "median") + times)
+        labels.append((series.label if len(every) > 1 else "median") + times)
         if len(found) == 1:
             continue
         axis.drawn += levels[-1 if few else -2].tolist()
@@ -255,7 +264,7 @@ def _draw_bands(
             ax.stairs(levels[-1 - at], edges, baseline=levels[at], fill=True, **look)
         for each, dashes, end in _extremes(densities)[: None if few else 1]:
             span = f"{number_text(each.found.low)} to {number_text(each.found.high)}"
-            labels.append(f"{role.place(each.found.name)}: {span}")
+            labels.append(f"{series.place(each.found.name)}: {span}")
             if few:
                 thin = {**own, "linewidth": 1.0, "linestyle": dashes}
                 handles.append(_stairs(ax, axis, each.edges, each.values, thin))
@@ -284,46 +293,64 @@ def _extremes(densities: Sequence[_Density]) -> list[tuple[_Density, str, float]
 
 # --- singular values -----------------------------------------------------------------------------
 
-# Of the density, next to the values, as shares of their axes.
-_DENSITY = (1.02, 0.0, 0.35, 1.0)
-_MOST_BINS = 60
+# Of the density at the right of the values: its part of the figure, or its place in their axes.
+_RATIOS, _INSET = (3, 1), (1.02, 0.0, 0.35, 1.0)
+_MOST_BINS_OF_VALUES = 60
 
 
+@themed
 def draw_spectrum(obj: Any, name: str, *, minus: Any, ax: Axes | None, **style: Any) -> Axes:
     """Draw singular values; see `xckpt.plots.Plots.spectrum`."""
+    from matplotlib import pyplot as plt
+
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.statistics import spectrum
     from xckpt.statistics.singular import power_law
 
     require_drawable(ax, lambda trial: trial.plot([], [], **style))
-    found = spectrum(OpenTensors(obj)[name], name, minus=minus, values=True).variables[name].values
-    values = found[found > 0]
+    result = spectrum(OpenTensors(obj)[name], name, minus=minus, values=True).variables[name]
+    values = result.values[result.values > 0]
     if not len(values):
         raise ValueError(f"{name!r} has no singular values above 0")
-    if ax is None:
-        ax = new_axes(None, width=7.5)
-        figure: Any = ax.get_figure()
-        figure.set_layout_engine(None)
-        ax.set_position((0.1, 0.12, 0.6, 0.74))
+    if ax is not None:
+        side = ax.inset_axes(_INSET, sharey=ax)
+    else:
+        options: Any = {"figsize": (7.5, 4.2), "layout": "constrained", "width_ratios": _RATIOS}
+        panels: Any = plt.subplots(1, 2, sharey=True, **options)[1]
+        ax, side = panels
     ax.plot(np.arange(1, len(values) + 1), values, **{"marker": ".", "markersize": 3, **style})
     ax.set_yscale("log")
     ax.set_xlabel("number, largest first")
     ax.set_ylabel("singular value")
     ax.grid(visible=True, alpha=0.25)
     alpha, start = power_law(np.square(values))
-    _draw_density(ax, values, alpha, start)
-    share = values / values[0]
-    told = f"stable rank {number_text(float(np.sum(share**2)))}"
-    fitted = "" if np.isnan(alpha) else f"alpha {alpha:.2f} of the tail"
-    add_heading(ax, name if minus is None else f"{name}, the difference", told, fitted)
+    _draw_density(side, values, alpha, start)
+    notes = [f"stable rank {number_text(float(np.sum(np.square(values / values[0]))))}"]
+    if not np.isnan(alpha):
+        notes.append(f"alpha {alpha:.2f} of the tail")
+    if minus is not None:
+        (floor,) = result.attrs["noise_floor"]
+        notes.append(_draw_floor(ax, values, floor))
+    add_heading(ax, name if minus is None else f"{name}, the difference", *notes)
     return ax
 
 
-def _draw_density(ax: Axes, values: Any, alpha: float, start: float) -> None:
+def _draw_floor(ax: Axes, values: Values, floor: float) -> str:
+    """Draw the largest value that rounding explains; return what it says of the rank."""
+    if np.isnan(floor):
+        return "rank unknown: the rounding of quantised tensors is not known"
+    ax.axhline(floor, color="C1", linewidth=1, linestyle="--")
+    text = ax.text(0.99, floor, "rounding", transform=ax.get_yaxis_transform(), color="C1")
+    text.set(ha="right", va="bottom", fontsize="small")
+    return f"rank {np.count_nonzero(values > floor):,} above the rounding"
+
+
+def _draw_density(side: Axes, values: Values, alpha: float, start: float) -> None:
     """Draw how many values there are along the same axis, and the law of the largest."""
-    side = ax.inset_axes(_DENSITY, sharey=ax)
+    from matplotlib.ticker import MaxNLocator
+
     if values[-1] < values[0]:
-        bins = min(_MOST_BINS, max(5, len(values) // 8))
+        bins = min(_MOST_BINS_OF_VALUES, max(5, len(values) // 8))
         edges = np.geomspace(values[-1], values[0], bins + 1)
         counts, _ = np.histogram(values, edges)
         widths = np.diff(np.log10(edges))
@@ -339,5 +366,6 @@ def _draw_density(ax: Axes, values: Any, alpha: float, start: float) -> None:
         side.axhline(tail[0], color="C3", linewidth=0.8, linestyle=":")
     side.set_xlabel("density")
     side.set_xlim(left=0)
+    side.xaxis.set_major_locator(MaxNLocator(3))
     side.tick_params(labelleft=False)
     side.grid(visible=True, alpha=0.25)

@@ -20,7 +20,8 @@ from xckpt.plots.axes import (
     safe,
     whole_numbers,
 )
-from xckpt.plots.roles import codes_drawn, codes_of
+from xckpt.plots.series import codes_drawn, codes_of
+from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -66,6 +67,7 @@ class Sample(NamedTuple):
         return rows + (", largest of each block" if is_reduced else "")
 
 
+@themed
 def draw_heatmap(
     obj: Any,
     name: str,

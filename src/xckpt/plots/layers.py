@@ -9,17 +9,31 @@ import numpy as np
 from xckpt.datasets.tensors import find
 from xckpt.labels import suggest_names
 from xckpt.plots.axes import (
+    Label,
     add_heading,
-    add_legend,
+    label_ends,
+    label_points,
     line_styles,
     new_axes,
+    new_panels,
     number_colours,
     number_text,
     require_drawable,
     safe,
     whole_numbers,
 )
-from xckpt.plots.roles import MOST_LINES, Role, choose, groups_of, numbers_of, outermost, roles_of
+from xckpt.plots.panels import MOST_LINES_OF_PANEL, panels_of, positions_of
+from xckpt.plots.series import (
+    MOST_LINES,
+    Series,
+    choose,
+    groups_of,
+    numbers_of,
+    one_of,
+    outermost,
+    series_of,
+)
+from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
+    from xckpt.plots.panels import Positions
 
 #: A logarithmic axis is for values that span more.
 WIDE_SPAN = 100.0
@@ -38,12 +53,20 @@ _ALPHAS = (0.18, 0.3)
 _FEWEST_QUANTILES = 8
 # So many bands have both of their extremes named, others the one that is farther from the rest.
 _FEW_BANDS = 3
+# A point of a line is named if it is so many times as far from its neighbours as these differ.
+_OUT_OF_LINE, _LEAST_SPREAD = 8.0, 0.03
+_FEWEST_NAMED, _MOST_NAMED = 2, 4
+_LEAST_FACTOR = 0.5  # in powers of two, from the median at the position
+# Inches: of a figure, of a panel, and of its frame.
+_WIDTH, _HEIGHT, _FRAME, _INCHES_OF_LABEL = 8.0, 1.9, 0.4, 0.17
+_FEW_PANELS, _WIDE = 3, 13.0
+_LABEL_WIDTH, _NARROW_LABEL_WIDTH = 44, 30
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class _Extreme(NamedTuple):
-    """The tensor with the largest or the smallest value of a line."""
+    """The tensor with the largest or the smallest value of a line, and that value."""
 
     at: int
     value: float
@@ -51,16 +74,29 @@ class _Extreme(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Values along the numbers of a module, and how they are spread over all other numbers."""
+    """Values along the positions of a module, and how they are spread over all other numbers."""
 
-    role: Role
+    series: Series
     number: int  # of the other module, where there is a line for each of its numbers
     at: list[int]
     levels: Values  # by `at`: smallest, lower quantile, median, upper quantile, largest
-    most: int  # values at one number
+    most: int  # values at one position
     extremes: tuple[_Extreme, ...]  # the lowest and the highest
 
 
+class _Panel(NamedTuple):
+    """Lines that share axes."""
+
+    title: str
+    lines: list[_Line]
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether a line stands for several values at a position."""
+        return any(line.most > 1 for line in self.lines)
+
+
+@themed
 def draw_layers(
     obj: Any,
     statistic: str,
@@ -82,32 +118,74 @@ def draw_layers(
     else:
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
     chosen = choose(obj, names)
-    along = x or outermost(chosen.names)
     other = hue if isinstance(hue, str) else None
-    wanted = {along, other or along}
-    numbered = [name for name in chosen.names if wanted <= numbers_of(name).keys()]
-    if not numbered or along is None or along == other:
+    positions = positions_of(chosen.names, x)
+    present = {} if positions is None else positions.names
+    if other is not None:
+        present = {n: called for n, called in present.items() if other in numbers_of(called)}
+    if positions is None or not present or positions.along == other:
+        along = x or outermost(chosen.names)
         what = f"numbered along {along!r}" + (f" and {other!r}" if other else "")
         raise ValueError(f"none of {len(chosen.names)} tensors is {what if along else 'numbered'}")
-    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(numbered))
-    present = [name for name in numbered if name in column]
+    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(present))
+    column = {called: column[name] for name, called in present.items() if name in column}
     kind = hue if callable(hue) else None
-    title, lines = _lines_of(present, column, along, other, kind=kind, ndims=chosen.ndims)
-    bands = sum(1 for line in lines if line.extremes)
-    named = sum(len(_named(line, bands)) for line in lines)
-    ax = new_axes(ax, labels=len(lines) + named)
-    _draw_all(ax, lines, other or "", style)
-    banded = [line for line in lines if line.most > 1]
-    spread = "lines: medians; bands: all" if banded else ""
-    if any(line.most >= _FEWEST_QUANTILES for line in banded):
-        spread = "lines: medians; bands: 5 to 95 %, and all"
-    add_heading(ax, title, spread, chosen.note, chosen.codes_note)
-    ax.set_xlabel(safe(along))
-    ax.set_ylabel(safe(statistic) + chosen.of_codes)
-    whole_numbers(ax.xaxis)
-    ax.grid(visible=True, alpha=0.25)
-    _set_scale(ax, lines)
-    return ax
+    rows = [r._replace(name=present[r.name]) for r in chosen.rows if present.get(r.name) in column]
+    divided = [[row.name for row in rows]]
+    if ax is None and hue is None:
+        divided = panels_of(rows, {called: chosen.roles[name] for name, called in present.items()})
+    ndims = {row.name: len(row.shape) for row in rows}
+    panels = [
+        _Panel(*_lines_of(some, column, positions.along, other, kind=kind, ndims=ndims))
+        for some in divided
+    ]
+    every = [ax] if ax is not None else _axes_for(panels)
+    for number, (axes, panel) in enumerate(zip(every, panels, strict=True)):
+        notes = () if number else (_notes_on_bands(panels), chosen.note, chosen.codes_note)
+        add_heading(axes, _title_of(panel, positions), *notes)
+        axes.set_ylabel(safe(statistic) + chosen.of_codes)
+        is_alone = len(panels) <= _FEW_PANELS
+        _draw_panel(axes, panel, positions, other or "", style, is_alone=is_alone)
+    _share_positions(every, 2 if len(panels) > _FEW_PANELS else 1)
+    return every[0]
+
+
+def _axes_for(panels: Sequence[_Panel]) -> list[Axes]:
+    if len(panels) == 1:
+        return [new_axes(None, labels=len(panels[0].lines))]
+    heights = [_FRAME + max(_HEIGHT, _INCHES_OF_LABEL * (len(panel.lines) + 1)) for panel in panels]
+    is_wide = len(panels) > _FEW_PANELS
+    return new_panels(heights, _WIDE if is_wide else _WIDTH, 2 if is_wide else 1)
+
+
+def _share_positions(every: Sequence[Axes], columns: int) -> None:
+    """Give panels the same range of positions, which are written below each column."""
+    limits = [axes.get_xlim() for axes in every]
+    for axes in every:
+        axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    for axes in every[:-columns]:
+        axes.set_xlabel("")
+        axes.tick_params("x", labelbottom=False)
+
+
+def _notes_on_bands(panels: Sequence[_Panel]) -> str:
+    if not any(panel.is_banded for panel in panels):
+        return ""
+    most = max(line.most for panel in panels for line in panel.lines)
+    return "lines: medians; bands: " + (
+        "5 to 95 %, and all" if most >= _FEWEST_QUANTILES else "all"
+    )
+
+
+def _title_of(panel: _Panel, positions: Positions) -> str:
+    """Return the pattern of the names in a panel; stages have their own names."""
+    if not positions.stages:
+        return panel.title
+    numbers, _, inside = panel.title.removeprefix(f"{positions.along}.").partition(".")
+    if numbers.startswith("{"):
+        inside = panel.title.partition("}.")[2]
+    inside = inside or "*"
+    return f"{positions.stages[0]} … {positions.stages[-1]}.*" if inside == "*" else f"*.{inside}"
 
 
 def require_statistic(statistic: str, known: Collection[str]) -> None:
@@ -131,9 +209,9 @@ def _column(
     if stats is None and known is not None and statistic in known["statistic"].to_numpy():
         stats = known
     if stats is None:
-        some = find(obj, lambda name: name in variables)
+        part = find(obj, lambda name: name in variables)
         is_of_matrices = statistic in OF_MATRICES
-        stats = spectrum(some, statistics=[statistic]) if is_of_matrices else compute(some)
+        stats = spectrum(part, statistics=[statistic]) if is_of_matrices else compute(part)
     values = table(stats)[statistic]
     return dict(zip(values.index, values.to_numpy(np.float64).tolist(), strict=True))
 
@@ -147,29 +225,32 @@ def _lines_of(
     kind: Callable[[str], Any] | None,
     ndims: Mapping[str, int],
 ) -> tuple[str, list[_Line]]:
-    """Make a line for each role, or for each number of another module; bands where it is many."""
-    title, roles = roles_of(names, most=len(names))
+    """Make a line for each series, or for each number of another module; bands of many."""
+    title, every = series_of(names, most=len(names))
     if kind is not None:
-        roles = [Role(str(kind(role.bare)), role.names, role.shared) for role in roles]
-    count = len(roles)
+        every = [Series(str(kind(each.bare)), each.names, each.shared) for each in every]
+    count, most = len(every), MOST_LINES_OF_PANEL if kind is None else MOST_LINES
     if other is not None:
-        count = sum(len({numbers_of(name)[other] for name in role.names}) for role in roles)
-    if count <= MOST_LINES:
-        return title, [line for role in roles for line in _lines(role, column, along, other)]
+        count = sum(len({numbers_of(name)[other] for name in each.names}) for each in every)
+        most = MOST_LINES
+    if count <= most:
+        return title, [line for each in every for line in _lines(each, column, along, other)]
     if kind is None:
-        title, roles = roles_of(names, MOST_LINES, ndims)
+        title, every = series_of(names, most, ndims)
     else:
         kinds: dict[str, list[str]] = {}
-        for role in roles:
-            kinds.setdefault(role.label, []).extend(role.names)
-        roles = [Role.of(label, groups_of(each)) for label, each in kinds.items()]
-    return title, [line for role in roles for line in _lines(role, column, along, None)]
+        for each in every:
+            kinds.setdefault(each.label, []).extend(each.names)
+        every = [Series.of(label, groups_of(some)) for label, some in kinds.items()]
+    return title, [line for each in every for line in _lines(each, column, along, None)]
 
 
-def _lines(role: Role, column: Mapping[str, float], along: str, other: str | None) -> list[_Line]:
-    """Make the lines of a role."""
+def _lines(
+    series: Series, column: Mapping[str, float], along: str, other: str | None
+) -> list[_Line]:
+    """Make the lines of a series."""
     lines: dict[int, dict[int, list[tuple[float, str]]]] = {}
-    for name in role.names:
+    for name in series.names:
         numbers = numbers_of(name)
         points = lines.setdefault(0 if other is None else numbers[other], {})
         points.setdefault(numbers[along], []).append((column[name], name))
@@ -191,38 +272,58 @@ def _lines(role: Role, column: Mapping[str, float], along: str, other: str | Non
         extremes: tuple[_Extreme, ...] = ()
         if every and most > 1:
             extremes = (min(every, key=lambda e: e.value), max(every, key=lambda e: e.value))
-        found.append(_Line(role, number, at, levels, most, extremes))
+        found.append(_Line(series, number, at, levels, most, extremes))
     return found
 
 
 # --- drawing -------------------------------------------------------------------------------------
 
 
-def _draw_all(ax: Axes, lines: Sequence[_Line], other: str, style: dict[str, Any]) -> None:
-    """Draw lines in the colours of the numbers of another module, or of their roles."""
-    if any(line.number for line in lines):
+def _draw_panel(
+    ax: Axes,
+    panel: _Panel,
+    positions: Positions,
+    other: str,
+    style: dict[str, Any],
+    *,
+    is_alone: bool,
+) -> None:
+    """Draw the lines of a panel, with labels at their ends and at extremes."""
+    lines = panel.lines
+    ax.grid(visible=True, alpha=0.25)
+    ax.margins(x=0.02, y=0.22)
+    is_by_number = any(line.number for line in lines)
+    if is_by_number:
         colours = number_colours(ax, [line.number for line in lines], other)
-        for line in lines:
-            _draw(ax, line, {"color": colours[line.number], "linewidth": 1.0, **style})
-        return
-    kinds = {line.role.label: None for line in lines}
-    styles = dict(zip(kinds, line_styles(len(kinds)), strict=True))
-    drawn = [_draw(ax, line, {**styles[line.role.label], **style}) for line in lines]
-    # A legend of the roles, and below each the tensors at its extremes.
-    handles: list[Any] = []
-    labels: list[str] = []
+        styles = [{"color": colours[line.number], "linewidth": 1.0} for line in lines]
+    else:
+        labels = list(dict.fromkeys(line.series.label for line in lines))
+        by_label = dict(zip(labels, line_styles(len(labels)), strict=True))
+        styles = [by_label[line.series.label] for line in lines]
+    handles = [_draw(ax, ln, {**own, **style}) for ln, own in zip(lines, styles, strict=True)]
+    _set_scale(ax, lines)
+    _set_positions(ax, lines, positions)
     bands = sum(1 for line in lines if line.extremes)
-    if len(lines) == 1 and not bands:
-        return  # the title says it
-    for line, handle in zip(lines, drawn, strict=True):
-        if line.role.label not in labels:
-            handles.append(handle)
-            labels.append(line.role.label if len(lines) > 1 else "median")
-        for marker, each in _named(line, bands):
-            look = {"marker": marker, "color": handle.get_color(), "s": 30, "zorder": 3}
-            handles.append(ax.scatter([each.at], [each.value], **look))
-            labels.append(f"{line.role.place(each.name)}: {number_text(each.value)}")
-    add_legend(ax, handles, labels, beside=bands > 0)
+    points = [
+        (abs(far), Label(extreme.at, extreme.value, _named(line, extreme, positions), colour))
+        for line, handle in zip(lines, handles, strict=True)
+        for far, extreme in _points_to_name(line, bands)
+        for colour in [handle.get_color()]
+    ]
+    points.sort(key=lambda point: -point[0])
+    # The two that stand out most, and others that stand out nearly as much.
+    labels_of_points = [
+        label
+        for at, (far, label) in enumerate(points[:_MOST_NAMED])
+        if at < _FEWEST_NAMED or 2 * far > points[0][0]
+    ]
+    for label in labels_of_points:
+        look = {"marker": "o", "s": 14, "color": label.colour, "zorder": 3}
+        ax.scatter([label.x], [label.y], **look)
+    label_points(ax, labels_of_points)
+    if not is_by_number and (len(lines) > 1 or bands):
+        ends = [end for pair in zip(lines, handles, strict=True) for end in _end(*pair)]
+        label_ends(ax, ends, _LABEL_WIDTH if is_alone else _NARROW_LABEL_WIDTH)
 
 
 def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
@@ -237,18 +338,67 @@ def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
     return handle
 
 
-def _named(line: _Line, bands: int) -> list[tuple[str, _Extreme]]:
-    """Choose which extremes of a line are named, with their markers."""
-    if not line.extremes:
+def _end(line: _Line, handle: Any) -> list[Label]:
+    """Return the label at the end of a line, where it has one."""
+    known = np.flatnonzero(np.isfinite(line.levels[2]))
+    if not len(known):
         return []
-    low, high = line.extremes
-    if low.value == high.value:
+    last = int(known[-1])
+    value = float(line.levels[2][last])
+    return [Label(line.at[last], value, line.series.label, handle.get_color())]
+
+
+def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
+    """Return the points of a line that are named, and how far they are from the others."""
+    from xckpt.statistics import out_of_line
+
+    middle = line.levels[2]
+    if line.extremes:
+        low, high = line.extremes
+        if low.value == high.value:
+            return []
+        medians = dict(zip(line.at, middle.tolist(), strict=True))
+        if low.value > 0:
+            both = [(abs(np.log2(e.value / medians[e.at])), e) for e in (high, low)]
+            both = [(far, extreme) for far, extreme in both if far > _LEAST_FACTOR]
+        else:
+            both = [(abs(e.value - medians[e.at]), e) for e in (high, low)]
+        return both if bands <= _FEW_BANDS else sorted(both, key=lambda far: far[0])[-1:]
+    known = np.flatnonzero(middle > 0)
+    if len(known) <= _OUT_OF_LINE:
         return []
-    both = [("^", high), ("v", low)]
-    if bands <= _FEW_BANDS:
-        return both
-    middle = float(np.nanmedian(line.levels[2]))
-    return [max(both, key=lambda each: abs(each[1].value - middle))]
+    scores = np.abs(out_of_line(np.log2(middle[known]), _LEAST_SPREAD, _OUT_OF_LINE))
+    return [
+        (float(scores[at]), _Extreme(line.at[known[at]], float(middle[known[at]]), ""))
+        for at in np.flatnonzero(scores)
+    ]
+
+
+def _named(line: _Line, extreme: _Extreme, positions: Positions) -> str:
+    """Write which tensor an extreme is, and its value."""
+    place = (
+        line.series.place(extreme.name)
+        if extreme.name
+        else f"{one_of(positions.along)} {extreme.at}"
+    )
+    if positions.stages:
+        old = f"{one_of(positions.along)} {extreme.at}"
+        place = place.replace(old, positions.stages[extreme.at], 1)
+    return f"{place}: {number_text(extreme.value)}"
+
+
+def _set_positions(ax: Axes, lines: Sequence[_Line], positions: Positions) -> None:
+    """Put ticks at the positions, which are numbers or stages."""
+    if not positions.stages:
+        whole_numbers(ax.xaxis)
+        ax.set_xlabel(safe(positions.along))
+        return
+    places = sorted({at for line in lines for at in line.at})
+    ax.set_xticks(places, [safe(positions.stages[at]) for at in places])
+    if len(places) > 4:
+        ax.tick_params("x", labelrotation=35, labelsize="small")
+        for text in ax.get_xticklabels():
+            text.set(ha="right", rotation_mode="anchor")
 
 
 def _set_scale(ax: Axes, lines: Sequence[_Line]) -> None:

@@ -10,8 +10,10 @@ from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels.numbering import parse_name, split_name, strip_separator
 from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
+from xckpt.notebook.short_names import apart
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
-from xckpt.plots.roles import require_any
+from xckpt.plots.series import require_any
+from xckpt.plots.theme import themed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +30,11 @@ _LINE_HEIGHT = 1.35
 _HIGHEST_HEAD = 0.15
 # In sizes of the font, about this in DejaVu Sans.
 _CHARACTER_WIDTH = 0.62
-_SHORTEST_LABEL = 4
+_SHORTEST_LABEL = 9
+# Of boxes that are too small for names: the size of their numbers, and the list of them.
+_SMALLEST, _MOST_LISTED, _WIDEST_LISTED = 5.5, 18, 30
+# Seen between boxes of all colours, on light and on dark ground.
+_BETWEEN = (1, 1, 1, 0.7)
 _LEAST_SHARE = 2e-4
 
 
@@ -61,7 +67,8 @@ class _Module:
             self.children.setdefault(first, _Module(first)).add(row, rest)
 
 
-def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
+@themed
+def draw_treemap(obj: Any, names: TensorFilter | None, *, ax: Axes | None) -> Axes:
     """Draw where the bytes are; see `xckpt.plots.Plots.treemap`."""
     require_drawable(ax)
     from matplotlib.patches import Patch
@@ -84,6 +91,7 @@ def draw_treemap(obj: Any, names: TensorFilter | None, ax: Axes | None) -> Axes:
     colours = colors_of(kind for kind, _ in whole.most_common())
     canvas = _Canvas(ax, {kind: colours[kind] for kind in kinds})
     canvas.draw(root, Tile(0, 0, 1, 1), ())
+    canvas.number_the_rest()
     labels = [
         f"{kind}  {binary_size(root.dtypes[kind])}  {share(root.dtypes[kind], root.nbytes)}"
         for kind in kinds
@@ -130,6 +138,8 @@ class _Canvas:
         # Before the layout has cut off what titles need, which is little.
         place, (width, height) = ax.get_position(), figure.get_size_inches()
         self.inches = place.width * width, place.height * height
+        #: Boxes without room for a name, with their names and sizes.
+        self.nameless: list[tuple[Tile, Any, str, str]] = []
 
     def draw(self, module: _Module, box: Tile, path: tuple[str, ...]) -> None:
         """Draw a module with everything in it, below modules whose names there was no room for."""
@@ -170,7 +180,7 @@ class _Canvas:
 
         colour = self.colours[module.dtypes.most_common(1)[0][0]]
         patch = Rectangle((box.x, box.y), box.width, box.height, facecolor=colour, linewidth=1.5)
-        patch.set_edgecolor(self.ax.get_facecolor())
+        patch.set_edgecolor(_BETWEEN)
         self.ax.add_patch(patch)
         ink = "black" if luminance(colour) > 0.5 else "white"
         for size in _POINT_SIZES:
@@ -181,6 +191,27 @@ class _Canvas:
                 text = self.ax.text(*middle, "", size=size, color=ink, ha="center", va="center")
                 text.set(clip_on=True, text="\n".join(lines), parse_math=False)
                 return
+        name = strip_separator("".join((*path, module.name)))
+        self.nameless.append((box, ink, name, _facts(module)))
+
+    def number_the_rest(self) -> None:
+        """List the largest boxes without names at the right, with numbers if there is room."""
+        self.nameless.sort(key=lambda item: -item[0].width * item[0].height)
+        listed = self.nameless[:_MOST_LISTED]
+        names = apart([name for _, _, name, _ in listed], _WIDEST_LISTED)
+        lines = []
+        for number, ((box, ink, _, facts), name) in enumerate(zip(listed, names, strict=True), 1):
+            height = box.height * self.inches[1] * 72
+            has_room = self._room(box, _SMALLEST) >= len(str(number)) and height > _SMALLEST
+            lines.append(f"{number if has_room else '·'}  {name}  {facts}")
+            if has_room:
+                middle = (box.x + box.width / 2, box.y + box.height / 2)
+                text = self.ax.text(*middle, str(number), ha="center", va="center")
+                text.set(size=_SMALLEST, color=ink, clip_on=True)
+        if len(self.nameless) > len(listed):
+            lines.append(f"… and {len(self.nameless) - len(listed):,} smaller")
+        text = self.ax.text(1.01, 1, "", transform=self.ax.transAxes, va="top")
+        text.set(size=_POINT_SIZES[-1], text="\n".join(lines), parse_math=False, linespacing=1.35)
 
 
 def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
@@ -193,9 +224,14 @@ def _label(module: _Module, path: tuple[str, ...], room: int) -> list[str]:
     names = next((each for each in wanted if max(map(columns, each)) <= room), None)
     if names is None:
         names = [shortened(wanted[1][0], room)] if room >= _SHORTEST_LABEL else []
-    times = f"×{module.count:,}  " if module.count > 1 else ""
-    facts = f"{times}{binary_size(module.nbytes)}"
+    facts = _facts(module)
     return [*names, facts] if names and columns(facts) <= room else names
+
+
+def _facts(module: _Module) -> str:
+    """Write how many tensors a module has, and their size."""
+    times = f"×{module.count:,}  " if module.count > 1 else ""
+    return f"{times}{binary_size(module.nbytes)}"
 
 
 # --- rectangles ----------------------------------------------------------------------------------

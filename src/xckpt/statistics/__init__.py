@@ -12,6 +12,7 @@ with uninterrupted():
     from xckpt.statistics.codes import OF_CODES
     from xckpt.statistics.describe import statistic_names
     from xckpt.statistics.differences import MEASURES, STATUSES, compare
+    from xckpt.statistics.evidence import out_of_line
     from xckpt.statistics.finding import examine, findings
     from xckpt.statistics.kinds import require_numbers
     from xckpt.statistics.rules import RULES
@@ -42,6 +43,7 @@ __all__ = [
     "histogram",
     "known_stats",
     "matched_names",
+    "out_of_line",
     "require_numbers",
     "result_text",
     "spectrum",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xckpt.plots.roles import groups_of, outermost, roles_of, title_and_labels
+from xckpt.plots.series import groups_of, outermost, series_of, title_and_labels
 
 
 def names_of_a_mixture() -> list[str]:
@@ -20,7 +20,7 @@ def names_of_a_mixture() -> list[str]:
 
 def test_a_title_is_the_pattern_of_the_summary() -> None:
     names = [f"layers.{n}.experts.{e}.w" for n in range(24) for e in range(256)]
-    title, (role,) = roles_of(names)
+    title, (role,) = series_of(names)
     assert title == role.label == "layers.{0..23}.experts.{0..255}.w"
     assert role.place("layers.17.experts.3.w") == "layer 17, expert 3"
     assert title_and_labels([groups_of(["wte.weight"])]) == ("wte.weight", ["wte.weight"])
@@ -28,16 +28,18 @@ def test_a_title_is_the_pattern_of_the_summary() -> None:
 
 def test_roles_have_what_their_names_do_not_share() -> None:
     names = [f"m.layers.{n}.{w}" for n in (0, 1, 2) for w in ("attn.w", "mlp.experts.5.w")]
-    title, roles = roles_of(names)
+    title, roles = series_of(names)
     assert title == "m.layers.{0..2}.*"
     assert [role.label for role in roles] == ["attn.w", "mlp.experts.5.w"]
-    title, roles = roles_of(["a.w", "b.w"])
-    assert (title, [role.label for role in roles]) == ("2 tensors", ["a.w", "b.w"])
+    title, roles = series_of(["a.w", "b.w"])
+    assert (title, [role.label for role in roles]) == ("*.w", ["a", "b"])
+    title, roles = series_of(["a.w", "b.x"])
+    assert (title, [role.label for role in roles]) == ("2 tensors", ["a.w", "b.x"])
 
 
 def test_many_roles_are_united_by_words_and_none_is_lost() -> None:
     names = names_of_a_mixture()
-    _, roles = roles_of(names)
+    _, roles = series_of(names)
     assert sorted(name for role in roles for name in role.names) == sorted(names)
     labels = [role.label for role in roles]
     assert "model.layers.{0..3}.self_attn.{q,k,v,o}_proj.w" in labels
@@ -49,14 +51,14 @@ def test_many_roles_are_united_by_words_and_none_is_lost() -> None:
 def test_gains_are_not_united_with_weights() -> None:
     names = [f"layers.{n}.{word}.weight" for n in range(3) for word in ("q", "k", "norm")]
     ndims = {name: 1 if "norm" in name else 2 for name in names}
-    _, roles = roles_of(names, 2, ndims)
+    _, roles = series_of(names, 2, ndims)
     assert [role.label for role in roles] == ["{q,k}.weight", "norm.weight"]
 
 
 @pytest.mark.parametrize("most", [2, 3, 5])
 def test_what_cannot_be_united_is_together_at_last(most: int) -> None:
     names = [f"a{n}.b{n}.c{n}.{m}" for n in range(9) for m in range(n + 1)]
-    _, roles = roles_of(names, most)
+    _, roles = series_of(names, most)
     assert len(roles) == most
     assert roles[-1].label == "all others"
     assert sorted(name for role in roles for name in role.names) == sorted(names)

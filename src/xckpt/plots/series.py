@@ -1,34 +1,36 @@
-"""Which tensors a picture is of, what they have in common, and what is said of each of them."""
+"""The tensors of a picture, grouped into series that share a line or a colour, and their labels."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, product, starmap, takewhile
+from itertools import product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.labels import scales_of_codes, suggest_filters
 from xckpt.labels.numbering import (
     drop_indices,
+    is_index,
     parse_name,
     split_leaf,
-    split_name,
     split_words,
     strip_separator,
 )
+from xckpt.labels.roles import Role, roles_of
 from xckpt.notebook.folding import Row, families_of, fold, united
 from xckpt.notebook.formatting import counted
+from xckpt.notebook.short_names import apart, short_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from xckpt.labels import TensorFilter
 
+_BY_DEFAULT = frozenset({Role.WEIGHT, Role.CODES, Role.AVERAGE})
+_DRAWN = frozenset(Role) - {Role.COUNTER, Role.STEP, Role.CONSTANT, Role.STATE}
 #: More lines than this cannot be told apart, and become bands.
 MOST_LINES = 12
-
-_LONGEST_LABEL = 48
 
 
 # --- which tensors -------------------------------------------------------------------------------
@@ -42,35 +44,50 @@ class Chosen:
     names: list[str]
     #: The scales of codes, if these are drawn.
     scales: dict[str, str]
-    #: What is left out.
+    #: Tensors that are left out.
     note: str
+    roles: dict[str, Role]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Shapes and types of the tensors."""
+        names = set(self.names)
+        return [row for row in self.tensors.rows if row.name in names]
 
     @property
     def ndims(self) -> dict[str, int]:
-        """How many axes each tensor has."""
+        """Number of axes of each tensor."""
         return {row.name: len(row.shape) for row in self.tensors.rows}
 
     @property
     def of_codes(self) -> str:
-        """What is said of numbers that are none of weights."""
+        """Axis label for values other than weights."""
         return " of codes" if self.scales else ""
 
     @property
     def codes_note(self) -> str:
-        """That the numbers are codes, if they are."""
+        """Note that the numbers are codes, if they are."""
         return codes_drawn(next(iter(self.scales.values()), None))
 
 
 def choose(obj: Any, names: TensorFilter | None) -> Chosen:
-    """Choose the tensors of a picture; codes are never on an axis with weights."""
+    """Choose the tensors of a picture: by default the parameters; never codes next to weights."""
     tensors = OpenTensors(obj)
-    chosen = tensors.select(names)
-    require_any(chosen, [row.name for row in tensors.rows], names)
+    selected = tensors.select(names)
+    require_any(selected, [row.name for row in tensors.rows], names)
+    roles = roles_of(row[:3] for row in tensors.rows)
+    # Without names, parameters and their averages; counters and masks only if nothing else is left.
+    drawn = _DRAWN if names is not None else _BY_DEFAULT
+    kept = [name for name in selected if roles[name] in drawn] or selected
+    left_out = Counter(roles[n].group for n in set(selected).difference(kept))
+    groups = ", ".join(f"{count:,} {group}" for group, count in sorted(left_out.items()))
+    note = f"without tensors of other roles: {groups}" if groups else ""
     codes = codes_of(tensors)
-    weights = [name for name in chosen if name not in codes]
+    weights = [name for name in kept if name not in codes]
     if not weights:
-        return Chosen(tensors, chosen, {name: codes[name] for name in chosen}, "")
-    return Chosen(tensors, weights, {}, codes_left_out([n for n in chosen if n in codes], codes))
+        return Chosen(tensors, kept, {name: codes[name] for name in kept}, note, roles)
+    of_codes = codes_left_out([name for name in kept if name in codes], codes)
+    return Chosen(tensors, weights, {}, " · ".join(filter(None, (note, of_codes))), roles)
 
 
 def require_any(
@@ -102,11 +119,11 @@ def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
     return f"without {counted(len(names), 'tensor')} of codes; {their} in {leaf}"
 
 
-# --- roles ---------------------------------------------------------------------------------------
+# --- series --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Series:
     """Tensors whose names differ in the numbers of their modules, or in little more."""
 
     label: str
@@ -115,8 +132,8 @@ class Role:
     shared: frozenset[str]
 
     @classmethod
-    def of(cls, label: str, groups: Sequence[_Siblings]) -> Role:
-        """Make a role of tensors."""
+    def of(cls, label: str, groups: Sequence[_Siblings]) -> Series:
+        """Return a series of groups of tensors."""
         names = [name for group in groups for name in group.names]
         every = [frozenset(split_words(group.template)) for group in groups]
         return cls(label, names, frozenset.intersection(*every))
@@ -127,16 +144,17 @@ class Role:
         return drop_indices(parse_name(self.names[0]).template)
 
     def place(self, name: str) -> str:
-        """Say which of them a tensor is: ``layer 17, expert 3``."""
-        found = parse_name(name)
-        places = zip(found.modules, found.indices, strict=True)
-        own = [word for word in split_words(found.template) if word not in self.shared]
-        # One of several is called so where it is English.
-        told = [
-            f"{base[:-1] if len(base) > 2 and base[-1] == 's' != base[-2] else base} {at}"
-            for base, at in places
-        ]
-        return ", ".join([*told, *own]) or name
+        """Return the place of a tensor in the series: ``layer 17, expert 3``."""
+        parts = parse_name(name)
+        numbers = zip(parts.modules, parts.indices, strict=True)
+        places = [f"{one_of(base)} {index}" for base, index in numbers]
+        places += [word for word in split_words(parts.template) if word not in self.shared]
+        return ", ".join(places) or name
+
+
+def one_of(base: str) -> str:
+    """Return the word for one of several modules, where it is English."""
+    return base[:-1] if len(base) > 2 and base[-1] == "s" != base[-2] else base
 
 
 class _Siblings(NamedTuple):
@@ -154,26 +172,26 @@ def groups_of(names: Iterable[str]) -> list[_Siblings]:
     return list(starmap(_Siblings, groups.items()))
 
 
-def roles_of(
+def series_of(
     names: Iterable[str], most: int = MOST_LINES, ndims: Mapping[str, int] | None = None
-) -> tuple[str, list[Role]]:
-    """Group tensors by their names without numbers; return what all share, and the roles.
+) -> tuple[str, list[Series]]:
+    """Group tensors by their names without numbers; return the shared pattern and the series.
 
-    Where there are more than `most`, those are united whose names differ in one word, as the
-    summary does it, and the smallest of what is left.
+    If there are more than `most`, series whose names differ in one word are united, as in the
+    summary, and then the smallest of the rest.
     """
     bundles = [[group] for group in groups_of(names)]
     if len(bundles) > most:
         bundles = _united([group for (group,) in bundles], ndims or {})
     is_cut = len(bundles) > most
     if is_cut:
-        bundles.sort(key=lambda some: -sum(len(group.names) for group in some))
-        rest = [group for some in bundles[most - 1 :] for group in some]
-        bundles = [*bundles[: most - 1], rest]
+        bundles.sort(key=lambda groups: -sum(len(group.names) for group in groups))
+        smallest = [group for groups in bundles[most - 1 :] for group in groups]
+        bundles = [*bundles[: most - 1], smallest]
     title, labels = title_and_labels(bundles)
     if is_cut:
         labels[-1] = "all others"
-    return title, list(map(Role.of, labels, bundles))
+    return title, list(map(Series.of, labels, bundles))
 
 
 def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[_Siblings]]:
@@ -189,32 +207,46 @@ def _united(groups: Sequence[_Siblings], ndims: Mapping[str, int]) -> list[list[
         pieces = ([part] if isinstance(part, str) else part for part in family.components)
         spelled = (Row("".join(name), family.dtype, (), 0) for name in product(*pieces))
         bundles.append(sorted(rows[row] for row in spelled))
-    return [[groups[at] for at in some] for some in sorted(bundles)]
+    return [[groups[at] for at in places] for places in sorted(bundles)]
 
 
 # --- names ---------------------------------------------------------------------------------------
 
 
 def title_and_labels(bundles: Sequence[Sequence[_Siblings]]) -> tuple[str, list[str]]:
-    """Return the pattern of what all names share, and that of each bundle without it.
+    """Return the pattern of the words that all names share, and the rest of each bundle.
 
-    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern.
+    ``layers.{0..23}.*``, and ``attn.w`` and ``experts.{0..7}.w``; for one bundle its pattern. No
+    two labels are alike.
     """
     if len(bundles) == 1:
         text = _label(bundles[0], 0)
-        return text, [_end(text)]
+        return text, apart([text])
     every = [group for bundle in bundles for group in bundle]
+    if all(len(bundle) == len(bundle[0].names) == 1 for bundle in bundles):
+        return _title_and_labels_of_names([group.names[0] for group in every])
     columns = zip(*(group.template[:-1] for group in every), strict=False)
     depth = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
-    labels = [_end(_label(bundle, depth)) for bundle in bundles]
+    labels = apart([_label(bundle, depth) for bundle in bundles])
     names = [name for group in every for name in group.names]
     if not depth:
         return counted(len(names), "tensor"), labels
     starred = []
     for name in names:
-        rest = _inside(name, depth)
-        starred.append(name.removesuffix(strip_separator(rest)) + "*")
+        inside = _inside(name, depth)
+        starred.append(name.removesuffix(strip_separator(inside)) + "*")
     return _patterns(starred)[0], labels
+
+
+def _title_and_labels_of_names(names: list[str]) -> tuple[str, list[str]]:
+    """Return the words that names of single tensors share, and the rest of each."""
+    title, labels = short_names(names)
+    if not title or title == "*":
+        return counted(len(names), "tensor"), labels
+    if all(map(is_index, labels)):  # of a module that the title has a star for
+        before = parse_name(names[0].partition(labels[0])[0] + "0").modules
+        labels = [f"{one_of(before[-1])} {label}" for label in labels] if before else labels
+    return title, labels
 
 
 def _label(bundle: Sequence[_Siblings], depth: int) -> str:
@@ -222,11 +254,11 @@ def _label(bundle: Sequence[_Siblings], depth: int) -> str:
     names = [strip_separator(_inside(n, depth)) for group in bundle for n in group.names]
     if len(names) == 1:
         return names[0]
-    found = _patterns(names)
-    if len(found) > 1:  # as of dense layers and mixtures of experts, which are not as many
+    patterns = _patterns(names)
+    if len(patterns) > 1:  # as of dense layers and mixtures of experts, which are not as many
         starred = [["*" if p is None else p for p in group.template[depth:]] for group in bundle]
-        found = _patterns(strip_separator("".join(pieces)) for pieces in starred)
-    return " | ".join(found)
+        patterns = _patterns(strip_separator("".join(pieces)) for pieces in starred)
+    return " | ".join(patterns)
 
 
 def _inside(name: str, depth: int) -> str:
@@ -236,19 +268,6 @@ def _inside(name: str, depth: int) -> str:
 
 def _patterns(names: Iterable[str]) -> list[str]:
     return [pattern.text for pattern in fold(Row(name, "", (), 0) for name in names)]
-
-
-def _end(text: str) -> str:
-    """Leave out the outer modules of a long name."""
-    starts = [0]
-    for start in accumulate([len(word) + 1 for word in split_name(text)[:-1]]):
-        # Not inside of a range, where two dots are, and not at one.
-        short = text[start:]
-        if short.count("{") == short.count("}") and not short.startswith("{"):
-            starts.append(start)
-    fitting = [start for start in starts[:-1] if len(text) - start <= _LONGEST_LABEL]
-    start = fitting[0] if fitting else starts[-2:][0]
-    return f"…{text[start:]}" if start else text
 
 
 def numbers_of(name: str) -> dict[str, int]:

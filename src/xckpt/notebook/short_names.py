@@ -1,0 +1,97 @@
+"""Short labels for names that have much in common: different names have different labels."""
+
+from __future__ import annotations
+
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING
+
+from xckpt.labels.numbering import parse_name, split_name, strip_separator
+from xckpt.notebook.formatting import columns, printable, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["apart", "short_names"]
+
+_WIDTH = 49
+
+
+def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the words that all names share, with a star for the rest, and the rest of each.
+
+    ``layers.*.attn.q.weight``, and ``3`` and ``7``. Names that share nothing, and a single name,
+    are their own labels.
+    """
+    split = [parse_name(name).pieces for name in names]
+    head = _common(split)
+    tail = _common([pieces[len(head) :][::-1] for pieces in split])[::-1]
+    middles = ["".join(pieces[len(head) : len(pieces) - len(tail)]) for pieces in split]
+    labels = [strip_separator(middle) for middle in middles]
+    if not all(labels):  # one is a part of the others
+        return (names[0] if len(names) == 1 else ""), apart(names)
+    fronts = {middle.removesuffix(label) for middle, label in zip(middles, labels, strict=True)}
+    front = fronts.pop() if len(fronts) == 1 else ""
+    return "".join([*head, front, "*", *tail]), apart(labels)
+
+
+def _common(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the pieces that all lists begin with."""
+    pairs = zip(*lists, strict=False)
+    return [pieces[0] for pieces in takewhile(lambda pieces: len(set(pieces)) == 1, pairs)]
+
+
+def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
+    """Make labels printable and short, so that different ones stay different.
+
+    Outer modules are left out where that suffices, else words that the labels share.
+    """
+    short = [_without_outer(printable(label), width) for label in labels]
+    for text in {text for text in short if short.count(text) > 1}:
+        alike = [at for at, other in enumerate(short) if other == text]
+        different = list(dict.fromkeys(labels[at] for at in alike))
+        if len(different) > 1:
+            _, middles = _differences(different)
+            by_label = dict(zip(different, middles, strict=True))
+            for at in alike:
+                middle = shortened(printable(by_label[labels[at]]), width // 2)
+                last = shortened(text, width - columns(middle) - 2)
+                short[at] = f"{middle}…{last.removeprefix('…')}"
+    return _numbered_apart(labels, short, width)
+
+
+def _differences(labels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that labels begin with, and the words of each up to those at all ends."""
+    words = [split_name(label) for label in labels]
+    head = _common(words)
+    tail = _common([some[len(head) :][::-1] for some in words])
+    return head, [".".join(some[len(head) : len(some) - len(tail)]) for some in words]
+
+
+def _numbered_apart(labels: Sequence[str], short: Sequence[str], width: int) -> list[str]:
+    """Append numbers to labels that are still alike."""
+    first: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    unique = []
+    for label, text in zip(labels, short, strict=True):
+        if first.setdefault(text, label) == label:
+            unique.append(text)
+            continue
+        counts[text] = counts.get(text, 1) + 1
+        end = f" #{counts[text]}"
+        unique.append(shortened(text, width - len(end)) + end)
+    return unique
+
+
+def _without_outer(text: str, width: int) -> str:
+    """Leave out the outer modules of a long name or pattern, or else its middle."""
+    if columns(text) <= width:
+        return text
+    starts = [0]
+    for start in accumulate([len(word) + 1 for word in split_name(text)[:-1]]):
+        # Not inside of a range, where two dots are, and not at one.
+        rest = text[start:]
+        if rest.count("{") == rest.count("}") and not rest.startswith("{"):
+            starts.append(start)
+    fitting = [start for start in starts[:-1] if len(text) - start < width]
+    start = fitting[0] if fitting else starts[-2:][0]
+    return shortened(f"…{text[start:]}" if start else text, width)

@@ -1,0 +1,196 @@
+"""Errors of channels, tensors against channels: ``ds.ckpt.plot.error``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from xckpt.labels import select
+from xckpt.labels.numbering import is_index, parse_name
+from xckpt.notebook.folding import ascending
+from xckpt.notebook.formatting import counted
+from xckpt.notebook.short_names import apart, short_names
+from xckpt.plots.axes import (
+    add_heading,
+    label_rows,
+    new_axes,
+    require_drawable,
+    safe,
+    whole_numbers,
+)
+from xckpt.plots.layers import require_statistic
+from xckpt.plots.series import require_any, series_of
+from xckpt.plots.theme import themed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from matplotlib.axes import Axes
+
+    from xckpt.labels import TensorFilter
+    from xckpt.statistics.channels import Reduced
+
+# More rows or columns than a picture has pixels would hide the worst ones.
+_MOST_ROWS, _MOST_COLUMNS = 256, 512
+_MOST_LABELS = 32
+_MOST_SERIES = 24
+_WIDEST_LABEL, _WIDEST_BLOCK = 40, 32
+_INCHES_PER_ROW, _POINTS_PER_CHARACTER = 0.24, 5.0
+_UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
+# Of these a small value is the worse one.
+_GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@themed
+def draw_error(
+    obj: Any,
+    other: Any,
+    statistic: str,
+    names: TensorFilter | None,
+    *,
+    dim: Reduced,
+    ax: Axes | None,
+    **style: Any,
+) -> Axes:
+    """Draw a statistic of each channel; see `xckpt.plots.Plots.error`."""
+    from xckpt.statistics import MEASURES, compare
+
+    require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
+    require_statistic(statistic, [measure for measure in MEASURES if measure != "status"])
+    result = obj if other is None else other
+    is_result = isinstance(result, xr.Dataset) and "statistic" in result.dims
+    if other is None and not is_result:
+        raise TypeError("plot.error() takes a checkpoint to compare with, or is of a comparison")
+    if not is_result:
+        result = compare(obj, other, tensors=names, dim=dim)
+    rows, left_out = _channels_of(result, statistic, names)
+    order = ascending(list(rows))
+    rows = {name: rows[name] for name in np.array(list(rows), object)[order]}
+    title, labels = short_names(list(rows))
+    blocks: list[_Block] = []
+    if len(rows) > _MOST_LABELS:
+        rows, blocks = _by_series(rows)
+    height, sizes = len(rows), {row.size for row in rows.values()}
+    width = min(max(sizes), _MOST_COLUMNS)
+    worst = np.fmin if statistic in _GOOD_IF_LARGE else np.fmax
+    values = np.array([_stretched(row, width, worst) for row in rows.values()])
+    if height > _MOST_ROWS:  # the worst of neighbours is kept
+        values = worst.reduceat(values, np.arange(_MOST_ROWS) * height // _MOST_ROWS, axis=0)
+    ax = new_axes(ax, 8.0, 1.8 + _INCHES_PER_ROW * min(max(height, 4), _MOST_LABELS))
+    image = _drawn(ax, values, (max(sizes) if len(sizes) == 1 else 1, height), style)
+    ax.figure.colorbar(image, ax=ax, extend="both").set_label(safe(statistic))
+    _label_rows(ax, list(rows), labels, blocks)
+    _label_columns(ax, sizes)
+    equal = sum(int(np.isposinf(row).sum()) for row in rows.values())
+    widest = max((len(block.label) for block in blocks), default=0)
+    add_heading(
+        ax,
+        title if title not in {"", "*"} and not blocks else counted(height, "tensor"),
+        f"{height:,} tensors, the worst of neighbours" if height > _MOST_ROWS else "",
+        f"{max(sizes):,} channels, the worst of neighbours" if max(sizes) > width else "",
+        f"{counted(equal, 'channel')} equal" if equal else "",
+        f"without {counted(left_out, 'tensor')}: alone, or of one channel" if left_out else "",
+        left=100 + _POINTS_PER_CHARACTER * widest,
+    )
+    return ax
+
+
+class _Block(NamedTuple):
+    """Neighbouring rows of tensors whose names differ in numbers."""
+
+    first: int
+    last: int
+    label: str
+
+
+def _label_rows(ax: Axes, names: list[str], labels: list[str], blocks: list[_Block]) -> None:
+    """Name rows one by one, or in blocks."""
+    ax.tick_params("y", length=0, labelsize="small")
+    if not blocks:
+        ax.set_yticks(range(len(names)), [safe(label, _WIDEST_LABEL) for label in labels])
+        if all(map(is_index, labels)):
+            ax.set_ylabel(safe(parse_name(names[0]).modules[-1]))
+        return
+    ax.set_yticks([])
+    middles = [(block.first + block.last) / 2 for block in blocks]
+    label_rows(ax, middles, [block.label for block in blocks])
+    for block in blocks[1:]:
+        ax.axhline(block.first - 0.5, color=_EQUAL, linewidth=0.6)
+
+
+def _label_columns(ax: Axes, sizes: set[int]) -> None:
+    if len(sizes) == 1:
+        whole_numbers(ax.xaxis)
+        ax.set_xlabel("channel")
+    else:
+        ax.set_xticks([-0.5, 0.5], ["first", "last"])
+        ax.set_xlabel(f"channels of each tensor, {min(sizes):,} to {max(sizes):,}")
+
+
+def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block]]:
+    """Put tensors whose names differ in numbers next to each other; return the ends of each."""
+    _, every = series_of(rows, _MOST_SERIES)
+    ordered: dict[str, Array] = {}
+    blocks = []
+    for series in every:
+        first = len(ordered)
+        ordered |= {name: rows[name] for name in series.names}
+        times = f"  ×{len(series.names):,}" if len(series.names) > 1 else ""
+        blocks.append(_Block(first, len(ordered) - 1, times))
+    labels = apart([series.label for series in every], _WIDEST_BLOCK)
+    named = zip(blocks, labels, strict=True)
+    return ordered, [block._replace(label=label + block.label) for block, label in named]
+
+
+def _stretched(row: Array, width: int, worst: Any) -> Array:
+    """Return as many values as the picture has columns: the worst of many, or each repeated."""
+    if row.size >= width:
+        worst_of: Array = worst.reduceat(row, np.arange(width) * row.size // width)
+        return worst_of
+    return row[np.arange(width) * row.size // width]
+
+
+def _channels_of(
+    result: xr.Dataset, statistic: str, names: TensorFilter | None
+) -> tuple[dict[str, Array], int]:
+    """Return the values of the channels of tensors, and how many tensors have none."""
+    from xckpt.statistics import channel_values
+
+    every = channel_values(result, statistic)
+    selected = {name: every[name] for name in select(every, names)}
+    require_any(selected, every, names)
+    rows = {name: row for name, row in selected.items() if not np.isnan(row).all()}
+    rows = {name: row for name, row in rows.items() if row.size > 1} or rows
+    if not rows:
+        count = counted(len(selected), "tensor")
+        raise ValueError(f"none of {count} is in both with the same shape")
+    if max(row.size for row in rows.values()) == 1:
+        raise ValueError("there is one value for each tensor: compare with dim=-1 for channels")
+    return rows, len(selected) - len(rows)
+
+
+def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]) -> Any:
+    """Draw values; infinite ones, of what is equal or was zero, have colours of their own."""
+    from matplotlib import colormaps
+
+    finite = values[np.isfinite(values)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    width, height = size
+    look: dict[str, Any] = {
+        "vmin": low,
+        "vmax": high if high > low else low + 1,
+        "cmap": "viridis",
+        "aspect": "auto",
+        "interpolation": "nearest",
+    } | style
+    colours = colormaps[look["cmap"]] if isinstance(look["cmap"], str) else look["cmap"]
+    look["cmap"] = colours.with_extremes(bad=(0, 0, 0, 0), over=_EQUAL, under=_UNKNOWN)
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    # Infinities are beyond both ends of the colours, NaN is none.
+    beyond = look["vmax"] - look["vmin"]
+    held = np.nan_to_num(values, nan=np.nan, posinf=high + beyond, neginf=low - beyond)
+    return ax.imshow(held, extent=extent, **look)

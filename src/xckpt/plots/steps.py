@@ -1,0 +1,114 @@
+"""Changes from step to step of a training run: ``ds.ckpt.plot.steps``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.labels.numbering import parse_name
+from xckpt.labels.roles import Role
+from xckpt.notebook.folding import ascending
+from xckpt.notebook.formatting import counted
+from xckpt.plots.axes import add_heading, new_axes, new_panels, require_drawable, safe
+from xckpt.plots.theme import themed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from xckpt.labels import TensorFilter
+    from xckpt.statistics.runs import StepChanges
+
+_INCHES_PER_LAYER, _FRAME = 0.2, 0.9
+_TALLEST = 10.0
+_MOST_LAYERS = 40
+_UNCHANGED = "#8886"
+# Counters change by whole numbers, and would hide everything else.
+_COUNTING = frozenset({Role.COUNTER, Role.STEP, Role.STATE})
+
+
+@themed
+def draw_steps(
+    obj: Any, names: TensorFilter | None, *, relative: bool, ax: Axes | None, **style: Any
+) -> Axes:
+    """Draw the change of each layer at each step; see `xckpt.plots.Plots.steps`."""
+    from xckpt.statistics import changes_of
+
+    require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
+    changes = changes_of(obj, names)
+    groups: dict[str, dict[str, list[int]]] = {}
+    order = list(Role)
+    for row in sorted(range(len(changes.names)), key=lambda row: order.index(changes.roles[row])):
+        role, name = changes.roles[row], changes.names[row]
+        if role not in _COUNTING or set(changes.roles) <= _COUNTING:
+            # A name up to its first number, or its module where there is none.
+            parts = parse_name(name)
+            layer = parts.outermost or "".join(parts.pieces[:-1]) or name
+            groups.setdefault(role.group, {}).setdefault(layer, []).append(row)
+    left_out = len(changes.names) - sum(len(r) for g in groups.values() for r in g.values())
+    if ax is not None or len(groups) == 1:
+        group, layers = next(iter(groups.items()))
+        left_out += sum(len(r) for g in list(groups.values())[1:] for r in g.values())
+        groups = {group: layers}
+    heights = [_FRAME + _INCHES_PER_LAYER * max(6, len(layers)) for layers in groups.values()]
+    heights = [height * min(1.0, _TALLEST / sum(heights)) for height in heights]
+    is_one = ax is not None or len(groups) == 1
+    every = [new_axes(ax, 8.0, heights[0])] if is_one else new_panels(heights)
+    without = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
+    for axes, (group, layers) in zip(every, groups.items(), strict=True):
+        is_first = axes is every[0]
+        still = _draw_group(axes, changes, layers, relative=relative, style=style)
+        count = counted(sum(map(len, layers.values())), "tensor")
+        title = f"{group}: {count}" if len(groups) > 1 else count
+        grey = f"grey: no change ({counted(still, 'place')})" if still else ""
+        steps = f", {counted(len(changes.steps), 'step')}" if is_first else ""
+        add_heading(axes, title + steps, grey, without if left_out and is_first else "")
+        if axes is every[-1]:
+            axes.set_xlabel(safe(changes.dim))
+    return every[0]
+
+
+def _draw_group(
+    ax: Axes,
+    changes: StepChanges,
+    layers: dict[str, list[int]],
+    *,
+    relative: bool,
+    style: dict[str, Any],
+) -> int:
+    """Draw the tensors of a group of roles; return the number of places without a change."""
+    from matplotlib.colors import LogNorm
+
+    names = [list(layers)[at] for at in ascending(list(layers))]
+    norms = np.array([_norm(changes.norm[layers[name]]) for name in names])
+    if relative:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            size = changes.norm / changes.relative
+            norms /= np.array([_norm(size[layers[name]]) for name in names])
+    shown = np.ma.masked_where(~(np.isfinite(norms) & (norms > 0)), norms)
+    options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+    if shown.count() and shown.max() > shown.min():
+        options["norm"] = LogNorm(shown.min(), shown.max())
+    image = ax.imshow(shown, **options | style)
+    image.set_cmap(image.get_cmap().with_extremes(bad=_UNCHANGED))
+    label = "norm of the change" + (", relative" if relative else "")
+    ax.figure.colorbar(image, ax=ax).set_label(label)
+    _label(ax.yaxis, [safe(name) for name in names])
+    _label(ax.xaxis, [f"{step:,}" for step in changes.steps[1:]])
+    return int(np.count_nonzero(norms == 0))
+
+
+def _norm(norms: Any) -> Any:
+    """Return the norm of tensors together at each step; NaN where it is unknown."""
+    known = np.isfinite(norms)
+    total = np.sqrt((np.where(known, norms, 0.0) ** 2).sum(axis=0))
+    return np.where(known.any(axis=0), total, np.nan)
+
+
+def _label(axis: Any, labels: list[str]) -> None:
+    """Put labels at places, fewer where there are many."""
+    most = _MOST_LAYERS // 4 if axis.axis_name == "x" else _MOST_LAYERS
+    stride = max(1, -(-len(labels) // most))
+    axis.set_ticks(list(range(0, len(labels), stride)), labels[::stride])
+    for text in axis.get_ticklabels():
+        text.set_parse_math(False)

@@ -1,0 +1,67 @@
+"""Colours for light and dark notebooks: figures without a background, in colours between both.
+
+A kernel does not know whether the notebook that shows its pictures is light or dark. So new figures
+are transparent, and all colours have a contrast of at least 3 with white and with the dark ground
+of common editors. A style that the user has chosen takes precedence.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+
+    _P = ParamSpec("_P")
+
+#: Colour of texts, ticks and frames.
+INK = "#767b82"
+#: Colours of lines.
+COLOURS = (
+    *("#2f7fd0", "#d9731a", "#2e9e4f", "#d64550", "#8e6fd1", "#1a94a6"),
+    *("#cf5b9e", "#a5713b", "#8a8f1d", "#6a74d9", "#4d8f6b", "#b8860b"),
+)
+#: Colours of numbers, from low to high.
+SCALE = ("#2f74d0", "#8a64cc", "#cf5b9e", "#d9632f", "#c08412")
+
+_COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+
+
+def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
+    """Draw new figures in these colours, unless matplotlib has another style than its own."""
+
+    @wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> Axes:
+        from xckpt.plots.axes import require_matplotlib
+
+        require_matplotlib()
+        if kwargs.get("ax") is not None or not _is_plain():
+            return draw(*args, **kwargs)
+        from cycler import cycler
+        from matplotlib import rc_context
+
+        style: Any = dict.fromkeys(_COLOURED, INK)
+        style |= {"figure.facecolor": "none", "axes.facecolor": "none"}
+        style |= {"axes.prop_cycle": cycler(color=COLOURS)}
+        with rc_context(style):
+            ax = draw(*args, **kwargs)
+            # Ticks are made when the figure is drawn, with the style of that time.
+            for axes in ax.get_figure(root=True).axes:  # type: ignore[union-attr]
+                axes.tick_params(which="both", color=INK, labelcolor=INK)
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.get_offset_text().set_color(INK)
+        return ax
+
+    return drawn
+
+
+def _is_plain() -> bool:
+    """Return whether matplotlib has the colours that it has by default: black on white."""
+    from matplotlib import rcParams, rcParamsDefault
+    from matplotlib.colors import to_rgb
+
+    keys: Any = ("figure.facecolor", "axes.facecolor", *_COLOURED)
+    return all(to_rgb(rcParams[key]) == to_rgb(rcParamsDefault[key]) for key in keys)
