@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,6 +154,33 @@ class TestOneArray:
 
 def in_header(obj: Any) -> str:
     return str(repr(obj).splitlines()[0].split(">  ")[1])
+
+
+class TestFindings:
+    """Findings show whole sentences, whoever shows them."""
+
+    @pytest.fixture
+    def ds(self, tmp_path: Path) -> xr.Dataset:
+        values = np.random.default_rng(0).standard_normal((256, 256)).astype("f4")
+        values[:, 85] *= 40
+        tensors = {"layers.0.mlp.gate_proj.weight": values, "e\x1b": values * np.nan}
+        np.savez(tmp_path / "m.npz", **tensors)  # type: ignore[arg-type]
+        return xr.open_dataset(tmp_path / "m.npz", engine="npz")
+
+    def test_in_a_notebook_and_a_terminal(self, ds: xr.Dataset) -> None:
+        found = ds.ckpt.findings()
+        sentences = found["explanation"].tolist()
+        assert any("in column 85" in sentence and len(sentence) > 50 for sentence in sentences)
+        for text in (found._repr_html_(), repr(found), found[found["value"] > 1]._repr_html_()):
+            assert all(sentence in text for sentence in sentences)
+            assert "\x1b" not in text
+        assert pickle.loads(pickle.dumps(found)).equals(found)
+
+    def test_in_the_explorer(self, ds: xr.Dataset) -> None:
+        pytest.importorskip("anywidget")
+        found = ds.ckpt.findings()
+        told = ds.ckpt.explore()._found
+        assert {finding.explanation for finding in told} == set(found["explanation"])
 
 
 class TestRoles:

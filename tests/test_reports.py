@@ -97,7 +97,7 @@ class TestOfOneCheckpoint:
             assert rule in text.replace("\\", "")
         assert "m.zt" in text
         assert "65 tensors" in re.sub(r"<.*?>", "", text) or "45 tensors" in text
-        assert "model.layers.{0..3}.mlp.gate_proj.weight" in text
+        assert "model.layers.{0..3}.mlp.gate_proj.weight" in text.replace("<wbr>", "")
 
     def test_has_the_statistics_of_layers(
         self, model: xr.Dataset, report: Callable[..., str]
@@ -105,16 +105,45 @@ class TestOfOneCheckpoint:
         std = model.ckpt.stats().ckpt.table()["std"]
         name = "model.layers.{}.self_attn.q_proj.weight"
         values = [std[name.format(layer)] for layer in range(4)]
-        (row,) = [
-            line
+        of_std, of_absmax = [
+            [cell.strip() for cell in line.strip("|").split("|")]
             for line in report(model, suffix=".md").splitlines()
             if line.startswith(f"| `{name.format('{0..3}')}` | 4 |")
         ]
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        wanted = [values[0], np.median(values), values[-1]]
-        assert cells[2:5] == [f"{value:.4g}" for value in wanted]
+        expected = [values[0], np.median(values), values[-1]]
+        assert of_std[2:5] == [f"{value:.3g}" for value in expected]
         low, high = int(np.argmin(values)), int(np.argmax(values))
-        assert cells[5:7] == [f"{values[low]:.4g} at {low}", f"{values[high]:.4g} at {high}"]
+        assert of_std[5:7] == [f"{values[low]:.3g}", f"layer {low}"]
+        assert of_std[7:] == [f"{values[high]:.3g}", f"layer {high}"]
+        assert len(of_absmax) == len(of_std)
+
+    def test_a_dead_expert_is_the_lowest(self, report: Callable[..., str]) -> None:
+        rng = np.random.default_rng(0)
+        tensors = {
+            f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": (
+                ("a", "b"),
+                rng.normal(0, 1e-4 if (layer, expert) == (3, 5) else 0.02, (16, 16)).astype("f4"),
+            )
+            for layer in range(6)
+            for expert in range(8)
+        }
+        text = report(xr.Dataset(tensors), suffix=".md").replace("\\", "")
+        assert "First, median and last layer: median over experts." in text
+        (row, _) = [line for line in text.splitlines() if line.startswith("| `model.layers.{0..5}")]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        lowest = float(tensors["model.layers.3.mlp.experts.5.up_proj.weight"][1].std())
+        assert cells[5:7] == [f"{lowest:.3g}", "layer 3, expert 5"]
+        assert all(len(re.sub(r"e.*|^-?0?\.?0*|\.", "", cell)) <= 3 for cell in cells[2:6])
+
+    def test_names_break_between_words(self, report: Callable[..., str]) -> None:
+        name = "transformer.layers.{}.feed_forward.post_attention_layernorm.weight"
+        tensors = {name.format(n): ("x", np.arange(1.0, 9) * (n + 1)) for n in range(4)}
+        page = report(xr.Dataset(tensors))
+        broken = name.format("{0..3}").replace(".{", ".<wbr>{").replace("}.", "}.<wbr>")
+        for word in ("layers", "post_attention_layernorm", "weight"):
+            broken = broken.replace(f".{word}", f".<wbr>{word}")
+        assert f"<code>{broken}</code>" in page
+        assert "overflow-wrap:anywhere}.t code" not in page
 
     def test_has_pictures_and_is_inert(self, model: xr.Dataset, report: Callable[..., str]) -> None:
         page = Page(report(model))

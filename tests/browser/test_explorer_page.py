@@ -460,6 +460,17 @@ def test_what_is_wrong_is_marked_and_can_be_filtered(page: Page) -> None:
     assert page.locator(".xckpt-status").inner_text().startswith("148 tensors")
 
 
+def test_a_finding_is_a_whole_sentence(page: Page) -> None:
+    sentence = "1 column of 256 has elements beyond 20 standard deviations, up to 46 in column 85"
+    found = [9, "outlier_channels", "info", "46", sentence]
+    page.evaluate("(found) => model.tell({ tell: 'findings', found: [found] }, [])", found)
+    page.evaluate("model.set('_row', 9)")
+    tell_statistics(page, [9], np.zeros((1, len(STATISTICS))))
+    mark = page.locator(".xckpt-figures .xckpt-mark")
+    assert mark.all_inner_texts() == [f"info: outlier channels: {sentence}"]
+    assert mark.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
 def test_codes_are_not_taken_for_weights(browser: Browser) -> None:
     rows = [row("a.weight", "int8", 4, storage="codes"), row("b.weight", "int8", 4)]
     with explorer_page(browser, rows) as (page, _):

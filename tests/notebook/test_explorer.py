@@ -209,7 +209,7 @@ def test_a_failure_is_told_without_the_path(opened: Opened) -> None:
 def test_what_is_wrong_is_told(opened: Opened) -> None:
     opened.ask({"ask": "compute"}, 0, 2)
     opened.done()
-    found = [(2, "inf", "error", "inf")]
+    found = [(2, "inf", "error", "inf", "")]
     assert opened.told[0] == ({"tell": "findings", "found": found}, [])
     opened.explorer.selected = "text"
     opened.done()
@@ -228,11 +228,11 @@ def test_how_far_a_large_tensor_is_is_told(opened: Opened, monkeypatch: pytest.M
 
 def test_what_is_known_before_is_not_computed() -> None:
     known = KnownResults(
-        {"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error")]
+        {"b": {"mean": 3.0}, "elsewhere": {}}, [TensorFinding("b", "nan", 1, "error", "1 is NaN")]
     )
     opened = Opened(computed=known)
     opened.ask({"ask": "known"})
-    assert opened.told[0][0]["found"] == [(2, "nan", "error", "1")]
+    assert opened.told[0][0]["found"] == [(2, "nan", "error", "1", "1 is NaN")]
     assert list(opened.statistics()) == [2]
     opened.ask({"ask": "compute"}, *range(3))
     opened.done()

@@ -77,7 +77,7 @@ def test_colours_are_stored_types() -> None:
     assert key == ["float32  16 B  80.0 %", "int8  4 B  20.0 %"]
 
 
-@pytest.mark.parametrize(("count", "marks"), [(40_000, ("1", "2")), (3000, ("·", "·"))])
+@pytest.mark.parametrize(("count", "marks"), [(55_000, ("1", "2")), (3000, ("·", "·"))])
 def test_narrow_areas_are_listed(count: int, marks: tuple[str, str]) -> None:
     value = np.zeros(4_000_000, np.float32)
     names = {f"layers.0.{name}_proj": ("a", value) for name in ("gate", "up", "down")}

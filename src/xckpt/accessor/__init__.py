@@ -803,7 +803,7 @@ class CheckpointAccessor(Generic[Obj]):
         if not self._has_summary:
             raise ValueError(_not_ours(self._given))
         tensors = OpenTensors(self._obj)
-        return explore(tensors, self._summary(tensors), self._stats)
+        return explore(tensors, self._summary(tensors), self._stats, self._known_findings())
 
     @property
     def plot(self) -> Plots:

@@ -15,7 +15,7 @@ from xckpt.notebook.folding import ascending, marked
 from xckpt.notebook.summary import KnownResults, TensorFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from xckpt.datasets.tensors import OpenTensors
     from xckpt.notebook.summary import Summary
@@ -48,8 +48,13 @@ class StaticSummary:
         return render(self._summary)
 
 
-def explore(tensors: OpenTensors, summary: Summary, result: xr.Dataset | None = None) -> Any:
-    """Make the widget that explores an open object, perhaps with its statistics."""
+def explore(
+    tensors: OpenTensors,
+    summary: Summary,
+    result: xr.Dataset | None = None,
+    findings: Collection[TensorFinding] | None = None,
+) -> Any:
+    """Return the widget that explores an open object, with its statistics and findings, if any."""
     try:
         from xckpt.notebook.explorer import Explorer
     except ModuleNotFoundError as error:
@@ -67,7 +72,7 @@ def explore(tensors: OpenTensors, summary: Summary, result: xr.Dataset | None = 
         summary=summary,
         statistics=statistic_names(QUANTILES),
         compute=partial(compute, tensors),
-        computed=None if result is None else _computed(result),
+        computed=None if result is None else _computed(result, findings=findings),
         histogram=partial(histogram, tensors),
         code=tensors.code,
     )
@@ -83,22 +88,24 @@ def compute(
     return _computed(stats(_dataset(tensors, numeric), progress=report), numeric)
 
 
-def _computed(result: xr.Dataset, names: Sequence[str] | None = None) -> KnownResults:
-    """Return what statistics say of tensors, which `names` calls by their numbers."""
-    from xckpt.statistics import findings, table
+def _computed(
+    result: xr.Dataset,
+    names: Sequence[str] | None = None,
+    findings: Collection[TensorFinding] | None = None,
+) -> KnownResults:
+    """Return the statistics and findings of tensors, which `names` calls by their numbers."""
+    from xckpt.statistics import findings as judge
+    from xckpt.statistics import table
 
     frame = table(result)
     called = list(frame.index) if names is None else names
     values = dict(zip(called, frame.to_numpy(float).tolist(), strict=True))
-    found = findings(result) if called else frame
-    named = dict(zip(map(str, frame.index), called, strict=True))
-    return KnownResults(
-        {name: dict(zip(frame, each, strict=True)) for name, each in values.items()},
-        [
-            TensorFinding(named[str(tensor)], *more)
-            for tensor, *more in found.itertuples(index=False, name=None)
-        ],
-    )
+    if findings is None:
+        rows = judge(result).itertuples(index=False, name=None) if called else ()
+        named = dict(zip(map(str, frame.index), called, strict=True))
+        findings = [TensorFinding(named[str(tensor)], *more) for tensor, *more in rows]
+    statistics = {name: dict(zip(frame, row, strict=True)) for name, row in values.items()}
+    return KnownResults(statistics, findings)
 
 
 def histogram(

@@ -8,15 +8,16 @@ from base64 import b64encode
 from collections import Counter
 from functools import partial
 from io import BytesIO, StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from xckpt.errors import shown
+from xckpt.labels.numbering import parse_name
 from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
 from xckpt.notebook.folding import Row, fold
-from xckpt.notebook.formatting import counted, figure
-from xckpt.plots.series import groups_of, numbers_of
+from xckpt.notebook.formatting import counted
+from xckpt.plots.series import Series, groups_of, numbers_of
 from xckpt.plots.theme import INK
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _add_findings(document: Document, summary: Summary) -> None:
     rows = [
         (
             *(each.severity, each.rule, f"{each.pattern.count:,}", each.pattern.text),
-            *(figure(each.value), getattr(each, "explanation", "")),
+            *(_short(each.value), getattr(each, "explanation", "")),
         )
         for each in findings[:_MOST_FINDINGS]
     ]
@@ -164,7 +165,7 @@ def _add_changes(document: Document, frame: pd.DataFrame) -> None:
     fields += [each for each in _SAID if each.title in frame]
     columns = [some[field.title].astype(str) for field in fields[1:]]
     fields += [Field(column, "number") for column in _MEASURES]
-    columns += [some[column].map(figure) for column in _MEASURES]
+    columns += [some[column].map(_short) for column in _MEASURES]
     rows = list(zip(some.index, *columns, strict=True))
     _add_table(document, fields, rows)
     _add_rest(document, len(frame) - len(some), "tensor")
@@ -173,68 +174,87 @@ def _add_changes(document: Document, frame: pd.DataFrame) -> None:
 # --- along layers --------------------------------------------------------------------------------
 
 
+class _Trend(NamedTuple):
+    """A statistic of tensors along numbered modules."""
+
+    pattern: str
+    layers: int
+    several: str  # what is numbered besides: "experts"
+    first: float  # the medians of the first, of a middle and of the last layer
+    median: float
+    last: float
+    lowest: tuple[float, str]  # of single tensors, and which these are
+    highest: tuple[float, str]
+
+
 def _add_trends(
     document: Document,
     frame: pd.DataFrame,
     statistics: Iterable[str],
     draw: Callable[..., Axes],
 ) -> None:
-    """Add how statistics go along numbered modules, as pictures and as a table."""
+    """Add statistics along numbered modules, each as a picture and a table."""
     columns = [column for column in statistics if column in frame]
-    rows, count = _trends(frame, columns)
-    if not rows:
+    trends = {column: _trends(frame[column]) for column in columns}
+    if not any(trends.values()):
         return
     document.heading("Along the layers")
-    for column in columns if isinstance(document, HtmlDocument) else ():
-        if markup := _picture(partial(draw, column)):
+    for column, rows in trends.items():
+        if isinstance(document, HtmlDocument) and (markup := _picture(partial(draw, column))):
             document.picture(markup, f"{column} of every tensor along the layers")
-    words = ("first", "median", "last", "lowest", "highest")
-    fields = [Field("tensors", "name"), Field("layers", "number")]
-    fields += [Field(f"{column}, {word}", "number") for column in columns for word in words]
-    document.table(fields, rows)
-    _add_rest(document, count - len(rows), "pattern")
+        several = " and ".join(dict.fromkeys(row.several for row in rows if row.several))
+        if several:
+            sentence = f"First, median and last layer: median over {several}"
+            document.paragraph(f"{sentence}. Lowest and highest: single tensors.")
+        fields = [Field(f"{column} of tensors", "name"), Field("layers", "number")]
+        fields += [Field(word, "number") for word in ("first", "median", "last")]
+        fields += [Field("lowest", "number"), Field("in"), Field("highest", "number"), Field("in")]
+        cells = [
+            (
+                *(row.pattern, f"{row.layers:,}"),
+                *map(_short, (row.first, row.median, row.last)),
+                *(_short(row.lowest[0]), row.lowest[1]),
+                *(_short(row.highest[0]), row.highest[1]),
+            )
+            for row in rows[:_MOST_TRENDS]
+        ]
+        document.table(fields, cells)
+        _add_rest(document, len(rows) - len(cells), "pattern")
 
 
-def _trends(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[list[tuple[str, ...]], int]:
-    """Return a row for each kind of tensor that several layers have, and how many there are."""
-    at = {name: row for row, name in enumerate(frame.index)}
-    values = {column: frame[column].to_numpy(np.float64) for column in columns}
-    rows: list[tuple[str, ...]] = []
-    count = 0
-    for group in groups_of(map(str, frame.index)):
-        layers: dict[int, list[int]] = {}
+def _trends(values: pd.Series[Any]) -> list[_Trend]:
+    """Return a trend for each kind of tensor that several layers have."""
+    known = dict(zip(map(str, values.index), values.to_numpy(np.float64).tolist(), strict=True))
+    trends = []
+    for group in groups_of(known):
+        layers: dict[int, list[str]] = {}
         for name in group.names:
             number = next(reversed(numbers_of(name).values()), None)
-            if number is not None and name in at:
-                layers.setdefault(number, []).append(at[name])
-        members = [row for some in layers.values() for row in some]
-        is_known = any(not np.isnan(each[members]).all() for each in values.values())
-        if len(layers) < _FEWEST_LAYERS or not is_known:
+            if number is not None and not np.isnan(known[name]):
+                layers.setdefault(number, []).append(name)
+        if len(layers) < _FEWEST_LAYERS:
             continue
-        count += 1
-        if len(rows) == _MOST_TRENDS:
-            continue
-        row = [fold(Row(name, "", (), 0) for name in group.names)[0].text, f"{len(layers):,}"]
-        numbers = np.array(sorted(layers))
-        for column in columns:
-            along = np.array([_median(values[column][layers[number]]) for number in numbers])
-            row += _trend(numbers, along)
-        rows.append(tuple(row))
-    return rows, count
+        medians = [float(np.median([known[n] for n in layers[at]])) for at in sorted(layers)]
+        every = sorted([name for names in layers.values() for name in names], key=known.__getitem__)
+        series = Series.of("", [group])
+        is_several = len(every) > len(layers)
+        trends.append(
+            _Trend(
+                fold(Row(name, "", (), 0) for name in group.names)[0].text,
+                len(layers),
+                parse_name(every[0]).modules[-1] if is_several else "",
+                medians[0],
+                float(np.median(medians)),
+                medians[-1],
+                *((known[name], series.place(name)) for name in (every[0], every[-1])),
+            )
+        )
+    return trends
 
 
-def _median(values: Any) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else np.nan
-
-
-def _trend(numbers: Any, along: Any) -> list[str]:
-    """Write the first, median and last value, and the lowest and highest with their layers."""
-    found = [figure(along[0]), figure(_median(along)), figure(along[-1])]
-    if np.isnan(along).all():
-        return [*found, "-", "-"]
-    extremes = [int(np.nanargmin(along)), int(np.nanargmax(along))]
-    return [*found, *(f"{figure(along[n])} at {numbers[n]}" for n in extremes)]
+def _short(value: float) -> str:
+    """Write a number with three significant digits."""
+    return "-" if np.isnan(value) else f"{value:.3g}"
 
 
 def _picture(draw: Callable[[], Axes]) -> str:

@@ -29,8 +29,8 @@ _STYLE = (
     ".t th,.t td{padding:2px 10px 2px 0;text-align:left;vertical-align:top}"
     ".t th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:600}"
     ".t .n{text-align:right;white-space:nowrap}"
-    ".t code{font:12px/1.5 Menlo,Consolas,monospace;overflow-wrap:anywhere}"
-    ".t td:has(code){min-width:20em}"
+    ".t code{font:12px/1.5 Menlo,Consolas,monospace}"
+    ".t td:has(code){min-width:26em}"
     "figure{margin:12px 0}figure>*{max-width:100%;height:auto}"
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -111,7 +111,9 @@ class HtmlDocument(Document):
         return escape(shortened(printable(content), width))
 
     def _code(self, name: str) -> str:
-        return f"<code>{self._text(name)}</code>" if name else ""
+        """Write a name that breaks after dots and slashes, or in very long words."""
+        short = shortened(printable(name), _WIDEST_CELL)
+        return f"<code>{html.breaking(short)}</code>" if name else ""
 
     def summary(self, summary: Summary) -> None:
         """See `Document.summary`."""

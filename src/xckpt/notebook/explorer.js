@@ -1051,9 +1051,10 @@ class Explorer {
       this.detail.histograms.set(message.row, { edges, counts });
       this.detail.draw();
     } else if (message.tell === "findings") {
-      for (const [row, rule, severity, value] of message.found) {
+      for (const [row, rule, severity, value, sentence] of message.found) {
         const words = rule.replaceAll("_", " ");
-        this.tensors.mark(row, BADGES[rule] ?? words, severity, `${severity}: ${words} (${value})`);
+        const text = sentence ? `${words}: ${sentence}` : `${words} (${value})`;
+        this.tensors.mark(row, BADGES[rule] ?? words, severity, `${severity}: ${text}`);
       }
       this.soonAgain();
     } else if (message.tell === "working") {

@@ -8,7 +8,7 @@ The two sides talk in messages with arrays as buffers::
     browser -> kernel   {ask: "known"}              a view is new and wants all that is known
                         {ask: "compute"}            uint32 rows
     kernel -> browser   {tell: "statistics"}        uint32 rows, float64 (rows, statistics)
-                        {tell: "findings", found}   lists of row, rule, severity and value
+                        {tell: "findings", found}   lists of row, rule, severity, value and sentence
                         {tell: "histogram", row}    float64 edges, float64 counts
                         {tell: "working", row, share}
                         {tell: "failed", row, reason}
@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
 import ipywidgets
@@ -111,6 +111,16 @@ def _numbered(values: Sequence[Any]) -> tuple[list[Any], NDArray[np.uint32]]:
     numbers: dict[Any, int] = {}
     at = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), np.array(at, "<u4")
+
+
+class _RowFinding(NamedTuple):
+    """A finding as the browser gets it."""
+
+    row: int
+    rule: str
+    severity: str
+    value: str
+    explanation: str
 
 
 class CancelledError(Exception):
@@ -220,7 +230,7 @@ class Explorer(ipywidgets.VBox):
         self._code = code
         self._columns = {name: at for at, name in enumerate(statistics)}
         self._known: dict[int, NDArray[np.float64]] = {}
-        self._found: list[tuple[int, str, str, float]] = []
+        self._found: list[_RowFinding] = []
         self._failed: dict[int, str] = {}
         self._one = Background(self._stopped)
         self._many = Background(self._stopped)
@@ -353,8 +363,8 @@ class Explorer(ipywidgets.VBox):
             if row not in self._known:
                 self._fail(row, "It has no statistics: its elements are not numbers.")
 
-    def _keep(self, found: KnownResults) -> tuple[list[int], list[tuple[int, str, str, float]]]:
-        """Remember what is known; return the rows that it is known of, and what is wrong there."""
+    def _keep(self, found: KnownResults) -> tuple[list[int], list[_RowFinding]]:
+        """Remember results; return the rows with statistics, and their findings."""
         rows = [self._row_of[name] for name in found.statistics if name in self._row_of]
         for row in rows:
             values = self._known[row] = np.full(len(self._columns), np.nan)
@@ -363,7 +373,13 @@ class Explorer(ipywidgets.VBox):
                     values[self._columns[name]] = value
             self._failed.pop(row, None)
         wrong = [
-            (self._row_of[each.tensor], word(each.rule), each.severity, float(each.value))
+            _RowFinding(
+                self._row_of[each.tensor],
+                word(each.rule),
+                each.severity,
+                f"{each.value:.6g}",  # JSON has no infinities
+                shortened(printable(each.explanation), _LONGEST_REASON),
+            )
             for each in found.findings
             if each.tensor in self._row_of
             and not (each.rule in _OF_WEIGHTS and self._codes[self._row_of[each.tensor]])
@@ -371,13 +387,9 @@ class Explorer(ipywidgets.VBox):
         self._found += wrong
         return rows, wrong
 
-    def _tell_known(
-        self, rows: Collection[int], wrong: Collection[tuple[int, str, str, float]]
-    ) -> None:
+    def _tell_known(self, rows: Collection[int], wrong: Collection[_RowFinding]) -> None:
         if wrong:
-            # JSON has no infinities.
-            found = [(row, rule, severity, f"{value:.6g}") for row, rule, severity, value in wrong]
-            self._tell({"tell": "findings", "found": found})
+            self._tell({"tell": "findings", "found": [tuple(finding) for finding in wrong]})
         if rows:
             values = np.array([self._known[row] for row in rows], "<f8")
             self._tell({"tell": "statistics"}, np.array(rows, "<u4"), values)

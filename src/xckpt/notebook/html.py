@@ -132,7 +132,7 @@ def _header(summary: Summary) -> str:
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
-    for kind, what in remarks(summary):
+    for kind, what in remarks(summary, _LONGEST_NOTE):
         text = _text(shortened(printable(what), _LONGEST_NOTE))
         if not kind:
             yield f'<div style="padding-top:4px;{_MUTED}">{text}</div>'
@@ -259,13 +259,18 @@ def _name(text: str) -> str:
     """Write the names of a pattern: lines break at dots, what repeats from row to row is muted."""
     repeated = _REPEATED.match(text)
     cut = repeated.end() if repeated is not None else 0
+    html = breaking(text[cut:])
+    return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
+
+
+def breaking(text: str) -> str:
+    """Write a name that lines may break after the dots of, and in words that are very long."""
     pieces = [
         piece[start : start + _LONGEST_PIECE]
-        for piece in BREAK.split(text[cut:])
+        for piece in BREAK.split(text)
         for start in range(0, len(piece), _LONGEST_PIECE)
     ]
-    html = "<wbr>".join(map(escape, pieces))
-    return f"{_muted(escape(text[:cut]))}<wbr>{html}" if cut else html
+    return "<wbr>".join(map(escape, pieces))
 
 
 # --- what folds ----------------------------------------------------------------------------------

@@ -215,8 +215,8 @@ def rest_text(patterns: Sequence[Pattern]) -> str:
     return f"{counted(len(patterns), 'more pattern')}: {counted(count, 'tensor')}, {size}"
 
 
-def remarks(summary: Summary) -> Iterator[tuple[str, str]]:
-    """List what is wrong and what to know, errors first: the kind of each, and what it is."""
+def remarks(summary: Summary, width: int = _WIDTH) -> Iterator[tuple[str, str]]:
+    """List errors, findings and notes, each as a kind and a sentence that fits into a width."""
     yield from [("error", error) for error in summary.errors[:_MOST_NOTES]]
     if (findings := summary.findings) is not None:
         yield "", findings_text(findings)
@@ -226,7 +226,7 @@ def remarks(summary: Summary) -> Iterator[tuple[str, str]]:
             largest = f"up to {value:.6g}" if pattern.count > 1 else f"{value:.6g}"
             if explanation and pattern.count == 1:
                 # The end of a sentence says less than that of a name.
-                room = _WIDTH - columns(f"{severity}: {what}: {pattern.text} ()") - len(_INDENT)
+                room = width - columns(f"{severity}: {what}: {pattern.text} ()") - len(_INDENT)
                 largest = printable(explanation)
                 if columns(largest) > room:
                     largest = f"{largest[: max(_LEAST_EXPLANATION, room) - 1]}…"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select, suggest_names
+from xckpt.notebook.formatting import printable
 from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.evidence import Evidence
@@ -19,14 +22,40 @@ from xckpt.statistics.runs import run_dim
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pandas as pd
-
     from xckpt.progress import ProgressOption
     from xckpt.statistics.entries import Describable
 
 _SEVERITIES = ("error", "warning", "info")
 _COLUMNS = ("tensor", "rule", "value", "severity", "explanation")
 _REQUIRED = {"count", "nan", "inf", "zero", "min", "max", "absmax", "std"}
+
+
+class Findings(pd.DataFrame):
+    """A table of findings that shows sentences in full, in a notebook and in a terminal."""
+
+    @property
+    def _constructor(self) -> type[Findings]:
+        return Findings
+
+    def __repr__(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            return str(self._shown().to_string(**self._options))
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            table = str(self._shown().to_html(**self._options, border=0))
+        # Notebooks align cells at the right.
+        return re.sub(r"<(td|th)>", r'<\1 style="text-align:left">', table)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"max_rows": pd.get_option("display.max_rows"), "float_format": "{:.4g}".format}
+
+    def _shown(self) -> pd.DataFrame:
+        """Return the table with unprintable characters of names escaped."""
+        texts = [name for name in _COLUMNS if name != "value" and name in self.columns]
+        shown = pd.DataFrame(self)
+        return shown.assign(**{n: [printable(str(t)) for t in self[n]] for n in texts})
 
 
 def findings(
@@ -119,8 +148,6 @@ def examine(
 
 def _judged(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd.DataFrame:
     """Apply all rules; sort the findings, and leave out those that the caller ignores."""
-    import pandas as pd
-
     missing = _REQUIRED - set(evidence.columns)
     if missing:
         raise ValueError(f"findings need the statistics {', '.join(sorted(missing))}")
@@ -136,7 +163,7 @@ def _judged(evidence: Evidence, ignored: Sequence[tuple[str, str | None]]) -> pd
         key=lambda f: (_SEVERITIES.index(RULES[f.rule].severity), f.row, order.index(f.rule)),
     )
     rows = [(f.tensor, f.rule, f.value, RULES[f.rule].severity, f.explanation) for f in ranked]
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+    return Findings(rows, columns=list(_COLUMNS))
 
 
 def ignored_rules(ignore: Any) -> list[tuple[str, str | None]]:
