@@ -139,7 +139,7 @@ class Series:
         return cls(label, names, frozenset.intersection(*every))
 
     @property
-    def drop_indices(self) -> str:
+    def bare(self) -> str:
         """The first name without numbers."""
         return drop_indices(parse_name(self.names[0]).template)
 
