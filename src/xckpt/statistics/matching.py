@@ -130,7 +130,7 @@ def _partners(
     sketches = {id(r): each for r, each in zip(readers, sketched(readers, progress), strict=True)}
 
     def remaining() -> list[list[Sketched]]:
-        """Return the sketches of what is left."""
+        """Return the sketches of unmatched tensors."""
         return [[s for r in side.values() if (s := sketches.get(id(r)))] for side in sides]
 
     copies = _copies(remaining())
@@ -212,7 +212,7 @@ def _same_elements(
 
 
 def _rule_of_elements(a: Sketched, b: Sketched) -> str:
-    """Return whether the rows, or the columns, are those of the other tensor in another order."""
+    """Return the rule for equal numbers in another order: by rows, or by elements."""
     for x in (a.rows, a.columns):
         for y in (b.rows, b.columns):
             if x is not None and y is not None and len(x) == len(y) > 1 and len(a.shape) > 1:

@@ -1,4 +1,4 @@
-"""Why tensors differ: what `compare(explain=True)` says of them.
+"""Explanations of differences between tensors, for `compare(explain=True)`.
 
 Read `passes` first: the passes over what is not explained yet, in their order. `search` suggests
 arrangements because of `sketches`, `arrangements` are views of the same numbers in other places,

@@ -45,13 +45,13 @@ KNOWN = (
 )
 # Names that only models with such norms have: Gemma 2 and 3.
 _GEMMA = re.compile(r"(pre|post)_feedforward_layernorm\.weight$|\.post_ffw_norm\.weight$")
-# Where nothing says what a model is, norms that are centred on 0 follow the convention themselves.
+# Without a stated architecture, norms centred on 0 follow the convention themselves.
 _CENTRED = 0.5
 _KEYS = ("general.architecture", "model_type", "architecture")
 
 
 class Architecture:
-    """What is known of the architecture of two checkpoints."""
+    """The architecture of two checkpoints, as their attributes or names state it."""
 
     def __init__(self, attrs: Iterable[Mapping[object, object]], names: Iterable[str]) -> None:
         stated = {str(each[key]).lower() for each in attrs for key in _KEYS if key in each}
@@ -68,7 +68,7 @@ class Architecture:
         return None
 
     def admits(self, transform: Transform, names: Iterable[str], mean: float) -> bool:
-        """Whether the architecture is known for an offset or a scale; `mean` is that of before."""
+        """Return whether the architecture is known for a transform; `mean` is that of its input."""
         names = list(names)
         for known in KNOWN:
             if not any(known.names.search(name) for name in names):

@@ -50,7 +50,7 @@ class Transposed:
 
     @property
     def words(self) -> str:
-        """What is done, after "after"."""
+        """The change in words, to follow "after"."""
         is_plain = self.axes == tuple(range(len(self.axes)))[::-1] and len(self.axes) == 2
         return "transposing" if is_plain else f"transposing (axes {', '.join(map(str, self.axes))})"
 
@@ -80,7 +80,7 @@ class RopePermuted:
 
     @property
     def words(self) -> str:
-        """What is done, after "after"."""
+        """The change in words, to follow "after"."""
         lines = "rows" if self.axis == 0 else "columns"
         how = "interleaving undone" if self.undone else "halves interleaved"
         return f"permuting {lines} as for rotary embeddings ({heads_text(self.heads)}, {how})"
@@ -101,12 +101,12 @@ class Padded:
         return _Padding(array, self.after)
 
     def inverse(self, shape: Shape) -> None:
-        """Return nothing: a part of an array does not say that the rest is zero."""
+        """Return None: a part of an array does not show that the rest is zero."""
         return
 
     @property
     def words(self) -> str:
-        """What is done, after "after"."""
+        """The change in words, to follow "after"."""
         more = [b - a for a, b in zip(self.before, self.after, strict=True)]
         return f"adding {_counts(more)} {'of zeros' if self.is_zero else 'that are not zeros'}"
 
@@ -130,7 +130,7 @@ class Permuted:
 
     @property
     def words(self) -> str:
-        """What is done, after "after"."""
+        """The change in words, to follow "after"."""
         moved = int(np.count_nonzero(np.asarray(self.order) != np.arange(len(self.order))))
         lines = "rows" if self.axis == 0 else "columns"
         return f"permuting {lines} ({moved:,} of {len(self.order):,} moved)"
@@ -150,12 +150,12 @@ class Cut:
         return part_of(array, (0,) * len(self.after), self.after)
 
     def inverse(self, shape: Shape) -> None:
-        """Return nothing: what was cut off is not known."""
+        """Return None: the numbers that were cut off are not known."""
         return
 
     @property
     def words(self) -> str:
-        """What is done, after "after"."""
+        """The change in words, to follow "after"."""
         return f"cutting {_counts([a - b for a, b in zip(self.before, self.after, strict=True)])}"
 
 
@@ -418,12 +418,12 @@ class _ArrangedReader(ArrayReader):
         if not self.loads:
             yield from super().blocks(start, stop, buffer)
             return
-        # What is costly to read in pieces is in memory while it is read.
+        # Arrays that are costly to read in pieces are loaded for the time of the read.
         in_memory = _rebuilt(self.array, lambda leaf: np.asarray(dense_values(leaf[...])))
         yield from ArrayReader(in_memory).blocks(start, stop, buffer)
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Return what is read for some of the elements, as far as is known before."""
+        """Return the byte ranges of the elements, as far as they are known in advance."""
         if start == 0 and stop:
             for leaf in leaves(self.array):
                 if hasattr(leaf, "ranges"):
@@ -464,7 +464,7 @@ def leaves(array: Any) -> Iterator[Any]:
 
 
 def _turns(array: Any) -> bool:
-    """Whether rows of a view are not runs of the arrays it is made of."""
+    """Return whether a row of a view is scattered over its arrays."""
     if not isinstance(array, View):
         return False
     is_across = isinstance(array, _Transposition) or getattr(array, "axis", 0) > 0

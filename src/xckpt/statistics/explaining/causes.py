@@ -1,4 +1,4 @@
-"""Causes of what may differ between numbers at one place: a class for each kind of relation.
+"""Relations between numbers at the same places: one class for each kind of cause.
 
 A relation says how `b` follows from `a`, or `a` from `b`, element by element. Each class suspects
 relations because of a sample, verifies them on every element, and words them:
@@ -38,7 +38,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: A relation that holds for fewer of the elements is not worth a remark.
 LIKELY = 0.9
 
-# Fewer say nothing about a number that was found from them.
+# The least number of elements from which an offset or a scale is inferred.
 _FEWEST = 4
 # In steps of the type: the median of ratios is one of them, and itself rounded.
 _NEAR = 64
@@ -47,7 +47,7 @@ _FEW = 2048
 _TRIED = 8
 # Elements whose difference, or ratio, is looked at.
 _PROBED = 256
-# Of the types that numbers may be rounded to, those that are tried after an offset or a scale.
+# Number of rounding chains that are tried after an offset or a scale.
 _MOVED_CHAINS = 4
 # Types that numbers are rounded to before they are quantised.
 _ROUNDED_TO = ("float16", "bfloat16", "float8_e4m3fn")
@@ -91,14 +91,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Each element of `b` is what a transform makes of that of `a`; none becomes infinite."""
+    """A relation: a transform of each element of `a` gives the one of `b`; none becomes infinite."""
 
     transform: Transform
     #: Or it is zero.
     masked: bool = False
     #: It is `a` that is made of `b`.
     backwards: bool = False
-    #: Whether the types are coarser than that of what is transformed.
+    #: Whether the types are coarser than the type of the input.
     rounds: bool = False
     block = 0
 
@@ -149,7 +149,7 @@ class Elementwise:
 
     @staticmethod
     def suspected(sample: Sample) -> Iterator[tuple[float, Elementwise]]:  # noqa: C901  one search
-        """Return relations from `a` to `b`, and of which share of the elements they hold."""
+        """Yield relations from `a` to `b`, each with the share of elements for which it holds."""
         x, y, kinds = sample.x, sample.y, sample.kinds
         chains = list(rounding_chains(y, kinds))
         has_zeros = bool(np.any((y == 0) & (x != 0)) and np.any(y))
@@ -231,7 +231,7 @@ def scales(x: Array, y: Array, spacing: Array) -> list[float]:
 
 
 def _scales_between(low: float, high: float) -> list[float]:
-    """Return numbers between two that are nearly equal: those of few digits first."""
+    """Return numbers between two nearly equal ones, with few digits first."""
     middle = (low + high) / 2
     if not _SMALLEST < abs(middle) < 1 / _SMALLEST:
         return []
@@ -253,7 +253,7 @@ _SMALLEST = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What was done to numbers before they were quantised."""
+    """A change of numbers before they were quantised."""
 
     transform: Transform = UNCHANGED
     #: A quantiser that was used first.
@@ -266,12 +266,12 @@ class Before:
 
     @property
     def block(self) -> int:
-        """Elements of a block of the first quantiser, 0 without any."""
+        """Elements in a block of the first quantiser, 0 without one."""
         return OF_BLOCKS[self.scheme].block if self.scheme else 0
 
     @property
     def words(self) -> str:
-        """What was done, before "quantised"."""
+        """The change in words, to precede "quantised"."""
         transform, text = self.transform, ""
         if transform.offset:
             text = f" {'-' if transform.offset < 0 else '+'} {abs(transform.offset):.9g}"
@@ -286,10 +286,10 @@ _NOTHING_BEFORE = Before()
 
 @dataclass(frozen=True, slots=True)
 class Requantised:
-    """Each block of `b` is what a quantiser makes of that of `a`: the same codes and scales."""
+    """A relation: a quantiser makes each block of `b` from `a`, with the same codes and scales."""
 
     scheme: str
-    #: What was done before, and the types that the result was rounded to.
+    #: The change before quantisation, and the types that the result was rounded to.
     before: Before = _NOTHING_BEFORE
     after: tuple[str, ...] = ()
     backwards: bool = False
@@ -348,7 +348,7 @@ class WithinScales:
 
     @property
     def block(self) -> int:
-        """Elements of a block of what was done before."""
+        """Elements in a block of the first quantiser, 0 without one."""
         return self.before.block
 
     def held(self, x: Array, y: Array) -> int:

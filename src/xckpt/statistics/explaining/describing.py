@@ -64,7 +64,7 @@ def misplaced(work: Work) -> Explanations:
 
 
 def described(work: Work) -> Explanations:
-    """Describe changed tensors: what may be behind it, and how much they differ."""
+    """Describe changed tensors: the likely cause, and the size of the difference."""
     explanations: Explanations = {
         n: work.descriptions[n] for n in work.open if n in work.descriptions
     }
@@ -87,7 +87,7 @@ def described(work: Work) -> Explanations:
 
 
 def _extended(work: Work, numbers: Sequence[int]) -> Explanations:
-    """Describe tensors of which one is the beginning of the other."""
+    """Describe pairs in which one tensor is the beginning of the other."""
     numbers = [n for n in numbers if work.cases[n].status == "shape"]
     ours, theirs = (work.sketch(numbers, side) for side in (0, 1))
     links: list[tuple[int, Link, tuple[Step, ...]]] = []

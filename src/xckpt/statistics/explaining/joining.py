@@ -117,14 +117,14 @@ def _place(joint: Joint, member: Member) -> tuple[int, ...]:
 
 
 def _is_padded(joint: Joint, member: Member) -> bool:
-    """Whether a part and its place differ in size."""
+    """Return whether a part and its place differ in size."""
     view = arranged(member.part.reader.array, member.steps)
     return not joint.is_stack and tuple(view.shape) != _place(joint, member)
 
 
 @dataclass
 class _Whole:
-    """What the parts of a tensor tell of it."""
+    """A summary of the parts of a tensor."""
 
     causes: list[str]
     facts: list[str] = field(default_factory=list)

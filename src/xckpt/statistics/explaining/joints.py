@@ -1,4 +1,4 @@
-"""The search for joints: tensors of one side that consist of several of the other.
+"""The search for joints: tensors of one side that consist of several tensors of the other.
 
 The sums along the axis where parts meet are those of the parts, one after the other. So the seams
 are followed from part to part.
@@ -38,7 +38,7 @@ _CLEARLY = 1e-3
 class Member(NamedTuple):
     """A part of a joint: a tensor, where it begins and ends along the axis, and its arrangement.
 
-    Its place may be larger than the part, or smaller: what is beyond has to be zero.
+    Its place may be larger than the part, or smaller; elements beyond the smaller one must be zero.
     """
 
     part: Sketched
@@ -51,7 +51,7 @@ class Member(NamedTuple):
 
     @property
     def is_alike(self) -> bool:
-        """Whether the sums agree."""
+        """Whether the sums agree, rather than only the place being free."""
         return self.score > 0
 
 
@@ -61,14 +61,14 @@ class Joint(NamedTuple):
     whole: Sketched
     axis: int
     members: tuple[Member, ...]
-    #: What is done to the whole before it consists of the parts.
+    #: Steps applied to the whole before it is cut into the parts.
     steps: tuple[Step, ...] = ()
     #: Whether the parts have no such axis.
     is_stack: bool = False
 
     @property
     def score(self) -> float:
-        """How much the sums agree; arrangements that need fewer steps count more."""
+        """The agreement of the sums; arrangements with fewer steps rank higher."""
         steps = sum(len(member.steps) for member in self.members) + len(self.steps)
         mean = sum(member.score for member in self.members) / len(self.members)
         return mean - 0.01 * steps / len(self.members)
@@ -105,7 +105,7 @@ def joints(
         ranked = [joint for whole in left if (joint := best[id(whole)]) is not None]
         if not ranked:
             break
-        # Those that agree most first: short sums agree by chance.
+        # Best agreement first: short sums agree by chance.
         chosen = max(ranked, key=lambda each: each.score)
         found.append(chosen)
         for member in chosen.members:
@@ -149,7 +149,7 @@ def _joints_of(whole: Sketched, parts: list[Sketched], *, are_larger: bool) -> I
 
 
 def _layers(part: Sketched, shape: Shape) -> Iterator[_Oriented]:
-    """Return a matrix as one of those that are stacked, transposed or not."""
+    """Yield a matrix as a layer of a stack, transposed or not."""
     if part.shape == shape[1:] and part.rows is not None:
         yield _Oriented(part, part.rows, ())
     if part.shape == shape[:0:-1] and part.columns is not None:
@@ -206,7 +206,7 @@ class _Parts:
         self.oriented = oriented
         self.axis = axis
         self.are_permuted = are_permuted
-        #: Those that have a place.
+        #: Ids of the parts that have a place.
         self.used: set[int] = set()
         lengths = sorted({len(oriented_part.sums) for oriented_part in oriented}, reverse=True)
         self.groups = {
@@ -272,7 +272,7 @@ def _zeros(sums: Array, at: int) -> int:
 
 
 def _filled(members: list[Member], parts: list[_Oriented], used: set[int]) -> list[Member]:
-    """Put into gaps the free parts whose names are most like those of the others."""
+    """Fill gaps with the free parts whose names resemble the other members most."""
     names = [member.part.name for member in members if member.is_alike]
     steps = next((member.steps for member in members if member.is_alike), ())
     complete = []

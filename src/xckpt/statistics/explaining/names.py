@@ -26,7 +26,7 @@ _MOST_EXCHANGED = 400
 _MAJORITY = 0.8
 # The order of parts that are joined, where no other layer shows it.
 _USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
-# What projections are called whatever the project.
+# Names of projections across projects.
 _ROLES = (
     frozenset({"q", "query", "wq"}),
     frozenset({"k", "key", "wk"}),
@@ -70,7 +70,7 @@ class Rules:
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         self.pairs = list(pairs)
-        #: What is added to the number of a layer.
+        #: The difference between the numbers of a layer in `b` and in `a`.
         self.shift = _shift((spelled(a), spelled(b)) for a, b in self.pairs)
         self._templates: dict[str, Counter[str]] = defaultdict(Counter)
         self._stems: dict[str, Counter[str]] = defaultdict(Counter)
@@ -163,7 +163,7 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
 
 
 def _are_other_roles(a: str, b: str) -> bool:
-    """Whether two names are those of different projections."""
+    """Return whether two names belong to different projections."""
     first, second = ([n for n, role in enumerate(_ROLES) if role & _words(each).keys()]
                      for each in (a, b))  # fmt: skip
     return len(first) == len(second) == 1 and first != second
@@ -240,7 +240,7 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
     if len(set(numbers)) == 1:
         return _is_usual(templates, known)
     if len({each[:-1] for each in numbers}) == 1 and all(len(each) > 1 for each in numbers):
-        # Parts of one layer that are numbered, of which some have other names.
+        # Numbered parts of one layer, some of which were renamed.
         return all(a < b for a, b in pairwise(numbers))
     if len(set(templates)) == len(templates):
         return False
@@ -256,7 +256,7 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
 
 
 def _is_usual(templates: tuple[str, ...], known: Counter[tuple[str, ...]] | None) -> bool:
-    """Whether roles are in the order of most siblings, or in the usual one where none are known."""
+    """Return whether roles are in the order of most siblings, or else in the usual order."""
     ranked = known.most_common(2) if known else []
     if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) and ranked[0][1] > 1:
         return ranked[0][0] == templates

@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What relates a tensor to the other side."""
+    """The relation of a tensor to the other side."""
 
     causes: tuple[str, ...]
     text: str
@@ -213,7 +213,7 @@ def sentence(cases: Sequence[Case], explanations: Sequence[Explanation | None]) 
 
 
 def _pair(name: str, explanation: Explanation) -> str:
-    """Write the name of a tensor, and the other one if it has one of its own."""
+    """Write the name of a tensor, and its name in `b` if that differs."""
     partners = explanation.other_names if "renamed" in explanation.causes else ()
     return f"{shown(name)} ({quoted(partners)} in b)" if partners else shown(name)
 

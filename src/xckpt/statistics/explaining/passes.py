@@ -44,7 +44,7 @@ def explain(
 
 
 def _named(case: Case, explanation: Explanation | None) -> Explanation | None:
-    """Add the name of the partner that the comparison was told of, where it is another one."""
+    """Add the name of the partner that the comparison was given, if it differs."""
     partner = case.other_name
     if explanation is None or not partner or explanation.other_names:
         return explanation
@@ -114,7 +114,7 @@ PASSES: tuple[Callable[[Work], Explanations], ...] = (
     joined,
     renamed,
     expected,
-    # faults, and descriptions of what is not explained
+    # faults, and descriptions of unexplained tensors
     misplaced,
     described,
     tied,

@@ -1,4 +1,4 @@
-"""Quantisers that can be repeated, and the levels that stored scales leave the others to choose.
+"""Quantisers that can be repeated, and the levels that stored scales allow.
 
 `REPEATED` has quantisers that make the same codes again: where a conversion used one, the result is
 equal for every element. The formulas of GGUF's types are those of ``quantize_row_*_ref`` in
@@ -47,7 +47,7 @@ _TIE = 1e-3
 
 
 class Quantiser(NamedTuple):
-    """A quantiser of blocks: what it makes of rows that are one block each."""
+    """A quantiser of blocks, as a function of rows that are one block each."""
 
     name: str
     block: int
@@ -166,7 +166,7 @@ class _Levels(NamedTuple):
     low: Array
     step: Array
     most: int
-    #: What is lost where the scale is rounded, beyond the last level.
+    #: Range that the rounding of the scale itself takes away.
     loss: Array
 
 
@@ -343,7 +343,7 @@ class _GradedReader(ArrayReader):
 
 
 def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
-    """Return a reader with distances, of all or of a run of elements; None if none are known."""
+    """Return a reader with distances for all or a run of elements; None if they are unknown."""
     lazy = reader.array
     found: ArrayReader | None = None
     if isinstance(lazy, BlockArray) and (
@@ -360,7 +360,7 @@ def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader 
 
 
 def _is_graded(lazy: QuantizedArray) -> bool:
-    """Whether a number is a code times a scale, and nothing else."""
+    """Return whether each number is a code times a scale."""
     scheme = lazy.quantization
     return scheme.bits <= 8 and not scheme.biases and scheme.zero is not None
 

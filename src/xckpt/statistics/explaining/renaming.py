@@ -123,7 +123,7 @@ def _ways(a: Sketched, b: Sketched) -> list[Arrangement]:
 
 
 def _constants(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
-    """Pair constants, of which any is as good as another, if both sides have as many."""
+    """Pair equal constants in order, if both sides have the same number of them."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
         for tensor in side:
@@ -148,7 +148,7 @@ def _nearly_equal(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[
 
 
 def _alike_by_name(ours: Sequence[Sketched], theirs: Sequence[Sketched]) -> list[_Pair]:
-    """Pair constants whose names have more in common than those of any others."""
+    """Pair constants whose names resemble each other more than any other names."""
     groups: tuple[dict[Any, list[Sketched]], ...] = (defaultdict(list), defaultdict(list))
     for side, group in zip((ours, theirs), groups, strict=True):
         for each in side:

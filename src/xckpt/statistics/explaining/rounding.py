@@ -33,7 +33,7 @@ _MOST_BETWEEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What becomes of a number: ``scale * x + offset``, rounded to one type after the other."""
+    """A function of numbers: ``scale * x + offset``, rounded to one type after the other."""
 
     scale: float = 1.0
     offset: float = 0.0
@@ -148,7 +148,7 @@ def rounding_chains(y: Array, kinds: tuple[str, str]) -> Iterator[tuple[str, ...
 
 
 def _has_only(finite: Array, name: str) -> bool:
-    """Whether all of some numbers are numbers of a type."""
+    """Return whether a type can hold all of some numbers."""
     dtype = kind_named(name).dtype
     start = finite[:_LOOKED_AT]
     if not np.array_equal(start.astype(dtype).astype(start.dtype), start):

@@ -1,7 +1,7 @@
-"""The search for arrangements: which tensors have the same numbers, and in which places.
+"""The search for arrangements: tensors with the same numbers, and the places of these.
 
-Everything here is suggested by sums of rows and columns (`sketches`), which rounding and
-quantisation hardly change. What is found is verified elsewhere.
+Sums of rows and columns (`sketches`) suggest them, which rounding and quantisation hardly change.
+The suggestions are verified elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
-#: Sums that agree less than this are not those of one tensor.
+#: Sums that agree less belong to different tensors.
 ALIKE = 0.5
 #: From here on no other order of the rows is looked for.
 SURE = 0.95
@@ -42,7 +42,7 @@ _MOST_AXES = 4
 # Sizes of heads that are tried first: rows that are alike may fit several.
 _USUAL_HEADS = (128, 64, 256, 80, 96, 32, 16)
 _SMALLEST_HEAD = 4
-# Rows of which two permutations, one after the other, are looked for.
+# The longest axis for which two permutations, one after the other, are tried.
 _TWICE = 512
 # Of an order of rows that is not known: how much it counts, and where it is looked for.
 _SHUFFLED = 0.9
@@ -53,7 +53,7 @@ _FEWEST = 3
 
 
 class Arrangement(NamedTuple):
-    """How a tensor of `a` may be arranged in one of `b`, and how much the sums agree."""
+    """Steps from a tensor of `a` to one of `b`, and the agreement of their sums."""
 
     score: float
     steps: tuple[Step, ...]
@@ -114,7 +114,7 @@ def _along_axis(x: Array, y: Array, axis: int) -> tuple[float, list[Step], list[
     n, m = len(x), len(y)
     score = agreement(x, y[:n]) if n <= m else agreement(x[:m], y)
     if np.isnan(score):
-        # Of equal sums nothing can be said.
+        # Equal sums carry no information.
         return score, [], []
     best: tuple[float, list[Step], list[Step]] = (score, [], [])
     if n <= m and score < SURE:
@@ -177,7 +177,7 @@ def permuted(x: Array, y: Array, axis: int) -> tuple[list[Step], float]:
 
 @lru_cache(maxsize=8)
 def _chained_orders(length: int, number: int) -> tuple[list[tuple[tuple[int, bool], ...]], Array]:
-    """Return the orders of so many permutations one after the other, those that differ."""
+    """Return the distinct orders after so many permutations one after the other."""
     orders: dict[bytes, tuple[tuple[tuple[int, bool], ...], Array]] = {}
     for keys in product(rope_orders(length).items(), repeat=number):
         order = np.arange(length)
@@ -228,9 +228,9 @@ class Candidate(NamedTuple):
 def partners(
     ours: Sequence[Sketched], theirs: Sequence[Sketched], *, extended: bool = True
 ) -> list[Candidate]:
-    """Pair tensors of two sides by their numbers, whatever they are called; each is there once.
+    """Pair tensors of two sides by their numbers, regardless of names; each occurs once.
 
-    With `extended`, those that are padded or cut are found, too, after those of one size.
+    With `extended`, padded and cut tensors are paired too, after tensors of one size.
     """
     candidates = _paired(_candidates(ours, theirs, is_extended=False))
     if extended:
@@ -282,7 +282,7 @@ def _candidates(
 def _screened(  # noqa: C901  one table of scores
     ours: list[Sketched], theirs: list[Sketched], *, is_extended: bool
 ) -> Iterator[tuple[Sketched, Sketched]]:
-    """Return pairs of which any sums agree in their order."""
+    """Yield pairs in which the sums along some axis agree in order."""
     first, second = ours[0].shape, theirs[0].shape
     scores = np.full((len(ours), len(theirs)), -1.0)
     for n, m in ((n, m) for n in range(len(first)) for m in range(len(second))):
@@ -301,7 +301,7 @@ def _screened(  # noqa: C901  one table of scores
             for order in rope_orders(min(sizes)).values():
                 scores = np.maximum(scores, x[:, order] @ y.T)
     for row, a in enumerate(ours):
-        # Tensors that are equal cannot be told apart: all of them are candidates.
+        # Equal tensors are indistinguishable: several of them are candidates.
         for at in np.argsort(-scores[row], kind="stable")[: max(_CLOSER, 1)].tolist():
             if scores[row, at] >= ALIKE:
                 yield a, theirs[at]
@@ -312,7 +312,7 @@ def _screened(  # noqa: C901  one table of scores
 
 
 def _fits(first: Shape, second: Shape) -> bool:
-    """Whether one shape is in the other, in any order of the axes."""
+    """Return whether one shape fits into the other, in any order of the axes."""
     sizes = list(zip(sorted(first), sorted(second), strict=True))
     return all(n <= m for n, m in sizes) or all(n >= m for n, m in sizes)
 

@@ -37,8 +37,8 @@ Shape = tuple[int, ...]
 
 # One-dimensional tensors up to this size have a row for each element.
 _MOST_SINGLE = 1 << 16
-# Rows and columns whose sums are kept, of all tensors of a search: 8 bytes each. Small tensors come
-# first; of those beyond the limit only the extremes and the total are known.
+# The most rows and columns of all tensors in a search whose sums are held: 8 bytes each. Small
+# tensors come first; larger ones beyond the limit have extremes and a total only.
 _MOST_LINES = 12 << 20
 _MOST_COLUMNS = 1 << 18
 _PIECE = 1024
@@ -129,7 +129,7 @@ class Sketch(Accumulator):
 def _add_lines(  # noqa: PLR0917
     x: Any, width: Any, column: Any, rows: Any, columns: Any, totals: Any
 ) -> None:
-    """Add up a run of elements, which begins in a column, by rows and by columns.
+    """Add up a run of elements that begins in a column, by rows and by columns.
 
     Loops of their own, with several sums at a time, which LLVM vectorises.
     """
@@ -190,7 +190,7 @@ class Sketched:
 
     @cached_property
     def is_constant(self) -> bool:
-        """Whether all numbers are one."""
+        """Whether all elements are equal."""
         return not self.sketch.low < self.sketch.high
 
     @cached_property
@@ -220,7 +220,7 @@ class Sketched:
         return [rows, *[rest.sum(tuple([k for k in others if k != axis])) for axis in others]]
 
     def is_like(self, other: Sketched) -> bool:
-        """Whether both have the same numbers in any order, as far as sums tell."""
+        """Return whether the sums of both match, as those of the same numbers in any order do."""
         a, b = self.sketch, other.sketch
         return (
             self.size == other.size
@@ -232,7 +232,7 @@ class Sketched:
 
 
 def sketched(readers: Sequence[Reader], progress: Progress | None = None) -> list[Sketched | None]:
-    """Sketch tensors in one pass over them; None for those of complex numbers or none."""
+    """Sketch tensors in one pass; None for complex and for empty tensors."""
     ordered = [
         None if reader.array.dtype.kind == "c" or not reader.size else in_c_order(reader)
         for reader in readers

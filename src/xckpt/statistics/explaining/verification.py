@@ -93,9 +93,9 @@ class Link:
     orders: list[tuple[Side, Side]]
     #: A number that the architecture is known to add.
     offset: float | None = None
-    #: Whether zeros were added, among which those of a pruned tensor are nothing special.
+    #: Whether zeros were added: a pruned tensor cannot be recognised then.
     is_padded: bool = False
-    #: What was found out.
+    #: Results of the examination.
     order: int = 0
     correlation: float = math.nan
     pair: PairReader | ChunkedPair | None = None
@@ -107,7 +107,7 @@ class Link:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all numbers of the sample are one."""
+        """Whether the sample is constant."""
         return math.isnan(self.correlation)
 
     @property
@@ -144,7 +144,7 @@ class Evidence(Accumulator):
         self.held = np.zeros(len(relations), np.int64)
         #: How many elements are zeros, if these are what a pruned tensor has more of.
         self.zeros = 0
-        #: Sums of squares: of the differences, and of `a`. Only of what was quantised.
+        #: Sums of squares of the differences and of `a`, for quantised tensors only.
         self.noise = self.signal = 0.0
 
     @classmethod
@@ -160,7 +160,7 @@ class Evidence(Accumulator):
         first = 0
         block = max(relation.block for relation in self.relations)
         if block and start % block:
-            # What begins within a block is not verified.
+            # Elements before the first whole block count as not verified.
             first = min(count, -start % block)
         for at in range(first, count, _PIECE):
             x, y = (
@@ -185,7 +185,7 @@ class Evidence(Accumulator):
                 pair = (y, x) if relation.backwards else (x, y)
                 held = relation.held(*pair)
                 if held == len(x):
-                    # What follows is more lenient.
+                    # The relations after it are more lenient.
                     self.held[number:] += held
                     break
                 self.held[number] += held

@@ -64,7 +64,7 @@ def both(a: Any, b: Any, explanation: Explanation) -> dict[int, Explanation]:
 
 
 def changed(measures: Mapping[str, float], shapes: str = "") -> Explanation:
-    """Describe how much a tensor changed for which there is no other cause."""
+    """Describe the size of a change without a known cause."""
     if shapes:
         text = f"the shapes {shapes} differ, and the numbers do"
     else:

@@ -1,4 +1,4 @@
-"""What a search for explanations works on, and what is known so far."""
+"""The state of a search for explanations: its cases, and the results so far."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Work:
         return [n for n in self.open if self.cases[n].status == ALONE[side]]
 
     def is_aligned(self, n: int) -> bool:
-        """Whether the elements of both tensors are in the same places."""
+        """Return whether the elements of both tensors are in the same places."""
         link = self.in_place.get(n)
         return link is not None and link.correlation >= ALIGNED
 
