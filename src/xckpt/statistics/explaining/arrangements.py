@@ -165,12 +165,12 @@ Step = Transposed | RopePermuted | Padded | Permuted | Cut
 def _counts(sizes: Sequence[int]) -> str:
     """Write by how much each axis is longer or shorter."""
     names = {1: ("elements",), 2: ("rows", "columns")}.get(len(sizes), ())
-    found = []
+    counts = []
     for axis, n in enumerate(sizes):
         name = names[axis] if names else f"along axis {axis}"
         if n:
-            found.append(f"{n:,} {name.removesuffix('s') if n == 1 and names else name}")
-    return " and ".join(found)
+            counts.append(f"{n:,} {name.removesuffix('s') if n == 1 and names else name}")
+    return " and ".join(counts)
 
 
 def heads_text(count: int) -> str:
@@ -227,15 +227,15 @@ class View:
 
     def __getitem__(self, key: Any) -> Array:
         """Read a box: integers and slices without steps for the first axes, all of the others."""
-        given = () if key is ... else key if isinstance(key, tuple) else (key,)
+        keys = () if key is ... else key if isinstance(key, tuple) else (key,)
         box = []
         for axis, size in enumerate(self.shape):
-            each = given[axis] if axis < len(given) else slice(None)
-            box.append(slice(*each.indices(size)[:2]) if isinstance(each, slice)
-                       else slice(int(each), int(each) + 1))  # fmt: skip
+            entry = keys[axis] if axis < len(keys) else slice(None)
+            box.append(slice(*entry.indices(size)[:2]) if isinstance(entry, slice)
+                       else slice(int(entry), int(entry) + 1))  # fmt: skip
         values = self.read(tuple(box))
-        kept = [slice(None) if isinstance(each, slice) else 0 for each in given]
-        return values[tuple(kept)]
+        squeezed = [slice(None) if isinstance(entry, slice) else 0 for entry in keys]
+        return values[tuple(squeezed)]
 
     def read(self, box: Box) -> Array:
         """Read a box; all axes stay."""
@@ -437,21 +437,25 @@ def reader_of_view(view: Any, readers: Sequence[Reader], name: str) -> Reader:
     if any(isinstance(reader, ChunkedTensor) for reader in readers):
         import dask.array as da
 
-        found: Reader = ChunkedTensor(_as_dask(view))
-        found = in_c_order(found)
+        reader_of_all: Reader = ChunkedTensor(_as_dask(view))
+        reader_of_all = in_c_order(reader_of_all)
         # Numbers of one block are in one chunk where rows are.
-        if isinstance(found, ChunkedTensor) and found.array.ndim > 1 and not found.row:
-            found = ChunkedTensor(da.rechunk(found.array, {1: -1}))
+        if (
+            isinstance(reader_of_all, ChunkedTensor)
+            and reader_of_all.array.ndim > 1
+            and not reader_of_all.row
+        ):
+            reader_of_all = ChunkedTensor(da.rechunk(reader_of_all.array, {1: -1}))
     else:
         turns = _turns(view)
         loads = any(r.whole or (turns and not is_sliceable(in_c_order(r))) for r in readers)
-        found = _ArrangedReader(view, sum(reader.nbytes for reader in readers), loads=loads)
-        found.local = all(reader.local for reader in readers)
-        found.place = readers[0].place
+        reader_of_all = _ArrangedReader(view, sum(reader.nbytes for reader in readers), loads=loads)
+        reader_of_all.local = all(reader.local for reader in readers)
+        reader_of_all.place = readers[0].place
         if turns:
-            found.piece_nbytes = TURNED_NBYTES
-    found.name = name
-    return found
+            reader_of_all.piece_nbytes = TURNED_NBYTES
+    reader_of_all.name = name
+    return reader_of_all
 
 
 def leaves(array: Any) -> Iterator[Any]:
@@ -459,8 +463,8 @@ def leaves(array: Any) -> Iterator[Any]:
     if not isinstance(array, View):
         yield array
         return
-    for each in array.arrays:
-        yield from leaves(each)
+    for inner in array.arrays:
+        yield from leaves(inner)
 
 
 def _turns(array: Any) -> bool:

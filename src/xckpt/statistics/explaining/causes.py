@@ -91,7 +91,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """A relation: a transform of each element of `a` gives the one of `b`; none becomes infinite."""
+    """A relation: a transform of each element of `a` gives that of `b`; no infinities arise."""
 
     transform: Transform
     #: Or it is zero.
@@ -180,8 +180,8 @@ class Elementwise:
         u, v = x[used].astype(np.float64), y[used].astype(np.float64)
         for types in chains[:_MOVED_CHAINS]:
             # Computed in float32 if not in float64, as all libraries do.
-            own = (kinds[1],) if kinds[1] in FRACTION_BITS else ()
-            exact = types or own
+            own_types = (kinds[1],) if kinds[1] in FRACTION_BITS else ()
+            exact = types or own_types
             exact = exact if y.dtype == np.float64 else ("float32", *exact)
             coarsest = min(exact, key=lambda n: FRACTION_BITS[n], default="float64")
             spacing = spacing_of(v, coarsest)
@@ -199,9 +199,9 @@ def offsets(x: Array, y: Array, spacing: Array) -> list[float]:
     if not middle or np.mean(np.abs(difference - middle) <= 2 * spacing[at]) < LIKELY:
         return []
     finest = float(difference[0])
-    found = [round(middle, digits) for digits in range(9)]
-    found += [float(f"{finest:.6g}"), finest, float(np.float32(finest)), middle]
-    return [c for c in dict.fromkeys(found) if c and abs(c - middle) <= 2 * spacing[at].max()]
+    candidates = [round(middle, digits) for digits in range(9)]
+    candidates += [float(f"{finest:.6g}"), finest, float(np.float32(finest)), middle]
+    return [c for c in dict.fromkeys(candidates) if c and abs(c - middle) <= 2 * spacing[at].max()]
 
 
 def scales(x: Array, y: Array, spacing: Array) -> list[float]:
@@ -236,12 +236,14 @@ def _scales_between(low: float, high: float) -> list[float]:
     if not _SMALLEST < abs(middle) < 1 / _SMALLEST:
         return []
     slack = (high - low) / 2 + abs(middle) * 2**-50
-    found = [float(f"{middle:.{digits}g}") for digits in range(1, 9)]
-    found += [1 / float(f"{1 / middle:.{digits}g}") for digits in range(1, 5)]
-    found = [s for s in found if abs(s - middle) <= slack][:2]
+    candidates = [float(f"{middle:.{digits}g}") for digits in range(1, 9)]
+    candidates += [1 / float(f"{1 / middle:.{digits}g}") for digits in range(1, 5)]
+    candidates = [s for s in candidates if abs(s - middle) <= slack][:2]
     narrow = np.float32(middle)
-    found += [float(s) for s in (narrow, *(np.nextafter(narrow, np.float32(t)) for t in _ENDS))]
-    return [s for s in dict.fromkeys([*found, middle]) if s not in {0.0, 1.0}]
+    candidates += [
+        float(s) for s in (narrow, *(np.nextafter(narrow, np.float32(t)) for t in _ENDS))
+    ]
+    return [s for s in dict.fromkeys([*candidates, middle]) if s not in {0.0, 1.0}]
 
 
 _ENDS = (-np.inf, np.inf)
@@ -427,16 +429,16 @@ def suspect(
     `graded` has the distances that stored scales allow for one of its sides. `offset` is a number
     that the architecture is known to add to this tensor.
     """
-    few = slice(None, None, max(1, len(sample.x) // _FEW))
-    thin = replace(sample, x=sample.x[few].copy(), y=sample.y[few].copy())
+    thinned = slice(None, None, max(1, len(sample.x) // _FEW))
+    thin = replace(sample, x=sample.x[thinned].copy(), y=sample.y[thinned].copy())
     with np.errstate(all="ignore"):
         shares = [*Elementwise.suspected(thin)]
         if not any(share == 1.0 for share, _ in shares):
             shares += [(share, replace(relation, backwards=True))
                        for share, relation in Elementwise.suspected(thin.reverse)]  # fmt: skip
         certain = [relation for share, relation in shares if share == 1.0][:_TRIED]
-        certain = [each for each in certain if _holds(each, sample)]
-        plain = [each for each in certain if not each.masked]
+        certain = [entry for entry in certain if _holds(entry, sample)]
+        plain = [entry for entry in certain if not entry.masked]
         if plain:
             # There may be zeros elsewhere.
             return plain[0], replace(plain[0], masked=True)
@@ -447,7 +449,7 @@ def suspect(
         if certain:
             return (certain[0],)
         equal = float(np.mean(thin.x == thin.y))
-        share, best = max(shares, key=lambda each: each[0], default=(0.0, None))
+        share, best = max(shares, key=lambda entry: entry[0], default=(0.0, None))
         levels = _suspect_levels(sample)
         if levels is not None and levels[0] > share:
             share, best = levels  # type: ignore[assignment]  # another class of relation

@@ -83,19 +83,21 @@ def low_ranks(pairs: Mapping[int, tuple[Reader, Reader]], bar: Progress) -> dict
             continue
         x, y = (in_memory(r.array[...]) if r.whole else r.array for r in (a, b))
         updates.append(_Update(b.name, number, x, y, b.kind.name, a.nbytes + b.nbytes))
-    found: dict[int, Explanation] = {}
+    explanations: dict[int, Explanation] = {}
 
-    def deliver(update: Any, one: Explanation | None) -> None:
-        if one is not None:
-            found[update.number] = one
+    def deliver(update: Any, explanation: Explanation | None) -> None:
+        if explanation is not None:
+            explanations[update.number] = explanation
         bar.advance(update.nbytes)
 
     bar.expect(sum(update.nbytes for update in updates))
-    here = send_out(updates, _low_rank, deliver, lambda update: update.b)
+    local_updates = send_out(updates, _low_rank, deliver, lambda update: update.b)
     with ThreadPoolExecutor(cpu_count(), "xckpt-explain") as threads, blas_threads(1):
-        for update, one in zip(here, threads.map(_low_rank, here), strict=True):
-            deliver(update, one)
-    return found
+        for update, explanation in zip(
+            local_updates, threads.map(_low_rank, local_updates), strict=True
+        ):
+            deliver(update, explanation)
+    return explanations
 
 
 def _low_rank(update: _Update) -> Explanation | None:

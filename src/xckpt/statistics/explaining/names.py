@@ -112,8 +112,8 @@ class Rules:
             votes[_filled(template, numbers)] += count
         stem, leaf = _split(first.template)
         if not votes:
-            for other, count in self._stems.get(stem, Counter()).items():
-                votes[_filled(other + leaf, numbers)] += count
+            for template_of_b, count in self._stems.get(stem, Counter()).items():
+                votes[_filled(template_of_b + leaf, numbers)] += count
         for (front, new), count in self._fronts.items():
             if name.startswith(front):
                 candidate = new + name[len(front) :]
@@ -122,7 +122,11 @@ class Rules:
             if name.endswith(end):
                 candidate = name[: len(name) - len(end)] + new
                 votes[candidate] = max(votes[candidate], count)
-        ranked = [(other, count) for other, count in votes.most_common() if other in others]
+        ranked = [
+            (template_of_b, count)
+            for template_of_b, count in votes.most_common()
+            if template_of_b in others
+        ]
         if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
             return None
         return ranked[0]

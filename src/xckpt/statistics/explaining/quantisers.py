@@ -58,15 +58,15 @@ class Quantiser(NamedTuple):
         blocks = np.ascontiguousarray(x, F32).reshape(-1, self.block)
         with np.errstate(all="ignore"):
             codes, scale, low = self.repeat(blocks)
-            found = np.ascontiguousarray(y, F32).reshape(blocks.shape)
+            values = np.ascontiguousarray(y, F32).reshape(blocks.shape)
             nearest = np.rint(codes)
-            held = found == scale * nearest + low
+            is_held = values == scale * nearest + low
             # Halves are rounded up, down, or away from zero, and after other rounding.
             is_tie = np.abs(np.abs(codes - nearest) - 0.5) < _TIE
             if is_tie.any():
                 other = nearest + np.sign(codes - nearest)
-                held |= is_tie & (found == scale * other + low)
-        flat: Array = held.reshape(-1)
+                is_held |= is_tie & (values == scale * other + low)
+        flat: Array = is_held.reshape(-1)
         return flat
 
     def made(self, x: Array) -> Array:
@@ -243,16 +243,16 @@ class _GradedBlocks:
         begin, end = begin + self.start, end + self.start
         first, last = begin // self.block, -(-end // self.block)
         blocks = np.ascontiguousarray(self.raw[first:last])
-        found = _grade(self.array.block_type, blocks, self.array.reader.part.byteorder)
-        return found[begin - first * self.block : end - first * self.block]
+        grades = _grade(self.array.block_type, blocks, self.array.reader.part.byteorder)
+        return grades[begin - first * self.block : end - first * self.block]
 
 
 def _grade(name: str, blocks: Array, byteorder: str) -> Array:
     size = BLOCK_TYPES[name].size
     values = np.empty((len(blocks), size), F32)
     decode(name, blocks, values, byteorder)
-    found = np.empty(values.shape, GRADED)
-    found["value"] = values
+    grades = np.empty(values.shape, GRADED)
+    grades["value"] = values
     beyond = F32(_BEYOND.get(name, _USUALLY_BEYOND))
     with np.errstate(all="ignore"):
         if name in _OF_SEARCH:
@@ -270,14 +270,14 @@ def _grade(name: str, blocks: Array, byteorder: str) -> Array:
         else:
             scale = _iq4_scale(name, blocks)[..., None]
             groups = values.reshape(len(blocks), scale.shape[1], -1)
-            return _grade_by_table(found, groups, scale, _IQ4, (F32(1), beyond))
-    found["below"] = (np.where(is_low, allowed, middle) + slack).reshape(values.shape)
-    found["above"] = (np.where(is_high, allowed, middle) + slack).reshape(values.shape)
-    return found.reshape(-1)
+            return _grade_by_table(grades, groups, scale, _IQ4, (F32(1), beyond))
+    grades["below"] = (np.where(is_low, allowed, middle) + slack).reshape(values.shape)
+    grades["above"] = (np.where(is_high, allowed, middle) + slack).reshape(values.shape)
+    return grades.reshape(-1)
 
 
 def _grade_by_table(
-    found: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any]
+    grades: Array, groups: Array, scale: Array, table: Array, allowed: tuple[Any, Any]
 ) -> Array:
     """Grade elements whose levels are those of a table, multiplied by a scale.
 
@@ -293,9 +293,9 @@ def _grade_by_table(
     # A scale below zero turns the levels round.
     below, above = np.where(scale < 0, above, below), np.where(scale < 0, below, above)
     slack = _SLACK * (np.abs(groups) + size * np.abs(table).max())
-    found["below"] = (below + slack).reshape(found.shape)
-    found["above"] = (above + slack).reshape(found.shape)
-    return found.reshape(-1)
+    grades["below"] = (below + slack).reshape(grades.shape)
+    grades["above"] = (above + slack).reshape(grades.shape)
+    return grades.reshape(-1)
 
 
 class _GradedCodes:
@@ -307,18 +307,20 @@ class _GradedCodes:
         self.array, self.shape = array, array.shape
 
     def __getitem__(self, key: Any) -> Array:
-        given = key if isinstance(key, tuple) else (key,)
-        whole = [slice(None)] * (len(self.shape) - len(given))
-        ranges = [each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
-                  for each, size in zip((*given, *whole), self.shape, strict=True)]  # fmt: skip
+        keys = key if isinstance(key, tuple) else (key,)
+        missing = [slice(None)] * (len(self.shape) - len(keys))
+        ranges = [
+            entry.indices(size)[:2] if isinstance(entry, slice) else (entry, entry + 1)
+            for entry, size in zip((*keys, *missing), self.shape, strict=True)
+        ]
         start, stop = zip(*ranges, strict=True)
-        values = self.array[tuple([slice(*each) for each in ranges])]
+        values = self.array[tuple([slice(*bounds) for bounds in ranges])]
         scale = np.broadcast_to(self.array.scales(start, stop), values.shape)
-        found = np.empty(values.shape, GRADED)
-        found["value"] = values
+        grades = np.empty(values.shape, GRADED)
+        grades["value"] = values
         table = _table_of(self.array)
         # Scales are rounded to the types of activations before numbers are divided by them.
-        graded = _grade_by_table(found, values, scale, table, (F32(0.5), F32(0.5)))
+        graded = _grade_by_table(grades, values, scale, table, (F32(0.5), F32(0.5)))
         rounding = np.abs(values) * F32(2**-8)
         if self.array.quantization.code.startswith("float"):
             graded["below"] += rounding.reshape(-1)
@@ -345,18 +347,18 @@ class _GradedReader(ArrayReader):
 def graded(reader: Any, start: int = 0, size: int | None = None) -> ArrayReader | None:
     """Return a reader with distances for all or a run of elements; None if they are unknown."""
     lazy = reader.array
-    found: ArrayReader | None = None
+    grading: ArrayReader | None = None
     if isinstance(lazy, BlockArray) and (
         lazy.block_type in _OF_SEARCH or lazy.block_type in {"iq4_nl", "iq4_xs"}
     ):
         if lazy.reader.part.byteorder == "little":
             count = prod(lazy.shape) if size is None else size
-            found = _GradedReader(_GradedBlocks(lazy, start, count), reader.nbytes, count)
+            grading = _GradedReader(_GradedBlocks(lazy, start, count), reader.nbytes, count)
     elif isinstance(lazy, QuantizedArray) and size is None and _is_graded(lazy):
-        found = _GradedReader(_GradedCodes(lazy), reader.nbytes, prod(lazy.shape))
-    if found is not None:
-        found.place, found.name = reader.place, reader.name
-    return found
+        grading = _GradedReader(_GradedCodes(lazy), reader.nbytes, prod(lazy.shape))
+    if grading is not None:
+        grading.place, grading.name = reader.place, reader.name
+    return grading
 
 
 def _is_graded(lazy: QuantizedArray) -> bool:

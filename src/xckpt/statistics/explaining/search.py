@@ -325,5 +325,5 @@ def standardised(vectors: Sequence[Array | None], length: int) -> Array:
             row[:] = vector[:length]
     table -= table.mean(axis=1, keepdims=True)
     norms = np.linalg.norm(table, axis=1, keepdims=True)
-    found: Array = np.divide(table, norms, out=table, where=norms > 0)
-    return found
+    normalised: Array = np.divide(table, norms, out=table, where=norms > 0)
+    return normalised

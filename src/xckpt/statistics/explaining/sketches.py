@@ -215,9 +215,9 @@ class Sketched:
             return [*firsts, columns]
         if columns is None:
             return [rows, *[None] * (len(shape) - 1)]
-        rest = columns.reshape(shape[1:])
-        others = range(rest.ndim)
-        return [rows, *[rest.sum(tuple([k for k in others if k != axis])) for axis in others]]
+        inner_sums = columns.reshape(shape[1:])
+        axes = range(inner_sums.ndim)
+        return [rows, *[inner_sums.sum(tuple([k for k in axes if k != axis])) for axis in axes]]
 
     def is_like(self, other: Sketched) -> bool:
         """Return whether the sums of both match, as those of the same numbers in any order do."""

@@ -228,8 +228,8 @@ def examine(links: Sequence[Link], bar: Progress, *, certain: bool = False) -> N
     tested = [link for link in links if link.relations and (not certain or link.share == 1.0)]
     pairs: list[Any] = [link.pair for link in tested]
     arguments = [link.relations for link in tested]
-    found = gather(pairs, Evidence, lambda _, one: one, bar, arguments=arguments)
-    for link, evidence in zip(tested, found, strict=True):
+    results = gather(pairs, Evidence, lambda _, one: one, bar, arguments=arguments)
+    for link, evidence in zip(tested, results, strict=True):
         link.evidence = evidence
 
 
@@ -244,14 +244,14 @@ def _look(link: Link) -> None:
             link.correlation = correlation(sample.x, sample.y)
             link.means = float(np.nanmean(sample.x)), float(np.nanmean(sample.y))
         gradings = [
-            (other, grade, at)
-            for other, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
+            (ungraded, grade, at)
+            for ungraded, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
             if grade is not None
         ]
         graded_pair = graded_sample = None
         if gradings:
-            other, grade, at = gradings[0]
-            plain = other.reader(link.names[0])
+            ungraded, grade, at = gradings[0]
+            plain = ungraded.reader(link.names[0])
             both = (plain, grade) if at else (grade, plain)
             graded_pair = pair_of(*both, link.names[0])
             graded_sample = _sample(graded_pair, ours, theirs)
@@ -280,21 +280,21 @@ def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:
 
 def _sample(pair: PairReader | ChunkedPair, ours: Side, theirs: Side) -> Sample:
     """Return some pairs of elements as floats, from the beginning and from the middle."""
-    found: list[Any] = []
+    blocks: list[Any] = []
     if isinstance(pair, ChunkedPair):
         first = pair.array.blocks[(0,) * pair.array.ndim]
-        found.append(np.asarray(first.compute()).reshape(-1)[:_SAMPLED])
+        blocks.append(np.asarray(first.compute()).reshape(-1)[:_SAMPLED])
     else:
         buffer = np.empty(_SAMPLED * 16, np.uint8)
         middle = pair.size // 2 // LEAF * LEAF
         for start in [0, middle] if middle >= _SAMPLED and not pair.whole else [0]:
             _, block = next(pair.blocks(start, min(start + _SAMPLED, pair.size), buffer))
-            found.append({side: block[side][:_SAMPLED].copy() for side in "ab"})
+            blocks.append({side: block[side][:_SAMPLED].copy() for side in "ab"})
     sides = []
     for side, kind in zip("ab", pair.kinds, strict=True):
         parts = [
             part if part.dtype.names else as_floats(np.ascontiguousarray(part), kind)
-            for part in (each[side] for each in found)
+            for part in (block[side] for block in blocks)
         ]
         sides.append(np.concatenate(parts))
     row = theirs.view.shape[-1] if theirs.view.shape else 1
