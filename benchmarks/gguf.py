@@ -43,12 +43,12 @@ def cpu_time(function: Callable[[], Any], repeats: int) -> float:
 
 def blocks_of(name: str, rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Make rows of blocks with random codes, whose scales are small numbers."""
-    _, size, nbytes, _ = BLOCK_TYPES[name]
+    block = BLOCK_TYPES[name]
     random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (rows, ROW // size, nbytes), np.uint8)
+    blocks = random.integers(0, 256, (rows, ROW // block.size, block.nbytes), np.uint8)
     # A byte that may be the upper one of a float16 has no large exponent.
     for at in (1, 3, 53, 65, 81, 83, 109, 209):
-        if at < nbytes:
+        if at < block.nbytes:
             blocks[..., at] &= 0x2F
     return blocks.reshape(rows, -1)
 
@@ -100,9 +100,10 @@ def decoding(folder: Path) -> list[Result]:
 
 def scanning(folder: Path) -> list[Result]:
     """Describe 1 GiB of blocks, and 1 GiB of the float32 that they stand for."""
-    _, size, nbytes, _ = BLOCK_TYPES["q4_k"]
-    rows = (1 << 24) // (ROW // size * nbytes)
-    times = SCANNED // (rows * ROW // size * nbytes)
+    block = BLOCK_TYPES["q4_k"]
+    row_nbytes = ROW // block.size * block.nbytes
+    rows = (1 << 24) // row_nbytes
+    times = SCANNED // (rows * row_nbytes)
     blocks, plain = folder / "q4_k.gguf", folder / "float32.zt"
     write(blocks, "q4_k", rows, times)
     values = xr.open_dataset(blocks, engine="gguf")["w"][: SCANNED // 4 // ROW].values

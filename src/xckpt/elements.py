@@ -1,12 +1,14 @@
-"""The one table of element types: a row for each says all that the package knows of it.
+"""The table of element types: one row per type, with everything the package knows about it.
 
-Names are those of numpy and ml_dtypes, where these have one. A format module maps its own
-spelling to these names by a closed table; text from a file is never handed to ``numpy.dtype``.
+Types have the names of numpy and ml_dtypes where these have the type. A format module maps its own
+spelling to these names with a closed dictionary; text from a file never reaches ``numpy.dtype``.
+Functions that return dtypes or arrays load numpy on demand: format modules work without it.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -16,81 +18,160 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "ALL_TYPES",
     "BLOCK_TYPES",
     "ELEMENT_TYPES",
     "NUMPY_CODES",
-    "STRUCT_CODES",
+    "WIDE_FLOATS",
+    "BlockCodes",
     "BlockType",
     "ElementType",
+    "FloatFormat",
+    "code_values",
     "decoded_dtype",
     "element_type_of",
     "nbytes_of",
     "stored_dtype",
-    "types_spelled",
 ]
 
 
-class Precision(NamedTuple):
-    """Which numbers a type of floats has."""
+# --- elements -------------------------------------------------------------------------------------
 
-    bits: int  # of the significand, with the hidden one
-    least: int  # exponent of the least value
-    largest: int  # and of the largest
-    exponent_bits: int | None = None  # if NaN and infinities are those of IEEE 754
+
+class FloatFormat(NamedTuple):
+    """Layout and range of a binary floating-point type."""
+
+    exponent_bits: int
+    fraction_bits: int  # as stored, without the implied leading one
+    smallest: float  # positive number
+    largest: float  # finite number
+    is_ieee: bool = False  # infinities, and NaN with payloads, are encoded as IEEE 754 does
+    zeros: Literal[0, 1, 2] = 2  # 2 if there is a negative zero
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with all bits of precision."""
+        return self.smallest * 2.0**self.fraction_bits
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """How one kind of element is stored and what it becomes."""
+    """A kind of element: its size, its values, and its names in numpy and struct."""
 
-    name: str  # in numpy or ml_dtypes, or of our own where neither has such a type
-    bits: int  # of one element in a file; below 8 several share a byte
-    kind: Literal["float", "complex", "integer", "bool"]  # what its values are
-    decoded: str  # name of the numpy type that ``decode=True`` gives
-    precision: Precision | None = None  # which numbers a float can be, or each of a complex number
-    # Name of the numpy type that ``decode=False`` gives, where neither has a type of this name.
+    name: str  # in numpy or ml_dtypes; our own if neither has the type
+    bits: int  # in a file; elements of less than 8 bits share bytes
+    kind: Literal["float", "complex", "integer", "bool"]
+    decoded: str  # name of the numpy type that ``decode=True`` returns
+    float_format: FloatFormat | None = None  # of a complex type, the format of each component
+    numpy_code: str | None = None  # kind and size in bytes, as in ``.npy`` files; None if unknown
+    struct_code: str | None = None  # letter of the `struct` module; None if it has no such type
+    # numpy type that ``decode=False`` returns, if neither library has a type of this name
     carrier: str | None = None
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """The least integer, and the one after the largest."""
+        """The smallest integer, and the largest plus one; None for other types."""
         if self.kind != "integer":
             return None
         half = 1 << self.bits - 1
         return (0, 2 * half) if self.name[0] == "u" else (-half, half)
 
+    @property
+    def fraction_bits(self) -> int:
+        """Stored bits of the fraction; 0 for types without fractions."""
+        return self.float_format.fraction_bits if self.float_format is not None else 0
+
+    @property
+    def is_ieee_float(self) -> bool:
+        """Whether this is a real type with the infinities and NaN payloads of IEEE 754."""
+        return self.kind == "float" and self.float_format is not None and self.float_format.is_ieee
+
+    @property
+    def fits_float64(self) -> bool:
+        """Whether a float64 can hold every value."""
+        return self.kind != "complex" and (self.range is None or self.range[1] <= 1 << 53)
+
+    @property
+    def zeros(self) -> int:
+        """Number of encodings of zero: 2 with a negative zero, 0 for types without a zero."""
+        return self.float_format.zeros if self.float_format is not None else 1
+
+
+_FLOAT64 = FloatFormat(11, 52, 2.0**-1074, sys.float_info.max, is_ieee=True)
+_FLOAT32 = FloatFormat(8, 23, 2.0**-149, (2 - 2.0**-23) * 2.0**127, is_ieee=True)
+_FLOAT16 = FloatFormat(5, 10, 2.0**-24, 65504.0, is_ieee=True)
+_BFLOAT16 = FloatFormat(8, 7, 2.0**-133, (2 - 2.0**-7) * 2.0**127, is_ieee=True)
 
 _ROWS = (
-    ElementType("float64", 64, "float", "float64", Precision(53, -1074, 1023, 11)),
-    ElementType("float32", 32, "float", "float32", Precision(24, -149, 127, 8)),
-    ElementType("complex128", 128, "complex", "complex128", Precision(53, -1074, 1023, 11)),
-    ElementType("complex64", 64, "complex", "complex64", Precision(24, -149, 127, 8)),
-    ElementType("int64", 64, "integer", "int64"),
-    ElementType("int32", 32, "integer", "int32"),
-    ElementType("int16", 16, "integer", "int16"),
-    ElementType("int8", 8, "integer", "int8"),
-    ElementType("uint64", 64, "integer", "uint64"),
-    ElementType("uint32", 32, "integer", "uint32"),
-    ElementType("uint16", 16, "integer", "uint16"),
-    ElementType("uint8", 8, "integer", "uint8"),
-    ElementType("bool", 8, "bool", "bool"),
-    # How GPUs that address no single bytes store booleans: any bit set is true.
+    ElementType("float64", 64, "float", "float64", _FLOAT64, "f8", "d"),
+    ElementType("float32", 32, "float", "float32", _FLOAT32, "f4", "f"),
+    ElementType("complex128", 128, "complex", "complex128", _FLOAT64, "c16"),
+    ElementType("complex64", 64, "complex", "complex64", _FLOAT32, "c8"),
+    ElementType("int64", 64, "integer", "int64", None, "i8", "q"),
+    ElementType("int32", 32, "integer", "int32", None, "i4", "i"),
+    ElementType("int16", 16, "integer", "int16", None, "i2", "h"),
+    ElementType("int8", 8, "integer", "int8", None, "i1", "b"),
+    ElementType("uint64", 64, "integer", "uint64", None, "u8", "Q"),
+    ElementType("uint32", 32, "integer", "uint32", None, "u4", "I"),
+    ElementType("uint16", 16, "integer", "uint16", None, "u2", "H"),
+    ElementType("uint8", 8, "integer", "uint8", None, "u1", "B"),
+    ElementType("bool", 8, "bool", "bool", None, "b1", "?"),
+    # Booleans of GPUs that cannot address single bytes: true if any bit is set.
     ElementType("bool32", 32, "bool", "bool", carrier="uint32"),
-    # numpy adds these up in their own type: sums overflow at 65504, and stall long before that.
-    ElementType("float16", 16, "float", "float32", Precision(11, -24, 15, 5)),
-    # numpy and xarray cannot reduce these (numpy.isdtype refuses them, pydata/xarray#9568).
-    ElementType("bfloat16", 16, "float", "float32", Precision(8, -133, 127, 8)),
-    ElementType("float8_e4m3fn", 8, "float", "float32", Precision(4, -9, 8)),
-    ElementType("float8_e4m3fnuz", 8, "float", "float32", Precision(4, -10, 7)),
-    ElementType("float8_e5m2", 8, "float", "float32", Precision(3, -16, 15, 5)),
-    ElementType("float8_e5m2fnuz", 8, "float", "float32", Precision(3, -17, 15)),
-    ElementType("float8_e8m0fnu", 8, "float", "float32", Precision(1, -127, 127)),
-    ElementType("float4_e2m1fn", 4, "float", "float32", Precision(2, -1, 2)),
+    # Decoded, because numpy adds float16 in float16: sums overflow at 65504 and stall far below.
+    ElementType("float16", 16, "float", "float32", _FLOAT16, "f2", "e"),
+    # Decoded, because numpy and xarray cannot reduce the types of ml_dtypes: numpy.isdtype raises
+    # (pydata/xarray#9568).
+    ElementType("bfloat16", 16, "float", "float32", _BFLOAT16),
+    ElementType("float8_e4m3fn", 8, "float", "float32", FloatFormat(4, 3, 2.0**-9, 448.0)),
+    ElementType(
+        "float8_e4m3fnuz", 8, "float", "float32", FloatFormat(4, 3, 2.0**-10, 240.0, zeros=1)
+    ),
+    ElementType(
+        "float8_e5m2", 8, "float", "float32", FloatFormat(5, 2, 2.0**-16, 57344.0, is_ieee=True)
+    ),
+    ElementType(
+        "float8_e5m2fnuz", 8, "float", "float32", FloatFormat(5, 2, 2.0**-17, 57344.0, zeros=1)
+    ),
+    ElementType(
+        "float8_e8m0fnu", 8, "float", "float32", FloatFormat(8, 0, 2.0**-127, 2.0**127, zeros=0)
+    ),
+    ElementType("float4_e2m1fn", 4, "float", "float32", FloatFormat(2, 1, 0.5, 6.0)),
 )
 
+# Types of ml_dtypes that no format stores as elements. Arrays in memory have them, and codes of
+# quantised tensors.
+_ROWS_IN_MEMORY = (
+    *(ElementType(f"int{bits}", bits, "integer", "int8") for bits in (4, 2, 1)),
+    *(ElementType(f"uint{bits}", bits, "integer", "uint8") for bits in (4, 2, 1)),
+    ElementType(
+        "float8_e3m4", 8, "float", "float32", FloatFormat(3, 4, 2.0**-6, 15.5, is_ieee=True)
+    ),
+    ElementType(
+        "float8_e4m3", 8, "float", "float32", FloatFormat(4, 3, 2.0**-9, 240.0, is_ieee=True)
+    ),
+    ElementType(
+        "float8_e4m3b11fnuz", 8, "float", "float32", FloatFormat(4, 3, 2.0**-13, 30.0, zeros=1)
+    ),
+    ElementType("float6_e2m3fn", 6, "float", "float32", FloatFormat(2, 3, 2.0**-3, 7.5)),
+    ElementType("float6_e3m2fn", 6, "float", "float32", FloatFormat(3, 2, 2.0**-4, 28.0)),
+)
+
+#: Types that a tensor in a file can have, by name.
 ELEMENT_TYPES: dict[str, ElementType] = {row.name: row for row in _ROWS}
 
-# As others write them: PyTorch, Rust, Hugging Face, papers.
+#: Element types, and types that only arrays in memory and codes can have.
+ALL_TYPES = ELEMENT_TYPES | {row.name: row for row in _ROWS_IN_MEMORY}
+
+#: Floats that hold weights as they are; smaller ones are codes and need scales.
+WIDE_FLOATS = frozenset(
+    name for name, row in ELEMENT_TYPES.items() if row.kind == "float" and row.bits >= 16
+)
+
+#: Types of numpy by the code that ``.npy`` files have after the byte order.
+NUMPY_CODES: dict[str, str] = {row.numpy_code: row.name for row in _ROWS if row.numpy_code}
+
+# Spellings of PyTorch, Rust, Hugging Face and papers.
 _ALIASES = {
     **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
     **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -107,95 +188,124 @@ _ALIASES = {
 _SHORT_FLOAT = re.compile(r"^fp?(?=[48]_)")
 
 
-class BlockType(NamedTuple):
-    """A type of quantised elements that share a block with their scales, and decode to float32."""
-
-    name: str  # in ggml, in lower case
-    size: int  # elements in a block, which lie along the last axis
-    nbytes: int
-    # Where its float16 are, which are all that another byte order turns; None where there may be
-    # other numbers of several bytes.
-    halves: tuple[int, ...] | None = None
-
-
-_HALVES = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,), "mxfp4": (), "nvfp4": ()}
-
-BLOCK_TYPES: dict[str, BlockType] = {
-    name: BlockType(name, size, nbytes, _HALVES.get(name))
-    for size, types in {
-        32: {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "q8_1": 36}
-        | {"iq4_nl": 18, "mxfp4": 17},
-        64: {"q2_0": 18, "nvfp4": 36},
-        128: {"q1_0": 18},
-        256: {"q2_k": 84, "q3_k": 110, "q4_k": 144, "q5_k": 176, "q6_k": 210, "q8_k": 292}
-        | {"iq1_s": 50, "iq1_m": 56, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82}
-        | {"iq3_xxs": 98, "iq3_s": 110, "iq4_xs": 136, "tq1_0": 54, "tq2_0": 66},
-    }.items()
-    for name, nbytes in types.items()
-}
-
-# The letters of `struct` for types that it has.
-STRUCT_CODES = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "bool": "?"}
-STRUCT_CODES |= {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}
-STRUCT_CODES |= {"float16": "e", "float32": "f", "float64": "d"}
-
-_NUMPY_NAMES = frozenset(["float16", *(row.decoded for row in _ROWS)])
-
-# As numpy's files have them after a byte order: a kind, and the size in bytes.
-NUMPY_CODES = {
-    f"{row.name[0]}{row.bits // 8}": row.name
-    for row in sorted(_ROWS, key=lambda row: ("bfiuc".index(row.name[0]), row.bits))
-    if row.name in _NUMPY_NAMES
-}
-
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    import numpy as np
-
-    if name in _NUMPY_NAMES:
-        return np.dtype(name)
-    import ml_dtypes  # 0.1 s to import: only for files that hold such types
-
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return dtype
-
-
-def stored_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy (or ml_dtypes) dtype of an element type as it is stored."""
-    element_type = ELEMENT_TYPES[name]
-    return _numpy_dtype(element_type.carrier or element_type.name)
-
-
 def element_type_of(dtype: Any) -> str:
-    """Return the name of an element type: of one that numpy or PyTorch has, or as others write it.
+    """Return the name of an element type, given in any spelling or as a dtype of a library.
 
     Examples
     --------
     >>> element_type_of("bf16"), element_type_of("fp8_e4m3")
     ('bfloat16', 'float8_e4m3fn')
     """
-    told = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    told = told or getattr(dtype, "__name__", str(dtype))  # a type, or what PyTorch has
-    name = _SHORT_FLOAT.sub("float", str(told).lower().removeprefix("torch."))
+    spelling = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
+    spelling = spelling or getattr(dtype, "__name__", str(dtype))  # a class, or a torch.dtype
+    name = _SHORT_FLOAT.sub("float", str(spelling).lower().removeprefix("torch."))
     name = _ALIASES.get(name, name)
     if name in ELEMENT_TYPES:
         return name
-    alike = get_close_matches(name, [*ELEMENT_TYPES, *_ALIASES], n=1)
-    hint = f"did you mean {alike[0]!r}?" if alike else f"known: {', '.join(ELEMENT_TYPES)}"
+    similar = get_close_matches(name, [*ELEMENT_TYPES, *_ALIASES], n=1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(ELEMENT_TYPES)}"
     raise ValueError(f"{dtype!r} is not an element type; {hint}")
 
 
-def types_spelled(names: str) -> dict[str, str]:
-    """Return the element types that a format has under some of the names that others write."""
-    return {name: element_type_of(name) for name in names.split()}
+def nbytes_of(name: str, count: int) -> int:
+    """Return the size of `count` elements in a file, in bytes."""
+    return (ELEMENT_TYPES[name].bits * count + 7) // 8
 
 
+@cache
+def stored_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype, of numpy or ml_dtypes, of elements as they are stored."""
+    import numpy as np
+
+    row = ALL_TYPES[name]
+    if row.numpy_code or row.carrier:
+        return np.dtype(row.carrier or name)
+    import ml_dtypes  # 0.1 s to import: only for files that have such types
+
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+@cache
 def decoded_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype that an element type decodes to."""
-    return _numpy_dtype(ELEMENT_TYPES[name].decoded)
+    import numpy as np
+
+    return np.dtype(ELEMENT_TYPES[name].decoded)
 
 
-def nbytes_of(name: str, count: int) -> int:
-    """Return the size in a file of `count` elements, in bytes."""
-    return (ELEMENT_TYPES[name].bits * count + 7) // 8
+@cache
+def code_values(name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the values of all bit patterns of a type of at most 16 bits.
+
+    The array has an entry for each pattern of whole bytes. Bits beyond those of the type are
+    ignored, as ml_dtypes does.
+    """
+    import numpy as np
+
+    dtype = stored_dtype(name)
+    patterns = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
+    if dtype.kind == "b":
+        return np.minimum(patterns, 1).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return patterns.view(dtype).astype(np.float64)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """Codes of a block in bytes of their own, two to a byte if they have 4 bits."""
+
+    start: int  # first byte in the block
+    stop: int
+    dtype: str  # a key of `ALL_TYPES`
+    zero: int = 0  # code of zero
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of quantised elements that share a block with their scales and decode to float32."""
+
+    name: str  # in ggml, in lower case
+    size: int  # elements in a block, which lie along the last axis
+    nbytes: int
+    # Offsets of float16 numbers, if a block has no other numbers of several bytes; None if it may.
+    # Another byte order turns these.
+    halves: tuple[int, ...] | None = None
+    codes: BlockCodes | None = None  # None if codes are split over several places
+
+
+_BLOCK_ROWS = (
+    BlockType("q4_0", 32, 18, (0,), BlockCodes(2, 18, "uint4", zero=8)),
+    BlockType("q4_1", 32, 20, None, BlockCodes(4, 20, "uint4")),
+    BlockType("q5_0", 32, 22),
+    BlockType("q5_1", 32, 24),
+    BlockType("q8_0", 32, 34, (0,), BlockCodes(2, 34, "int8")),
+    BlockType("q8_1", 32, 36),
+    BlockType("iq4_nl", 32, 18, None, BlockCodes(2, 18, "uint4")),
+    BlockType("mxfp4", 32, 17, (), BlockCodes(1, 17, "float4_e2m1fn")),
+    BlockType("q2_0", 64, 18),
+    BlockType("nvfp4", 64, 36, ()),
+    BlockType("q1_0", 128, 18),
+    BlockType("q2_k", 256, 84),
+    BlockType("q3_k", 256, 110),
+    BlockType("q4_k", 256, 144, (0, 2), BlockCodes(16, 144, "uint4")),
+    BlockType("q5_k", 256, 176),
+    BlockType("q6_k", 256, 210, (208,)),
+    BlockType("q8_k", 256, 292),
+    BlockType("iq1_s", 256, 50),
+    BlockType("iq1_m", 256, 56),
+    BlockType("iq2_xxs", 256, 66),
+    BlockType("iq2_xs", 256, 74),
+    BlockType("iq2_s", 256, 82),
+    BlockType("iq3_xxs", 256, 98),
+    BlockType("iq3_s", 256, 110),
+    BlockType("iq4_xs", 256, 136),
+    BlockType("tq1_0", 256, 54),
+    BlockType("tq2_0", 256, 66),
+)
+
+#: Types of blocks by name.
+BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _BLOCK_ROWS}

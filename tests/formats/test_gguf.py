@@ -45,9 +45,10 @@ def u32(value: int) -> bytes:
 
 def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> Any:
     """Make rows of blocks of any bits at all."""
-    _, size, nbytes, _ = BLOCK_TYPES[name]
+    block = BLOCK_TYPES[name]
     random = np.random.default_rng(seed)
-    return random.integers(0, 256, (*shape[:-1], shape[-1] // size * nbytes), np.uint8)
+    row_nbytes = shape[-1] // block.size * block.nbytes
+    return random.integers(0, 256, (*shape[:-1], row_nbytes), np.uint8)
 
 
 def block_file(
@@ -87,9 +88,9 @@ class TestBlocks:
     def test_types_are_as_large_as_ggml_says(self) -> None:
         sizes = {t.name.lower(): size for t, size in gguf.GGML_QUANT_SIZES.items()}
         wrong = {"q8_1": (32, 40)}  # of the package: a block has two float16 and 32 codes
-        for name, (_, size, nbytes, _) in BLOCK_TYPES.items():
+        for name, block in BLOCK_TYPES.items():
             if name != "q2_0":  # is newer than the package
-                assert sizes[name] == wrong.get(name, (size, nbytes))
+                assert sizes[name] == wrong.get(name, (block.size, block.nbytes))
 
     @pytest.mark.parametrize(
         "key",

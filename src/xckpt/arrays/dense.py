@@ -319,15 +319,16 @@ def _booleans(codes: Array, *, strict: bool) -> Array:
 @cache
 def _float_table(dtype: str) -> Array:
     """All values of a float type of at most 16 bits, indexed by bit pattern."""
-    bits, precision = ELEMENT_TYPES[dtype].bits, ELEMENT_TYPES[dtype].precision
+    element = ELEMENT_TYPES[dtype]
+    bits = element.bits
     codes = np.arange(1 << bits, dtype=np.uint16 if bits > 8 else np.uint8)
     table = codes.view(stored_dtype(dtype)).astype(decoded_dtype(dtype))
-    if precision is not None and precision.exponent_bits is not None:
-        # NaN have payloads; ml_dtypes' cast gives all the same one, and some processors set a bit.
-        nan, payload = np.isnan(table), precision.bits - 1
-        of = codes[nan].astype(np.uint32)
-        sign, kept = of >> (bits - 1) << 31, of & ((1 << payload) - 1)
-        table[nan] = (sign | 0x7F800000 | kept << (23 - payload)).view(np.float32)
+    if element.is_ieee_float:
+        # Casts change the payloads of NaN: ml_dtypes replaces them, and some processors set a bit.
+        nan, payload_bits = np.isnan(table), element.fraction_bits
+        patterns = codes[nan].astype(np.uint32)
+        signs, payloads = patterns >> (bits - 1) << 31, patterns & ((1 << payload_bits) - 1)
+        table[nan] = (signs | 0x7F800000 | payloads << (23 - payload_bits)).view(np.float32)
     return table
 
 

@@ -23,7 +23,7 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
-from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES
+from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.index import Codebook, Quantization
 
@@ -357,9 +357,8 @@ def _values(code: str, bits: int) -> Array:
         return ((codes << (8 - bits)).view(np.int8) >> (8 - bits)).astype(np.float32)
     if code in ELEMENT_TYPES:
         return elements(codes.data, code, decode=True)
-    import ml_dtypes  # of floats of six bits, which are no element type: they share words
-
-    values: Array = codes.view(getattr(ml_dtypes, code)).astype(np.float32)
+    # Floats of six bits are not an element type: they always share words.
+    values: Array = codes.view(stored_dtype(code)).astype(np.float32)
     return values
 
 
@@ -502,10 +501,10 @@ class BlockArray(OnePartArray):
         if not is_all(run) or not self.reader.is_raw:
             yield from super().ranges(key)
         elif count := prod(run.shape):
-            _, size, nbytes, _ = BLOCK_TYPES[self.block_type]
-            first, end = run.start // size, -(-(run.start + count) // size)
-            start = self.reader.part.offset + first * nbytes
-            yield self.reader.source, start, (end - first) * nbytes
+            block = BLOCK_TYPES[self.block_type]
+            first, end = run.start // block.size, -(-(run.start + count) // block.size)
+            start = self.reader.part.offset + first * block.nbytes
+            yield self.reader.source, start, (end - first) * block.nbytes
 
     def chunks(self, target: int) -> Chunks:
         """Return chunks of whole blocks, each a run of bytes; see `LazyArray.chunks`."""
@@ -560,8 +559,9 @@ class BlockArray(OnePartArray):
         """Decode as many blocks as `out` has rows."""
         from xckpt.arrays.dequantize import decode  # numba: only if blocks are decoded
 
-        _, size, nbytes, _ = BLOCK_TYPES[self.block_type]
-        total, start = prod(self.shape) // size * nbytes, first * nbytes
+        block = BLOCK_TYPES[self.block_type]
+        nbytes = block.nbytes
+        total, start = prod(self.shape) // block.size * nbytes, first * nbytes
         step, part = _BLOCK_NBYTES // nbytes, self.reader.part
         if self.reader.is_raw:
             self.reader.check(total)
@@ -582,11 +582,11 @@ def turned(data: memoryview, block_type: str, start: int) -> memoryview:
 
     That is an even number, as the places of float16 and the size of the blocks that have any are.
     """
-    _, _, nbytes, halves = BLOCK_TYPES[block_type]
+    block = BLOCK_TYPES[block_type]
     codes = np.frombuffer(data, np.uint8).copy()
-    for at in halves or ():
-        first = (at - start) % nbytes
-        upper = codes[first::nbytes].copy()
-        codes[first::nbytes] = codes[first + 1 :: nbytes]
-        codes[first + 1 :: nbytes] = upper
+    for at in block.halves or ():
+        first = (at - start) % block.nbytes
+        upper = codes[first :: block.nbytes].copy()
+        codes[first :: block.nbytes] = codes[first + 1 :: block.nbytes]
+        codes[first + 1 :: block.nbytes] = upper
     return codes.data

@@ -330,11 +330,6 @@ def _head(major: int, argument: int) -> bytes:
 MOST_AXES = 64
 LARGEST = (1 << 63) - 1
 
-_LARGEST_BITS = {
-    name: max(element.bits, ELEMENT_TYPES[element.decoded].bits)
-    for name, element in ELEMENT_TYPES.items()
-}
-
 
 def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
     """Whether numpy has no array of a shape, stored or decoded; an unknown type may be of any size.
@@ -342,8 +337,11 @@ def is_oversized(shape: Sequence[int], dtype: str | None = None) -> bool:
     An extent of zero does not make up for the others: numpy wants them to be countable in bytes.
     """
     count = prod(shape) or prod(filter(None, shape))
-    # Most tensors; counts of more than 128 bits an element are compared exactly.
-    return count > LARGEST >> 4 and _LARGEST_BITS.get(dtype or "", 128) * count // 8 > LARGEST
+    if count <= LARGEST >> 4:  # small enough for elements of 128 bits
+        return False
+    element = ELEMENT_TYPES.get(dtype or "")
+    bits = max(element.bits, ELEMENT_TYPES[element.decoded].bits) if element is not None else 128
+    return bits * count // 8 > LARGEST
 
 
 def check_option(name: str, value: str | None, known: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import ELEMENT_TYPES, types_spelled
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.plan import Draft, Plan, WantedTensor, placed, referring, split
@@ -68,12 +68,29 @@ _INDEX = ".index.json"
 # Of torch.distributed.checkpoint: where the tensors of a file begin in those of all ranks.
 _SHARDING = "DCP_SHARDING_INFO"
 
-# In the order of the package's enumeration of them: it writes the last ones first.
-_TYPES = {"BOOL": "bool", "F4": "float4_e2m1fn"}  # F4: two in a byte, the first in its low half
-_TYPES |= types_spelled(
-    "U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64 "
-    "I64 U64"
-)
+# In the order of the reference package's enumeration, which writes the last types first.
+_TYPES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn",  # two in a byte, the first in its low half
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
 _BITS = {spelled: ELEMENT_TYPES[dtype].bits for spelled, dtype in _TYPES.items()}
 _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6}
 _RANKS = {dtype: -rank for rank, dtype in enumerate(_TYPES.values())}

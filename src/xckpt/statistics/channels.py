@@ -166,8 +166,7 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
     kind = sketch.kind
     if not sketch.count:
         return list(found.values())
-    is_float = not kind.integer and kind.dtype.kind in "fV" and "int" not in kind.name
-    if is_float:
+    if kind.is_float:
         codes, counts = sketch.counted()
         if kind.exact:
             found["subnormal"] = float(counts[_subnormal(kind)[codes]].sum())
@@ -193,7 +192,7 @@ def channel_statistics(sketch: ChannelSketch, std: float, *, turned: bool) -> li
         faint = (rows > 0) & (rows < FAINT * middle)
         found["faint_rows"] = float(np.count_nonzero(faint))
         found["faint_row"] = float(np.argmax(faint)) if faint.any() else np.nan
-        if is_float and std > 0:
+        if kind.is_float and std > 0:
             found["outlier_rows"] = float(np.count_nonzero(rows > OUTLYING * std))
             found["outlier_columns"] = float(np.count_nonzero(columns > OUTLYING * std))
             found["top_row"], found["top_column"] = (
@@ -221,18 +220,18 @@ def _ends(kind: Kind) -> Array:
 
 @cache
 def _subnormal(kind: Kind) -> Array:
-    import ml_dtypes
-
-    info: Any = ml_dtypes.finfo  # untyped
+    """Return which codes of an exact kind of floats are subnormal numbers."""
+    if kind.element.float_format is None:
+        raise TypeError(f"{kind.name} is not a float")
     magnitudes = np.abs(kind.values)
-    tiny: Array = (magnitudes > 0) & (magnitudes < float(info(kind.dtype).smallest_normal))
-    return tiny
+    subnormal: Array = (magnitudes > 0) & (magnitudes < kind.element.float_format.smallest_normal)
+    return subnormal
 
 
 def _magnitudes(patterns: Array, kind: Kind) -> Array:
-    """Return the numbers that patterns stand for; zero where they are not finite."""
-    if kind.integer or (kind.exact and (kind.dtype.kind in "iub" or "int" in kind.name)):
-        return patterns.astype(np.float64)  # of codes only whether they are zero matters
+    """Return the magnitudes that patterns encode; zero where they are not finite."""
+    if not kind.is_float:
+        return patterns.astype(np.float64)  # of integers, only the zeros matter
     values = kind.values[patterns] if kind.exact else patterns.view(kind.dtype).astype(np.float64)
     return np.where(np.isfinite(values), np.abs(values), 0.0)
 

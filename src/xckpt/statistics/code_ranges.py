@@ -9,6 +9,7 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import QuantizedArray
+from xckpt.elements import ALL_TYPES
 from xckpt.labels import scales_of_codes
 from xckpt.labels.roles import Role
 from xckpt.progress import Progress
@@ -16,7 +17,6 @@ from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.channels import count_at_ends
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.evidence import CODED, Rule
-from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.readers import reader_of
 from xckpt.statistics.scan import gather
 
@@ -97,7 +97,7 @@ class _Codes(Rule):
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
         for codes in evidence.code_ranges:
-            levels = 1 << kind_named(codes.dtype).bits
+            levels = 1 << ALL_TYPES[codes.dtype].bits
             if codes.elements >= self.elements_of_a_code * levels:
                 for value, sentence in self._of(codes, levels):
                     yield self.finding(evidence, codes.row, value, sentence)
@@ -115,13 +115,14 @@ class NarrowCodes(_Codes):
 
     def _of(self, codes: CodeRange, levels: int) -> Iterator[tuple[float, str]]:
         low, high, dtype = codes.low, codes.high, codes.dtype
-        if dtype.startswith("float8"):
-            values = kind_named(dtype).values
-            most, largest = float(values[np.isfinite(values)].max()), max(abs(low), abs(high))
+        float_format = ALL_TYPES[dtype].float_format
+        if float_format is not None:
+            largest = max(abs(low), abs(high))
+            used = largest / float_format.largest
             # Types with five bits of exponent are made for gradients.
-            if "e5" not in dtype and 0 < largest < self.threshold_of_floats * most:
+            if float_format.exponent_bits != 5 and 0 < used < self.threshold_of_floats:
                 sentence = f"the largest magnitude of its codes is {largest:.3g}, and {dtype}"
-                yield largest / most, f"{sentence} has {most:g}"
+                yield used, f"{sentence} has {float_format.largest:g}"
         elif low < high and (part := (high - low + 1) / levels) < self.threshold:
             yield (
                 part,

@@ -1,7 +1,7 @@
-"""How the codes of quantised tensors use their range: how many are at its ends or never used.
+"""Use of the range of codes in quantised tensors: the share at its ends, the share never used.
 
-Codes are counted as they are stored, without scales. Elements of at most 8 bits are codes too. Of
-the blocks of GGUF those are known whose codes have 4 or 8 bits, in bytes of their own.
+Codes are counted as they are stored, without scales. Elements of at most 8 bits are codes, too.
+Blocks of GGUF are included if their codes have 4 or 8 bits, in bytes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
-from xckpt.elements import BLOCK_TYPES
+from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader
 from xckpt.statistics.scan import gather
@@ -22,6 +22,7 @@ from xckpt.statistics.scan import gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from xckpt.elements import BlockCodes, BlockType
     from xckpt.progress import Progress
     from xckpt.statistics.readers import Reader
 
@@ -30,25 +31,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 #: The statistics, of a tensor that has codes.
 OF_CODES = ("saturated", "unused")
 
-_SIGNED_BYTES = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float64)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-# By type: first byte of the codes in a block, and end; and the values of all codes.
-_IN_BLOCKS: dict[str, tuple[int, int, Array]] = {
-    "q4_0": (2, 18, np.arange(16) - 8.0),
-    "q4_1": (4, 20, np.arange(16.0)),
-    "q8_0": (2, 34, _SIGNED_BYTES),
-    "q4_k": (16, 144, np.arange(16.0)),
-    "iq4_nl": (2, 18, np.arange(16.0)),
-    "mxfp4": (1, 17, np.concatenate([_E2M1, -_E2M1])),
-}
-
 
 class _Coded(NamedTuple):
-    """The codes of a tensor, and what each of them stands for but for scales."""
+    """The codes of a tensor, and the value of each code before scaling."""
 
     reader: Reader
     values: Array
-    #: Whether a byte has two codes.
+    #: Whether a byte holds two codes.
     paired: bool = False
 
 
@@ -117,20 +106,28 @@ def _coded(reader: Reader) -> _Coded | None:
         isinstance(lazy, QuantizedArray) and lazy.quantization.bits <= 8
     ):
         return _Coded(_code_reader(reader, _Codes(lazy.shape, lazy.codes)), lazy.code_values)
-    if isinstance(lazy, BlockArray) and lazy.block_type in _IN_BLOCKS:
-        first, end, values = _IN_BLOCKS[lazy.block_type]
-        _, size, nbytes, _ = BLOCK_TYPES[lazy.block_type]
-        blocks = prod(lazy.shape) // size
-        raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
-        stored = DenseArray(lazy.name, raw, (blocks, nbytes), decode=False)
-        codes = _Codes((blocks, end - first), lambda a, b: stored[a[0] : b[0], first:end])
-        return _Coded(_code_reader(reader, codes), values, paired=len(values) == 16)
+    if isinstance(lazy, BlockArray):
+        block = BLOCK_TYPES[lazy.block_type]
+        return None if block.codes is None else _coded_blocks(reader, lazy, block, block.codes)
     kind = reader.kind
     if isinstance(reader, RawReader | DenseReader) and kind.exact and kind.bits <= 8:
         if kind.dtype.kind == "b":
             return None
         return _Coded(reader, kind.values[: 1 << kind.bits])
     return None
+
+
+def _coded_blocks(reader: Reader, lazy: BlockArray, block: BlockType, place: BlockCodes) -> _Coded:
+    count = prod(lazy.shape) // block.size
+    raw = replace(lazy.reader, part=replace(lazy.reader.part, dtype="uint8"))
+    stored = DenseArray(lazy.name, raw, (count, block.nbytes), decode=False)
+    codes = _Codes(
+        (count, place.stop - place.start),
+        lambda starts, stops: stored[starts[0] : stops[0], place.start : place.stop],
+    )
+    bits = ALL_TYPES[place.dtype].bits
+    values = code_values(place.dtype)[: 1 << bits] - place.zero
+    return _Coded(_code_reader(reader, codes), values, paired=bits == 4)
 
 
 def _code_reader(reader: Reader, codes: _Codes) -> Reader:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from xckpt.arrays.compiling import compiled
+from xckpt.elements import ALL_TYPES
 from xckpt.statistics.accumulate import Accumulator, prepared
 from xckpt.statistics.kernels import LANES
 from xckpt.statistics.kinds import kind_named
@@ -348,7 +349,7 @@ class Comparison(Accumulator):
 
     def _compare(self, a: Array, b: Array) -> Array:
         """Compare whole leaves; return the sums of each."""
-        if set(self.kinds) & {"int64", "uint64", "complex128"}:
+        if not all(ALL_TYPES[name].fits_float64 for name in self.kinds):
             compare = self._compare_complex if "complex128" in self.kinds else self._compare_whole
             leaves = range(0, len(a), LEAF)
             return np.array([compare(a[at : at + LEAF], b[at : at + LEAF]) for at in leaves])
@@ -490,7 +491,7 @@ def in_two_parts(values: Array, name: str) -> tuple[Array, Array]:
     """Return two float64 for each element, whose sum it is exactly."""
     kind = kind_named(name)
     values = prepared(values, kind)
-    if name not in {"int64", "uint64"}:
+    if kind.element.fits_float64:
         wide = kind.values[values] if kind.exact else values.astype(np.float64)
         return wide, np.zeros(len(wide))
     lower = values & values.dtype.type(_LOWER_BITS)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS
 from xckpt.labels.roles import Role
 from xckpt.notebook.formatting import binary_size, counted
 from xckpt.statistics.channels import OUTLYING
 from xckpt.statistics.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.statistics.equals import CopiedLayer, Duplicated, Tied
 from xckpt.statistics.evidence import CODED, EVERY, Rule, out_of_line
-from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.runs import IdenticalStep, Stopped, UnlikeStep
 
 if TYPE_CHECKING:
@@ -387,17 +387,20 @@ class WideType(Rule):
 
     name, severity = "wide_type", "info"
     fewest_elements = 64
-    #: A smaller type, with the bits that its elements spare, and those that few numbers spare.
-    smaller = MappingProxyType({"float32": ("bfloat16", 16, 23), "float64": ("float32", 29, 52)})
+    #: The smaller type that elements may fit.
+    smaller = MappingProxyType({"float32": "bfloat16", "float64": "float32"})
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
         spare, count = evidence["spare_bits"], evidence["count"]
         for row in np.flatnonzero((spare > 0) & (count >= self.fewest_elements)):
             dtype = evidence.dtypes[row]
-            smaller, least, most = self.smaller.get(dtype, ("", 1, 0))
-            if least <= spare[row] < most:
-                half = binary_size(int(count[row]) * kind_named(smaller).bits // 8)
-                sentence = f"every value of this {dtype} is a {smaller}: {half} would do"
+            if dtype not in self.smaller:
+                continue
+            wide, narrow = ELEMENT_TYPES[dtype], ELEMENT_TYPES[self.smaller[dtype]]
+            # Elements that spare the whole fraction are few different numbers: powers of two.
+            if wide.fraction_bits - narrow.fraction_bits <= spare[row] < wide.fraction_bits:
+                half = binary_size(int(count[row]) * narrow.bits // 8)
+                sentence = f"every value of this {dtype} is a {narrow.name}: {half} would do"
                 yield self.finding(evidence, row, spare[row], sentence)
 
 
@@ -405,12 +408,11 @@ class MixedTypes(Rule):
     """A tensor has another float type than most of its siblings."""
 
     name, severity = "mixed_types", "warning"
-    floats = frozenset({"float16", "bfloat16", "float32", "float64"})
 
     def _judge(self, evidence: Evidence) -> Iterator[Finding]:
         for siblings in evidence.families.values():
             dtypes = [evidence.dtypes[row] for row in siblings]
-            if len(set(dtypes)) < 2 or not self.floats.issuperset(dtypes):
+            if len(set(dtypes)) < 2 or not WIDE_FLOATS.issuperset(dtypes):
                 continue
             usual = max(dict.fromkeys(dtypes), key=dtypes.count)
             number = dtypes.count(usual)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from xckpt.arrays.sparse import COOArray, CSRArray
-from xckpt.elements import ELEMENT_TYPES, stored_dtype
+from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, stored_dtype
 from xckpt.errors import FormatError, UnsupportedError, locating
 from xckpt.formats.plan import WantedPart
 
@@ -45,13 +45,6 @@ Cast = Literal["exact", "allow", "never"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Exponent bits of the types whose NaN are those of IEEE 754: all payloads, and infinities.
-_EXPONENT_BITS = {
-    row.name: row.precision.exponent_bits
-    for row in ELEMENT_TYPES.values()
-    if row.kind == "float" and row.precision and row.precision.exponent_bits
-}
-
 
 def element_type(dtype: np.dtype[Any]) -> str | None:
     """Name the element type of a numpy dtype."""
@@ -64,8 +57,8 @@ def holds(wide: str, narrow: str) -> bool:
     w, n = ELEMENT_TYPES[wide], ELEMENT_TYPES[narrow]
     if wide == narrow:
         return True
-    # The small ones hold no values but their own: they have no infinities, no zero, or two bits.
-    if w.kind == "float" and (w.bits < 16 or wide not in _EXPONENT_BITS):
+    # Small floats hold no other type: they lack infinities or a zero, or have too few bits.
+    if w.kind == "float" and wide not in WIDE_FLOATS:
         return False
     if n.kind == "complex" and w.kind != "complex":
         return False
@@ -73,14 +66,14 @@ def holds(wide: str, narrow: str) -> bool:
         return True
     if n.range is not None and w.range is not None:
         return w.range[0] <= n.range[0] and n.range[1] <= w.range[1]
-    if w.precision is None:
+    if w.float_format is None:
         return False
     if n.range is not None:
-        return n.range[1] <= 1 << min(w.precision.bits, w.precision.largest)
-    return n.precision is not None and (
-        w.precision.bits >= n.precision.bits
-        and w.precision.least <= n.precision.least
-        and w.precision.largest >= n.precision.largest
+        return n.range[1] <= 1 << w.float_format.fraction_bits + 1
+    return n.float_format is not None and (
+        w.float_format.fraction_bits >= n.float_format.fraction_bits
+        and w.float_format.smallest <= n.float_format.smallest
+        and w.float_format.largest >= n.float_format.largest
     )
 
 
@@ -137,8 +130,9 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
         values = np.rint(values)
     with np.errstate(all="ignore"):
         converted = values.astype(stored)
-    if values.dtype.name in _EXPONENT_BITS and stored.name in _EXPONENT_BITS:
-        with np.errstate(invalid="ignore"):  # that of ml_dtypes warns of NaN
+    source, target = (ELEMENT_TYPES.get(dtype.name) for dtype in (values.dtype, stored))
+    if source and target and source.is_ieee_float and target.is_ieee_float:
+        with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
             nan = np.isnan(values)
         if nan.any():
             converted[nan] = _nan_like(values[nan], stored)
@@ -146,10 +140,10 @@ def _converted(values: Array, stored: np.dtype[Any]) -> Array:
 
 
 def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
-    """Return NaN of another type with the sign and the leading payload bits of these."""
+    """Return NaN of another IEEE 754 type with the signs and leading payload bits of NaN values."""
     from_bits, to_bits = values.dtype.itemsize * 8, stored.itemsize * 8
-    from_payload = from_bits - 1 - _EXPONENT_BITS[values.dtype.name]
-    to_payload = to_bits - 1 - _EXPONENT_BITS[stored.name]
+    from_payload = ELEMENT_TYPES[values.dtype.name].fraction_bits
+    to_payload = ELEMENT_TYPES[stored.name].fraction_bits
     codes = values.view(f"u{from_bits // 8}").astype(np.uint64)
     sign = codes >> np.uint64(from_bits - 1)
     payload = codes & np.uint64((1 << from_payload) - 1)
@@ -158,7 +152,7 @@ def _nan_like(values: Array, stored: np.dtype[Any]) -> Array:
     else:
         payload >>= np.uint64(from_payload - to_payload)
         payload[payload == 0] = 1 << (to_payload - 1)  # no payload at all would be infinity
-    exponent = np.uint64(((1 << _EXPONENT_BITS[stored.name]) - 1) << to_payload)
+    exponent = np.uint64((1 << to_bits - 1) - (1 << to_payload))
     whole = (sign << np.uint64(to_bits - 1)) | exponent | payload
     nan: Array = whole.astype(f"u{to_bits // 8}").view(stored)
     return nan

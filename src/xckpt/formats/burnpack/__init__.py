@@ -52,7 +52,7 @@ from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import nbytes_of, types_spelled
+from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.burnpack import cbor
@@ -71,8 +71,22 @@ _DIALECTS = ("0.20", "0.21", "0.22")
 
 _ROOT = frozenset({"tensors", "metadata", "scalars"})
 _FIELDS = frozenset({"dtype", "shape", "data_offsets", "param_id"})
-_TYPES = types_spelled("F64 F32 F16 BF16 I64 I32 I16 I8 U64 U32 U16 U8 Bool")
-_TYPES["Flex32"] = "float32"
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "Bool": "bool",
+    "Flex32": "float32",
+}
 _BOOLEANS = {"Native": "bool", "U8": "bool", "U32": "bool32"}
 
 

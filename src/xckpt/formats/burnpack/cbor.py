@@ -21,7 +21,7 @@ import struct as binary
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xckpt.elements import STRUCT_CODES
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 
@@ -188,7 +188,6 @@ _HELD = {
     "Float": lambda value: type(value) is float or (type(value) is int and float(value) == value),
     "Bool": lambda value: type(value) is bool,
 }
-_FORMS = {**STRUCT_CODES, "bool32": "?", "bfloat16": "f"}
 
 _MARK = ":scalar"
 # Of marks in a row: beyond, a name gets another one whatever is before.
@@ -244,14 +243,15 @@ def kind_and_value(tensor: WantedTensor) -> tuple[str, Any]:
         raise ValueError(f"the scalar {shown(tensor.name)} has no inline value")
     if not isinstance(kind, str) or kind not in KINDS:
         raise _unfit(tensor, f"a scalar of the kind {shown(str(kind))}")
-    data = part.inline
-    if part.dtype == "bool32":
-        data = bytes((any(data),))
-    elif part.dtype == "bfloat16":  # the upper half of a float32
-        data = bytes(2) + data
+    data, dtype = part.inline, part.dtype
+    if dtype == "bool32":
+        data, dtype = bytes((any(data),)), "bool"
+    elif dtype == "bfloat16":  # the upper half of a float32
+        data, dtype = bytes(2) + data, "float32"
+    code = ELEMENT_TYPES[dtype].struct_code or ""
     try:
-        (value,) = binary.unpack(f"<{_FORMS[part.dtype]}", data)
-    except (KeyError, binary.error):
+        (value,) = binary.unpack(f"<{code}", data)
+    except (ValueError, binary.error):
         reason = f"a scalar of the kind {kind} that is {len(part.inline)} bytes of {part.dtype}"
         raise _unfit(tensor, reason) from None
     if not _HELD[kind](value):

@@ -418,14 +418,15 @@ class _HeadReader:
             raise FormatError(reason, rule="Shape", **where)
         element, stored = dtype, shape
         if kind in _BLOCKS:
-            _, size, nbytes, halves = BLOCK_TYPES[dtype]
+            block = BLOCK_TYPES[dtype]
             about["layout"] = "blocks"
-            if not shape or shape[-1] % size:
-                reason = f"rows of {shape[-1] if shape else 1} elements are not blocks of {size}"
+            if not shape or shape[-1] % block.size:
+                length = shape[-1] if shape else 1
+                reason = f"rows of {length} elements are not blocks of {block.size}"
                 about["problem"] = FormatError(reason, rule="BlockSize", **where)
                 return Tensor(name, dtype, shape, {}, **about)
-            element, stored = "uint8", (*shape[:-1], shape[-1] // size * nbytes)
-            if halves is None and self.byteorder == "big":
+            element, stored = "uint8", (*shape[:-1], shape[-1] // block.size * block.nbytes)
+            if block.halves is None and self.byteorder == "big":
                 reason = f"how blocks of {dtype} are stored in a big-endian file is not defined"
                 about["problem"] = UnsupportedError(reason, rule="Endian", **where)
         elif kind not in _TYPES:

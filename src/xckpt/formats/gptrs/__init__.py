@@ -48,7 +48,7 @@ from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import ELEMENT_TYPES, nbytes_of
+from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
 from xckpt.formats.gptrs.models import LARGEST_CONFIG, ModelAxes, parse_config, write_config
@@ -72,7 +72,6 @@ _INDEXED = [Struct(f"<{rank}QIBQQ") for rank in range(kit.MOST_AXES + 1)]
 _INLINE = [Struct(f"<{rank}QIBQ") for rank in range(kit.MOST_AXES + 1)]
 
 _TYPES = dict(enumerate(("float32", "float16", "bfloat16", "int32")))
-_NBYTES = [ELEMENT_TYPES[dtype].bits // 8 for dtype in _TYPES.values()]
 
 
 class Gptrs(Format):
@@ -364,7 +363,7 @@ def _checked_type(entry: _Entry) -> str:
         raise _broken(
             entry, f"the element type {entry.tag} is not known: expected {known}", "DType"
         )
-    expected = prod(entry.shape) * _NBYTES[entry.tag]
+    expected = nbytes_of(dtype, prod(entry.shape))
     if kit.is_oversized(entry.shape, dtype):
         raise _broken(entry, f"the shape {entry.shape} is larger than an array can be", "Shape")
     if entry.nbytes != expected:

@@ -38,7 +38,7 @@ from math import prod
 from struct import Struct
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from xckpt.elements import ELEMENT_TYPES, types_spelled
+from xckpt.elements import nbytes_of
 from xckpt.errors import CheckpointError, FormatError, MissingShardError, PayloadMissingError, shown
 from xckpt.formats import kit
 from xckpt.index import Shard
@@ -49,11 +49,22 @@ if TYPE_CHECKING:
     from xckpt.formats import Readable
 
 #: In the order of their numbers in metadata.
-DATA_TYPES = types_spelled(
-    "Float16 Float32 Float64 Int8 Int16 Int32 Int64 UInt8 UInt16 UInt32 UInt64 Bool BFloat16"
-)
+DATA_TYPES = {
+    "Float16": "float16",
+    "Float32": "float32",
+    "Float64": "float64",
+    "Int8": "int8",
+    "Int16": "int16",
+    "Int32": "int32",
+    "Int64": "int64",
+    "UInt8": "uint8",
+    "UInt16": "uint16",
+    "UInt32": "uint32",
+    "UInt64": "uint64",
+    "Bool": "bool",
+    "BFloat16": "bfloat16",
+}
 _SPELLED = {dtype: name for name, dtype in DATA_TYPES.items()}
-_NBYTES = {name: ELEMENT_TYPES[name].bits // 8 for name in DATA_TYPES.values()}
 
 CHECKPOINT_MAGIC = b"PCLM"
 SHARD_MAGIC = b"RAHS"
@@ -128,11 +139,11 @@ class Record(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether the size is what the shape makes."""
-        return self.nbytes == prod(self.shape) * _NBYTES[self.dtype]
+        return self.nbytes == nbytes_of(self.dtype, prod(self.shape))
 
     def size_error(self, offset: int | None = None) -> FormatError:
         """Make the error for a size that is not that."""
-        expected = prod(self.shape) * _NBYTES[self.dtype]
+        expected = nbytes_of(self.dtype, prod(self.shape))
         reason = f"the size {self.nbytes}: expected {expected} for {self.dtype} of shape "
         reason += str(self.shape)
         return FormatError(reason, offset=offset, tensor=self.name, rule="Size")

@@ -11,7 +11,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import NUMPY_CODES, STRUCT_CODES, nbytes_of
+from xckpt.elements import ELEMENT_TYPES, NUMPY_CODES, nbytes_of
 from xckpt.errors import UnsupportedError
 from xckpt.formats import kit
 from xckpt.index import Part, Tensor
@@ -157,12 +157,10 @@ def scalar_of(args: tuple[Any, ...]) -> Any:
     kind, data = _numpy_type(args[0]), data_of(args[1])
     if kind is None or data is None or len(data) != nbytes_of(kind[0], 1):
         return None
-    code = STRUCT_CODES.get(kind[0])
-    return (
-        None
-        if code is None
-        else struct.unpack(f"{'>' if kind[1] == 'big' else '<'}{code}", data)[0]
-    )
+    code = ELEMENT_TYPES[kind[0]].struct_code
+    if code is None:
+        return None
+    return struct.unpack(f"{'>' if kind[1] == 'big' else '<'}{code}", data)[0]
 
 
 def array_of(call: Call, name: str, left: int) -> Tensor | None:

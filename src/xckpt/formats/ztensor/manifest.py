@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xckpt.elements import ELEMENT_TYPES, types_spelled
+from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mistyped
@@ -255,22 +255,47 @@ MOST_ELEMENTS = (1 << 64) - 1
 
 # --- element types --------------------------------------------------------------------------------
 
-BITS = {name: element.bits for name, element in ELEMENT_TYPES.items()}
-
 # Version 2 has no boolean: there it is a logical type.
-SHORT = types_spelled("f64 f32 f16 bf16 i64 i32 i16 i8 u64 u32 u16 u8")
+SHORT = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+}
 
-# The text of version 1.1 lists the last four as element types; its readers and writers have
-# them in no version. They cannot be mistaken, so they are read.
-SHORT_1 = SHORT | types_spelled("bool f8_e4m3 f8_e5m2 complex64 complex128")
+# The text of version 1.1 lists the last four as element types. Its readers and writers have
+# them in no version, but they are unambiguous, so they are read.
+SHORT_1 = SHORT | {
+    "bool": "bool",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "complex64": "complex64",
+    "complex128": "complex128",
+}
 
 # Versions 0.1 and 1.0 use the names of numpy and ml_dtypes, for these only.
 LONG = {name: name for name in (*SHORT.values(), "bool")}
 
-# Logical types of version 2: what they are, and which element type must carry them.
-_BYTES = "bool f8_e4m3fn f8_e5m2 f8_e4m3fnuz f8_e5m2fnuz f8_e8m0 f4_e2m1"
-LOGICAL = {name: (dtype, "u8") for name, dtype in types_spelled(_BYTES).items()}
-LOGICAL |= {"complex64": ("complex64", "f32"), "complex128": ("complex128", "f64")}
+# Logical types of version 2: the element type, and the type that must carry it.
+LOGICAL = {
+    "bool": ("bool", "u8"),
+    "f8_e4m3fn": ("float8_e4m3fn", "u8"),
+    "f8_e5m2": ("float8_e5m2", "u8"),
+    "f8_e4m3fnuz": ("float8_e4m3fnuz", "u8"),
+    "f8_e5m2fnuz": ("float8_e5m2fnuz", "u8"),
+    "f8_e8m0": ("float8_e8m0fnu", "u8"),
+    "f4_e2m1": ("float4_e2m1fn", "u8"),
+    "complex64": ("complex64", "f32"),
+    "complex128": ("complex128", "f64"),
+}
 
 # Version 1.2 has fewer, and 1.1 a name that leaves out what the others say.
 LOGICAL_1 = {
@@ -341,7 +366,7 @@ def decoded_size(part: Part) -> int | None:
 def check_dense(part: Part, shape: Shape) -> None:
     """Check the size of dense data, as far as the file tells it."""
     dtype = part.dtype
-    expected = (BITS[dtype] * prod(shape) + 7) >> 3
+    expected = nbytes_of(dtype, prod(shape))
     size = part.nbytes if part.encoding is None else part.decoded_nbytes
     # What is in the file is not too large.
     if (size != expected or not expected) and kit.is_oversized(shape, dtype):
@@ -368,7 +393,7 @@ def flat(part: Part) -> Part:
     size = decoded_size(part)
     if size is None:
         return part
-    bits = BITS[part.dtype]
+    bits = ELEMENT_TYPES[part.dtype].bits
     if bits < 8 or size * 8 % bits:
         return replace(part, dtype="uint8", shape=(size,))
     return replace(part, shape=(size * 8 // bits,))
@@ -416,7 +441,7 @@ def _count(role: str, part: Part) -> int | None:
     size = decoded_size(part)
     if size is None:
         return None
-    width = BITS[part.dtype] // 8
+    width = ELEMENT_TYPES[part.dtype].bits // 8
     if size % width:
         raise _unfit(part, f"{role!r} has {size} bytes, which is not a multiple of {width}")
     return size // width
@@ -425,9 +450,9 @@ def _count(role: str, part: Part) -> int | None:
 def _nonzero(indexed: int | None, values: Part) -> int | None:
     """Return the number of stored values, which the indices tell; packed values do not."""
     if indexed is None:
-        return None if BITS[values.dtype] < 8 else _count("values", values)
+        return None if ELEMENT_TYPES[values.dtype].bits < 8 else _count("values", values)
     size = decoded_size(values)
-    expected = (BITS[values.dtype] * indexed + 7) // 8
+    expected = nbytes_of(values.dtype, indexed)
     if size is not None and size != expected:
         reason = f"'values' has {size} bytes: expected {expected} for {indexed} indices"
         raise _unfit(values, reason)
@@ -469,12 +494,12 @@ def storable_parts(tensor: WantedTensor, index_types: Sequence[str]) -> dict[str
     except CheckpointError as error:
         raise error.located(tensor=tensor.name) from None
     roles = ROLES[tensor.layout][1:]
-    bits = max(BITS[parts[role].dtype] for role in roles)
-    dtype = next(name for name in index_types if BITS[name] >= bits)
+    bits = max(ELEMENT_TYPES[parts[role].dtype].bits for role in roles)
+    dtype = next(name for name in index_types if ELEMENT_TYPES[name].bits >= bits)
     for role in roles:
         index = parts[role]
-        count = index.nbytes * 8 // BITS[index.dtype]
-        parts[role] = replace(index, dtype=dtype, nbytes=count * BITS[dtype] // 8)
+        count = index.nbytes * 8 // ELEMENT_TYPES[index.dtype].bits
+        parts[role] = replace(index, dtype=dtype, nbytes=count * ELEMENT_TYPES[dtype].bits // 8)
     return parts
 
 

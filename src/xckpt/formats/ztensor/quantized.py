@@ -16,9 +16,10 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS, nbytes_of
 from xckpt.errors import FormatError, UnsupportedError
 from xckpt.formats.kit import number
-from xckpt.formats.ztensor.manifest import BITS, SHORT, decoded_size, require_roles
+from xckpt.formats.ztensor.manifest import SHORT, decoded_size, require_roles
 from xckpt.index import Quantization
 
 if TYPE_CHECKING:
@@ -34,10 +35,9 @@ if TYPE_CHECKING:
 _GROUPS, _MICROSCALED = "zt.quant_group/1", "zt.mx/1"
 #: The attributes that say how a tensor of these layouts is quantised.
 PINNED = ("bits", "group_size", "block_size", "axis", "packing", "scale_form", "zero_point")
-_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _SCALE_TYPES = {
-    "f32_factors": _FLOATS,
-    "f16_factors": _FLOATS,
+    "f32_factors": WIDE_FLOATS,
+    "f16_factors": WIDE_FLOATS,
     "e8m0_exponent": frozenset({"float8_e8m0fnu"}),
 }
 _CODE_BITS = frozenset({2, 3, 4, 5, 6, 8})
@@ -58,7 +58,7 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
     word = SHORT[_choice(packing, "word", {"u8", "u16", "u32", "u64"})]
     if data.dtype not in {word, word.removeprefix("u")}:
         raise _broken(f"'word' is {word}, but 'data' is {data.dtype}")
-    word_bits = BITS[word]
+    word_bits = ELEMENT_TYPES[word].bits
     msb_first = _choice(packing, "order", {"lsb_first", "msb_first"}) == "msb_first"
     axis = _axis(shape, attrs)
     _check_scale_type(scales, attrs)
@@ -87,7 +87,7 @@ def _group_quantized(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str
         elif grid[-1] % per_word or axis != last:
             return None
         else:
-            if BITS[zeros.dtype] != word_bits:
+            if ELEMENT_TYPES[zeros.dtype].bits != word_bits:
                 reason = f"'zeros' is {zeros.dtype}, but packed as 'data', which is {data.dtype}"
                 raise _broken(reason)
             _check_size("zeros", zeros, _packed_size(prod(grid), per_word, word_bits))
@@ -123,8 +123,8 @@ def _microscaled(shape: Shape, parts: Mapping[str, Part], attrs: Mapping[str, An
         raise _broken(f"blocks of {extent} do not divide {shape[axis]}")
     if data.dtype not in _MX_TYPES:
         raise _broken(f"elements of type {data.dtype}")
-    bits = BITS[data.dtype]
-    _check_size("data", data, (bits * prod(shape) + 7) // 8)
+    bits = ELEMENT_TYPES[data.dtype].bits
+    _check_size("data", data, nbytes_of(data.dtype, prod(shape)))
     if data.dtype == "int8":
         return None
     block = _block_along(len(shape), axis, extent)
@@ -198,7 +198,7 @@ def _group_block(shape: Shape, axis: int, group_size: int, scales: Part) -> Shap
     each_position = tuple(1 if at == axis else max(shape[at], 1) for at in range(len(shape)))
     every_axis = range(len(shape))
     size = decoded_size(scales)
-    width = BITS[scales.dtype] // 8
+    width = ELEMENT_TYPES[scales.dtype].bits // 8
     fitting = {
         block
         for block in (whole_axis, each_position, (1,) * len(shape))
@@ -222,7 +222,7 @@ def _grid(shape: Shape, block: Shape, axes: Iterable[int]) -> Shape:
 
 
 def _one_per_block(role: str, part: Part, grid: Shape) -> Part:
-    _check_size(role, part, (BITS[part.dtype] * prod(grid) + 7) // 8)
+    _check_size(role, part, nbytes_of(part.dtype, prod(grid)))
     return replace(part, shape=grid)
 
 
@@ -275,7 +275,7 @@ def _candidates(
     exponents = {"axis": axis, "block_size": extent, "scale_form": "e8m0_exponent"}
     yield _MICROSCALED, own | exponents
     scales = parts["scales"].dtype
-    form = "f16_factors" if BITS[scales] == 16 else "f32_factors"
+    form = "f16_factors" if ELEMENT_TYPES[scales].bits == 16 else "f32_factors"
     zero_point: dict[str, Any] = {"form": "implied", "value": quantization.zero}
     if quantization.zero is None:
         packing = "same_as_data" if quantization.packed_zeros else "plain"

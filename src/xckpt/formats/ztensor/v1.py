@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
@@ -180,7 +181,7 @@ def _rows_0(dtype: str, shape: manifest.Shape, blob: Part) -> dict[str, Part]:
     if len(shape) != 2:
         raise FormatError(f"CSR of {len(shape)} axes: expected 2", rule="LayoutRule")
     pointers = _INDEX_NBYTES * (shape[0] + 1)
-    width = manifest.BITS[dtype] // 8
+    width = ELEMENT_TYPES[dtype].bits // 8
     nonzero, rest = divmod(blob.nbytes - pointers, _INDEX_NBYTES + width)
     if nonzero < 0 or rest:
         reason = f"{blob.nbytes} bytes are not {pointers} of row pointers "
