@@ -145,7 +145,7 @@ def memory(folder: Path) -> list[Result]:
     _write(paths[1], shapes, "bfloat16")
     found = in_fresh_process(f"""
 import threading
-import xarray, dask.array, tqdm.auto, xckpt.statistics.kernels, xckpt.datasets.variables
+import xarray, dask.array, tqdm.auto, xckpt.statistics.block_loops, xckpt.datasets.variables
 before, highest, done = peak()["anonymous"], 0, threading.Event()
 def watch():
     global highest

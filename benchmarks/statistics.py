@@ -150,7 +150,7 @@ def memory(folder: Path) -> list[Result]:
     write_ztensor(path, {f"w{i}": [GIB // ROW, ROW] for i in range(16)}, "float32")
     found = in_fresh_process(f"""
 import threading, time
-import xarray, dask.array, tqdm.auto, xckpt.datasets.variables, xckpt.statistics.kernels
+import xarray, dask.array, tqdm.auto, xckpt.datasets.variables, xckpt.statistics.block_loops
 before, highest, told, done = peak()["anonymous"], 0, [], threading.Event()
 def watch():
     global highest

@@ -63,7 +63,7 @@ import threading
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
-import xarray, dask.array, xckpt.statistics, xckpt.statistics.kernels, xckpt.backend
+import xarray, dask.array, xckpt.statistics, xckpt.statistics.block_loops, xckpt.backend
 before, peak, done = anonymous(), 0, threading.Event()
 def watch():
     global peak

@@ -1,4 +1,4 @@
-"""Compiled loops: how numba compiles them, and where what it made is kept."""
+"""Compiled loops: options of numba, and a cache of machine code on disk."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ if TYPE_CHECKING:
 
 __all__ = ["compiled", "generated", "inlined", "within"]
 
-# Each wrapper takes as long to make as a short loop, and nobody calls these from C. What is divided
-# by is not looked at, as numpy does not either.
+# A wrapper takes as long to make as a short loop, and nobody calls these functions from C. Division
+# by zero gives infinity or NaN, as in numpy, instead of a check and an error.
 _OPTIONS: Any = {"nogil": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile when first called, for the types that it is called with, and keep it on disk."""
+    """Compile a function when it is first called with arguments of some types.
+
+    Machine code is kept on disk. numba compiles again if the file of the function changes, but not
+    if only the file of a function that it calls does.
+    """
     try:
         return numba.njit(**_OPTIONS, cache=True)(function)
-    except RuntimeError:  # there is no folder that a cache can be written to
+    except RuntimeError:  # no folder can be written to
         return numba.njit(**_OPTIONS)(function)
 
 
 def within(function: Callable[..., Any]) -> Any:
-    """Compile for compiled functions that call this one, which are what is kept on disk."""
+    """Compile a function that only compiled functions call; their machine code includes it."""
     return numba.njit(**_OPTIONS | {"no_cpython_wrapper": True})(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Make a function a part of the compiled ones that call it, which saves a compilation."""
+    """Make a function part of the compiled functions that call it, which saves a compilation."""
     return numba.njit(nogil=True, inline="always")(function)
 
 
 def generated(function: Callable[..., Any]) -> Any:
-    """Let compiled functions call what writes its instructions for LLVM itself."""
+    """Make a function that writes LLVM instructions callable from compiled functions."""
     return intrinsic(function)

@@ -416,7 +416,7 @@ def _unpacked(
     add: int = 0,
 ) -> Array:
     """Return the codes in a box; those along `axis` share words, each line has whole ones."""
-    from xckpt.arrays.kernels import unpack_pieces
+    from xckpt.arrays.code_loops import unpack_pieces
 
     packing, nbytes = _packing(scheme), scheme.word_bits // 8
     place = axes.index(axis)
@@ -452,7 +452,7 @@ def _scaled(
     columns: Array,
 ) -> Array:
     """Compute the numbers of codes; see `scale_codes`."""
-    from xckpt.arrays.kernels import scale_codes
+    from xckpt.arrays.code_loops import scale_codes
 
     lines = _contiguous(codes).reshape(-1, codes.shape[-1])
     out = np.empty(lines.shape, np.float32)
@@ -467,7 +467,7 @@ def _scaled(
 
 def _contiguous(codes: Array) -> Array:
     """Return codes in C order; numpy takes long to swap the last two axes."""
-    from xckpt.arrays.kernels import turn
+    from xckpt.arrays.code_loops import turn
 
     if codes.ndim < 2 or codes.flags.c_contiguous:
         return codes

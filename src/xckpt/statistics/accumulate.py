@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.statistics import kernels
-from xckpt.statistics.kernels import LANES, PAGE, WIDTH
+from xckpt.statistics import block_loops
+from xckpt.statistics.block_loops import PAGE
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import EMPTY, LEAF, Moments, Tree, merge, runs
+from xckpt.statistics.vector_kernel import LANES, WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Bytes of a block that is read; more than one leaf, to call the kernels seldom.
+#: Bytes of a block that is read; more than one leaf, so that compiled loops are seldom called.
 BLOCK_NBYTES = 4 << 20
 #: Shorter rows are columns of something else.
 SHORTEST_ROW = 2
@@ -183,7 +184,7 @@ class Sketch(Accumulator):
                             self.tree.add(0, (number << level) + each, tuple(node))
                         continue
                     if level:
-                        kernels.fold(nodes, 1 << level)
+                        block_loops.fold(nodes, 1 << level)
                     self.tree.add(level, number, tuple(nodes[0].tolist()))
             else:
                 self._add_piece(start, (values.copy(),))
@@ -198,7 +199,7 @@ class Sketch(Accumulator):
         skipped = start % length if length else 0
         alive = np.zeros((skipped + len(values) - 1) // length + 1 if length else 0, np.bool_)
         magnitude = unsigned.type(self.kind.magnitude)
-        negative = kernels.find_zeros(
+        negative = block_loops.find_zeros(
             values.view(unsigned), magnitude, skipped, length, zeros, alive
         )
         tables.tally[2:] += int(zeros.sum()), negative
@@ -389,7 +390,7 @@ class Rows:
 
 
 class Tables:
-    """Memory that the kernels write to, for one kind of elements."""
+    """Memory that compiled loops write to, for one kind of elements."""
 
     def __init__(self, kind: Kind, nbytes: int) -> None:
         self.kind = kind
@@ -448,20 +449,20 @@ class Tables:
             self.extremes[:] = self.widest
 
     def count(self, values: Array) -> None:
-        """Run the kernels over a block."""
+        """Run the compiled loops over a block."""
         self.used = True
         kind = self.kind
         self.rare = 0
         if kind.exact:
-            kernels.count_codes(values, self.of_codes, self.counted, self.zeros)
+            block_loops.count_codes(values, self.of_codes, self.counted, self.zeros)
             if not kind.has_zero:
                 self.zeros[:] = 0
         elif kind.integer:
             wide = self.wide[: len(values)]
             wide[:] = values
             patterns = wide.view(np.uint64)
-            kernels.count_codes(patterns, self.of_codes, self.counted, self.zeros)
-            kernels.describe_integers(values, self.out)
+            block_loops.count_codes(patterns, self.of_codes, self.counted, self.zeros)
+            block_loops.describe_integers(values, self.out)
         else:
             self.rare = self._describe(values, self.how, self.counted, self.out)
         if self.rare:
@@ -470,7 +471,7 @@ class Tables:
 
     def _describe(self, values: Array, how: Any, counted: Any, out: Any) -> int:
         patterns = values.view(self.kind.unsigned)
-        rare: int = kernels.describe_floats(values, patterns, how, counted, out)
+        rare: int = block_loops.describe_floats(values, patterns, how, counted, out)
         return rare
 
     def _look_again(self, values: Array) -> Array:
@@ -495,7 +496,7 @@ class Tables:
 
     def drain(self) -> tuple[Array, Array]:
         """Take the codes that were counted, and how often, out of the counters."""
-        found = kernels.drain(*self.counted, self.codes, self.counts)
+        found = block_loops.drain(*self.counted, self.codes, self.counts)
         self.used = False
         return self.codes[:found].copy(), self.counts[:found].copy()
 
@@ -520,7 +521,7 @@ def codes_of(kind: Kind, values: Array) -> Array:
 
 
 def prepared(values: Array, kind: Kind) -> Array:
-    """Return what the kernels are compiled for: contiguous, aligned, native, writable memory."""
+    """Return values in the memory that loops are compiled for: contiguous, aligned and writable."""
     dtype = kind.unsigned if kind.exact else kind.dtype
     if values.dtype != dtype:
         if kind.exact and values.dtype.itemsize == dtype.itemsize:

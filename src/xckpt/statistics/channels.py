@@ -12,7 +12,7 @@ import numpy as np
 
 from xckpt.errors import shown
 from xckpt.labels.filters import suggest_names
-from xckpt.statistics import kernels
+from xckpt.statistics import block_loops
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.comparison import Comparison, as_floats, compare_cells
 from xckpt.statistics.moments import LEAF, Tree
@@ -85,7 +85,9 @@ class ChannelSketch(Sketch):
             first, last = start // self.width, (start + len(values) - 1) // self.width
             rows = np.zeros(last - first + 1, self.kind.unsigned)
             magnitude = self.kind.unsigned.type(self.kind.magnitude)
-            kernels.largest_of_channels(patterns, magnitude, start, self.width, self.columns, rows)
+            block_loops.largest_of_channels(
+                patterns, magnitude, start, self.width, self.columns, rows
+            )
             self.spans.append((first, rows))
 
     def merge(self, other: Sketch) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from xckpt.arrays.compiling import compiled
 from xckpt.elements import ALL_TYPES
 from xckpt.statistics.accumulate import Accumulator, prepared
-from xckpt.statistics.kernels import LANES
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.moments import LEAF, Tree, runs
+from xckpt.statistics.vector_kernel import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -79,7 +79,7 @@ class Kind:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with all bits of its fraction; 0 for kinds without codes of others."""
+        """The smallest number with all bits of its fraction; 0 for exact kinds and integers."""
         float_format = None if self.exact else self.element.float_format
         return 0.0 if float_format is None else float_format.smallest_normal
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from xckpt.statistics import kernels
+from xckpt.statistics import block_loops
 from xckpt.statistics.accumulate import Accumulator, codes_of, prepared
 from xckpt.statistics.describe import rank, spectrum
 from xckpt.statistics.scan import gather
@@ -80,7 +80,7 @@ class _Buckets(Accumulator):
         intervals = np.ascontiguousarray(np.array(bounds, np.uint64).T)
         shifts = np.array([each.shift for each in self.wanted], np.uint64)
         codes, keys = codes_of(self.kind, values), keys_of(self.kind, values)
-        kernels.narrow(keys, codes, slots, intervals, shifts, self.dense())
+        block_loops.narrow(keys, codes, slots, intervals, shifts, self.dense())
         self.count += len(values)
 
     def dense(self) -> Array:

@@ -1,4 +1,4 @@
-"""Kernels are compiled for what they are called with, wherever that can be kept."""
+"""Compiled loops take any memory and count each element; they need no folder for a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xckpt.statistics.accumulate import codes_of
 from xckpt.statistics.moments import LEAF
 
 
-def test_without_a_folder_for_the_cache_they_are_compiled_each_time(
+def test_without_a_folder_for_the_cache_loops_are_compiled_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = numba.njit
