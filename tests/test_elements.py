@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,8 @@ SMALL = [name for name in AVAILABLE if ALL_TYPES[name].bits <= 16]
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_formats_of_floats(name: str) -> None:
-    row, info = ALL_TYPES[name], ml_dtypes.finfo(stored_dtype(name))
+    finfo: Any = ml_dtypes.finfo  # untyped
+    row, info = ALL_TYPES[name], finfo(stored_dtype(name))
     assert row.float_format is not None
     assert row.bits == info.bits
     assert row.float_format.exponent_bits == info.nexp
@@ -41,7 +43,8 @@ def test_formats_of_floats(name: str) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_ranges_of_integers(name: str) -> None:
-    row, info = ALL_TYPES[name], ml_dtypes.iinfo(stored_dtype(name))
+    iinfo: Any = ml_dtypes.iinfo  # untyped
+    row, info = ALL_TYPES[name], iinfo(stored_dtype(name))
     assert row.bits == info.bits
     assert row.range == (info.min, info.max + 1)
     assert row.fits_float64 is (int(float(info.max)) == info.max)

@@ -209,7 +209,7 @@ def test_names_that_are_none(a: Path) -> None:
         compare(a, a, names=("(", ""))
     with pytest.raises(TypeError, match="a mapping, a function"):
         compare(a, a, names=5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a path, an Index"):
+    with pytest.raises(TypeError, match="a path, a mapping"):
         compare(a, 5)  # type: ignore[arg-type]
 
 

@@ -233,10 +233,11 @@ class _GradedBlocks:
 
     def __init__(self, array: BlockArray, start: int, size: int) -> None:
         self.array, self.start, self.shape = array, start, (size,)
-        _, self.block, nbytes, _ = BLOCK_TYPES[array.block_type]
+        block = BLOCK_TYPES[array.block_type]
+        self.block = block.size
         raw = replace(array.reader, part=replace(array.reader.part, dtype="uint8"))
         count = prod(array.shape) // self.block
-        self.raw = DenseArray(array.name, raw, (count, nbytes), decode=False)
+        self.raw = DenseArray(array.name, raw, (count, block.nbytes), decode=False)
 
     def __getitem__(self, key: Any) -> Array:
         begin, end, _ = (key[0] if isinstance(key, tuple) else key).indices(self.shape[0])
