@@ -207,7 +207,7 @@ def test_other_quantiles(path: Path) -> None:
 
 
 def test_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="a path, an Index, a Dataset"):
+    with pytest.raises(TypeError, match="a path, a mapping"):
         stats(42)  # type: ignore[arg-type]
 
 
