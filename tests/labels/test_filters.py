@@ -1,4 +1,4 @@
-"""Tensors are chosen by glob, globs, regular expression or function."""
+"""Filters select tensors by name, and suggest names or globs if nothing matches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "chosen"),
+    ("name_filter", "selected"),
     [
         (None, NAMES),
         ("*.w", ["blocks.0.w", "blocks.10.w"]),
@@ -26,23 +26,23 @@ NAMES = ["emb", "blocks.0.w", "blocks.0.b", "blocks.10.w", "head"]
         (["head", "emb"], ["emb", "head"]),
     ],
 )
-def test_select(wanted: Any, chosen: list[str]) -> None:
-    assert select(NAMES, wanted) == chosen
+def test_select(name_filter: Any, selected: list[str]) -> None:
+    assert select(NAMES, name_filter) == selected
 
 
-@pytest.mark.parametrize("wanted", [3, [3], {"a": 1}.values()])
-def test_what_cannot_choose_is_a_type_error(wanted: Any) -> None:
+@pytest.mark.parametrize("name_filter", [3, [3], {"a": 1}.values()])
+def test_invalid_filter_raises(name_filter: Any) -> None:
     with pytest.raises(TypeError, match="tensors takes a glob"):
-        select(NAMES, wanted)
+        select(NAMES, name_filter)
 
 
-def test_names_similar_to_one_that_is_missing() -> None:
+def test_similar_names_are_suggested_for_missing_one() -> None:
     assert suggest_names(NAMES, "heed") == "; similar names: 'head'"
     assert suggest_names(NAMES, "something else") == ""
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hint"),
+    ("name_filter", "hint"),
     [
         ("*.10.ww", "; did you mean '*.10.w'?"),
         (["block.[0-9].b", "haed*"], "; did you mean 'blocks.[0-9].b', 'head*'?"),
@@ -57,5 +57,5 @@ def test_names_similar_to_one_that_is_missing() -> None:
         (re.compile("x"), ""),
     ],
 )
-def test_filters_in_place_of_one_without_a_match(wanted: Any, hint: str) -> None:
-    assert suggest_filters(NAMES, wanted) == hint
+def test_globs_are_suggested_for_filter_without_match(name_filter: Any, hint: str) -> None:
+    assert suggest_filters(NAMES, name_filter) == hint

@@ -1,4 +1,4 @@
-"""What an index is, is the same for stacking, folding, trees of modules and pictures."""
+"""Stacking, folding, trees of modules and pictures agree on what an index in a name is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.labels.conventions import match_names
 from xckpt.labels.grids import find_stacks, member_names
 from xckpt.labels.numbering import (
     drop_indices,
@@ -29,50 +28,62 @@ def rows(*names: str) -> list[Row]:
     return [Row(name, "float32", (2,), 8) for name in names]
 
 
-@pytest.mark.parametrize("component", INDICES + WORDS)
-def test_all_agree_on_what_an_index_is(component: str) -> None:
-    expected = component in INDICES
-    assert is_index(component) is expected
-    # Next to it another one of the same form, so that both can be one.
-    other = component[:-1] + "8" if expected else component + "x"
-    names = [f"layers.{component}.w", f"layers.{other}.w"]
-    found = parse_name(names[0])
-    assert found.indices == ((component,) if expected else ())
+@pytest.mark.parametrize("word", INDICES + WORDS)
+def test_index_is_the_same_everywhere(word: str) -> None:
+    expected = word in INDICES
+    assert is_index(word) is expected
+    # A second name of the same form, so that the two can be stacked or folded.
+    other = word[:-1] + "8" if expected else word + "x"
+    names = [f"layers.{word}.w", f"layers.{other}.w"]
+    assert parse_name(names[0]).indices == ((word,) if expected else ())
     assert bool(find_stacks(dict.fromkeys(names, 0))) is expected
     assert modules_by_frequency(names[:1]) == (["layers"] if expected else [])
     assert ("layers.*.w" in str(_tree(rows(*names)))) is expected
     assert len(ModuleTree(rows(*names), 3)._root.children["layers"].children) == 2 - expected
     (layer,) = sizes_table(rows(names[0]), "layer").index
-    assert layer == (f"layers.{component}" if expected else "")
+    assert layer == (f"layers.{word}" if expected else "")
     assert len(families_of(rows(*names))) == 2 - expected
 
 
-def test_only_some_modules() -> None:
-    found = parse_name("layers.1.experts.2.w", {"experts"})
-    assert found.template == ("layers.", "1", ".experts.", None, ".w")
-    assert (found.modules, found.indices) == (("experts",), ("2",))
+def test_parse_name_for_some_modules() -> None:
+    parsed = parse_name("layers.1.experts.2.w", {"experts"})
+    assert parsed.template == ("layers.", "1", ".experts.", None, ".w")
+    assert (parsed.modules, parsed.indices) == (("experts",), ("2",))
 
 
-def test_an_index_that_stands_first_or_after_another() -> None:
+def test_module_of_index_without_word_before_it() -> None:
     assert parse_name("0.1.w").modules == ("index", "index")
     assert parse_name("a.0.1").modules == ("a", "a")
 
 
+@given(st.text(st.sampled_from("ah0129._-/ layers"), max_size=16))
+def test_pieces_spell_the_name(name: str) -> None:
+    parsed = parse_name(name)
+    assert "".join(parsed.pieces) == name
+    assert drop_indices(parsed.pieces) == name
+    assert len(module_indices(parsed.pieces)) == len(parsed.indices) == len(parsed.modules)
+    assert tuple(numbered_modules(parsed.template)) == parsed.modules
+
+
+# --- leading zeros -------------------------------------------------------------------------------
+
+
 def stacked(*names: str) -> list[tuple[tuple[int, ...], list[str]]]:
-    found = find_stacks(dict.fromkeys(names, 0))
-    for each in found:
-        assert member_names(each.template, each.indices) == list(each.members)
-    return [(each.indices[0], list(each.members)) for each in found]
+    """Return the indices and members of stacks along one axis."""
+    stacks = find_stacks(dict.fromkeys(names, 0))
+    for stack in stacks:
+        assert member_names(stack.template, stack.indices) == list(stack.members)
+    return [(stack.indices[0], list(stack.members)) for stack in stacks]
 
 
 @pytest.mark.parametrize("numbers", [range(12), range(98, 102), range(7, 10)])
-def test_numbers_of_one_width_are_one_stack(numbers: range) -> None:
+def test_indices_of_one_width_are_one_stack(numbers: range) -> None:
     names = [f"h.{number:02}.w" for number in numbers]
     assert stacked(*names) == [(tuple(numbers), names)]
 
 
 @pytest.mark.parametrize(
-    ("spelled", "expected"),
+    ("spellings", "expected"),
     [
         (["0", "00", "1", "01"], [(0, 1), (0, 1)]),
         (["1", "01", "001"], []),
@@ -81,24 +92,24 @@ def test_numbers_of_one_width_are_one_stack(numbers: range) -> None:
         (["08", "09", "10", "011", "012"], [(8, 9), (11, 12)]),
     ],
 )
-def test_a_number_that_is_spelled_in_two_ways_is_never_mixed_up(
-    spelled: list[str], expected: list[tuple[int, ...]]
+def test_spellings_of_one_number_are_never_in_one_stack(
+    spellings: list[str], expected: list[tuple[int, ...]]
 ) -> None:
-    assert [indices for indices, _ in stacked(*(f"h.{text}.w" for text in spelled))] == expected
+    assert [indices for indices, _ in stacked(*(f"h.{text}.w" for text in spellings))] == expected
 
 
-def test_zeros_along_one_of_two_axes() -> None:
+def test_leading_zeros_along_one_of_two_axes() -> None:
     names = [f"h.{layer}.e.{expert:03}.w" for layer in range(2) for expert in range(3)]
-    (found,) = find_stacks(dict.fromkeys(names, 0))
-    assert found.shape == (2, 3)
-    assert member_names(found.template, found.indices) == names
+    (stack,) = find_stacks(dict.fromkeys(names, 0))
+    assert stack.shape == (2, 3)
+    assert member_names(stack.template, stack.indices) == names
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- words and modules ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "base", "rest"),
+    ("name", "module", "bare_name"),
     [
         ("params/encoder/layers_3/attn/kernel", "layers", "params/encoder/layers/attn/kernel"),
         (
@@ -119,19 +130,16 @@ def test_zeros_along_one_of_two_axes() -> None:
         ("3/w", "index", "w"),
     ],
 )
-def test_how_projects_number_their_layers(name: str, base: str, rest: str | None) -> None:
-    found = parse_name(name)
-    assert (found.modules, found.indices) == ((base,), ("3",))
-    assert "".join(found.pieces) == name
-    assert drop_indices(found.template) == (rest or name.replace("_3", "", 1))
+def test_index_of_numbered_module(name: str, module: str, bare_name: str | None) -> None:
+    parsed = parse_name(name)
+    assert (parsed.modules, parsed.indices) == ((module,), ("3",))
+    assert "".join(parsed.pieces) == name
+    assert drop_indices(parsed.template) == (bare_name or name.replace("_3", "", 1))
     names = [name.replace("3", str(number), 1) for number in (3, 4, 11)]
-    (one,) = find_stacks(dict.fromkeys(names, 0))
-    assert (one.name, one.dims, one.indices) == (
-        drop_indices(found.template),
-        (base,),
-        ((3, 4, 11),),
-    )
-    assert member_names(one.template, one.indices) == names
+    (stack,) = find_stacks(dict.fromkeys(names, 0))
+    assert stack.name == drop_indices(parsed.template)
+    assert (stack.dims, stack.indices) == ((module,), ((3, 4, 11),))
+    assert member_names(stack.template, stack.indices) == names
 
 
 @pytest.mark.parametrize(
@@ -142,55 +150,38 @@ def test_how_projects_number_their_layers(name: str, base: str, rest: str | None
         *("layer1.conv", "layer_norm_2.weight", "x3/w", "3x/w", "layers_3b/w", "moment_1", "a/1b"),
     ],
 )
-def test_numbers_that_tell_roles_apart_stay_in_the_name(name: str) -> None:
-    assert parse_name(name).indices == ()
-    assert drop_indices(parse_name(name).template) == name
+def test_number_that_distinguishes_roles_belongs_to_its_word(name: str) -> None:
+    parsed = parse_name(name)
+    assert parsed.indices == ()
+    assert drop_indices(parsed.template) == name
 
 
-def test_a_caller_knows_which_modules_are_numbered() -> None:
+def test_caller_can_name_further_numbered_modules() -> None:
     names = [f"net/Dense_{number}/kernel" for number in range(3)]
     assert find_stacks(dict.fromkeys(names, 0)) == []
-    (found,) = find_stacks(dict.fromkeys(names, 0), {"Dense"})
-    assert (found.name, found.dims, found.members) == ("net/Dense/kernel", ("Dense",), (*names,))
+    (stack,) = find_stacks(dict.fromkeys(names, 0), {"Dense"})
+    assert (stack.name, stack.dims, stack.members) == ("net/Dense/kernel", ("Dense",), (*names,))
 
 
-def test_an_index_that_all_have_is_no_dimension() -> None:
+def test_index_that_all_members_share_is_not_a_dimension() -> None:
     names = [f"blocks.{block}.to_out.0.w" for block in range(3)]
-    (found,) = find_stacks(dict.fromkeys(names, 0))
-    assert (found.name, found.dims) == ("blocks.to_out.0.w", ("blocks",))
-    assert found.index_dims == ("blocks", None)
-    assert member_names(found.template, found.indices) == names
+    (stack,) = find_stacks(dict.fromkeys(names, 0))
+    assert (stack.name, stack.dims) == ("blocks.to_out.0.w", ("blocks",))
+    assert stack.index_dims == ("blocks", None)
+    assert member_names(stack.template, stack.indices) == names
 
 
-@given(st.text(st.sampled_from("ah0129._-/ layers"), max_size=16))
-def test_the_pieces_of_a_name_spell_it(name: str) -> None:
-    found = parse_name(name)
-    assert "".join(found.pieces) == name
-    assert drop_indices(found.pieces) == name
-    # What was taken apart is the same again.
-    assert len(module_indices(found.pieces)) == len(found.indices) == len(found.modules)
-    assert tuple(numbered_modules(found.template)) == found.modules
-
-
-class TestTheLeafOfAName:
-    @pytest.mark.parametrize(
-        ("name", "leaf"),
-        [
-            ("params/encoder/layers_3/kernel", "kernel"),
-            ("net/~/linear.w", "w"),
-            ("a.b/c", "c"),
-            ("model/w:0", "w:0"),
-            ("w", "w"),
-            ("a/", ""),
-        ],
-    )
-    def test_follows_the_last_dot_or_slash(self, name: str, leaf: str) -> None:
-        assert split_leaf(name)[2] == leaf
-        assert "".join(split_leaf(name)) == name
-
-    def test_norms_are_found_whatever_separates_words(self) -> None:
-        mine = ["params/encoder/layers_3/norm/gamma", "params/encoder/layers_3/norm/beta"]
-        other = ["params/encoder/layers_3/norm/weight", "params/encoder/layers_3/norm/bias"]
-        assert [found[:2] for found in match_names(mine, other)] == list(
-            zip(mine, other, strict=True)
-        )
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [
+        ("params/encoder/layers_3/kernel", "kernel"),
+        ("net/~/linear.w", "w"),
+        ("a.b/c", "c"),
+        ("model/w:0", "w:0"),
+        ("w", "w"),
+        ("a/", ""),
+    ],
+)
+def test_leaf_follows_the_last_dot_or_slash(name: str, leaf: str) -> None:
+    assert split_leaf(name)[2] == leaf
+    assert "".join(split_leaf(name)) == name

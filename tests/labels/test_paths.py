@@ -1,4 +1,4 @@
-"""Every name has one place in the tree, and comes back from it."""
+"""Every tensor has its own path in a tree, and its name can be restored from it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ HOSTILE = st.text(alphabet="ab./%\0 é2F58self:\udcff\udc80", max_size=8)
 
 
 @given(st.sets(st.one_of(st.text(max_size=12), HOSTILE), max_size=20))
-def test_places_are_unique_and_invertible(names: set[str]) -> None:
-    placed = tree_paths(names)
-    assert set(placed) == names
-    assert len(set(placed.values())) == len(names)
-    for name, (path, leaf) in placed.items():
+def test_paths_are_unique_and_invertible(names: set[str]) -> None:
+    paths = tree_paths(names)
+    assert set(paths) == names
+    assert len(set(paths.values())) == len(names)
+    for name, (path, leaf) in paths.items():
         assert flat_name(path, leaf, name) == name
-        # What is not known has dots where there were slashes.
+        # Without the original name, slashes become dots.
         assert flat_name(path, leaf) in {name, name.replace("/", ".")}
 
 
 @given(st.sets(HOSTILE, max_size=12))
-def test_a_datatree_takes_every_name(names: set[str]) -> None:
+def test_datatree_accepts_every_path(names: set[str]) -> None:
     groups: dict[str, dict[str, xr.Variable]] = {"/": {}}
     for number, (path, leaf) in enumerate(tree_paths(sorted(names)).values()):
         groups.setdefault(path, {})[leaf] = xr.Variable((), number)
     tree = xr.DataTree.from_dict({path: xr.Dataset(group) for path, group in groups.items()})
     ordered = sorted(names)
-    back = {
+    restored = {
         flat_name(node.path, str(leaf), ordered[int(value)]): int(value)
         for node in tree.subtree
         for leaf, value in node.variables.items()
     }
-    assert back == {name: number for number, name in enumerate(ordered)}
+    assert restored == {name: number for number, name in enumerate(ordered)}
 
 
 @pytest.mark.parametrize(
-    ("names", "place"),
+    ("names", "expected"),
     [
         (["a.b.c"], ("/a/b", "c")),
         (["a"], ("/", "a")),
@@ -54,29 +54,29 @@ def test_a_datatree_takes_every_name(names: set[str]) -> None:
         (["\udcff.a\udc80"], ("/%FF", "a%80")),
     ],
 )
-def test_examples(names: list[str], place: tuple[str, str]) -> None:
-    assert tree_paths(names)[names[0]] == place
+def test_path_of_name(names: list[str], expected: tuple[str, str]) -> None:
+    assert tree_paths(names)[names[0]] == expected
 
 
-def test_a_name_of_ten_thousand_components_makes_no_deep_tree() -> None:
+def test_depth_of_tree_is_limited() -> None:
     name = ".".join(["a"] * 10_000)
     path, leaf = tree_paths([name])[name]
     assert path.count("/") <= 64
     assert flat_name(path, leaf) == name
 
 
-def test_a_stated_path_is_not_split_at_dots() -> None:
+def test_stated_path_is_not_split_at_dots() -> None:
     stated = {"a.b": None, "a.b.": ("a.b", ""), "..": (".", ""), "x": ("rank_0", "x")}
-    placed = tree_paths(stated)
-    assert placed == {
+    paths = tree_paths(stated)
+    assert paths == {
         "a.b": ("/a", "b"),
         "a.b.": ("/a.b", "%"),
         "..": ("/%2E", "%"),
         "x": ("/rank_0", "x"),
     }
-    assert flat_name(*placed["a.b."]) == "a.b."
+    assert flat_name(*paths["a.b."]) == "a.b."
 
 
-def test_two_tensors_cannot_have_one_place() -> None:
+def test_same_path_of_two_tensors_raises() -> None:
     with pytest.raises(ValueError, match="same path, '/x/w'"):
         tree_paths({"a": ("x", "w"), "b": ("x", "w")})

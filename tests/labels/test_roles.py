@@ -14,7 +14,7 @@ F, H, B = "float32", "bfloat16", "bool"
 I8, U8, I32, I64 = "int8", "uint8", "int32", "int64"
 V, M = (8,), (8, 8)
 
-# By framework: the tensors of one file with their roles.
+# Tensors of one file with their roles, by framework.
 GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
     "torch state_dict with batch norm": [
         ("layer1.0.downsample.0.weight", F, (8, 4, 1, 1), "weight"),
@@ -23,14 +23,14 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("layer1.0.downsample.1.running_var", F, V, "statistic"),
         ("layer1.0.downsample.1.num_batches_tracked", I64, (), "counter"),
     ],
-    "gpt-2 of transformers": [
+    "gpt-2 in transformers": [
         ("h.0.attn.c_attn.weight", F, M, "weight"),
         ("h.0.attn.c_attn.bias", F, V, "weight"),
         ("h.0.attn.bias", F, (1, 1, 64, 64), "constant"),
         ("h.1.attn.bias", B, (1, 1, 64, 64), "constant"),
         ("h.0.attn.masked_bias", F, (), "constant"),
     ],
-    "buffers of transformers": [
+    "buffers in transformers": [
         ("bert.embeddings.position_ids", I64, (1, 64), "constant"),
         ("bert.embeddings.token_type_ids", I64, (1, 64), "constant"),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", F, V, "constant"),
@@ -60,14 +60,14 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("state.1.momentum_buffer", H, M, "moment"),
         ("state.1.exp_avg_sq_row", F, V, "moment"),
     ],
-    "adam of 8 bits": [
+    "8-bit adam": [
         ("state.0.state1", U8, M, "moment"),
         ("state.0.state2", U8, M, "moment"),
         ("state.0.qmap1", F, (256,), "moment"),
         ("state.0.absmax1", F, V, "moment"),
         ("state.0.step", I64, (), "step"),
     ],
-    "distributed checkpoint by names": [
+    "distributed checkpoint": [
         ("model.layers.0.mlp.weight", H, M, "weight"),
         ("optim.state.layers.0.mlp.weight.exp_avg", F, M, "moment"),
         ("optim.state.layers.0.mlp.weight.step", F, (), "step"),
@@ -100,11 +100,11 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("shadow_params.3", F, M, "average"),
         ("n_averaged", I64, (), "counter"),
     ],
-    "averages alone": [
+    "averages without weights": [
         ("ema.fc.weight", F, M, "weight"),
         ("ema.fc.bias", F, V, "weight"),
     ],
-    "mega has gates that are called so": [
+    "names of averages in a weight": [
         ("mega.layers.0.ema_gate.damping_factor", F, M, "weight"),
     ],
     "vector quantisation": [
@@ -112,7 +112,7 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("quantizer.cluster_size", F, V, "statistic"),
         ("quantizer._ema_w", F, M, "statistic"),
     ],
-    "schedule of diffusion": [
+    "diffusion schedule": [
         ("betas", F, V, "constant"),
         ("alphas_cumprod_prev", F, V, "constant"),
         ("sqrt_one_minus_alphas_cumprod", F, V, "constant"),
@@ -178,7 +178,7 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("9283745982374598273.momentum.time", I64, (), "step"),
         ("9283745982374598273.__rank", I64, (), "step"),
     ],
-    "sequence without names": [
+    "sequential without names": [
         ("0.weight", F, M, "weight"),
         ("1.running_mean", F, V, "statistic"),
         ("2.weight", F, M, "weight"),
@@ -231,7 +231,7 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
         ("q:scales", F, V, "scale"),
         ("q:zeros", U8, V, "scale"),
     ],
-    "weights that are called like something else": [
+    "words of other roles in the names of weights": [
         ("decoder.velocity.weight", F, M, "weight"),
         ("state_encoder.0.weight", F, M, "weight"),
         ("counter.weight", F, M, "weight"),
@@ -243,13 +243,13 @@ GOLDEN: dict[str, list[tuple[str, str, tuple[int, ...], str]]] = {
 
 
 @pytest.mark.parametrize("framework", GOLDEN)
-def test_golden(framework: str) -> None:
+def test_roles_of_framework(framework: str) -> None:
     cases = GOLDEN[framework]
     roles = roles_of([case[:3] for case in cases])
     assert {n: r.value for n, r in roles.items()} == {name: role for name, *_, role in cases}
 
 
-def test_the_documentation_has_every_role() -> None:
+def test_documentation_lists_every_role() -> None:
     page = (Path(__file__).parents[2] / "docs/roles.md").read_text("utf-8")
     for role in Role:
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `{role}` |")]
@@ -257,7 +257,7 @@ def test_the_documentation_has_every_role() -> None:
 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
-def test_buffers_of_new_models_are_not_weights(model: object) -> None:
+def test_only_buffers_of_untrained_models_are_not_weights(model: object) -> None:
     assert callable(model)
     tensors = model()
     rows = [(name, str(values.dtype), values.shape) for name, values in tensors.items()]
@@ -277,7 +277,7 @@ def test_norms_are_gains_of_ones(model: object) -> None:
     assert norms_of(rows) == ones - no_gain
 
 
-def test_many_names_take_little_time() -> None:
+def test_time_for_many_names() -> None:
     rows = [
         (f"model.layers.{n}.mlp.experts.{e}.{w}.weight", H, M)
         for n in range(50)

@@ -151,7 +151,7 @@ def _split_index(name: str) -> tuple[str, str | None]:
 
 @lru_cache(maxsize=1 << 16)
 def _gguf_name(form: str, architecture: Any) -> str | None:
-    """Return the name in GGUF of a tensor of layer 0, or None if it has none."""
+    """Return the name in GGUF of a tensor of layer 0, or None if GGUF has no such tensor."""
     unwrapped = _unwrap(form)
     spellings = [
         _spell_leaf(form),

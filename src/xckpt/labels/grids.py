@@ -1,11 +1,11 @@
-"""Stacks: tensors whose names differ only in the indices of modules, as one array with more axes.
+"""Grids of tensors whose names differ only in the indices of modules: each is a `Stack`.
 
-``layers.0.w``, ``layers.1.w``, ... of one kind are the variable ``layers.w`` with the dimension
-``layers``, whose coordinate has the indices.
+``layers.0.w``, ``layers.1.w``, ... of the same shape and type become the variable ``layers.w`` with
+the dimension ``layers``, whose coordinate has the indices.
 
-- A dimension has the name of the numbered module, and a number if that name is taken.
+- A dimension has the name of the numbered module, or ``layers_1``, ... if that name is taken.
 - An index that all members share stays in the name of the variable.
-- Leading zeros are part of the template, if all indices along an axis have the same width.
+- Leading zeros are part of the template if all indices along an axis have the same width.
 - A tensor is a member of at most one stack, at one position. All others keep their own names.
 - A stack is a full grid of indices. In an outer join, its axes have all indices that its modules
   have anywhere, so that positions can be empty.
@@ -470,7 +470,7 @@ def _dimensions_of(
 def _name_dimensions(
     dimensions: Iterable[_Dimension], unused: _UnusedNames
 ) -> dict[_Dimension, str]:
-    """Name dimensions: of those with the same preferred name, the longest one gets it."""
+    """Name dimensions; if several prefer the same name, the longest gets it."""
     by_name: dict[str, list[_Dimension]] = defaultdict(list)
     for dimension in sorted(dimensions):
         by_name[dimension.name].append(dimension)

@@ -1,4 +1,4 @@
-"""The words of a tensor's name, and the numbers of modules among them.
+"""Names of tensors taken apart into words and the indices of modules, and put together again.
 
 A name is cut into *pieces*, which spell it when they are joined. A piece is an index, or a word
 with the separator in front of it and, before an index, the joint between the two::
@@ -18,8 +18,8 @@ Words are separated by dots and slashes. A number is an index if it is
 - after ``h`` alone, as in GPT-2 for TensorFlow and Haiku: ``h0/attn``, ``h0_attn``.
 
 Other numbers belong to their word, because they distinguish modules with different roles:
-``norm_1`` and ``norm_2``, ``wi_0`` and ``wi_1``, ``Dense_0``, ``conv1``. Callers can name further
-modules.
+``norm_1`` and ``norm_2``, ``wi_0`` and ``wi_1``, ``Dense_0``, ``conv1``. Callers can list other
+modules whose numbers are indices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _REPEATED = re.compile(
     r"|[\w-]*(?:resnet|attention|sampler|encoder|decoder|head|level|module|cell)s",
     re.IGNORECASE | re.ASCII,
 )
-# The names of a model have few forms. Long names are not cached: those of a hostile file would fill
+# The names of a model have few forms. Long names are not cached, so that a hostile file cannot fill
 # the memory.
 _MAX_FORMS = 4096
 _MAX_CACHED_LENGTH = 512
@@ -86,6 +86,11 @@ class ParsedName(NamedTuple):
         Numbered module of each index.
     indices : tuple of str
         Indices as they are spelled.
+
+    Examples
+    --------
+    >>> parse_name("h.0.attn.w")
+    ParsedName(template=('h.', None, '.attn', '.w'), modules=('h',), indices=('0',))
     """
 
     template: tuple[str | None, ...]
@@ -166,7 +171,7 @@ def _restrict(parsed: ParsedName, only: Collection[str]) -> ParsedName:
 
 
 def _parse(name: str, extra: frozenset[str] | None) -> ParsedName:
-    """Parse all indices in a name; numbers after ``_`` also count if `extra` has the word."""
+    """Parse all indices in a name; modules in `extra` may have an index after ``_``."""
     if extra is None and len(name) <= _MAX_CACHED_LENGTH and name.isascii():
         form, texts, indices = _cuts(name.encode().translate(_DIGITS_TO_ZERO))
         if form is None:
@@ -180,7 +185,7 @@ def _parse(name: str, extra: frozenset[str] | None) -> ParsedName:
 
 
 class _Form(NamedTuple):
-    """The template that names share if they differ only in their indices, and its modules."""
+    """A parsed name without its indices, which many names have in common."""
 
     template: tuple[str | None, ...]
     modules: tuple[str, ...]
@@ -188,10 +193,9 @@ class _Form(NamedTuple):
 
 @lru_cache(_MAX_FORMS)
 def _cuts(masked: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
-    """Return where to cut all names that are equal with zeros for their digits.
+    """Return the form of the names that have a mask, and the slices of their texts and indices.
 
-    The result is the form of these names, or None if they also differ in digits of their texts,
-    and the places of texts and of indices.
+    The mask of a name has zeros for its digits. The form is None if some of them are not indices.
     """
     parts = _split_indices(masked.decode(), None)
     ends = list(accumulate(map(len, parts)))
@@ -221,7 +225,7 @@ def _is_index_between(before: str, after: str, extra: frozenset[str] | None) -> 
     match = _JOINT.search(before)
     joint = match[0] if match else before[-1:]
     word = split_name(before.removesuffix(joint))[-1]
-    if joint == "h":
+    if joint == "h":  # h0/attn and h0_attn, but neither lstm/h0 at the end nor fh0
         return not word and after != ""
     if after.startswith("_"):
         return False
@@ -232,7 +236,7 @@ def _is_index_between(before: str, after: str, extra: frozenset[str] | None) -> 
 
 @lru_cache(_MAX_FORMS)
 def _form_of(texts: tuple[str, ...]) -> _Form:
-    """Return the form of names that have an index between each two texts."""
+    """Return the form of names with an index between every two texts."""
     template: list[str | None] = []
     for position, text in enumerate(texts):
         is_first, is_last = position == 0, position == len(texts) - 1
@@ -273,9 +277,10 @@ def strip_separator(text: str) -> str:
 
 
 def tokens(template: Template) -> list[tuple[str, str | int | None]]:
-    """List the words and indices in a template, each after the text that separates it.
+    """List the words and indices in a template, each after its separator.
 
-    A token continues the word before it unless a dot or slash separates them.
+    ``params/layers_3`` has the tokens ``("", "params"), ("/", "layers"), ("_", "3")``. A token
+    belongs to the word before it unless it follows a dot or slash.
     """
     pieces = list(template)
     result: list[tuple[str, str | int | None]] = []
@@ -300,7 +305,7 @@ def tokens(template: Template) -> list[tuple[str, str | int | None]]:
 
 
 def _separated_words(template: Template) -> Iterator[tuple[str, str]]:
-    """Yield the words in a template, indices left out, each after its separator."""
+    """Yield the words in a template without its indices, each after its separator."""
     separator, word = "", None
     for joint, token in tokens(template):
         if not isinstance(token, str):
@@ -317,7 +322,7 @@ def _separated_words(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def split_words(template: Template) -> tuple[str, ...]:
-    """Split a template into words, and leave out its indices."""
+    """Split a template into its words, without indices."""
     return tuple(word for _, word in _separated_words(template))
 
 
@@ -341,7 +346,7 @@ def module_indices(template: Template) -> list[tuple[str, str | int | None]]:
 
 
 def numbered_modules(template: Template) -> list[str]:
-    """List the numbered module of each index that varies in a template."""
+    """List the numbered modules of the indices that vary in a template."""
     return [module for module, index in module_indices(template) if not isinstance(index, str)]
 
 

@@ -74,7 +74,7 @@ _MATCHERS: dict[str | None, tuple[Callable[[Model, str, Tensor], Weight | None],
     "mxfp4": (match_gpt_oss,),
     "mxfp8": (match_full_bytes,),
 }
-# Checks of what a method declares for all weights; each returns a reason why it is unsupported.
+# By method, functions that return why a declaration is unsupported, or None.
 _PROBLEMS: dict[str | None, Callable[[Mapping[str, Any]], str | None]] = {
     "awq": awq_problem,
     "compressed-tensors": compressed_problem,
@@ -96,7 +96,7 @@ def assemble_weights(
     declaration: Declaration,
     read: Callable[[Sequence[Tensor]], Sequence[bytes]],
 ) -> Index:
-    """Return an index that has quantised weights in place of their stored tensors.
+    """Return an index with each quantised weight instead of the stored tensors that encode it.
 
     A weight that cannot be decoded with certainty stays as stored, with one warning per reason.
     `read` returns the contents of small tensors, which describe how to decode others.

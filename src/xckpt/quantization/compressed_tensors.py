@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FULL_BYTES = {"int-quantized", "naive-quantized", "float-quantized", "mxfp8-quantized"}
 _PACKED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized"}
-# Formats of a model whose groups have formats of their own, or none.
+# Formats of a model that do not determine the format of its groups.
 _MIXED = {"mixed-precision", "dense", None}
 
 
@@ -137,7 +137,7 @@ def _choose_by_target(fitting: Sequence[tuple[Params, Weight]], module: str) -> 
 
 
 def _declared_params(model: Model) -> list[Params]:
-    """Return the parameters of all declared groups; one without parameters if there are none."""
+    """Return the parameters of each declared group, or those of the model without groups."""
     groups = model.config.get("config_groups")
     if not isinstance(groups, dict):
         groups = {}
@@ -149,7 +149,7 @@ def _declared_params(model: Model) -> list[Params]:
 
 def _group_params(name: str, group: Any, default_format: str | None) -> Params:
     if isinstance(group, list):
-        # The name is that of a preset, whose parameters follow from the shapes.
+        # The group has the name of a preset, whose parameters follow from shapes.
         return Params(format=default_format, targets=_strings(group))
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
