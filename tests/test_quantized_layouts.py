@@ -1,4 +1,4 @@
-"""Codes, scales and their kin in the layouts of all schemes mean what a plain formula says."""
+"""Weights in the layouts of all schemes are equal to a plain formula of codes and scales."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xckpt.quantization.config import is_match
 if TYPE_CHECKING:
     from pathlib import Path
 
-_SPELLED = {
+_TYPES = {
     "int32": "I32", "int64": "I64", "uint32": "U32", "uint8": "U8", "int8": "I8", "float16": "F16",
     "float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
@@ -30,13 +30,13 @@ FEW = settings(max_examples=12)
 
 
 def model(config: Any, **tensors: np.ndarray) -> bytes:
-    """Write a model with a layer `a`, whose tensors are given, and what is declared of it."""
+    """Return a file with the tensors of a module `a` and its config."""
     header: dict[str, Any] = {"__metadata__": {"config": json.dumps(config)}}
     data = b""
     for role, array in tensors.items():
         payload = np.ascontiguousarray(array).tobytes()
         header[f"a.{role}"] = {
-            "dtype": _SPELLED[array.dtype.name],
+            "dtype": _TYPES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [len(data), len(data) + len(payload)],
         }
@@ -45,40 +45,49 @@ def model(config: Any, **tensors: np.ndarray) -> bytes:
 
 
 def weight(content: Any, name: str = "a.weight") -> Any:
-    """Open a model without a warning, and return a weight."""
+    """Return a weight of a model, which opens without a warning."""
     return xr.open_dataset(content, engine="safetensors")[name]
 
 
 def stream(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack the codes of each line into words of 32 bits, one after the other."""
-    each = np.unpackbits(codes.astype(np.uint8)[..., None], axis=-1, bitorder="little")
-    line = each[..., :bits].reshape(*codes.shape[:-1], -1)
+    """Pack the codes of each line into a stream of words of 32 bits."""
+    code_bits = np.unpackbits(codes.astype(np.uint8)[..., None], axis=-1, bitorder="little")
+    line = code_bits[..., :bits].reshape(*codes.shape[:-1], -1)
     padded = np.pad(line, [(0, 0)] * (codes.ndim - 1) + [(0, -line.shape[-1] % 32)])
     packed: np.ndarray = np.packbits(padded, axis=-1, bitorder="little").view("<u4")
     return packed
 
 
-def some(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def random_scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(1, 64, shape).astype(np.float16) / 16
 
 
-def check(content: bytes, right: np.ndarray, data: st.DataObject) -> None:
+def spread(grid: np.ndarray, block: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Repeat the numbers of blocks for all of their elements."""
+    values = grid.astype(np.float32).repeat(block[0], axis=0).repeat(block[1], axis=1)
+    return values[: shape[0], : shape[1]]
+
+
+def check(content: bytes, expected: np.ndarray, data: st.DataObject) -> None:
+    """Compare a weight, and a slice of it, with the expected values."""
     lazy = weight(content)
-    np.testing.assert_array_equal(lazy.values, right)
-    key = tuple([data.draw(st.slices(size)) for size in right.shape])
-    np.testing.assert_array_equal(lazy[key].values, right[key])
+    np.testing.assert_array_equal(lazy.values, expected)
+    key = tuple(data.draw(st.slices(size)) for size in expected.shape)
+    np.testing.assert_array_equal(lazy[key].values, expected[key])
 
 
 @FEW
 @given(st.data(), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.booleans(), st.booleans())
-def test_gptq(data: st.DataObject, bits: int, ordered: bool, sym: bool, version_2: bool) -> None:
+def test_gptq_layouts(
+    data: st.DataObject, bits: int, ordered: bool, sym: bool, version_2: bool
+) -> None:
     rng = np.random.default_rng(0)
     columns, out = 32 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 2))
     group = data.draw(st.sampled_from([32, 48, columns]))
     groups = -(-columns // group)
     codes = rng.integers(0, 1 << bits, (columns, out))
     zeros = rng.integers(0, 1 << bits, (groups, out))
-    scales, index = some(rng, groups, out), np.arange(columns, dtype=np.int32) // group
+    scales, index = random_scales(rng, groups, out), np.arange(columns, dtype=np.int32) // group
     if ordered:
         index = rng.permutation(index).astype(np.int32)
     stored = zeros if version_2 else (zeros - 1) % (1 << bits)
@@ -97,7 +106,7 @@ def test_gptq(data: st.DataObject, bits: int, ordered: bool, sym: bool, version_
 
 @FEW
 @given(st.data(), st.integers(1, 8), st.booleans(), st.booleans())
-def test_words_of_compressed_tensors(
+def test_packed_integers_of_compressed_tensors(
     data: st.DataObject, bits: int, symmetric: bool, by_channel: bool
 ) -> None:
     rng = np.random.default_rng(0)
@@ -107,7 +116,7 @@ def test_words_of_compressed_tensors(
     codes = rng.integers(0, 1 << bits, (rows, columns))
     grid = (rows, columns // group)
     zeros = np.full(grid, 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, grid)
-    scales = some(rng, *grid)
+    scales = random_scales(rng, *grid)
     strategy = {"strategy": "channel"} if by_channel else {"strategy": "group", "group_size": group}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
     tensors: dict[str, Any] = {
@@ -123,14 +132,17 @@ def test_words_of_compressed_tensors(
         "version": "0.20.0",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
-    right = (codes - zeros.repeat(group, axis=1)) * scales.astype(np.float32).repeat(group, axis=1)
-    check(model({"quantization_config": config}, **tensors), right, data)
+    zero = zeros.repeat(group, axis=1)
+    scale = scales.astype(np.float32).repeat(group, axis=1)
+    check(model({"quantization_config": config}, **tensors), (codes - zero) * scale, data)
 
 
 @FEW
 @given(st.data(), st.sampled_from([2, 3, 4, 8]), st.sampled_from(["tensor", "block"]))
-def test_words_with_zero_points_of_a_byte(data: st.DataObject, bits: int, strategy: str) -> None:
-    """Those of a tensor or of blocks are not packed, and have no offset."""
+def test_packed_integers_with_zero_points_of_a_byte(
+    data: st.DataObject, bits: int, strategy: str
+) -> None:
+    """Zero points of a tensor or of blocks are not packed, and have no offset."""
     rng = np.random.default_rng(0)
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70))
     block = (
@@ -140,7 +152,7 @@ def test_words_with_zero_points_of_a_byte(data: st.DataObject, bits: int, strate
     half = 1 << (bits - 1)
     codes = rng.integers(-half, half, (rows, columns))
     zeros = rng.integers(-half, half, grid).astype(np.int8)
-    scales = some(rng, *grid)
+    scales = random_scales(rng, *grid)
     weights: dict[str, Any] = {"num_bits": bits, "symmetric": False, "strategy": strategy}
     weights |= {"block_structure": list(block)} if strategy == "block" else {}
     config = {
@@ -157,20 +169,17 @@ def test_words_with_zero_points_of_a_byte(data: st.DataObject, bits: int, strate
         weight_zero_point=zeros.reshape(-1) if is_single else zeros,
         weight_shape=np.array([rows, columns]),
     )
-    spread = [each.astype(np.float32) for each in (zeros, scales)]
-    for axis in (0, 1):
-        spread = [each.repeat(block[axis], axis=axis) for each in spread]
-    zero, scale = [each[:rows, :columns] for each in spread]
+    zero, scale = (spread(grid, block, codes.shape) for grid in (zeros, scales))
     check(content, (codes - zero) * scale, data)
 
 
 @FEW
 @given(st.data())
-def test_awq(data: st.DataObject) -> None:
+def test_awq_layout(data: st.DataObject) -> None:
     rng = np.random.default_rng(0)
     groups, out = data.draw(st.integers(1, 4)), 8 * data.draw(st.integers(1, 9))
     codes, zeros = rng.integers(0, 16, (groups * 32, out)), rng.integers(0, 16, (groups, out))
-    scales = some(rng, groups, out)
+    scales = random_scales(rng, groups, out)
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
     def packed(codes: np.ndarray) -> np.ndarray:
@@ -184,52 +193,52 @@ def test_awq(data: st.DataObject) -> None:
         qzeros=packed(zeros),
         scales=scales,
     )
-    spread = [each.repeat(32, axis=0) for each in (zeros, scales.astype(np.float32))]
-    check(content, ((codes - spread[0]) * spread[1]).T, data)
+    zero = zeros.repeat(32, axis=0)
+    scale = scales.astype(np.float32).repeat(32, axis=0)
+    check(content, ((codes - zero) * scale).T, data)
 
 
 @FEW
 @given(st.data(), st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.sampled_from([32, 64]))
-def test_mlx(data: st.DataObject, bits: int, group: int) -> None:
+def test_mlx_layouts(data: st.DataObject, bits: int, group: int) -> None:
     rng = np.random.default_rng(0)
     rows, groups = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     codes = rng.integers(0, 1 << bits, (2, rows, groups * group))
-    scales, biases = some(rng, 2, rows, groups), -some(rng, 2, rows, groups)
+    scales, biases = random_scales(rng, 2, rows, groups), -random_scales(rng, 2, rows, groups)
     config = {"quantization": {"group_size": group, "bits": bits}}
     content = model(config, weight=stream(codes, bits), scales=scales, biases=biases)
-    spread = [each.astype(np.float32).repeat(group, axis=-1) for each in (scales, biases)]
-    check(content, codes.astype(np.float32) * spread[0] + spread[1], data)
+    scale = scales.astype(np.float32).repeat(group, axis=-1)
+    bias = biases.astype(np.float32).repeat(group, axis=-1)
+    check(content, codes.astype(np.float32) * scale + bias, data)
 
 
 @FEW
 @given(st.data(), st.booleans())
-def test_blocks_of_float8(data: st.DataObject, by_powers: bool) -> None:
+def test_float8_in_blocks(data: st.DataObject, by_powers: bool) -> None:
     rng = np.random.default_rng(0)
     shape = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
     block = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 20)))
     codes = rng.integers(0, 0x7F, shape).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
     grid = tuple([-(-n // b) for n, b in zip(shape, block, strict=True)])
-    scales: Any = some(rng, *grid).astype(np.float32)
+    scales: Any = random_scales(rng, *grid).astype(np.float32)
     if by_powers:
         scales = rng.integers(100, 140, grid).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
     config = {"quant_method": "fp8", "weight_block_size": list(block)}
     content = model({"quantization_config": config}, weight=codes, weight_scale_inv=scales)
-    spread = scales.astype(np.float32)
-    for axis in (0, 1):
-        spread = spread.repeat(block[axis], axis=axis)
-    check(content, codes.astype(np.float32) * spread[: shape[0], : shape[1]], data)
+    scale = spread(scales, block, shape)
+    check(content, codes.astype(np.float32) * scale, data)
 
 
 @FEW
 @given(st.data(), st.booleans(), st.sampled_from([np.uint8, np.int8]))
-def test_four_bits_with_a_table(data: st.DataObject, nested: bool, storage: Any) -> None:
+def test_codebook_of_bitsandbytes(data: st.DataObject, nested: bool, storage: Any) -> None:
     rng = np.random.default_rng(0)
     shape = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
     block, count = data.draw(st.integers(1, 70)), int(np.prod(shape))
-    codes, table = rng.integers(0, 16, count + count % 2), some(rng, 16).astype(np.float32)
+    codes, table = rng.integers(0, 16, count + count % 2), random_scales(rng, 16).astype(np.float32)
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "shape": shape}
     blocks = -(-count // block)
-    absmax = some(rng, blocks).astype(np.float32)
+    absmax = random_scales(rng, blocks).astype(np.float32)
     tensors: dict[str, Any] = {
         "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8).view(storage)[:, None],
         "weight.quant_map": table,
@@ -238,7 +247,10 @@ def test_four_bits_with_a_table(data: st.DataObject, nested: bool, storage: Any)
     if nested:
         state |= {"nested_blocksize": 3, "nested_offset": 0.25}
         stored = rng.integers(0, 256, blocks).astype(np.uint8)
-        outer, inner = some(rng, -(-blocks // 3)), some(rng, 256).astype(np.float32)
+        outer, inner = (
+            random_scales(rng, -(-blocks // 3)),
+            random_scales(rng, 256).astype(np.float32),
+        )
         tensors |= {
             "weight.absmax": stored,
             "weight.nested_absmax": outer.astype(np.float32),
@@ -248,32 +260,33 @@ def test_four_bits_with_a_table(data: st.DataObject, nested: bool, storage: Any)
     text = np.frombuffer(json.dumps(state).encode(), np.uint8)
     tensors["weight.quant_state.bitsandbytes__nf4"] = text
     content = model({"quantization_config": {"quant_method": "bitsandbytes"}}, **tensors)
-    right = table[codes[:count]] * absmax.repeat(block)[:count]
-    check(content, right.reshape(shape), data)
+    values = table[codes[:count]] * absmax.repeat(block)[:count]
+    check(content, values.reshape(shape), data)
 
 
 @FEW
 @given(st.data(), st.booleans())
-def test_small_floats_in_blocks(data: st.DataObject, divides: bool) -> None:
+def test_small_floats_in_groups(data: st.DataObject, divides: bool) -> None:
     rng = np.random.default_rng(0)
     rows, groups = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 5))
     codes = rng.integers(0, 16, (rows, groups * 16)).astype(np.uint8)
     scales = rng.integers(1, 0x70, (rows, groups)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
-    whole = np.array([3.7], np.float32)
+    global_scale = np.array([3.7], np.float32)
     packed, names = codes[:, 0::2] | codes[:, 1::2] << 4, ("weight", "weight_scale_2")
     config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     if divides:
         names = ("weight_packed", "weight_global_scale")
         config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    tensors: dict[str, Any] = {names[0]: packed, "weight_scale": scales, names[1]: whole}
+    tensors: dict[str, Any] = {names[0]: packed, "weight_scale": scales, names[1]: global_scale}
     content = model({"quantization_config": config}, **tensors)
-    each = scales.astype(np.float32)
-    each = (each / whole if divides else each * whole).repeat(16, axis=1)
-    check(content, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * each, data)
+    factors = scales.astype(np.float32)
+    factors = factors / global_scale if divides else factors * global_scale
+    values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    check(content, values * factors.repeat(16, axis=1), data)
 
 
 @pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
-def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
+def test_too_many_alternative_parameters_are_not_tried(method: str) -> None:
     from xckpt.elements import nbytes_of
     from xckpt.index import Index, Part, Tensor
     from xckpt.quantization import assemble_weights
@@ -295,13 +308,15 @@ def test_not_any_number_of_alternatives_is_tried(method: str) -> None:
             name = f"layers.{n}.{role}"
             tensors[name] = Tensor(name, dtype, shape, {"data": part})
     index = Index("", "", tensors)
-    found = assemble_weights(index, Declaration(method, config), lambda some: [b""] * len(some))
-    # There are 10 million alternatives.
-    assert "the config has too many alternative parameters to try" in "".join(found.warnings)
-    assert found.tensors.keys() == index.tensors.keys()
+    result = assemble_weights(
+        index, Declaration(method, config), lambda tensors: [b""] * len(tensors)
+    )
+    # These are 10 million alternatives.
+    assert "the config has too many alternative parameters to try" in "".join(result.warnings)
+    assert result.tensors.keys() == index.tensors.keys()
 
 
-# --- reading no more than what is asked for ------------------------------------------------------
+# --- reading only what is needed ------------------------------------------------------------------
 
 
 def fp8(rows: int = 8) -> dict[str, np.ndarray]:
@@ -309,7 +324,7 @@ def fp8(rows: int = 8) -> dict[str, np.ndarray]:
     return {"weight": codes, "weight_scale": np.array(2, np.float32)}
 
 
-def test_a_row_reads_its_own_codes_and_scales() -> None:
+def test_reading_rows_reads_only_their_codes_and_scales() -> None:
     from tests.sources import CountingSource
     from xckpt.arrays import ReadOptions, lazy_arrays
 
@@ -325,11 +340,11 @@ def test_a_row_reads_its_own_codes_and_scales() -> None:
     assert source.nbytes_read == 2 * 256 + 2 * 16 * 4
 
 
-# --- where a method is declared ------------------------------------------------------------------
+# --- declarations ---------------------------------------------------------------------------------
 
 
-def test_the_file_next_to_a_model_counts_and_goes_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
+def test_config_next_to_a_model_is_used_and_saved(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
     path.write_bytes(model({}, **fp8()))
     assert "config" not in xr.open_dataset(path, engine="safetensors", decode=False).attrs["config"]
     content = model({}, **fp8()).replace(b'"config"', b'"others"')
@@ -344,7 +359,7 @@ def test_the_file_next_to_a_model_counts_and_goes_with_it(tmp_path: Path) -> Non
     xr.testing.assert_equal(again["a.weight"], ds["a.weight"])
 
 
-def test_the_file_next_to_a_remote_model_counts_too() -> None:
+def test_config_next_to_a_remote_model_is_used() -> None:
     import fsspec
 
     files = fsspec.filesystem("memory")
@@ -358,13 +373,13 @@ def test_the_file_next_to_a_remote_model_counts_too() -> None:
         files.rm("/quantised", recursive=True)
 
 
-def test_weights_pickle() -> None:
+def test_weight_can_be_pickled() -> None:
     lazy = weight(model({}, **fp8()))
     again = pickle.loads(pickle.dumps(lazy))
     np.testing.assert_array_equal(again.values, lazy.values)
 
 
-def test_a_few_rows_of_many_decode_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_of_scattered_rows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, sizes = weight(model({}, **fp8(rows=60))), []
     lazy = shown.data.dask.lazy
     monkeypatch.setattr("xckpt.arrays.quantized._LARGEST_WASTE", 4)
@@ -377,9 +392,9 @@ def test_a_few_rows_of_many_decode_little(monkeypatch: pytest.MonkeyPatch) -> No
         return original(self, box)
 
     monkeypatch.setattr(QuantizedArray, "_numbers", counted)
-    some = lazy[[59, 0, 30, 31], ::3]
+    selected = lazy[[59, 0, 30, 31], ::3]
     assert max(sizes) <= 16
-    np.testing.assert_array_equal(some, shown.values[[59, 0, 30, 31]][:, ::3])
+    np.testing.assert_array_equal(selected, shown.values[[59, 0, 30, 31]][:, ::3])
 
 
 LARGE = 10**30
@@ -395,9 +410,7 @@ ODD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "kind"), ODD_CONFIGS)
-def test_odd_types_in_a_config_leave_tensors_as_they_are_stored(
-    config: dict[str, Any], kind: str
-) -> None:
+def test_odd_values_in_a_config_leave_tensors_as_stored(config: dict[str, Any], kind: str) -> None:
     words = {
         "qweight": np.zeros((4, 32), np.int32),
         "qzeros": np.zeros((1, 4), np.int32),
@@ -410,22 +423,24 @@ def test_odd_types_in_a_config_leave_tensors_as_they_are_stored(
         ds = xr.open_dataset(
             model({"quantization_config": config}, **tensors), engine="safetensors"
         ).load()
-    if "config_groups" in config:  # which says nothing of FP8
+    if "config_groups" in config:  # which does not matter to FP8
         assert set(ds.variables) == {"a.weight"}
         return
     assert set(ds.variables) == {f"a.{role}" for role in tensors}
     assert ["stay" in str(warning.message) for warning in caught] == [True]
 
 
-def test_a_method_that_is_not_read_is_told_once() -> None:
+def test_unsupported_method_warns_once() -> None:
     content = model({"quantization_config": {"quant_method": "hqq"}}, **fp8())
-    with pytest.warns(CheckpointWarning, match="quantisation method 'hqq' is unsupported") as told:
+    with pytest.warns(
+        CheckpointWarning, match="quantisation method 'hqq' is unsupported"
+    ) as caught:
         ds = xr.open_dataset(content, engine="safetensors")
-    assert len(told) == 1
+    assert len(caught) == 1
     assert set(ds.variables) == {"a.weight", "a.weight_scale"}
 
 
-def test_models_that_are_not_quantised_look_for_nothing(
+def test_config_is_not_read_for_unquantised_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.safetensors"
@@ -437,7 +452,7 @@ def test_models_that_are_not_quantised_look_for_nothing(
 # --- writing -------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_is_renamed_takes_what_is_stored_with_it(tmp_path: Path) -> None:
+def test_renamed_weight_is_saved_as_stored(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "fp8"}}
     ds = xr.open_dataset(model(config, **fp8()), engine="safetensors")
     path = tmp_path / "m.safetensors"
@@ -447,7 +462,7 @@ def test_a_weight_that_is_renamed_takes_what_is_stored_with_it(tmp_path: Path) -
     np.testing.assert_array_equal(weight(path, "b.c.weight").values, ds["a.weight"].values)
 
 
-def test_names_that_cannot_follow_are_written_as_values(tmp_path: Path) -> None:
+def test_weight_whose_stored_names_cannot_change_is_saved_dense(tmp_path: Path) -> None:
     codes = np.zeros((8, 8), np.int32)
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}}
     tensors: dict[str, Any] = {"qweight": codes, "scales": np.ones((1, 8), np.float16)}
@@ -461,7 +476,7 @@ def test_names_that_cannot_follow_are_written_as_values(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again["kernel"].values, ds["a.weight"].values)
 
 
-def test_codes_are_not_cast(tmp_path: Path) -> None:
+def test_casting_codes_raises(tmp_path: Path) -> None:
     ds = xr.open_dataset(model({}, **fp8()), engine="safetensors")
     path, half = tmp_path / "m.safetensors", {"*": {"dtype": "float16"}}
     with pytest.raises(UnsupportedError, match="layout='dense'"):
@@ -471,8 +486,8 @@ def test_codes_are_not_cast(tmp_path: Path) -> None:
     np.testing.assert_allclose(weight(path).values, ds["a.weight"].values, rtol=2**-8)
 
 
-def test_layers_are_stacked(tmp_path: Path) -> None:
-    layers = {f"layers.{n}.a.{role}": each for n in range(3) for role, each in fp8().items()}
+def test_quantised_layers_can_be_stacked(tmp_path: Path) -> None:
+    layers = {f"layers.{n}.a.{role}": array for n in range(3) for role, array in fp8().items()}
     content = model({}, **layers)
     ds = xr.open_dataset(content, engine="safetensors", stack=True)
     flat = xr.open_dataset(content, engine="safetensors")
@@ -486,7 +501,7 @@ def test_layers_are_stacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "right"),
+    ("pattern", "name", "expected"),
     [
         (r"model\.layers\.\d+\.mlp\..*", "model.layers.12.mlp.up_proj", True),
         (r"model\.layers\.\d+\.mlp\..*", "model.layers.x.mlp.up_proj", False),
@@ -501,11 +516,11 @@ def test_layers_are_stacked(tmp_path: Path) -> None:
         ("a" * 2000, "a", None),
     ],
 )
-def test_patterns_that_cannot_take_long_are_evaluated(
-    pattern: str, name: str, right: bool | None
+def test_pattern_matches_unless_it_could_take_long(
+    pattern: str, name: str, expected: bool | None
 ) -> None:
-    assert is_match(pattern, name) is right
+    assert is_match(pattern, name) is expected
 
 
-def test_stars_take_no_longer_than_what_they_match() -> None:
+def test_many_stars_do_not_backtrack() -> None:
     assert is_match(".*a" * 100 + "b", "a" * 200) is False

@@ -1,4 +1,4 @@
-"""Quantised models, as they are downloaded, open as the weights that they stand for."""
+"""Quantised models, as they are downloaded, open as the weights that they encode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = GOLDEN / "hf-quantized"
 ABSENT = pytest.mark.skip(reason=f"no quantised models at {MODELS}")
 GOOD = sorted(path.parent.name for path in MODELS.glob("*/expected.json"))
 BAD = json.loads((MODELS / "bad/INDEX.json").read_text())["cases"] if GOOD else {}
-# One for each way in which codes are stored.
+# A model for each way to store codes.
 SCHEMES = (
     "awq_gemm_group32",
     "bnb_int8",
@@ -40,8 +40,8 @@ SCHEMES = (
     "modelopt_nvfp4",
     "mxfp4_gpt_oss",
 )
-# Instead of what a config has at some place.
-WRONG: tuple[Any, ...] = (None, -1, True, 1.5, "x", [], {}, [[1]], {"a": {}}, 10**30)
+# Values that replace those of a config.
+ODD_VALUES: tuple[Any, ...] = (None, -1, True, 1.5, "x", [], {}, [[1]], {"a": {}}, 10**30)
 
 
 def folders(names: Any) -> Any:
@@ -49,178 +49,180 @@ def folders(names: Any) -> Any:
 
 
 def opened(path: Path, **options: Any) -> tuple[xr.Dataset, list[str]]:
-    """Open a model, and return it with what was warned of."""
+    """Open a model, and return it with its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ds = xr.open_dataset(path, engine="safetensors", **options)
-    assert all(each.category is CheckpointWarning for each in caught)
-    return ds, [str(each.message) for each in caught]
+    assert all(warning.category is CheckpointWarning for warning in caught)
+    return ds, [str(warning.message) for warning in caught]
 
 
-def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return the ways to all that is in a JSON object."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, each in inner:
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths to all values in a JSON object."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
         yield (*path, key)
-        if isinstance(each, dict | list):
-            yield from keys(each, (*path, key))
+        if isinstance(item, dict | list):
+            yield from paths_in(item, (*path, key))
 
 
-def expected(name: str) -> tuple[dict[str, Any], Any]:
+def load_expected(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the description of a model, and the values of its weights by name."""
     folder = MODELS / name
-    return json.loads((folder / "expected.json").read_text()), arrays_in(folder / "expected.npz")
+    description = json.loads((folder / "expected.json").read_text())
+    arrays = arrays_in(folder / "expected.npz")
+    tensors = description["tensors"]
+    return description, {weight: arrays[tensor["npz"]] for weight, tensor in tensors.items()}
 
 
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return all that a file, or all files of a folder, store."""
+    """Return the stored tensors of a file, or of all files of a folder."""
     ds, _ = opened(path, decode=False)
     return {
-        str(name): (str(each.dtype), each.shape, each.values.tobytes())
-        for name, each in ds.variables.items()
+        str(name): (str(variable.dtype), variable.shape, variable.values.tobytes())
+        for name, variable in ds.variables.items()
     }
 
 
 class TestModelsOfAllSchemes:
     @pytest.mark.parametrize("name", folders(GOOD))
-    def test_weights_have_the_numbers_of_the_real_packages(self, name: str) -> None:
-        about, arrays = expected(name)
-        for path in about["open"]:
-            ds, told = opened(MODELS / name / path)
-            assert set(ds.variables) == {*about["tensors"], *about["plain"]}
-            assert bool(told) == bool(about["warnings"])
-            for weight, each in about["tensors"].items():
-                values, right = ds[weight].values, arrays[each["npz"]]
+    def test_weights_equal_those_of_the_real_packages(self, name: str) -> None:
+        description, weights = load_expected(name)
+        for path in description["open"]:
+            ds, messages = opened(MODELS / name / path)
+            assert set(ds.variables) == {*weights, *description["plain"]}
+            assert bool(messages) == bool(description["warnings"])
+            for weight, expected in weights.items():
+                values = ds[weight].values
                 assert values.dtype == np.float32
-                np.testing.assert_array_equal(values, right)
-                if "zeros" not in str(each.get("numpy_formula")):
-                    np.testing.assert_array_equal(np.signbit(values), np.signbit(right))
+                np.testing.assert_array_equal(values, expected)
+                if "zeros" not in str(description["tensors"][weight].get("numpy_formula")):
+                    np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
-    def test_a_selection_is_that_of_the_whole(self, name: str) -> None:
-        about, arrays = expected(name)
+    def test_selection_equals_selection_of_all_values(self, name: str) -> None:
+        _, weights = load_expected(name)
         ds, _ = opened(MODELS / name)
-        for weight, each in about["tensors"].items():
-            right, lazy = arrays[each["npz"]], ds[weight].variable
+        for weight, expected in weights.items():
+            lazy = ds[weight].variable
             for key in ((slice(3, 29), slice(5, 31, 3)), (1,), (slice(None), [7, 2, 30])):
-                some = np.asarray(lazy[key].values)
-                np.testing.assert_array_equal(some, right[key])
+                np.testing.assert_array_equal(np.asarray(lazy[key].values), expected[key])
 
     @pytest.mark.parametrize("name", folders(GOOD))
-    def test_without_decoding_there_is_what_is_stored(self, name: str) -> None:
-        about, _ = expected(name)
-        ds, told = opened(MODELS / name, decode=False)
-        assert set(ds.variables) == set(about["stored"])
-        assert not told
+    def test_stored_tensors_without_decoding(self, name: str) -> None:
+        description, _ = load_expected(name)
+        ds, messages = opened(MODELS / name, decode=False)
+        assert set(ds.variables) == set(description["stored"])
+        assert not messages
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
-    def test_saving_keeps_what_is_stored(self, name: str, tmp_path: Path) -> None:
-        about, arrays = expected(name)
+    def test_saving_copies_stored_tensors(self, name: str, tmp_path: Path) -> None:
+        _, weights = load_expected(name)
         ds, _ = opened(MODELS / name)
         xckpt.save(ds, tmp_path / "a.safetensors", progress=False)
         xckpt.convert(MODELS / name, tmp_path / "b.zt", version="2", progress=False)
-        stored = contents(MODELS / name)
-        assert contents(tmp_path / "a.safetensors") == stored
-        again = xckpt.read_index(tmp_path / "b.zt")
-        for weight, each in about["tensors"].items():
-            assert again.tensors[weight].layout == "quantized"
+        assert contents(tmp_path / "a.safetensors") == contents(MODELS / name)
+        index = xckpt.read_index(tmp_path / "b.zt")
+        for weight, expected in weights.items():
+            assert index.tensors[weight].layout == "quantized"
             values = xr.open_dataset(tmp_path / "b.zt", tensors=weight)[weight].values
-            np.testing.assert_array_equal(values, arrays[each["npz"]])
+            np.testing.assert_array_equal(values, expected)
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
-    def test_values_compare_equal_and_have_the_same_statistics(
-        self, name: str, tmp_path: Path
-    ) -> None:
-        about, _ = expected(name)
+    def test_comparison_and_statistics_use_values(self, name: str, tmp_path: Path) -> None:
+        weights = list(load_expected(name)[1])
         ds, _ = opened(MODELS / name)
-        dense = tmp_path / "dense.safetensors"
-        as_values = {weight: {"layout": "dense"} for weight in about["tensors"]}
-        xckpt.save(ds, dense, encoding=as_values, progress=False)
-        reference = xr.open_dataset(dense, engine="safetensors")
-        assert {reference[weight].encoding["layout"] for weight in as_values} == {"dense"}
-        compared = xckpt.compare(ds, reference, progress=False)
-        assert all(float(each.sel(statistic="status")) == 0 for each in compared.values())
-        weights = list(as_values)
-        found = xckpt.stats(ds[weights], progress=False)
-        xr.testing.assert_allclose(found, xckpt.stats(reference[weights], progress=False))
+        path = tmp_path / "dense.safetensors"
+        encoding = {weight: {"layout": "dense"} for weight in weights}
+        xckpt.save(ds, path, encoding=encoding, progress=False)
+        dense = xr.open_dataset(path, engine="safetensors")
+        assert {dense[weight].encoding["layout"] for weight in weights} == {"dense"}
+        differences = xckpt.compare(ds, dense, progress=False)
+        assert all(float(row.sel(statistic="status")) == 0 for row in differences.values())
+        statistics = xckpt.stats(ds[weights], progress=False)
+        xr.testing.assert_allclose(statistics, xckpt.stats(dense[weights], progress=False))
+
+
+# Allowed outcomes for the malformed weights of a case, by when it must be noticed.
+OUTCOMES = {"parts": {"parts"}, "read": {"error"}, "ok": {"equal", "parts", "different"}}
 
 
 class TestMalformedModels:
     @pytest.mark.parametrize("name", folders(BAD))
-    def test_what_is_wrong_stays_as_stored_and_the_rest_reads(self, name: str) -> None:
+    def test_malformed_weight_stays_as_stored(self, name: str) -> None:
         case = BAD[name]
-        about, arrays = expected(case["from"])
-        ds, told = opened(MODELS / "bad" / name)
-        found = {}
-        for weight, each in about["tensors"].items():
+        _, weights = load_expected(case["from"])
+        ds, messages = opened(MODELS / "bad" / name)
+        malformed = []
+        for weight, expected in weights.items():
             module = weight.removesuffix(".weight")
-            is_meant = case["about"] == "all" or module.endswith(tuple(case["about"]))
-            if weight not in ds.variables or ds[weight].encoding["layout"] == "dense":
-                found[module] = (is_meant, "parts")
-                continue
-            try:
-                values = ds[weight].values
-            except CheckpointError as error:
-                found[module] = (is_meant, "error" if error.tensor == weight else str(error))
-                continue
-            is_right = np.array_equal(values, arrays[each["npz"]])
-            found[module] = (is_meant, "right" if is_right else "other")
-        allowed = {"parts": {"parts"}, "read": {"error"}, "ok": {"right", "parts", "other"}}
-        for is_meant, outcome in found.values():
-            right = allowed.get(case["when"], {"right", "parts", "error"})
-            assert outcome in (right if is_meant else {"right"})
+            is_malformed = case["about"] == "all" or module.endswith(tuple(case["about"]))
+            allowed = {"equal"}
+            if is_malformed:
+                malformed.append(module)
+                allowed = OUTCOMES.get(case["when"], {"equal", "parts", "error"})
+            assert self._outcome(ds, weight, expected) in allowed
         if case["when"] == "parts":
-            (text,) = told
-            names = [module for module, (is_meant, _) in found.items() if is_meant]
-            assert case["about"] == "all" or any(module in text for module in names)
+            (message,) = messages
+            assert case["about"] == "all" or any(module in message for module in malformed)
 
-    def test_parts_that_stay_are_those_that_are_stored(self) -> None:
+    def _outcome(self, ds: xr.Dataset, weight: str, expected: np.ndarray) -> str:
+        """Return whether a weight is shown as its parts, raises, or has the expected values."""
+        if weight not in ds.variables or ds[weight].encoding["layout"] == "dense":
+            return "parts"
+        try:
+            values = ds[weight].values
+        except CheckpointError as error:
+            return "error" if error.tensor == weight else str(error)
+        return "equal" if np.array_equal(values, expected) else "different"
+
+    def test_tensors_that_stay_equal_the_stored_ones(self) -> None:
         if not GOOD:
             pytest.skip(f"no quantised models at {MODELS}")
         folder = MODELS / "bad/ct_scale_grid_disagrees"
         ds, _ = opened(folder)
         stored, _ = opened(folder, decode=False)
-        kept = [name for name in stored.variables if "q_proj" in str(name)]
-        xr.testing.assert_equal(ds[kept], stored[kept].astype(ds[kept].dtypes))
+        names = [name for name in stored.variables if "q_proj" in str(name)]
+        xr.testing.assert_equal(ds[names], stored[names].astype(ds[names].dtypes))
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
-    def test_wrong_types_in_a_config_are_told(self, name: str) -> None:
+    def test_odd_values_in_a_config_lose_no_tensor(self, name: str) -> None:
         config = json.loads((MODELS / name / "config.json").read_text())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             index = open_index(MODELS / name, whole=False)[1]
-        tensors = set(index.tensors)
-        for path in keys(config):
-            for wrong in WRONG:
+        for path in paths_in(config):
+            for value in ODD_VALUES:
                 changed = copy.deepcopy(config)
-                place = changed
+                target = changed
                 for key in path[:-1]:
-                    place = place[key]
-                place[path[-1]] = wrong
-                declared = find_declaration({"config": changed}.get)
-                found = assemble_weights(index, declared, lambda some: [b""] * len(some))
+                    target = target[key]
+                target[path[-1]] = value
+                declaration = find_declaration({"config": changed}.get)
+                result = assemble_weights(index, declaration, lambda tensors: [b""] * len(tensors))
                 stored = {
-                    each.name
-                    for tensor in found.tensors.values()
-                    for each in (tensor.stored or {"": tensor}).values()
+                    part.name
+                    for tensor in result.tensors.values()
+                    for part in (tensor.stored or {"": tensor}).values()
                 }
-                assert stored == tensors
+                assert stored == set(index.tensors)
 
     @pytest.mark.parametrize("name", folders(SCHEMES))
-    def test_damage_is_an_error_or_other_numbers(self, name: str, tmp_path: Path) -> None:
-        source = next(iter(sorted((MODELS / name).glob("*.safetensors"))))
+    def test_damaged_header_raises_or_opens(self, name: str, tmp_path: Path) -> None:
+        source = min((MODELS / name).glob("*.safetensors"))
         data, rng = source.read_bytes(), np.random.default_rng(0)
-        header = int.from_bytes(data[:8], "little") + 8
+        header_size = int.from_bytes(data[:8], "little") + 8
         for config in (MODELS / name).glob("*.json"):
             if "expected" not in config.name and "index" not in config.name:
                 (tmp_path / config.name).write_bytes(config.read_bytes())
-        for at in rng.integers(8, header, 12):
+        for position in rng.integers(8, header_size, 12):
             damaged = bytearray(data)
-            damaged[at] ^= 1 << int(rng.integers(7))
+            damaged[position] ^= 1 << int(rng.integers(7))
             path = tmp_path / "model.safetensors"
             path.write_bytes(damaged)
             try:
                 ds, _ = opened(path)
-                for weight in ds.variables.values():
-                    assert np.asarray(weight.values).shape == weight.shape
+                for variable in ds.variables.values():
+                    assert np.asarray(variable.values).shape == variable.shape
             except CheckpointError:
                 pass
