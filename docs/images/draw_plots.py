@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     Tensors = Iterator[tuple[str, Array]]
 
 BFLOAT16 = ml_dtypes.bfloat16
-STYLES = {"light": "default", "dark": "dark_background"}
-DARK = "plot-experts"
 
 
 def weights(seed: int) -> Callable[..., Array]:
@@ -149,8 +147,16 @@ def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
     moe = opened(mixture(), folder / "moe.zt")
     dense = opened(llama(), folder / "llama.zt")
     dense.ckpt.stats(progress=False)
+    rounded = {
+        name: (v.dims, v.to_numpy().astype(np.float32).round(3))
+        for name, v in dense.variables.items()
+        if str(name).endswith("proj.weight")
+    }
+    steps = training_run(folder)
     return {
-        "plot-layers": lambda: dense.ckpt.plot.layers("std", "*.self_attn.*"),
+        "plot-layers": lambda: dense.ckpt.plot.layers("std"),
+        "plot-error": lambda: dense.ckpt.plot.error(xr.Dataset(rounded)),
+        "plot-steps": steps.ckpt.plot.steps,
         "plot-experts": lambda: moe.ckpt.plot.layers("std", "*.experts.*"),
         "plot-histogram": lambda: moe.ckpt.plot.histogram("*.experts.*.up_proj.weight"),
         "plot-heatmap": lambda: dense.ckpt.plot.heatmap(
@@ -160,16 +166,32 @@ def pictures(folder: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
+def training_run(folder: Path, layers: int = 8, count: int = 12) -> xr.Dataset:
+    """Draw a training run with the moments of Adam, whose weights jump at one step."""
+    draw = weights(7)
+    names = [f"model.layers.{n}.{word}.weight" for n in range(layers) for word in ("attn", "mlp")]
+    values = {name: draw(64, 64, std=0.02) for name in names}
+    for step in range(100, 100 * (count + 1), 100):
+        state = {}
+        for number, name in enumerate(names):
+            values[name] += draw(64, 64, std=2e-4 * (15 if step == 700 else 1))
+            state[f"optimizer.state.{number}.exp_avg"] = draw(64, 64, std=1e-5 * (1 + number))
+            state[f"optimizer.state.{number}.step"] = np.array(step, np.float32)
+        tensors = {
+            name: ([f"{name}:{axis}" for axis in range(array.ndim)], array)
+            for name, array in (values | state).items()
+        }
+        xckpt.save(xr.Dataset(tensors), folder / f"step-{step}.zt")
+    return xckpt.open_steps(str(folder / "step-*.zt"))
+
+
 def draw_all(target: Path, folder: Path) -> None:
-    """Draw every picture on light ground, and one on dark."""
+    """Draw every picture, on a transparent ground."""
     from matplotlib import pyplot as plt
 
     for name, draw in pictures(folder).items():
-        for ground, style in STYLES.items():
-            if ground == "light" or name == DARK:
-                with plt.style.context(style):
-                    draw().figure.savefig(target / f"{name}-{ground}.png", dpi=90)
-                plt.close("all")
+        draw().figure.savefig(target / f"{name}.png", dpi=90)
+        plt.close("all")
 
 
 if __name__ == "__main__":
