@@ -24,6 +24,8 @@ _WORD = re.compile(r"[a-z]+")
 _MOST_EXCHANGED = 400
 # The share of pairs that agree on other numbers of layers.
 _MAJORITY = 0.8
+# Pairs that show other numbers of layers at least: two exchanged tensors are none.
+_FEWEST = 6
 # The order of parts that are joined, where no other layer shows it.
 _USUAL_ORDERS = (("q", "k", "v"), ("query", "key", "value"), ("gate", "up"), ("w1", "w3"))
 # Names of projections across projects.
@@ -131,18 +133,26 @@ class Rules:
             return None
         return ranked[0]
 
-    def broken(self, others: Collection[str], shapes: dict[str, object]) -> dict[str, str]:
+    def _are_renumbered(self, a: str, b: str) -> bool:
+        """Return whether two names have other numbers, as many of them."""
+        first, second = self._numbers(spelled(a)), spelled(b).numbers
+        return len(first) == len(second) and first != second
+
+    def broken(
+        self, others: Collection[str], shapes: dict[str, object], *, keeps_numbers: bool = False
+    ) -> dict[str, str]:
         """Return the pairs that break the rules, by the name in `a`, and the name to be expected.
 
         That name is empty where `a` and `b` are names of different roles, such as queries and keys.
-        `shapes` has what tensors of `b` have in common that may be exchanged.
+        With `keeps_numbers`, layers have the same numbers on both sides. `shapes` has the common
+        property of the tensors of `b` that may be exchanged.
         """
         broken = {}
         for a, b in self.pairs:
             expected = self.expected(a, others)
             if expected is not None and expected[0] != b and expected[1] > self.support(a, b):
                 broken[a] = expected[0]
-            elif _are_other_roles(a, b):
+            elif _are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
                 broken[a] = ""
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
         for a, b in self.pairs:
@@ -163,7 +173,9 @@ def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
     """Return by how much the numbers of layers differ: 0 unless nearly all agree on another."""
     shifts = Counter(b.numbers[0] - a.numbers[0] for a, b in pairs if a.numbers and b.numbers)
     most = shifts.most_common(1)
-    return most[0][0] if most and most[0][1] > _MAJORITY * shifts.total() else 0
+    if not most or most[0][1] < _FEWEST or most[0][1] <= _MAJORITY * shifts.total():
+        return 0
+    return most[0][0]
 
 
 def _are_other_roles(a: str, b: str) -> bool:
@@ -218,20 +230,17 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
     """Return the numbers of the joints whose parts are not in the order of their siblings."""
     irregular = set()
     rows = [[spelled(part) for part in order.parts] for order in orders]
-    roles: dict[frozenset[str], Counter[tuple[str, ...]]] = defaultdict(Counter)
-    for parts in rows:
-        templates = tuple([part.template for part in parts])
-        if len(set(templates)) == len(templates):
-            roles[frozenset(templates)][templates] += 1
     wholes = [spelled(order.whole) for order in orders]
+    #: The roles of parts, by the name of the whole.
+    roles: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for parts, whole in zip(rows, wholes, strict=True):
+        roles[whole.template][tuple([part.template for part in parts])] += 1
     shift = _shift((parts[0], whole) for whole, parts in zip(wholes, rows, strict=True))
     for n, (parts, whole) in enumerate(zip(rows, wholes, strict=True)):
-        orders_of_roles = roles.get(frozenset(part.template for part in parts))
-        if not _is_regular(parts, orders_of_roles):
-            irregular.add(n)
         # All parts are of the layer of the whole.
         layers = {part.numbers[0] for part in parts if part.numbers}
-        if whole.numbers and len(layers) == 1 and layers != {whole.numbers[0] - shift}:
+        is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
+        if is_elsewhere or not _is_regular(parts, roles[whole.template]):
             irregular.add(n)
     return irregular
 
@@ -240,12 +249,11 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
     templates = tuple([part.template for part in parts])
     numbers = [part.numbers for part in parts]
     if len(set(templates)) == 1:
-        return all(a < b for a, b in pairwise(numbers))
+        # Only one of the numbers differs from part to part.
+        slots = [len(set(values)) for values in zip(*numbers, strict=False)]
+        return sum(n > 1 for n in slots) == 1 and all(a < b for a, b in pairwise(numbers))
     if len(set(numbers)) == 1:
         return _is_usual(templates, known)
-    if len({each[:-1] for each in numbers}) == 1 and all(len(each) > 1 for each in numbers):
-        # Numbered parts of one layer, some of which were renamed.
-        return all(a < b for a, b in pairwise(numbers))
     if len(set(templates)) == len(templates):
         return False
     # Roles of one expert after the other, or one role of all experts after the other.
@@ -262,14 +270,14 @@ def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None
 def _is_usual(templates: tuple[str, ...], known: Counter[tuple[str, ...]] | None) -> bool:
     """Return whether roles are in the order of most siblings, or else in the usual order."""
     ranked = known.most_common(2) if known else []
-    if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) and ranked[0][1] > 1:
+    if ranked and ranked[0][1] > 1 and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
         return ranked[0][0] == templates
     words = [set(_words(each)) for each in templates]
     for usual in _USUAL_ORDERS:
         places = [[n for n, word in enumerate(usual) if word in each] for each in words]
         if all(len(place) == 1 for place in places):
             return [place[0] for place in places] == sorted(place[0] for place in places)
-    return len(ranked) < 2
+    return False
 
 
 def analogous(known: Order, whole: str) -> tuple[str, ...] | None:

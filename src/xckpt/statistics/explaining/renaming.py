@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.statistics.explaining.low_rank import low_ranks
-from xckpt.statistics.explaining.names import Rules, likeness
+from xckpt.statistics.explaining.names import Rules, likeness, spelled
 from xckpt.statistics.explaining.outcome import Explanation, quoted
 from xckpt.statistics.explaining.search import ALIKE, Arrangement, arrangements, partners
 from xckpt.statistics.explaining.wording import both, changed, related, unlike
@@ -39,7 +39,14 @@ def renamed(work: Work) -> Explanations:
     verified = {n: candidates[n] for n, (link, _) in results.items() if link.relation is not None}
     rules = Rules([*_known_pairs(work), *((a.name, b.name) for a, b, *_ in verified.values())])
     shapes: dict[str, object] = {b.name: b.shape for _, b, *_ in verified.values()}
-    broken = rules.broken({sketch.name for sketch in sides[1]}, shapes)
+    # Also those that are explained: the name of another tensor stays what is expected.
+    names_of_b = {case.match.name for case in work.cases if case.status == "only_b"}
+    keeps_numbers = any(
+        spelled(case.match.name).numbers and not case.other_name
+        for case in work.cases
+        if case.status == "same"
+    )
+    broken = rules.broken(names_of_b, shapes, keeps_numbers=keeps_numbers)
     explanations: Explanations = {}
     for n, (a, b, *_) in verified.items():
         link, steps = results[n]
