@@ -17,6 +17,7 @@ from xckpt.plots.theme import COLOURS, INK, SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import xarray as xr
     from matplotlib.axes import Axes
@@ -87,6 +88,25 @@ def test_given_axes_are_not_changed(flat: xr.Dataset) -> None:
     assert to_hex(figure.get_facecolor()) == "#ffffff"
     assert to_hex(ax.xaxis.get_ticklabels()[0].get_color()) == "#000000"
     assert plt.rcParams["text.color"] == "black"
+
+
+@pytest.mark.parametrize("is_report", [False, True], ids=["picture", "report"])
+def test_the_backend_of_notebooks_stays_interactive_if_it_is_loaded_while_drawing(
+    is_report: bool, flat: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subplots = plt.subplots
+
+    def load_and_draw(*args: Any, **options: Any) -> Any:
+        monkeypatch.setitem(plt.rcParams, "interactive", value=True)
+        return subplots(*args, **options)
+
+    monkeypatch.setitem(plt.rcParams, "interactive", value=False)
+    monkeypatch.setattr(plt, "subplots", load_and_draw)
+    if is_report:
+        flat.ckpt.report(tmp_path / "report.html")
+    else:
+        Plots(flat).layers("std")
+    assert plt.isinteractive()
 
 
 def test_no_label_of_a_spectrum_is_cut_or_hidden(flat: xr.Dataset) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from base64 import b64encode
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from io import BytesIO, StringIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from xckpt.notebook.documents import Field, HtmlDocument, MarkdownDocument
 from xckpt.notebook.folding import Row, fold
 from xckpt.notebook.formatting import counted
 from xckpt.plots.series import Series, groups_of, numbers_of
-from xckpt.plots.theme import INK
+from xckpt.plots.theme import INK, styled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -260,14 +261,16 @@ def _short(value: float) -> str:
 def _picture(draw: Callable[[], Axes]) -> str:
     """Return a picture as HTML: lines, or pixels where these are fewer bytes; else nothing."""
     try:
-        import matplotlib as mpl
+        from matplotlib import pyplot as plt
     except ImportError:
         return ""
-    from matplotlib import pyplot as plt
 
     # Text stays text, and the same values are the same file.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "xckpt", "path.simplify": True}
-    with mpl.rc_context(style), plt.ioff():
+    # No windows. A backend that is not loaded yet becomes interactive with the first figure, and
+    # `ioff` would undo that.
+    quiet: Any = plt.ioff if plt.isinteractive() else nullcontext
+    with styled(style), quiet():
         try:
             drawing: Any = draw().get_figure(root=True)
         except ValueError:  # nothing in it can be drawn

@@ -7,11 +7,12 @@ of common editors. A style that the user has chosen takes precedence.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from matplotlib.axes import Axes
 
@@ -41,12 +42,11 @@ def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
         if kwargs.get("ax") is not None or not _is_plain():
             return draw(*args, **kwargs)
         from cycler import cycler
-        from matplotlib import rc_context
 
         style: Any = dict.fromkeys(_COLOURED, INK)
         style |= {"figure.facecolor": "none", "axes.facecolor": "none"}
         style |= {"axes.prop_cycle": cycler(color=COLOURS)}
-        with rc_context(style):
+        with styled(style):
             ax = draw(*args, **kwargs)
             # Ticks are made when the figure is drawn, with the style of that time.
             for axes in ax.get_figure(root=True).axes:  # type: ignore[union-attr]
@@ -56,6 +56,24 @@ def themed(draw: Callable[_P, Axes]) -> Callable[_P, Axes]:
         return ax
 
     return drawn
+
+
+@contextmanager
+def styled(style: Mapping[str, Any]) -> Iterator[None]:
+    """Set parameters of matplotlib for a while.
+
+    Unlike `matplotlib.rc_context`, this resets no other parameters: the backend of notebooks makes
+    figures interactive when it is loaded, which is when the first figure is drawn.
+    """
+    from matplotlib import rcParams
+
+    parameters: Any = rcParams
+    before = {key: parameters[key] for key in style}
+    parameters.update(style)
+    try:
+        yield
+    finally:
+        parameters.update(before)
 
 
 def _is_plain() -> bool:
