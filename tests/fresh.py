@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,8 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PRELOADED = (
-    *("numpy", "pandas", "numba", "scipy.linalg", "scipy.special", "sparse", "fsspec", "ml_dtypes"),
-    *("matplotlib.pyplot", "anywidget", "rich.console", "tqdm.auto", "zstandard", "h5netcdf"),
+    *("numpy", "pandas", "numba", "sparse", "fsspec", "ml_dtypes", "h5netcdf", "zstandard", "cffi"),
+    *("scipy.linalg", "scipy.special", "scipy.sparse.csgraph", "scipy.interpolate", "psutil"),
+    *("matplotlib.pyplot", "anywidget", "rich.console", "tqdm.auto", "jinja2", "platformdirs"),
+    *(
+        "toolz",
+        "tlz.curried",
+        "importlib_metadata",
+        "scipy.fftpack",
+        "xxhash",
+        "cloudpickle",
+        "msgpack",
+    ),
+    *("multiprocessing.pool", "cbor2", "google_crc32c"),
 )
 # After which a piece is ended.
 _SECONDS = 200
@@ -49,20 +61,27 @@ class FreshProcesses:
         self._process.communicate()
 
     def run(self, pieces: Mapping[str, str], folder: Path, before: str = "") -> dict[str, str]:
-        """Run pieces of code in a folder, each after `before`; return tracebacks by name."""
+        """Run pieces of code, each after `before`, and return tracebacks by name.
+
+        Each runs in a folder of its own with the same files; it may replace them, but not write
+        into them.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"pieces": dict(pieces), "folder": str(folder), "before": before}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        failed: dict[str, str] = json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        assert line, "the interpreter has ended; standard error says why"
+        failed: dict[str, str] = json.loads(line)
         return failed
 
 
 def _serve() -> None:
     for name in _PRELOADED:
-        if find_spec(name.partition(".")[0]) is not None:
+        with suppress(ImportError):  # as some are not needed
             import_module(name)
+    import_module("numba").njit(lambda x: x)(1)  # what numba loads with the first function
     loaded = [name for name in _FRESH if name in sys.modules]
     if loaded:
         raise RuntimeError(f"{loaded} are loaded already")
@@ -98,12 +117,15 @@ def _answer(pieces: dict[str, str], folder: str, before: str) -> dict[str, str]:
 def _failures(pieces: dict[str, str], names: dict[str, Any]) -> dict[str, str]:
     failed = {}
     for name, code in pieces.items():
-        with tempfile.TemporaryFile("w+") as report:
+        beside = tempfile.TemporaryDirectory(dir=Path.cwd().parent)
+        with tempfile.TemporaryFile("w+") as report, beside as copy:
             pid = os.fork()
             if not pid:
                 status = 1
                 signal.alarm(_SECONDS)
                 try:
+                    # As links: some files are large, and have no values.
+                    os.chdir(shutil.copytree(".", copy, copy_function=os.link, dirs_exist_ok=True))
                     exec(compile(code, name, "exec"), names)  # noqa: S102  our own
                     status = 0
                 except BaseException:  # noqa: BLE001  everything is reported

@@ -1,0 +1,182 @@
+"""The files that examples of the documentation name, as small as they can be."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+import xckpt
+from benchmarks.checkpoints import gpt, mixture_of_experts, resnet, write_ztensor
+from tests.conftest import GOLDEN
+from tests.formats import primitiv_files, torch_files
+from tests.formats.burnpack_files import burnpack, dense
+from tests.formats.gguf_files import listed, text
+from tests.formats.gptrs_files import id_bytes, indexed_file, record, tagged
+from tests.test_optimizer_numbers import Saved
+from xckpt.sample import write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_QUANTIZED = {"DeepSeek-V3": "fp8_block_deepseek_shards", "Llama-3.1-8B-AWQ": "awq_gemm_group32"}
+
+
+def write_files(folder: Path) -> None:
+    """Write the files that most pages speak of."""
+    write_checkpoint(folder / "m.zt", layers=6, width=48)
+    ds = xr.open_dataset(folder / "m.zt")
+    clean = ds.drop_vars(name for name in ds.variables if "delta" in str(name)).load()
+    for name in ("base.safetensors", "base.zt", "m.safetensors", "model.bpk"):
+        clean.ckpt.save(folder / name, cast="allow")
+    tuned = clean.assign({"lm_head.weight": clean["lm_head.weight"] * 1.01})
+    for name in ("tuned.zt", "tuned.safetensors"):
+        tuned.ckpt.save(folder / name, cast="allow")
+    xckpt.convert(folder / "base.zt", folder / "renamed.zt", names=lambda name: f"module.{name}")
+    float8 = {"*": {"dtype": "float8_e4m3fn"}}
+    xckpt.convert(
+        folder / "base.zt", folder / "quantised.safetensors", encoding=float8, cast="allow"
+    )
+    names = list(clean.variables)
+    for n, half in enumerate((names[::2], names[1::2]), 1):
+        clean[half].ckpt.save(folder / f"m-{n}.zt")
+    clean.ckpt.save(folder / "model.safetensors", cast="allow")
+    shards = folder / "shards"
+    shards.mkdir()
+    clean.ckpt.save(shards / "model.safetensors", max_shard_size="100kB", cast="allow")
+    for path in shards.iterdir():
+        path.rename(folder / path.name)
+    shards.rmdir()
+    (folder / "Llama-3.1-8B").mkdir()
+    for name, golden in _QUANTIZED.items():
+        if GOLDEN.is_dir():
+            shutil.copytree(GOLDEN / "hf-quantized" / golden, folder / name)
+            whole = folder / "Llama-3.1-8B" / "model.safetensors"
+            encoding = {"*": {"layout": "dense"}}
+            xckpt.convert(folder / name, whole, encoding=encoding, cast="allow", overwrite=True)
+    (folder / "run").mkdir()
+    shutil.copy(folder / "m.zt", folder / "run/m.zt")
+    for step in (500, 1000):
+        xckpt.save({"lm_head": np.full(4, step)}, folder / f"run/step-{step}.zt")
+    rng = np.random.default_rng(0)
+    experts = {
+        f"model.layers.{layer}.experts.{expert}.weight": rng.normal(size=(8, 4))
+        for layer in range(18)
+        for expert in range(4)
+    }
+    xckpt.save({**experts, "lm_head.weight": rng.normal(size=(16, 4))}, folder / "moe.zt")
+    _write_formats(folder)
+
+
+def _write_formats(folder: Path) -> None:
+    """Write the files that the pages of formats speak of."""
+    ones = np.ones((16, 8), "f4")
+    (folder / "old.bpk").write_bytes(burnpack({"w": dense(ones)}, legacy=True))
+    model = {"conv1.weight": dense(ones, param_id=7)}
+    (folder / "model-3.bpk").write_bytes(burnpack(model))
+    moments = {"7.momentum.moment_1": dense(ones, param_id=7)}
+    (folder / "optim-3.bpk").write_bytes(burnpack(moments))
+    tokens = [struct.pack("<Q", 3) + f"{number:03}".encode() for number in range(300)]
+    attrs = {
+        "general.architecture": text("llama"),
+        "llama.context_length": struct.pack("<II", 4, 131072),
+        "tokenizer.ggml.tokens": listed(8, tokens),
+        "tokenizer.ggml.scores": listed(6, [bytes(4)] * 300),
+    }
+    (folder / "Llama-3.1-8B-Q4_K_M.gguf").write_bytes(_gguf(attrs))
+    vocabulary = {
+        name: record(name, ones, flag=1, stored_id=id_bytes(name))
+        for name in ("tok_embeddings.weight", "lm_head")
+    }
+    config = tagged("gpt", {"vocab_size": 16, "embed_dim": 8, "num_layers": 1})
+    (folder / "model.bin").write_bytes(indexed_file(list(vocabulary.values()), config))
+    for name in ("step_100.checkpoint", "step_100.metadata.json"):
+        xckpt.save({"w": ones}, folder / name)
+    xckpt.save({"layer.0.w": ones}, folder / "weights.npz")
+    weights = primitiv_files.parameter(primitiv_files.tensor(ones))
+    content = primitiv_files.model((["w"], weights))
+    (folder / "m.model").write_bytes(primitiv_files.file(0x300, content))
+    settings = primitiv_files.optimizer([("Optimizer.epoch", 1)], [("Adam.alpha", 0.1)])
+    (folder / "m.optimizer").write_bytes(primitiv_files.file(0x400, settings))
+    for name in ("model.pt", "lightning.ckpt"):
+        (folder / name).write_bytes(torch_files.checkpoint({"fc.weight": ones}))
+    step = folder / "checkpoint" / "step-1000"
+    step.mkdir(parents=True)
+    for name, data in torch_files.distributed({"w": {(0, 0): ones}}, {"w": ones.shape}).items():
+        (step / name).write_bytes(data)
+
+
+def _gguf(attrs: dict[str, bytes]) -> bytes:
+    from tests.formats.gguf_files import gguf_file
+
+    values = np.ones((16, 8), "f4")
+    return gguf_file(attrs, [("blk.17.attn_q.weight", (8, 16), 0, 0)], values.tobytes())
+
+
+def write_families(folder: Path) -> None:
+    """Write large models, without the values."""
+    families = {"gpt2-xl": gpt(), "resnet50": resnet(), "moe": mixture_of_experts()}
+    for name, tensors in families.items():
+        write_ztensor(folder / f"{name}.zt", dict(tensors))
+
+
+def write_optimizers(folder: Path) -> None:
+    """Write models with the state of their optimizers."""
+    weights = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.ones(2, "f4")}
+    state: dict[str, Any] = {
+        "step": np.float32(3),
+        "optimizer.state.module.fc.weight.step": np.float32(3),
+    }
+    for name, array in weights.items():
+        state[f"optimizer.state.module.{name}.exp_avg"] = array / 4
+        state[f"optimizer.state.module.{name}.exp_avg_sq"] = array / 16
+    files: dict[str, dict[str, Any]] = {"model": weights, "optimizer": state}
+    for path, arrays in files.items():
+        named = {n: ([f"{n}{axis}" for axis in range(np.ndim(a))], a) for n, a in arrays.items()}
+        xckpt.save(xr.Dataset(named), folder / f"{path}.safetensors")
+    (folder / "training.pt").write_bytes(_training(weights))
+
+
+def _training(weights: dict[str, Any]) -> bytes:
+    """Write a model and the state of its optimizer as PyTorch does."""
+    saved = Saved()
+    arrays = {name: saved.array(array.shape, 1.0) for name, array in weights.items()}
+    shapes = {at: array.shape for at, array in enumerate(weights.values())}
+    value = {"model": torch_files.mapping(arrays)}
+    value["optimizer"] = saved.optimizer(shapes, [[*shapes]], fields=("exp_avg",))
+    return torch_files.archive(torch_files.mapping(value), saved.storages)
+
+
+def write_odd_names(folder: Path) -> None:
+    """Write a sample, and a file with what netCDF lacks."""
+    write_checkpoint(folder / "m.zt", layers=2, width=16)
+    tensor = record("w/1", np.ones(2, "<f4"), flag=1, stored_id=id_bytes("w/1"))
+    config = tagged("gpt", {"vocab_size": 7, "context_length": 5})
+    (folder / "model.bin").write_bytes(indexed_file([tensor], config))
+
+
+def write_pickle(folder: Path) -> None:
+    """Write a model with tied weights."""
+    stored, weight = np.arange(6, dtype="f4"), np.arange(8, dtype="u2").reshape(2, 4)
+    tied = torch_files.view(torch_files.storage("0", 6), 0, (3, 2), (2, 1))
+    value = {"embed.weight": tied, "fc.weight": torch_files.whole("1", weight)}
+    value |= {"lm_head.weight": tied, "epoch": torch_files.number(3)}
+    storages = {"0": stored.tobytes(), "1": weight.tobytes()}
+    (folder / "model.pt").write_bytes(torch_files.archive(torch_files.mapping(value), storages))
+
+
+def write_steps(folder: Path) -> None:
+    """Write a model in several forms, and a set of shards of which one is of another step."""
+    (folder / "run").mkdir()
+    names = [*(f"layers.{n}.w" for n in range(3)), "lm_head.w", "norm"]
+    shard, shards = folder / "run/model-00002-of-00002.safetensors", []
+    for step in (0, 1):
+        ds = xr.Dataset({n: ("x", np.full(16, k + step, "f4")) for k, n in enumerate(names)})
+        xckpt.save(ds, folder / "model.safetensors", overwrite=True)
+        xckpt.save(ds, folder / "run/model.safetensors", max_shard_size=200, overwrite=True)
+        shards.append(shard.read_bytes())
+    shard.write_bytes(shards[0])
+    xckpt.convert(folder / "model.safetensors", folder / "converted.zt")
