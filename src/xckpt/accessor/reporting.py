@@ -294,9 +294,9 @@ def _picture(draw: Callable[[], Axes]) -> str:
 
 
 def _add_table(document: Document, fields: Sequence[Field], rows: Sequence[Sequence[str]]) -> None:
-    """Add a table without the columns that have nothing."""
-    kept = [n for n in range(len(fields)) if any(row[n] not in {"", "-"} for row in rows)]
-    document.table([fields[n] for n in kept], [[row[n] for n in kept] for row in rows])
+    """Add a table without empty columns."""
+    used = [n for n in range(len(fields)) if any(row[n] not in {"", "-"} for row in rows)]
+    document.table([fields[n] for n in used], [[row[n] for n in used] for row in rows])
 
 
 def _add_rest(document: Document, count: int, noun: str) -> None:

@@ -47,15 +47,15 @@ def apart(labels: Sequence[str], width: int = _WIDTH) -> list[str]:
     """
     short = [_without_outer(printable(label), width) for label in labels]
     for text in {text for text in short if short.count(text) > 1}:
-        alike = [at for at, other in enumerate(short) if other == text]
-        different = list(dict.fromkeys(labels[at] for at in alike))
+        places = [place for place, label in enumerate(short) if label == text]
+        different = list(dict.fromkeys(labels[place] for place in places))
         if len(different) > 1:
             _, middles = _differences(different)
             by_label = dict(zip(different, middles, strict=True))
-            for at in alike:
-                middle = shortened(printable(by_label[labels[at]]), width // 2)
+            for place in places:
+                middle = shortened(printable(by_label[labels[place]]), width // 2)
                 last = shortened(text, width - columns(middle) - 2)
-                short[at] = f"{middle}…{last.removeprefix('…')}"
+                short[place] = f"{middle}…{last.removeprefix('…')}"
     return _numbered_apart(labels, short, width)
 
 
@@ -63,8 +63,8 @@ def _differences(labels: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words that labels begin with, and the words of each up to those at all ends."""
     words = [split_name(label) for label in labels]
     head = _common(words)
-    tail = _common([some[len(head) :][::-1] for some in words])
-    return head, [".".join(some[len(head) : len(some) - len(tail)]) for some in words]
+    tail = _common([split[len(head) :][::-1] for split in words])
+    return head, [".".join(split[len(head) : len(split) - len(tail)]) for split in words]
 
 
 def _numbered_apart(labels: Sequence[str], short: Sequence[str], width: int) -> list[str]:

@@ -39,7 +39,7 @@ _MOST_SERIES = 24
 _WIDEST_LABEL, _WIDEST_BLOCK = 40, 32
 _INCHES_PER_ROW, _POINTS_PER_CHARACTER = 0.24, 5.0
 _UNKNOWN, _EQUAL = "#e6007e", "#9e9e9e"
-# Of these a small value is the worse one.
+# The smallest value of these is the worst.
 _GOOD_IF_LARGE = frozenset({"equal_fraction", "cosine", "sqnr_db"})
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -142,8 +142,8 @@ def _by_series(rows: Mapping[str, Array]) -> tuple[dict[str, Array], list[_Block
         times = f"  ×{len(series.names):,}" if len(series.names) > 1 else ""
         blocks.append(_Block(first, len(ordered) - 1, times))
     labels = apart([series.label for series in every], _WIDEST_BLOCK)
-    named = zip(blocks, labels, strict=True)
-    return ordered, [block._replace(label=label + block.label) for block, label in named]
+    pairs = zip(blocks, labels, strict=True)
+    return ordered, [block._replace(label=label + block.label) for block, label in pairs]
 
 
 def _stretched(row: Array, width: int, worst: Any) -> Array:
@@ -157,7 +157,7 @@ def _stretched(row: Array, width: int, worst: Any) -> Array:
 def _channels_of(
     result: xr.Dataset, statistic: str, names: TensorFilter | None
 ) -> tuple[dict[str, Array], int]:
-    """Return the values of the channels of tensors, and how many tensors have none."""
+    """Return the values of the channels of tensors, and the number of tensors without values."""
     from xckpt.statistics import channel_values
 
     every = channel_values(result, statistic)
@@ -174,7 +174,7 @@ def _channels_of(
 
 
 def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]) -> Any:
-    """Draw values; infinite ones, of what is equal or was zero, have colours of their own."""
+    """Draw values. Infinite ones, of equal channels and of zeros, have colours of their own."""
     from matplotlib import colormaps
 
     finite = values[np.isfinite(values)]
@@ -190,7 +190,7 @@ def _drawn(ax: Axes, values: Array, size: tuple[int, int], style: dict[str, Any]
     colours = colormaps[look["cmap"]] if isinstance(look["cmap"], str) else look["cmap"]
     look["cmap"] = colours.with_extremes(bad=(0, 0, 0, 0), over=_EQUAL, under=_UNKNOWN)
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    # Infinities are beyond both ends of the colours, NaN is none.
+    # Infinities are beyond both ends of the colours; NaN has no colour.
     beyond = look["vmax"] - look["vmin"]
-    held = np.nan_to_num(values, nan=np.nan, posinf=high + beyond, neginf=low - beyond)
-    return ax.imshow(held, extent=extent, **look)
+    drawable = np.nan_to_num(values, nan=np.nan, posinf=high + beyond, neginf=low - beyond)
+    return ax.imshow(drawable, extent=extent, **look)

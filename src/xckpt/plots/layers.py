@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 #: A logarithmic axis is for values that span more.
 WIDE_SPAN = 100.0
 _FEW_POINTS = 64
-# Of bands: the outer one has all values, the inner one those between two quantiles.
+# The outer band has all values, the inner one those between two quantiles.
 _INNER = (0.05, 0.95)
 _ALPHAS = (0.18, 0.3)
 _FEWEST_QUANTILES = 8
@@ -119,35 +119,44 @@ def draw_layers(
         require_statistic(statistic, stats["statistic"].to_numpy().tolist())
     chosen = choose(obj, names)
     other = hue if isinstance(hue, str) else None
-    positions = positions_of(chosen.names, x)
-    present = {} if positions is None else positions.names
-    if other is not None:
-        present = {n: called for n, called in present.items() if other in numbers_of(called)}
-    if positions is None or not present or positions.along == other:
-        along = x or outermost(chosen.names)
-        what = f"numbered along {along!r}" + (f" and {other!r}" if other else "")
-        raise ValueError(f"none of {len(chosen.names)} tensors is {what if along else 'numbered'}")
-    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(present))
-    column = {called: column[name] for name, called in present.items() if name in column}
     kind = hue if callable(hue) else None
-    rows = [r._replace(name=present[r.name]) for r in chosen.rows if present.get(r.name) in column]
+    positions = _require_positions(chosen.names, x, other)
+    called = positions.names
+    column = _column(obj, statistic, stats, known, chosen.tensors.variables_of(called))
+    column = {called[name]: column[name] for name in called if name in column}
+    rows = [row._replace(name=called[row.name]) for row in chosen.rows if row.name in called]
+    rows = [row for row in rows if row.name in column]
     divided = [[row.name for row in rows]]
     if ax is None and hue is None:
-        divided = panels_of(rows, {called: chosen.roles[name] for name, called in present.items()})
+        divided = panels_of(rows, {called[name]: chosen.roles[name] for name in called})
     ndims = {row.name: len(row.shape) for row in rows}
     panels = [
-        _Panel(*_lines_of(some, column, positions.along, other, kind=kind, ndims=ndims))
-        for some in divided
+        _Panel(*_lines_of(members, column, positions.along, other, kind=kind, ndims=ndims))
+        for members in divided
     ]
     every = [ax] if ax is not None else _axes_for(panels)
+    are_few = len(panels) <= _FEW_PANELS
     for number, (axes, panel) in enumerate(zip(every, panels, strict=True)):
         notes = () if number else (_notes_on_bands(panels), chosen.note, chosen.codes_note)
         add_heading(axes, _title_of(panel, positions), *notes)
         axes.set_ylabel(safe(statistic) + chosen.of_codes)
-        is_alone = len(panels) <= _FEW_PANELS
-        _draw_panel(axes, panel, positions, other or "", style, is_alone=is_alone)
-    _share_positions(every, 2 if len(panels) > _FEW_PANELS else 1)
+        _draw_panel(axes, panel, positions, other or "", style, is_wide=are_few)
+    _share_positions(every, 1 if are_few else 2)
     return every[0]
+
+
+def _require_positions(names: Sequence[str], x: str | None, other: str | None) -> Positions:
+    """Return the positions of tensors that are also numbered in another module, if it is given."""
+    positions = positions_of(names, x)
+    present = {} if positions is None else positions.names
+    if other is not None:
+        present = {n: called for n, called in present.items() if other in numbers_of(called)}
+    if positions is not None and present and positions.along != other:
+        return positions._replace(names=present)
+    along = x or outermost(names)
+    numbered = f"numbered along {along!r}" if along else "numbered"
+    numbered += f" and {other!r}" if along and other else ""
+    raise ValueError(f"none of {len(names)} tensors is {numbered}")
 
 
 def _axes_for(panels: Sequence[_Panel]) -> list[Axes]:
@@ -189,7 +198,7 @@ def _title_of(panel: _Panel, positions: Positions) -> str:
 
 
 def require_statistic(statistic: str, known: Collection[str]) -> None:
-    """Refuse the name of a statistic that there is not."""
+    """Refuse the name of an unknown statistic."""
     if statistic not in known:
         text = f"there is no statistic {statistic!r}, only {', '.join(known)}"
         raise ValueError(text + suggest_names(known, str(statistic)))
@@ -228,21 +237,21 @@ def _lines_of(
     """Make a line for each series, or for each number of another module; bands of many."""
     title, every = series_of(names, most=len(names))
     if kind is not None:
-        every = [Series(str(kind(each.bare)), each.names, each.shared) for each in every]
+        every = [Series(str(kind(s.bare)), s.names, s.shared) for s in every]
     count, most = len(every), MOST_LINES_OF_PANEL if kind is None else MOST_LINES
     if other is not None:
-        count = sum(len({numbers_of(name)[other] for name in each.names}) for each in every)
+        count = sum(len({numbers_of(name)[other] for name in s.names}) for s in every)
         most = MOST_LINES
     if count <= most:
-        return title, [line for each in every for line in _lines(each, column, along, other)]
+        return title, [line for s in every for line in _lines(s, column, along, other)]
     if kind is None:
         title, every = series_of(names, most, ndims)
     else:
         kinds: dict[str, list[str]] = {}
-        for each in every:
-            kinds.setdefault(each.label, []).extend(each.names)
-        every = [Series.of(label, groups_of(some)) for label, some in kinds.items()]
-    return title, [line for each in every for line in _lines(each, column, along, None)]
+        for series in every:
+            kinds.setdefault(series.label, []).extend(series.names)
+        every = [Series.of(label, groups_of(members)) for label, members in kinds.items()]
+    return title, [line for s in every for line in _lines(s, column, along, None)]
 
 
 def _lines(
@@ -254,26 +263,34 @@ def _lines(
         numbers = numbers_of(name)
         points = lines.setdefault(0 if other is None else numbers[other], {})
         points.setdefault(numbers[along], []).append((column[name], name))
-    found = []
+    made = []
     for number in sorted(lines):
         at = sorted(lines[number])
         levels = np.full((5, len(at)), np.nan)
         every: list[_Extreme] = []
-        for place, each in enumerate(at):
-            known = [_Extreme(each, *one) for one in lines[number][each] if not np.isnan(one[0])]
-            values = np.array([one.value for one in known])
-            if known:
-                # One of a few does not widen the inner band.
-                lower = np.quantile(values, _INNER[0], method="higher")
-                upper = np.quantile(values, _INNER[1], method="lower")
-                levels[:, place] = values.min(), lower, np.median(values), upper, values.max()
-            every += known
+        for spread, position in zip(levels.T, at, strict=True):
+            finite = [
+                _Extreme(position, value, name)
+                for value, name in lines[number][position]
+                if not np.isnan(value)
+            ]
+            if finite:
+                spread[:] = _levels([extreme.value for extreme in finite])
+            every += finite
         most = max(map(len, lines[number].values()))
         extremes: tuple[_Extreme, ...] = ()
         if every and most > 1:
             extremes = (min(every, key=lambda e: e.value), max(every, key=lambda e: e.value))
-        found.append(_Line(series, number, at, levels, most, extremes))
-    return found
+        made.append(_Line(series, number, at, levels, most, extremes))
+    return made
+
+
+def _levels(values: list[float]) -> tuple[Any, ...]:
+    """Return the ends of bands and the median."""
+    # One of a few values does not widen the inner band.
+    lower = np.quantile(values, _INNER[0], method="higher")
+    upper = np.quantile(values, _INNER[1], method="lower")
+    return min(values), lower, np.median(values), upper, max(values)
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -286,7 +303,7 @@ def _draw_panel(
     other: str,
     style: dict[str, Any],
     *,
-    is_alone: bool,
+    is_wide: bool,
 ) -> None:
     """Draw the lines of a panel, with labels at their ends and at extremes."""
     lines = panel.lines
@@ -323,7 +340,7 @@ def _draw_panel(
     label_points(ax, labels_of_points)
     if not is_by_number and (len(lines) > 1 or bands):
         ends = [end for pair in zip(lines, handles, strict=True) for end in _end(*pair)]
-        label_ends(ax, ends, _LABEL_WIDTH if is_alone else _NARROW_LABEL_WIDTH)
+        label_ends(ax, ends, _LABEL_WIDTH if is_wide else _NARROW_LABEL_WIDTH)
 
 
 def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
@@ -340,10 +357,10 @@ def _draw(ax: Axes, line: _Line, style: dict[str, Any]) -> Any:
 
 def _end(line: _Line, handle: Any) -> list[Label]:
     """Return the label at the end of a line, where it has one."""
-    known = np.flatnonzero(np.isfinite(line.levels[2]))
-    if not len(known):
+    finite = np.flatnonzero(np.isfinite(line.levels[2]))
+    if not len(finite):
         return []
-    last = int(known[-1])
+    last = int(finite[-1])
     value = float(line.levels[2][last])
     return [Label(line.at[last], value, line.series.label, handle.get_color())]
 
@@ -364,12 +381,12 @@ def _points_to_name(line: _Line, bands: int) -> list[tuple[float, _Extreme]]:
         else:
             both = [(abs(e.value - medians[e.at]), e) for e in (high, low)]
         return both if bands <= _FEW_BANDS else sorted(both, key=lambda far: far[0])[-1:]
-    known = np.flatnonzero(middle > 0)
-    if len(known) <= _OUT_OF_LINE:
+    positive = np.flatnonzero(middle > 0)
+    if len(positive) <= _OUT_OF_LINE:
         return []
-    scores = np.abs(out_of_line(np.log2(middle[known]), _LEAST_SPREAD, _OUT_OF_LINE))
+    scores = np.abs(out_of_line(np.log2(middle[positive]), _LEAST_SPREAD, _OUT_OF_LINE))
     return [
-        (float(scores[at]), _Extreme(line.at[known[at]], float(middle[known[at]]), ""))
+        (float(scores[at]), _Extreme(line.at[positive[at]], float(middle[positive[at]]), ""))
         for at in np.flatnonzero(scores)
     ]
 
@@ -409,5 +426,5 @@ def _set_scale(ax: Axes, lines: Sequence[_Line]) -> None:
         return
     if positive.size == values.size:
         ax.set_yscale("log")
-    else:  # zeros are what matters, and a logarithm would hide them
+    else:  # zeros matter, and a logarithm would hide them
         ax.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(positive.min())))

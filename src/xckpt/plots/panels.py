@@ -1,4 +1,4 @@
-"""Panels of `plot.layers`: what shares an axis, and where tensors are along it."""
+"""Panels of `plot.layers`, and the positions of tensors along their axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEW_LINES = 4
 
 # --- positions along the axis --------------------------------------------------------------------
 
-# What tensors of a stage are called here: names are cut where their stage ends.
+# Replaces the names of stages, such as `layer1.0`.
 _STAGE = "stage"
 
 
@@ -31,7 +31,7 @@ class Positions(NamedTuple):
 
     The numbers of a module are its positions. Where a model repeats the same tensors in modules of
     several names (``layer1.0``, ``layer2.0``; ``down_blocks``, ``mid_block``), these follow each
-    other, and every tensor is called ``stage.{position}`` and what it is called in its stage.
+    other, and ``stage.{position}`` replaces the name of the stage in the names of tensors.
     """
 
     along: str
@@ -44,7 +44,7 @@ class Positions(NamedTuple):
 
 
 def positions_of(names: Sequence[str], along: str | None) -> Positions | None:
-    """Find the positions of tensors; None if they have none."""
+    """Return the positions of tensors, or None if no names have numbers."""
     base = along or outermost(names)
     if base is None:
         return None
@@ -137,6 +137,7 @@ def _by_module(names: list[str]) -> list[list[str]]:
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(templates[parse_name(name).template][depth], []).append(name)
-    several = [some for some in modules.values() if len(groups_of(some)) > 1]
-    single = [name for some in modules.values() if len(groups_of(some)) == 1 for name in some]
+    counts = {module: len(groups_of(members)) for module, members in modules.items()}
+    several = [members for module, members in modules.items() if counts[module] > 1]
+    single = [name for module in modules if counts[module] == 1 for name in modules[module]]
     return [*several, *([single] if single else [])] if several else [names]

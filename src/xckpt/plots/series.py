@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _BY_DEFAULT = frozenset({Role.WEIGHT, Role.CODES, Role.AVERAGE})
 _DRAWN = frozenset(Role) - {Role.COUNTER, Role.STEP, Role.CONSTANT, Role.STATE}
-#: More lines than this cannot be told apart, and become bands.
+#: Readers cannot distinguish more lines: these become bands.
 MOST_LINES = 12
 
 
@@ -77,27 +77,27 @@ def choose(obj: Any, names: TensorFilter | None) -> Chosen:
     require_any(selected, [row.name for row in tensors.rows], names)
     roles = roles_of(row[:3] for row in tensors.rows)
     # Without names, parameters and their averages; counters and masks only if nothing else is left.
-    drawn = _DRAWN if names is not None else _BY_DEFAULT
-    kept = [name for name in selected if roles[name] in drawn] or selected
-    left_out = Counter(roles[n].group for n in set(selected).difference(kept))
+    drawable = _DRAWN if names is not None else _BY_DEFAULT
+    drawn = [name for name in selected if roles[name] in drawable] or selected
+    left_out = Counter(roles[n].group for n in set(selected).difference(drawn))
     groups = ", ".join(f"{count:,} {group}" for group, count in sorted(left_out.items()))
     note = f"without tensors of other roles: {groups}" if groups else ""
     codes = codes_of(tensors)
-    weights = [name for name in kept if name not in codes]
+    weights = [name for name in drawn if name not in codes]
     if not weights:
-        return Chosen(tensors, kept, {name: codes[name] for name in kept}, note, roles)
-    of_codes = codes_left_out([name for name in kept if name in codes], codes)
+        return Chosen(tensors, drawn, {name: codes[name] for name in drawn}, note, roles)
+    of_codes = codes_left_out([name for name in drawn if name in codes], codes)
     return Chosen(tensors, weights, {}, " · ".join(filter(None, (note, of_codes))), roles)
 
 
 def require_any(
-    chosen: Collection[str], known: Collection[str], names: TensorFilter | None
+    chosen: Collection[str], present: Collection[str], names: TensorFilter | None
 ) -> None:
     """Refuse names that no tensor has."""
-    if not chosen and (names is None or not known):
+    if not chosen and (names is None or not present):
         raise ValueError("there are no tensors")
     if not chosen:
-        raise ValueError(f"no tensor is called {names!r}{suggest_filters(known, names or ())}")
+        raise ValueError(f"no tensor is called {names!r}{suggest_filters(present, names or ())}")
 
 
 def codes_of(tensors: OpenTensors) -> dict[str, str]:
@@ -106,12 +106,12 @@ def codes_of(tensors: OpenTensors) -> dict[str, str]:
 
 
 def codes_drawn(scales: str | None) -> str:
-    """Say that the numbers of a picture are codes; nothing if they are not."""
+    """Return a note on codes whose numbers a picture shows, with the name of their scales."""
     return f"codes, whose scales are in {split_leaf(scales)[2]}" if scales else ""
 
 
 def codes_left_out(names: Sequence[str], scales: dict[str, str]) -> str:
-    """Say that tensors of codes are not drawn; nothing if there are none."""
+    """Return a note on tensors of codes that a picture leaves out."""
     if not names:
         return ""
     their = "its scales are" if len(names) == 1 else "their scales are"
@@ -272,8 +272,8 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 def numbers_of(name: str) -> dict[str, int]:
     """Return the numbers of the modules that a tensor is in, of equal ones the outermost."""
-    found = parse_name(name)
-    pairs = zip(reversed(found.modules), reversed(found.indices), strict=True)
+    parts = parse_name(name)
+    pairs = zip(reversed(parts.modules), reversed(parts.indices), strict=True)
     return {base: int(index) for base, index in pairs}
 
 

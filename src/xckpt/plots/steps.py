@@ -36,36 +36,38 @@ def draw_steps(
 
     require_drawable(ax, lambda trial: trial.imshow([[0.0]], **style))
     changes = changes_of(obj, names)
+    groups = _rows_of_groups(changes)
+    if ax is not None:
+        groups = dict([next(iter(groups.items()))])
+    heights = [_FRAME + _INCHES_PER_LAYER * max(6, len(layers)) for layers in groups.values()]
+    heights = [height * min(1.0, _TALLEST / sum(heights)) for height in heights]
+    panels = [new_axes(ax, 8.0, heights[0])] if len(groups) == 1 else new_panels(heights)
+    counts = [sum(map(len, layers.values())) for layers in groups.values()]
+    left_out = len(changes.names) - sum(counts)
+    without = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
+    for number, (group, layers) in enumerate(groups.items()):
+        still = _draw_group(panels[number], changes, layers, relative=relative, style=style)
+        title = counted(counts[number], "tensor")
+        title = f"{group}: {title}" if len(groups) > 1 else title
+        title += "" if number else f", {counted(len(changes.steps), 'step')}"
+        grey = f"grey: no change ({counted(still, 'place')})" if still else ""
+        add_heading(panels[number], title, grey, without if left_out and not number else "")
+    panels[-1].set_xlabel(safe(changes.dim))
+    return panels[0]
+
+
+def _rows_of_groups(changes: StepChanges) -> dict[str, dict[str, list[int]]]:
+    """Return the rows of each layer of each group of roles, without counters."""
     groups: dict[str, dict[str, list[int]]] = {}
     order = list(Role)
     for row in sorted(range(len(changes.names)), key=lambda row: order.index(changes.roles[row])):
         role, name = changes.roles[row], changes.names[row]
-        if role not in _COUNTING or set(changes.roles) <= _COUNTING:
-            # A name up to its first number, or its module where there is none.
+        if role not in _COUNTING or _COUNTING.issuperset(changes.roles):
+            # A name up to its first number; its module if it has no number.
             parts = parse_name(name)
             layer = parts.outermost or "".join(parts.pieces[:-1]) or name
             groups.setdefault(role.group, {}).setdefault(layer, []).append(row)
-    left_out = len(changes.names) - sum(len(r) for g in groups.values() for r in g.values())
-    if ax is not None or len(groups) == 1:
-        group, layers = next(iter(groups.items()))
-        left_out += sum(len(r) for g in list(groups.values())[1:] for r in g.values())
-        groups = {group: layers}
-    heights = [_FRAME + _INCHES_PER_LAYER * max(6, len(layers)) for layers in groups.values()]
-    heights = [height * min(1.0, _TALLEST / sum(heights)) for height in heights]
-    is_one = ax is not None or len(groups) == 1
-    every = [new_axes(ax, 8.0, heights[0])] if is_one else new_panels(heights)
-    without = f"without {counted(left_out, 'tensor')} of other roles, such as counters"
-    for axes, (group, layers) in zip(every, groups.items(), strict=True):
-        is_first = axes is every[0]
-        still = _draw_group(axes, changes, layers, relative=relative, style=style)
-        count = counted(sum(map(len, layers.values())), "tensor")
-        title = f"{group}: {count}" if len(groups) > 1 else count
-        grey = f"grey: no change ({counted(still, 'place')})" if still else ""
-        steps = f", {counted(len(changes.steps), 'step')}" if is_first else ""
-        add_heading(axes, title + steps, grey, without if left_out and is_first else "")
-        if axes is every[-1]:
-            axes.set_xlabel(safe(changes.dim))
-    return every[0]
+    return groups
 
 
 def _draw_group(
