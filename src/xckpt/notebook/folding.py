@@ -411,7 +411,7 @@ def mark_codes(families: Iterable[Family]) -> None:
     for family in families:
         templates.setdefault(_name_with_zeros(family), []).append(family)
     # Of some names there are several types, as where the first layers are not quantised.
-    smallest = {name: min(families, key=_bits).dtype for name, families in templates.items()}
+    smallest = {name: min(members, key=_bits).dtype for name, members in templates.items()}
     for name, scale in scales_of_codes(smallest).items():
         scales = [each.indices for each in templates[scale]]
         there = [frozenset().union(*found) for found in zip(*scales, strict=False)]
