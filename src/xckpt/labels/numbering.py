@@ -140,7 +140,7 @@ def parse_name(
     `path` has the words of the name if dots do not separate them.
     """
     if path is None:
-        parsed = _parse(name, None if only is None else frozenset(only))
+        parsed = _parse(name, frozenset(only or ()))
     else:
         pieces = _path_pieces(path)
         template = tuple(None if is_index(piece) else piece for piece in pieces)
@@ -170,10 +170,10 @@ def _restrict(parsed: ParsedName, only: Collection[str]) -> ParsedName:
     return ParsedName(tuple(template), tuple(modules), tuple(indices))
 
 
-def _parse(name: str, extra: frozenset[str] | None) -> ParsedName:
+def _parse(name: str, extra: frozenset[str]) -> ParsedName:
     """Parse all indices in a name; modules in `extra` may have an index after ``_``."""
-    if extra is None and len(name) <= _MAX_CACHED_LENGTH and name.isascii():
-        form, texts, indices = _cuts(name.encode().translate(_DIGITS_TO_ZERO))
+    if len(name) <= _MAX_CACHED_LENGTH and name.isascii() and not _have_digits(extra):
+        form, texts, indices = _cuts(name.encode().translate(_DIGITS_TO_ZERO), extra)
         if form is None:
             form = _form_of(tuple([name[cut] for cut in texts]))
         # Lists first: this runs for every tensor of a file, and a generator takes longer.
@@ -191,13 +191,18 @@ class _Form(NamedTuple):
     modules: tuple[str, ...]
 
 
+@lru_cache
+def _have_digits(words: frozenset[str]) -> bool:
+    return any(character.isdigit() for word in words for character in word)
+
+
 @lru_cache(_MAX_FORMS)
-def _cuts(masked: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
+def _cuts(mask: bytes, extra: frozenset[str]) -> tuple[_Form | None, list[slice], list[slice]]:
     """Return the form of the names that have a mask, and the slices of their texts and indices.
 
     The mask of a name has zeros for its digits. The form is None if some of them are not indices.
     """
-    parts = _split_indices(masked.decode(), None)
+    parts = _split_indices(mask.decode(), extra)
     ends = list(accumulate(map(len, parts)))
     cuts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     texts = tuple(parts[::2])
@@ -205,7 +210,7 @@ def _cuts(masked: bytes) -> tuple[_Form | None, list[slice], list[slice]]:
     return form, cuts[::2], cuts[1::2]
 
 
-def _split_indices(name: str, extra: frozenset[str] | None) -> list[str]:
+def _split_indices(name: str, extra: frozenset[str]) -> list[str]:
     """Split a name into texts and the indices between them."""
     is_short = len(name) <= _MAX_CACHED_LENGTH
     is_index_between = _is_index_between if is_short else _is_index_between.__wrapped__
@@ -220,7 +225,7 @@ def _split_indices(name: str, extra: frozenset[str] | None) -> list[str]:
 
 
 @lru_cache(_MAX_FORMS)
-def _is_index_between(before: str, after: str, extra: frozenset[str] | None) -> bool:
+def _is_index_between(before: str, after: str, extra: frozenset[str]) -> bool:
     """Return whether digits between two texts are an index."""
     match = _JOINT.search(before)
     joint = match[0] if match else before[-1:]
@@ -231,7 +236,7 @@ def _is_index_between(before: str, after: str, extra: frozenset[str] | None) -> 
         return False
     if joint in {"", ".", "/"}:
         return True
-    return _REPEATED.fullmatch(word) is not None or (extra is not None and word in extra)
+    return word in extra or _REPEATED.fullmatch(word) is not None
 
 
 @lru_cache(_MAX_FORMS)
@@ -358,8 +363,9 @@ def has_words(template: Template) -> bool:
 def modules_by_frequency(names: Iterable[str], extra: Collection[str] = ()) -> list[str]:
     """List the numbered modules in names, most frequent first."""
     counts: Counter[str] = Counter()
+    extra = frozenset(extra)
     for name in names:
-        parsed = _parse(name, frozenset(extra) or None)
+        parsed = _parse(name, extra)
         if has_words(parsed.template):
             counts.update(parsed.modules)
     return [module for module, _ in counts.most_common()]

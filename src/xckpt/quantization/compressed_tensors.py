@@ -233,12 +233,13 @@ def _block_from_grid(shape: Shape, scales: Tensor) -> Shape:
     grid = scales.shape
     if scales.size == 1:
         return whole_block(shape)
-    if grid in {shape[:-1], (*shape[:-1], 1)}:
+    if grid in {shape[:-1], (*shape[:-1], 1)}:  # one scale per row
         return (*(1,) * (len(shape) - 1), max(shape[-1], 1))
-    if len(grid) == 4 and grid[1] == grid[3] == 1 and len(shape) == 2:
+    if len(grid) == 4 and grid[1] == grid[3] == 1 and len(shape) == 2:  # the axes of blocks, too
         grid = (grid[0], grid[2])
     if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2]:
         ones = (1,) * (len(shape) - 2)
+        # Blocks of 128 need not divide a matrix, others do.
         if grid[-2:] == (ceil_div(shape[-2], 128), ceil_div(shape[-1], 128)):
             return (*ones, 128, 128)
         if all(grid[-2:]) and shape[-2] % grid[-2] == shape[-1] % grid[-1] == 0:
@@ -290,27 +291,19 @@ def _match_floats(model: Model, name: str, codes: Tensor, params: Params) -> Wei
     bits = 6 if format == "mxfp6-pack-quantized" else 4
     if params.bits not in {None, bits}:
         raise LayoutError("bits", f"the format {format} has no codes of {params.bits} bits")
-    if format == "nvfp4-pack-quantized":
-        return small_float_weight(
-            model,
-            name,
-            codes,
-            scales=scales,
-            scale_type="float8_e4m3fn",
-            group=params.group or 16,
-            global_scale=global_scale,
-            global_divides=True,
-        )
-    if global_scale in model.tensors:
+    is_nvfp4 = format == "nvfp4-pack-quantized"
+    if global_scale in model.tensors and not is_nvfp4:
         raise LayoutError("global", f"the format {format} has no {short_name(global_scale)}")
     return small_float_weight(
         model,
         name,
         codes,
         scales=scales,
-        scale_type="float8_e8m0fnu",
-        group=params.group or 32,
+        scale_type="float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu",
+        group=params.group or (16 if is_nvfp4 else 32),
         bits=bits,
+        global_scale=global_scale if is_nvfp4 else None,
+        global_divides=is_nvfp4,
     )
 
 
@@ -344,8 +337,8 @@ def _match_integers(model: Model, name: str, codes: Tensor, params: Params) -> W
     if group_index is not None:
         model.require(group_index.name, {"int32", "int64"})
         if group_index.shape != shape[-1:]:
-            entries = f"{short_name(group_index.name)} has {group_index.size} elements"
-            raise LayoutError("index", f"{entries} for {shape[-1]} columns")
+            size = f"{short_name(group_index.name)} has {group_index.size} elements"
+            raise LayoutError("index", f"{size} for {shape[-1]} columns")
         parts["index"] = view_as(group_index)
     quantization = make_quantization(
         block=block,
@@ -357,7 +350,7 @@ def _match_integers(model: Model, name: str, codes: Tensor, params: Params) -> W
         packed_zeros=has_packed_zeros,
         stream=stream,
         zero_axis=axis - 1 if has_packed_zeros else None,
-        # Zero points that are not packed have no offset, as codes have.
+        # Codes and packed zero points are stored with an offset, other zero points without.
         zero_add=offset if zeros is not None and not has_packed_zeros else 0,
         index_axis=None if group_index is None else axis,
     )
@@ -367,12 +360,12 @@ def _match_integers(model: Model, name: str, codes: Tensor, params: Params) -> W
 def _logical_shape(
     model: Model, codes: Tensor, stored_shape: Tensor | None, scales: Tensor, params: Params
 ) -> Shape:
-    """Return the shape of a weight; the last axis of its words is padded."""
+    """Return the shape of a weight, which does not follow from its codes: words are padded."""
     if codes.ndim < 2:
         raise LayoutError("shape", f"{short_name(codes.name)} has {codes.ndim} axes")
     if stored_shape is not None:
         shape = model.read_shape(stored_shape)
-        if len(shape) == 2:  # of one of several matrices
+        if len(shape) == 2:  # the stored shape is that of a single matrix
             shape = (*codes.shape[:-2], *shape)
     elif params.group and scales.ndim == codes.ndim:
         shape = (*codes.shape[:-1], scales.shape[-1] * params.group)
@@ -391,19 +384,19 @@ def _packing(model: Model, columns: int, words: int, declared: int | None) -> tu
         for stream in (True, False):
             if words == _words_for(columns, bits, stream=stream):
                 fitting.setdefault(bits, []).append(stream)
-    found = f"{words} words for {columns} codes"
+    sizes = f"{words} words for {columns} codes"
     if not fitting and declared is not None:
         needed = ceil_div(columns * declared, 32)
-        raise LayoutError("words", f"{found} of {declared} bits, which need {needed}")
+        raise LayoutError("words", f"{sizes} of {declared} bits, which need {needed}")
     if len(fitting) != 1:
-        raise LayoutError("words", f"{found} do not determine the bits of a code")
+        raise LayoutError("words", f"{sizes} do not determine the bits of a code")
     ((bits, layouts),) = fitting.items()
     if len(layouts) == 1 or not 32 % bits or columns * bits <= 32:
         return bits, layouts[0]
-    # For few columns, only the version distinguishes them: 0.20 began to write streams.
+    # Both layouts can have the same size; version 0.20 began to write streams.
     version = str(model.config.get("version", "")).split(".")[:2]
     if len(version) < 2 or not all(number.isdecimal() for number in version):
-        raise LayoutError("words", f"{found} of {bits} bits fit two layouts")
+        raise LayoutError("words", f"{sizes} of {bits} bits fit two layouts")
     return bits, [int(number) for number in version] >= [0, 20]
 
 

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Params(NamedTuple):
-    """Parameters of a module."""
+    """Parameters of quantisation: how codes are stored, codes per group, and bits per code."""
 
     mode: str
     group: int
     bits: int
 
 
+# By mode; only affine can have other parameters.
 _DEFAULTS = {
     params.mode: params
     for params in (
@@ -101,7 +102,7 @@ def match_mlx(model: Model, name: str, codes: Tensor) -> Weight | None:
 
 
 def _params_of(model: Model, module: str, codes: Tensor, scales: Tensor) -> _Params:
-    """Return the parameters that are declared for a module, or else follow from shapes."""
+    """Return the declared parameters of a module, or those that follow from shapes."""
     override = model.config.get(module)
     if override is False:
         raise LayoutError("config", "it has scales, but is declared as not quantised")
