@@ -39,7 +39,7 @@ _KEYS = """
 """
 XARRAY_KEYS = frozenset(_KEYS.split())
 # These mean the same to us.
-SHARED_KEYS = {"source", "preferred_chunks"}
+SHARED_KEYS = {"source", "preferred_chunks", "original_shape"}
 
 
 @pytest.fixture(scope="module")
