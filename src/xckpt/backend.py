@@ -22,39 +22,52 @@ if TYPE_CHECKING:
     from xckpt.index import Index
     from xckpt.storage import Source
 
-__all__ = ["CheckpointBackend", "DetectingBackend"]
+__all__ = [
+    "BurnpackBackend",
+    "CheckpointBackend",
+    "DetectingBackend",
+    "GgufBackend",
+    "GptrsBackend",
+    "MlcpBackend",
+    "NpzBackend",
+    "PrimitivBackend",
+    "SafetensorsBackend",
+    "TorchBackend",
+    "ZTensorBackend",
+]
 
 
-_DOCSTRING = """{summary}
-
-Parameters
-----------
-{own}**keywords
-    Those of all engines; see `xckpt.datasets.options.OpenOptions`.
-"""
+_PARAMETERS = "\nParameters\n----------\n"
+_SHARED = "**keywords\n    Options of all engines; see `xckpt.datasets.options.OpenOptions`.\n"
 
 
-class _Docstring:
-    """The docstring of an engine class; it is made when somebody reads it."""
+class _FormatDocstring:
+    """The docstring of an engine: summary and options of its format, which is loaded for that."""
 
     def __get__(self, _: object, engine: type[CheckpointBackend]) -> str:
-        found = formats.get(engine.format)
-        _, _, after = cleandoc(found.read.__doc__ or "").partition("\nParameters\n----------\n")
-        entries = re.split(r"\n(?=\S)", after.partition("\n\n")[0])
-        own = [each for each in entries if each.partition(" ")[0] in found.open_options]
-        summary = cleandoc(type(found).__doc__ or "")
-        return _DOCSTRING.format(summary=summary, own="".join(f"{each}\n" for each in own))
+        format = formats.get(engine.format)
+        _, _, parameters = cleandoc(format.read.__doc__ or "").partition(_PARAMETERS)
+        entries = re.split(r"\n(?=\S)", parameters.partition("\n\n")[0])
+        options = [entry for entry in entries if entry.partition(" ")[0] in format.open_options]
+        summary = cleandoc(type(format).__doc__ or "")
+        return "\n".join([f"{summary}\n{_PARAMETERS.rstrip()}", *options, _SHARED])
 
 
 class CheckpointBackend(xr.backends.BackendEntrypoint):
-    """What the engines of all formats share; each is made of what its format says of itself.
+    """Base of the engines, which take description, options and docstring from their formats.
 
-    The keywords are those of `xckpt.datasets.options.OpenOptions` and of the format's `read`.
+    Keywords of an engine are the fields of `xckpt.datasets.options.OpenOptions` and the options of
+    the format's `read`.
     """
 
     format: ClassVar[str]  # empty where it is detected from the content
     url = "https://xckpt.readthedocs.io"
     supports_groups = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__doc__ is None:
+            cls.__doc__ = _FormatDocstring()  # type: ignore[assignment]
 
     # Properties: xarray loads all engines in every session, and a format is loaded when it is used.
     @property
@@ -218,15 +231,37 @@ class DetectingBackend(CheckpointBackend):
     format = ""
 
 
-def __getattr__(name: str) -> Any:
-    """Make the engine class of a format when it is first asked for: ``ZTensorBackend``."""
-    for known in formats.names():
-        if name == f"{formats.class_name(known)}Backend":
-            body = {"format": known, "__doc__": _Docstring(), "__module__": __name__}
-            # Of two threads that ask at once, both get the first one's.
-            return globals().setdefault(name, type(name, (CheckpointBackend,), body))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class BurnpackBackend(CheckpointBackend):
+    format = "burnpack"
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *(f"{formats.class_name(each)}Backend" for each in formats.names())])
+class GgufBackend(CheckpointBackend):
+    format = "gguf"
+
+
+class GptrsBackend(CheckpointBackend):
+    format = "gptrs"
+
+
+class MlcpBackend(CheckpointBackend):
+    format = "mlcp"
+
+
+class NpzBackend(CheckpointBackend):
+    format = "npz"
+
+
+class PrimitivBackend(CheckpointBackend):
+    format = "primitiv"
+
+
+class SafetensorsBackend(CheckpointBackend):
+    format = "safetensors"
+
+
+class TorchBackend(CheckpointBackend):
+    format = "torch"
+
+
+class ZTensorBackend(CheckpointBackend):
+    format = "ztensor"
