@@ -382,8 +382,8 @@ def test_weight_can_be_pickled() -> None:
 def test_decoding_of_scattered_rows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, sizes = weight(model({}, **fp8(rows=60))), []
     lazy = shown.data.dask.lazy
-    monkeypatch.setattr("xckpt.arrays.quantized._LARGEST_WASTE", 4)
-    from xckpt.arrays.quantized import QuantizedArray
+    monkeypatch.setattr("xckpt.arrays.scaled._LARGEST_WASTE", 4)
+    from xckpt.arrays.scaled import QuantizedArray
 
     original = QuantizedArray._numbers
 

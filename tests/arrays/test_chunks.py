@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
-from xckpt.arrays.selection import chunks_along_slowest
+from xckpt.arrays.keys import chunks_along_slowest
 
 
 @given(

@@ -16,8 +16,8 @@ from hypothesis.extra.numpy import array_shapes
 
 from xckpt.arrays import dense
 from xckpt.arrays.dense import DenseArray
+from xckpt.arrays.keys import groups, leading_axes, normalize, positions
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.selection import groups, leading_axes, normalize, positions
 from xckpt.index import Part
 from xckpt.storage import local, open_source
 

@@ -17,9 +17,9 @@ from hypothesis.extra.numpy import basic_indices
 from tests.sources import CountingSource
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
+from xckpt.arrays.keys import compose, cut_chunks, normalize
 from xckpt.arrays.lazy import SlicedArray
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.selection import compose, cut_chunks, normalize
 from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.variables import LazyVariable
 from xckpt.index import Part

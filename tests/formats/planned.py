@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from tests.formats.indexes import drafted
-from xckpt.formats.plan import Draft, Extent, Literal, Plan, WantedTensor, Written
+from xckpt.formats.plan import Draft, Extent, LiteralBytes, Plan, WantedTensor, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -114,7 +114,7 @@ class _Writing:
         offset = extent.offset
         if offset is None:
             offset = -(-(len(file) + extent.gap) // alignment) * alignment
-        _put(file, Literal(offset, stored))
+        _put(file, LiteralBytes(offset, stored))
         digest = None
         if part.algorithm is not None:
             covered = stored if part.digest_of == "stored" else raw
@@ -122,7 +122,7 @@ class _Writing:
         return Written(offset, len(stored), digest)
 
 
-def _put(file: bytearray, literal: Literal) -> None:
+def _put(file: bytearray, literal: LiteralBytes) -> None:
     offset = len(file) if literal.offset is None else literal.offset
     file.extend(bytes(max(0, offset - len(file))))
     file[offset : offset + len(literal.data)] = literal.data

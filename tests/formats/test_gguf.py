@@ -25,7 +25,7 @@ from tests.formats.gguf_files import gguf_file, listed, text
 from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.arrays import ReadOptions, lazy_arrays
-from xckpt.arrays.quantized import turned
+from xckpt.arrays.blocks import byteswapped
 from xckpt.elements import BLOCK_TYPES
 from xckpt.opening import read_index
 
@@ -287,7 +287,7 @@ class TestSaving:
         part = read_index(tmp_path / "little.gguf").tensors["w"].parts["data"]
         head = struct.pack(">IQQQ", 3, 1, 0, 1) + b"w" + struct.pack(">IQQ", 2, 512, 16)
         head = b"GGUF" + head + struct.pack(">IQ", CODES[name], 0)
-        blocks = turned(memoryview(file)[part.offset : part.offset + part.nbytes], name, 0)
+        blocks = byteswapped(memoryview(file)[part.offset : part.offset + part.nbytes], name, 0)
         big = head + bytes(-len(head) % 32) + bytes(blocks)
         ds = xr.open_dataset(big, engine="gguf")
         assert_same_bits(ds["w"].values, xr.open_dataset(file, engine="gguf")["w"].values)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import ChunkedArray, DenseArray, elements
 from xckpt.arrays.lazy import LazyArray, UnreadableArray
 from xckpt.arrays.parts import PartReader, decoded_shape
-from xckpt.arrays.quantized import BlockArray, quantized_array
+from xckpt.arrays.scaled import quantized_array
 from xckpt.arrays.sparse import COOArray, CSCArray, CSRArray
 from xckpt.arrays.sparse_blocks import SparseBlocksArray
 from xckpt.elements import BLOCK_TYPES, ELEMENT_TYPES, decoded_dtype, stored_dtype

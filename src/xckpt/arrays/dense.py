@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.parts import strided_chunks
-from xckpt.arrays.selection import (
+from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
     chunks_along_slowest,
@@ -24,6 +22,8 @@ from xckpt.arrays.selection import (
     result_shape,
     take,
 )
+from xckpt.arrays.lazy import LazyArray
+from xckpt.arrays.parts import strided_chunks
 from xckpt.elements import ELEMENT_TYPES, decoded_dtype, nbytes_of, stored_dtype
 from xckpt.errors import FormatError
 from xckpt.storage.encodings import STREAMS

@@ -27,8 +27,8 @@ from dask.callbacks import Callback
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer, MaterializedLayer
 
+from xckpt.arrays.keys import cut_chunks
 from xckpt.arrays.lazy import LazyArray, SlicedArray
-from xckpt.arrays.selection import cut_chunks
 from xckpt.errors import locating
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import UNCHECKED_NBYTES, require_memory
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
-    from xckpt.arrays.selection import AxisKey, Chunks
+    from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.storage.ahead import Range
 
 # Up to here dask takes longer than the read.

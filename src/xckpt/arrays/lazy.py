@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from xckpt.arrays.selection import (
+from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
     chunks_along_slowest,

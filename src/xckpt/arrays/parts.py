@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from xckpt.arrays.selection import (
+from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
     chunks_along_slowest,
@@ -29,7 +29,7 @@ from xckpt.storage.source import StoredRange
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-    from xckpt.arrays.selection import AxisKey
+    from xckpt.arrays.keys import AxisKey
     from xckpt.index import Part, Tensor
     from xckpt.storage import Source
     from xckpt.storage.ahead import Range

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.dense import elements
+from xckpt.arrays.keys import chunks_along_slowest, contiguous_run, result_shape, take
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import chunks_along_slowest, contiguous_run, result_shape, take
 from xckpt.elements import decoded_dtype, nbytes_of
 from xckpt.errors import FormatError, TooLargeError
 from xckpt.storage import is_mapped
@@ -26,8 +26,8 @@ from xckpt.storage.limits import Locks, Pool, require_memory
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
+    from xckpt.arrays.keys import AxisKey, Chunks
     from xckpt.arrays.parts import PartReader
-    from xckpt.arrays.selection import AxisKey, Chunks
     from xckpt.index import Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]

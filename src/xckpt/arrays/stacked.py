@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from xckpt.arrays import lazy_arrays
-from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.selection import (
+from xckpt.arrays.keys import (
     AxisKey,
     Chunks,
     chunks_along_slowest,
@@ -24,6 +23,7 @@ from xckpt.arrays.selection import (
     result_shape,
     whole,
 )
+from xckpt.arrays.lazy import LazyArray
 from xckpt.storage.local import BytesSource
 
 if TYPE_CHECKING:

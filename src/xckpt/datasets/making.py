@@ -12,7 +12,7 @@ import xarray as xr
 
 from xckpt.arrays import read_later
 from xckpt.arrays.graph import tensor_array
-from xckpt.arrays.selection import target_nbytes
+from xckpt.arrays.keys import target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
 from xckpt.datasets.trees import make_module
 from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks

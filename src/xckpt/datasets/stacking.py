@@ -17,8 +17,8 @@ import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.graph import TensorGraph, is_stored, tensor_array
+from xckpt.arrays.keys import target_nbytes
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.arrays.selection import target_nbytes
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
 from xckpt.datasets.listing import require_join, stacked_modules, warn_of_unknown_modules
 from xckpt.datasets.making import StackMarks, add_coords

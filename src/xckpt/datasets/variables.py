@@ -13,11 +13,11 @@ import xarray as xr
 from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
-from xckpt.arrays.selection import normalize
+from xckpt.arrays.keys import normalize
 from xckpt.labels.grids import member_names
 
 if TYPE_CHECKING:
-    from xckpt.arrays.selection import Chunks
+    from xckpt.arrays.keys import Chunks
 
 __all__ = ["LazyVariable", "StackMember", "StackRecord", "preferred_chunks"]
 

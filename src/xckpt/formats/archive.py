@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.errors import FormatError, IntegrityError, UnsupportedError, shown
 from xckpt.formats import kit
-from xckpt.formats.plan import Extent, Literal, Plan, WantedPart
+from xckpt.formats.plan import Extent, LiteralBytes, Plan, WantedPart
 from xckpt.index import Part
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def _finish(
     placed: Sequence[tuple[NewMember, Member, bytes, int, int]],
     extra: bytes,
     written: Mapping[tuple[str, str], Written],
-) -> tuple[Literal, ...]:
+) -> tuple[LiteralBytes, ...]:
     """Write what has checksums and sizes: local headers, and the directory."""
     literals, members, end = [], [], 0
     for new, planned, front, alignment, gap in placed:
@@ -369,10 +369,10 @@ def _finish(
         crc = joined_crc(zlib.crc32(new.front), digest, new.part.nbytes)
         at, stored = place.offset - gap, len(front) + place.nbytes
         member = planned._replace(crc=crc, stored_nbytes=stored, at=at)
-        literals.append(Literal(at, _local_header(member, len(front), alignment) + front))
+        literals.append(LiteralBytes(at, _local_header(member, len(front), alignment) + front))
         members.append(member)
         end = place.offset + place.nbytes
-    return (*literals, Literal(end, extra + _directory(members, end + len(extra))))
+    return (*literals, LiteralBytes(end, extra + _directory(members, end + len(extra))))
 
 
 def _local_header(member: Member, front_nbytes: int, alignment: int) -> bytes:

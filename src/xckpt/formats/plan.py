@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-from typing import Literal as OneOf
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.elements import nbytes_of
 from xckpt.index import Arrangement
@@ -49,7 +48,7 @@ class WantedPart(NamedTuple):
     nbytes: int
     compression: str | None = None
     algorithm: str | None = None
-    digest_of: OneOf["stored", "decoded"] = "stored"
+    digest_of: Literal["stored", "decoded"] = "stored"
     source_offset: int = 0
     inline: bytes | None = None
 
@@ -101,7 +100,7 @@ class WantedTensor:
     shape: tuple[int, ...]
     parts: Mapping[str, WantedPart]
     layout: Layout = "dense"
-    order: OneOf["C", "F"] = "C"
+    order: Literal["C", "F"] = "C"
     attrs: Mapping[str, Any] = field(default_factory=dict)
     dims: tuple[str | None, ...] | None = None
     quantization: Quantization | None = None
@@ -147,7 +146,7 @@ class Draft:
     attr_types: Mapping[str, str] = field(default_factory=dict)
 
 
-class Literal(NamedTuple):
+class LiteralBytes(NamedTuple):
     """Bytes that the format itself knows: headers, padding that is not zero, manifests.
 
     Parameters
@@ -226,7 +225,7 @@ def by_source(tensors: Mapping[str, WantedTensor]) -> dict[str, WantedTensor]:
     return dict(sorted(tensors.items(), key=place))
 
 
-def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[Literal, ...]:  # noqa: ARG001
+def _nothing(written: Mapping[tuple[str, str], Written]) -> tuple[LiteralBytes, ...]:  # noqa: ARG001
     return ()
 
 
@@ -236,7 +235,7 @@ class Plan:
 
     Parameters
     ----------
-    literals : tuple of Literal
+    literals : tuple of LiteralBytes
         What is known beforehand, at offsets that are known.
     extents : tuple of Extent
         Where parts go, in file order. Only those after a compressed one have no offset.
@@ -266,11 +265,11 @@ class Plan:
     Companions are written first, so that a file with an old name refers to nothing half written.
     """
 
-    literals: tuple[Literal, ...]
+    literals: tuple[LiteralBytes, ...]
     extents: tuple[Extent, ...]
     alignment: int = 1
     nbytes: int | None = None
-    finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]] = _nothing
+    finish: Callable[[Mapping[tuple[str, str], Written]], tuple[LiteralBytes, ...]] = _nothing
     companions: Mapping[str, Plan] = field(default_factory=dict)
     renamed: Callable[[Mapping[str, str]], Plan] | None = None
     suffix: str = ""
@@ -280,7 +279,7 @@ class Plan:
     @classmethod
     def headed(cls, head: bytes, extents: Sequence[Extent] = (), nbytes: int | None = None) -> Plan:
         """Return the plan of a head and data after it, of so many bytes with both."""
-        return cls((Literal(0, head),), tuple(extents), nbytes=nbytes or len(head))
+        return cls((LiteralBytes(0, head),), tuple(extents), nbytes=nbytes or len(head))
 
 
 def split(draft: Draft, most: int, nbytes_of: Callable[[WantedTensor], int]) -> list[Draft]:

@@ -15,7 +15,7 @@ import json
 from math import isqrt, log, prod
 from typing import TYPE_CHECKING, Any
 
-from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
+from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import MissingShardError, shown, warn
 from xckpt.labels import AxisNamer, TensorFilter, select

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import QuantizedArray
+from xckpt.arrays.scaled import QuantizedArray
 from xckpt.elements import ALL_TYPES
 from xckpt.labels import scales_of_codes
 from xckpt.labels.roles import Role

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
+from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.elements import ALL_TYPES, BLOCK_TYPES, code_values
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.readers import ArrayReader, DenseReader, RawReader

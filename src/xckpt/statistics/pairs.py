@@ -12,8 +12,9 @@ from uuid import uuid4
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
-from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
+from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, dense_values, flat_positions
 from xckpt.errors import locating
 from xckpt.statistics.accumulate import Accumulator

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.lazy import LazyArray
-from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
+from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import SparseArray, dense_values
 from xckpt.elements import ELEMENT_TYPES, nbytes_of
 from xckpt.errors import CheckpointError, UnsupportedError, locating

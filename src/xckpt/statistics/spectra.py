@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import xarray as xr
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.lazy import LazyArray, SlicedArray
-from xckpt.arrays.quantized import BlockArray, CodebookArray, QuantizedArray
+from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import dense_values
 from xckpt.errors import locating, warn
 from xckpt.labels import select

@@ -20,10 +20,10 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.arrays import LazyArray, ReadOptions, lazy_arrays
+from xckpt.arrays.blocks import byteswapped
 from xckpt.arrays.dense import ChunkedArray, DenseArray, elements, unpack_codes
+from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.arrays.parts import PartReader, decoded_shape
-from xckpt.arrays.quantized import turned
-from xckpt.arrays.selection import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, nbytes_of, stored_dtype
 from xckpt.errors import UnsupportedError
 from xckpt.formats.plan import WantedPart, WantedTensor
@@ -500,7 +500,7 @@ class RecodedData(PartData):
     def _recoded(self, block: memoryview, start: int) -> memoryview:
         stored, part = self.stored, self.stored.reader.part
         if stored.block_type is not None:
-            return turned(block, stored.block_type, start)
+            return byteswapped(block, stored.block_type, start)
         if self._bits < 8:
             block = unpack_codes(block, self._bits).data
         values = elements(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
     from xckpt.formats import Can, Format, Readable
-    from xckpt.formats.plan import Literal, Plan
+    from xckpt.formats.plan import LiteralBytes, Plan
     from xckpt.index import Index, Tensor
 
 __all__ = [
@@ -478,7 +478,7 @@ class _PlannedFile:
         self.size = old.size if old else 0
         self._literals: list[tuple[int, bytes]] = []
 
-    def put(self, literals: Iterable[Literal]) -> None:
+    def put(self, literals: Iterable[LiteralBytes]) -> None:
         """Add what is known."""
         for literal in literals:
             offset = self.size if literal.offset is None else literal.offset

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    from xckpt.formats.plan import Literal, Plan
+    from xckpt.formats.plan import LiteralBytes, Plan
     from xckpt.storage import Source
     from xckpt.storage.local import OpenFile
     from xckpt.storage.sink import Place, Sink
@@ -332,7 +332,7 @@ def _place_of(sinks: list[Sink], number: int) -> Place:
     return sinks[number].place
 
 
-def _put(literals: Iterable[Literal], sink: Sink, end: int) -> int:
+def _put(literals: Iterable[LiteralBytes], sink: Sink, end: int) -> int:
     """Write literals, and return where the last of all that is written ends."""
     for literal in literals:
         offset = end if literal.offset is None else literal.offset

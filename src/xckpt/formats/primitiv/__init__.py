@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt.errors import FormatError, UnsupportedError, shown
 from xckpt.formats import Can, Format, Readable, kit
-from xckpt.formats.plan import LOST_DIMS, Draft, Extent, Literal, Plan, WantedTensor
+from xckpt.formats.plan import LOST_DIMS, Draft, Extent, LiteralBytes, Plan, WantedTensor
 from xckpt.formats.primitiv.models import (
     MAP,
     MOST_DIMS,
@@ -170,13 +170,13 @@ class Primitiv(Format):
             if not isinstance(piece, WantedTensor):
                 header += piece
                 continue
-            literals.append(Literal(at, bytes(header)))
+            literals.append(LiteralBytes(at, bytes(header)))
             at += len(header)
             extents.append(Extent(piece.name, "data", piece.parts["data"], at))
             at += 4 * piece.size
             header.clear()
         if header:
-            literals.append(Literal(at, bytes(header)))
+            literals.append(LiteralBytes(at, bytes(header)))
         losses = self._losses(parameters_of(draft)) if kind not in _OWN_ATTRS else {}
         if kind != "Model":
             losses.pop(_LOST_NAMES, None)  # these files have no names

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from xckpt.formats.plan import Draft, Literal, WantedTensor, Written
+    from xckpt.formats.plan import Draft, LiteralBytes, WantedTensor, Written
     from xckpt.index import Index, Tensor
 
     _Choices = Mapping[str | None, str | None]
@@ -533,11 +533,11 @@ def unnamed_layout(tensor: WantedTensor, defined: Iterable[str]) -> UnsupportedE
 
 
 def planned(
-    literals: tuple[Literal, ...],
+    literals: tuple[LiteralBytes, ...],
     entries: Mapping[str, NewEntry],
     start: int,
     alignment: int,
-    finish: Callable[[Mapping[tuple[str, str], Written]], tuple[Literal, ...]],
+    finish: Callable[[Mapping[tuple[str, str], Written]], tuple[LiteralBytes, ...]],
 ) -> Plan:
     """Place parts one after the other as far as sizes are known: up to the first compressed one."""
     extents = []

@@ -28,7 +28,7 @@ from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.plan import Literal, Plan, by_source
+from xckpt.formats.plan import LiteralBytes, Plan, by_source
 from xckpt.formats.ztensor import manifest
 from xckpt.index import Index, Part, Tensor
 
@@ -338,7 +338,7 @@ def plan(draft: Draft) -> Plan:
     attrs = manifest.root_attributes(draft, _LEVELS, str)
     generator = attrs.pop("generator") if type(attrs.get("generator")) is str else _GENERATOR
     root = {"version": "1.0", "generator": generator, "attributes": attrs, "tensors": {}}
-    return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC))
+    return _planned(draft, root, (LiteralBytes(0, MAGIC),), len(MAGIC))
 
 
 def append(source: Readable, draft: Draft, old: Index) -> Plan:
@@ -353,7 +353,9 @@ def append(source: Readable, draft: Draft, old: Index) -> Plan:
     return _planned(draft, root, (), source.size)
 
 
-def _planned(draft: Draft, root: dict[str, Any], literals: tuple[Literal, ...], start: int) -> Plan:
+def _planned(
+    draft: Draft, root: dict[str, Any], literals: tuple[LiteralBytes, ...], start: int
+) -> Plan:
     entries: dict[str, manifest.NewEntry] = {}
     for tensor in by_source(draft.tensors).values():
         name = kit.check_text("the name", tensor.name, tensor.name)
@@ -399,7 +401,7 @@ def _finish(
     entries: Mapping[str, manifest.NewEntry],
     start: int,
     written: Mapping[tuple[str, str], Written],
-) -> tuple[Literal, ...]:
+) -> tuple[LiteralBytes, ...]:
     """Make the manifest and the footer."""
     import cbor2
 
@@ -421,4 +423,4 @@ def _finish(
             tensors[name]["attributes"] = entry.attrs
     data = cbor2.dumps({**root, "tensors": dict(sorted(tensors.items()))})
     footer = len(data).to_bytes(_FOOTER, "little")
-    return (Literal(manifest.end_of(written, start), data + footer),)
+    return (LiteralBytes(manifest.end_of(written, start), data + footer),)

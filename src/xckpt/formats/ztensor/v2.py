@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from xckpt.errors import CheckpointError, FormatError, UnsupportedError, shown
 from xckpt.formats import kit
 from xckpt.formats.kit import mapping, mistyped, number
-from xckpt.formats.plan import Literal, Plan
+from xckpt.formats.plan import LiteralBytes, Plan
 from xckpt.formats.ztensor import manifest
 from xckpt.formats.ztensor.quantized import READERS, check_gguf, quantized_layout
 from xckpt.index import Index, Part, Shard, Tensor
@@ -382,7 +382,7 @@ def plan(draft: Draft, alignment: int | None) -> Plan:
     """Lay out a file of version 2."""
     attrs = _root_attributes(draft)
     root = {"objects": {}, **({"attributes": attrs} if attrs else {})}
-    return _planned(draft, root, (Literal(0, MAGIC),), len(MAGIC), alignment)
+    return _planned(draft, root, (LiteralBytes(0, MAGIC),), len(MAGIC), alignment)
 
 
 def append(source: Readable, draft: Draft, old: Index, alignment: int | None) -> Plan:
@@ -412,7 +412,7 @@ def _root_attributes(draft: Draft, old: Index | None = None) -> dict[str, Any]:
 def _planned(
     draft: Draft,
     root: dict[str, Any],
-    literals: tuple[Literal, ...],
+    literals: tuple[LiteralBytes, ...],
     start: int,
     alignment: int | None,
 ) -> Plan:
@@ -476,7 +476,7 @@ def _finish(
     start: int,
     alignment: int,
     written: Mapping[tuple[str, str], Written],
-) -> tuple[Literal, ...]:
+) -> tuple[LiteralBytes, ...]:
     """Make the manifest and the footer."""
     import xxhash
 
@@ -501,4 +501,4 @@ def _finish(
     offset = kit.aligned(manifest.end_of(written, start), alignment)
     digest = xxhash.xxh3_64_intdigest(data)
     footer = _FOOTER.pack(offset, len(data), digest, _VERSION, 0, MAGIC)
-    return (Literal(offset, data + footer),)
+    return (LiteralBytes(offset, data + footer),)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.dequantize import decode
-from xckpt.arrays.quantized import BlockArray, QuantizedArray
+from xckpt.arrays.scaled import QuantizedArray
 from xckpt.elements import BLOCK_TYPES
 from xckpt.statistics.kinds import kind_named
 from xckpt.statistics.readers import ArrayReader

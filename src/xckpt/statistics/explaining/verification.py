@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xckpt.arrays.quantized import BlockArray
+from xckpt.arrays.blocks import BlockArray
 from xckpt.statistics.accumulate import Accumulator
 from xckpt.statistics.comparison import as_floats
 from xckpt.statistics.explaining.arrangements import leaves, reader_of_view

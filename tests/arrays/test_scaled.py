@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.sources import CountingSource
 from xckpt.arrays.parts import PartReader
-from xckpt.arrays.quantized import QuantizedArray
+from xckpt.arrays.scaled import QuantizedArray
 from xckpt.index import Part, Quantization, Tensor
 
 

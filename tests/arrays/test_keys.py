@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, basic_indices
 
-from xckpt.arrays.selection import contiguous_run, normalize, result_shape, take
+from xckpt.arrays.keys import contiguous_run, normalize, result_shape, take
 
 
 def select(array: np.ndarray, key: Any) -> tuple[np.ndarray, int]:

@@ -1,0 +1,142 @@
+"""Tensors of quantised blocks as float32: each row is blocks of a type, one after another."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xckpt.arrays.dense import OnePartArray
+from xckpt.arrays.keys import (
+    AxisKey,
+    Chunks,
+    chunks_along_slowest,
+    contiguous_run,
+    cut_along,
+    is_all,
+    normalize,
+    positions,
+    result_shape,
+    take,
+)
+from xckpt.elements import BLOCK_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from xckpt.arrays.parts import PartReader
+    from xckpt.storage.ahead import Range
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Read and decoded at a time: both stay in the second-level cache.
+_BLOCK_NBYTES = 1 << 20
+
+
+class BlockArray(OnePartArray):
+    """A tensor whose rows are blocks of a type, a key of `BLOCK_TYPES`, one after another."""
+
+    __slots__ = ("block_type",)
+
+    def __init__(
+        self, name: str, reader: PartReader, shape: tuple[int, ...], block_type: str
+    ) -> None:
+        super().__init__(name, reader, shape, np.dtype(np.float32))
+        self.block_type = block_type
+
+    def ranges(self, key: Any) -> Iterator[Range]:
+        """Return the blocks that a selection touches, if it is a run; see `LazyArray.ranges`."""
+        run = contiguous_run(self.shape, normalize(key, self.shape))
+        if not is_all(run) or not self.reader.is_raw:
+            yield from super().ranges(key)
+        elif count := prod(run.shape):
+            block = BLOCK_TYPES[self.block_type]
+            first, end = run.start // block.size, -(-(run.start + count) // block.size)
+            start = self.reader.part.offset + first * block.nbytes
+            yield self.reader.source, start, (end - first) * block.nbytes
+
+    def chunks(self, target: int) -> Chunks:
+        """Return chunks of whole blocks, each a run of bytes; see `LazyArray.chunks`."""
+        size = BLOCK_TYPES[self.block_type].size
+        grid = (*self.shape[:-1], self.shape[-1] // size)
+        *others, last = chunks_along_slowest(grid, size * self.dtype.itemsize, target)
+        return (*others, tuple([size * count for count in last]))
+
+    def _select(self, key: tuple[AxisKey, ...]) -> Any:
+        shape = result_shape(self.shape, key)
+        if 0 in shape:
+            return self.empty(shape)
+        run = contiguous_run(self.shape, key)
+        count = prod(run.shape)
+        wasteful = count * self.dtype.itemsize > _BLOCK_NBYTES and count > 2 * prod(shape)
+        if wasteful and sum(length > 1 for length in run.shape) > 1:
+            return self._gathered(key, run.shape)
+        values = self._elements(run.start, run.start + count).reshape(run.shape)
+        taken = take(values, run.key)
+        return taken.copy() if wasteful else taken  # what was not asked for must not stay
+
+    def _gathered(self, key: tuple[AxisKey, ...], run_shape: tuple[int, ...]) -> Array:
+        """Decode a few positions at a time of the first axis that has several."""
+        axis = next(axis for axis, length in enumerate(run_shape) if length > 1)
+        chosen = positions(key[axis], self.shape[axis])
+        step = 1
+        if 2 * len(chosen) > run_shape[axis]:
+            step = max(1, _BLOCK_NBYTES // (prod(run_shape[axis + 1 :]) * self.dtype.itemsize))
+        out = np.empty(result_shape(self.shape, key), self.dtype)
+        for where, part in cut_along(axis, step, self.shape, key):
+            out[where] = self._select(part)
+        return out
+
+    def _select_into(self, key: tuple[AxisKey, ...], out: Array) -> None:
+        run = contiguous_run(self.shape, key)
+        size = BLOCK_TYPES[self.block_type].size
+        is_whole = out.size and run.start % size == 0 == prod(run.shape) % size
+        if is_whole and is_all(run) and out.flags.c_contiguous:
+            self._decode(run.start // size, out.reshape(-1, size))
+        else:
+            out[...] = self._select(key)
+
+    def _elements(self, start: int, stop: int) -> Array:
+        """Return elements of the flat array; blocks are in their order."""
+        size = BLOCK_TYPES[self.block_type].size
+        first = start // size
+        out = np.empty((-(-stop // size) - first, size), self.dtype)
+        self._decode(first, out)
+        return out.reshape(-1)[start - first * size : stop - first * size]
+
+    def _decode(self, first: int, out: Array) -> None:
+        """Decode as many blocks as `out` has rows."""
+        from xckpt.arrays.dequantize import decode  # numba: only if blocks are decoded
+
+        block = BLOCK_TYPES[self.block_type]
+        nbytes = block.nbytes
+        total, start = prod(self.shape) // block.size * nbytes, first * nbytes
+        step, part = _BLOCK_NBYTES // nbytes, self.reader.part
+        if self.reader.is_raw:
+            self.reader.check(total)
+            offset, wanted = part.offset + start, len(out) * nbytes
+            pieces: Iterable[memoryview]
+            pieces = self.reader.source.blocks(offset, wanted, step * nbytes)
+        else:
+            pieces = (self.reader.read(start, start + len(out) * nbytes, total),)
+        at = 0
+        for piece in pieces:
+            blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
+            decode(self.block_type, blocks, out[at : at + len(blocks)], part.byteorder)
+            at += len(blocks)
+
+
+def byteswapped(data: memoryview, block_type: str, start: int) -> memoryview:
+    """Return blocks in the other byte order; `start` is where the bytes begin in those of a part.
+
+    That is an even number, as the places of float16 and the size of the blocks that have any are.
+    """
+    block = BLOCK_TYPES[block_type]
+    codes = np.frombuffer(data, np.uint8).copy()
+    for at in block.halves or ():
+        first = (at - start) % block.nbytes
+        upper = codes[first :: block.nbytes].copy()
+        codes[first :: block.nbytes] = codes[first + 1 :: block.nbytes]
+        codes[first + 1 :: block.nbytes] = upper
+    return codes.data
