@@ -22,7 +22,8 @@ from xckpt.statistics import findings, stats, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from xckpt.notebook.folding import Row
+    from xckpt.tensor_rows import Row
+
 
 OPENERS: dict[str, Any] = {
     "flat": lambda path: xr.open_dataset(path, engine="ztensor"),

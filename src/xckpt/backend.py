@@ -15,6 +15,7 @@ import xarray as xr  # whole: another thread may be loading it, and a part would
 from xckpt import formats
 from xckpt.datasets.options import OpenOptions
 from xckpt.loading import uninterrupted
+from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -212,6 +213,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
         with uninterrupted():
             from xckpt.opening import open_index
 
+        register_formatter()
         given = {"drop_variables": drop_variables, **keywords}
         options = OpenOptions.parse(given, engine=self.format or "any", own=self._own_options())
         source, index = open_index(

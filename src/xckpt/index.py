@@ -7,9 +7,10 @@ no format. All three are immutable and pickle to about the size of their names.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from html import escape
 from math import prod
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from xckpt.errors import CheckpointError
-    from xckpt.notebook.summary import Summary
 
 __all__ = [
     "DEEPEST_ATTRS",
@@ -33,6 +33,7 @@ __all__ = [
     "Tensor",
     "is_json",
     "paused_collector",
+    "show_indexes_with",
 ]
 
 # Levels of lists and dicts in an attribute that is kept as JSON.
@@ -517,20 +518,20 @@ class Index(Mapping[str, "Tensor"]):
         return found
 
     def __repr__(self) -> str:
-        from xckpt.notebook.text import render
-
-        return render(self._summary())
+        render = _renderers.get("text")
+        return f"<Index of {self.source!r}>" if render is None else render(self)
 
     def _repr_html_(self) -> str:
-        from xckpt.notebook.html import render
+        render = _renderers.get("html")
+        return escape(repr(self)) if render is None else render(self)
 
-        return render(self._summary())
 
-    def _summary(self) -> Summary:
-        from xckpt.notebook.summary import index_summary
+_renderers: dict[str, Callable[[Index], str]] = {}
 
-        with paused_collector():
-            return index_summary(self)
+
+def show_indexes_with(*, text: Callable[[Index], str], html: Callable[[Index], str]) -> None:
+    """Register the functions that show an Index, as this module knows of no room above it."""
+    _renderers.update(text=text, html=html)
 
 
 @contextmanager

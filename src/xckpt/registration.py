@@ -1,4 +1,4 @@
-"""Registration of ``.ckpt`` with xarray, whichever of the two packages is imported first."""
+"""Registration of ``.ckpt`` with xarray, and of the summary of large Datasets with IPython."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["register_accessor"]
+__all__ = ["is_extension_declined", "register_accessor", "register_formatter"]
+
+#: Whether ``%unload_ext xckpt`` was called in this session, after which files leave it unloaded.
+is_extension_declined = False
 
 
 def register_accessor() -> None:
@@ -29,6 +32,22 @@ def _load_accessor() -> None:
         # Another thread is loading it, and waits for the package that this one is loading.
         if type(error).__name__ != "_DeadlockError":
             raise
+
+
+def register_formatter() -> None:
+    """Load the IPython extension when a checkpoint is opened, unless it was unloaded before.
+
+    This is the only place that decides about it; functions that open a file call it. Importing
+    xckpt changes no session, and neither does opening a file outside of IPython. In IPython and
+    Jupyter, the first checkpoint loads the extension, since xarray's HTML of 18,000 variables takes
+    minutes.
+    """
+    ipython = sys.modules.get("IPython")
+    session = None if ipython is None else ipython.get_ipython()
+    if session is None or is_extension_declined:
+        return
+    if "xckpt" not in session.extension_manager.loaded:
+        session.extension_manager.load_extension("xckpt")
 
 
 class _XarrayFinder:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page, Route
 
-    from xckpt.notebook.folding import Row
+    from xckpt.tensor_rows import Row
 
 __all__ = ["STATISTICS", "explorer_page", "shown_rows", "tell_statistics"]
 

@@ -17,8 +17,8 @@ pytest.importorskip(
 
 from tests.browser.pages import STATISTICS, explorer_page, shown_rows, tell_statistics
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, row
-from xckpt.notebook.folding import Row
-from xckpt.notebook.formatting import printable
+from xckpt.formatting import printable
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ import xarray as xr
 
 import xckpt
 from xckpt.cli import main
-from xckpt.notebook.formatting import columns
+from xckpt.formatting import columns
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,10 @@ from xckpt.labels.numbering import (
     parse_name,
     split_leaf,
 )
-from xckpt.notebook.folding import Row, families_of
+from xckpt.notebook.folding import families_of
 from xckpt.notebook.summary import ModuleTree, sizes_table
 from xckpt.plots.treemap import _tree
+from xckpt.tensor_rows import Row
 
 INDICES = ["0", "7", "10", "00", "007", "9" * 18]
 WORDS = ["", "w1", "-1", "1e3", "²", "٣", "\uff13", "0x1", "9" * 19, "9" * 5000]

@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from xckpt.elements import nbytes_of
-from xckpt.notebook.folding import Row
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,8 @@ from xckpt.notebook.summary import KnownResults, TensorFinding, new_summary
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xckpt.notebook.folding import Row
+    from xckpt.tensor_rows import Row
+
 
 LONG = 20.0  # seconds after which a test has failed
 NAMES = ("a.0.w", "a.1.w", "b", "\u91cd\u307f", "\U0001f600.w", "text")

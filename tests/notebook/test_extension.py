@@ -18,12 +18,8 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.core.interactiveshell import InteractiveShell
 
 import xckpt
-from xckpt.notebook import extension
-from xckpt.notebook.extension import (
-    load_in_session,
-    load_ipython_extension,
-    unload_ipython_extension,
-)
+from xckpt import registration
+from xckpt.notebook.extension import load_ipython_extension, unload_ipython_extension
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +43,7 @@ class _Extensions:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Give a session without anything registered, in which small Datasets are large."""
-    monkeypatch.setattr(extension, "_unwanted", False)
+    monkeypatch.setattr(registration, "is_extension_declined", False)
     made = SimpleNamespace(display_formatter=DisplayFormatter())
     made.extension_manager = _Extensions(made)
     with dask.config.set({"xckpt.summary-above": SMALL}):
@@ -148,9 +144,9 @@ def test_opening_a_checkpoint_loads_it(
 
 def test_outside_of_ipython_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("IPython.get_ipython", lambda: None)
-    load_in_session()
+    registration.register_formatter()
     monkeypatch.delitem(sys.modules, "IPython")
-    load_in_session()
+    registration.register_formatter()
     assert "IPython" not in sys.modules
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
-from xckpt.notebook.folding import Row, ascending, fold, one_by_one
-from xckpt.notebook.formatting import columns
+from xckpt.formatting import columns
+from xckpt.notebook.folding import ascending, fold, one_by_one
+from xckpt.tensor_rows import Row
 
 ROWS = st.lists(
     st.builds(

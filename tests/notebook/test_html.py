@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.index import Index, Part, Tensor, paused_collector
-from xckpt.notebook.folding import Row
 from xckpt.notebook.html import PALETTE, colors_of, render
 from xckpt.notebook.summary import Summary, TensorFinding, new_summary
 from xckpt.notebook.text import render as render_text
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

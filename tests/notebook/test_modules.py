@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xckpt.notebook.folding import Row
 from xckpt.notebook.summary import ModuleTree, sizes_table
+from xckpt.tensor_rows import Row
 
 ROWS = [
     Row("embed", "float32", (10, 4), 160),

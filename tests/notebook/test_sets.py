@@ -9,13 +9,12 @@ from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.index import paused_collector
 from xckpt.notebook.folding import families_of
 from xckpt.notebook.html import render as render_html
-from xckpt.notebook.summary import ModuleSet, StackedNames, module_sets, new_summary, selection
+from xckpt.notebook.summary import ModuleSet, module_sets, new_summary, selection
 from xckpt.notebook.text import render
+from xckpt.tensor_rows import Row, StackedNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from xckpt.notebook.folding import Row
 
 
 def sets_of(rows: Iterable[Row], *stacked: StackedNames) -> list[ModuleSet]:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.notebook.checkpoints import gpt2, mixture_of_experts, resnet, row
 from xckpt.errors import CheckpointError, UnsupportedError
+from xckpt.formatting import columns
 from xckpt.index import Index, Part, Shard, Tensor
-from xckpt.notebook.folding import Row
-from xckpt.notebook.formatting import columns
-from xckpt.notebook.summary import index_summary, new_summary, storage_words
+from xckpt.notebook.summary import index_summary, new_summary
 from xckpt.notebook.text import render
+from xckpt.tensor_rows import Row, storage_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1151,7 +1151,7 @@ class CheckpointAccessor(Generic[Obj]):
     @property
     def _title(self) -> str:
         """Name of the file, or of the first of several."""
-        from xckpt.notebook.formatting import base_name, counted
+        from xckpt.formatting import base_name, counted
 
         if "source" in self._encoding:
             return str(self._encoding["source"])

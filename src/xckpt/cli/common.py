@@ -19,7 +19,7 @@ import click
 
 from xckpt.errors import CheckpointError, CheckpointWarning, deprecated_name, shown
 from xckpt.formats import names
-from xckpt.notebook.formatting import columns, printable, shortened
+from xckpt.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -31,7 +31,7 @@ from xckpt.cli.common import (
     usage_errors,
 )
 from xckpt.errors import CheckpointError, CheckpointWarning, shown
-from xckpt.notebook.formatting import counted, printable
+from xckpt.formatting import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,7 +32,7 @@ from xckpt.cli.common import (
     require_rules,
     usage_errors,
 )
-from xckpt.notebook.formatting import figure, printable
+from xckpt.formatting import figure, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -439,7 +439,8 @@ def _print_explanations(
     frame: pd.DataFrame, chosen: list[str], limit: int | None, *, everything: bool
 ) -> None:
     """Print tensors that are not explained, then patterns of the names of those that are."""
-    from xckpt.notebook.folding import Row, fold
+    from xckpt.notebook.folding import fold
+    from xckpt.tensor_rows import Row
 
     is_good = frame["outcome"] == "explained"
     exceptions, explained = frame[~is_good], frame[is_good]

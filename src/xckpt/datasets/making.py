@@ -20,7 +20,6 @@ from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
 from xckpt.labels.attributes import StackedAttrs, stack_attrs
-from xckpt.notebook.extension import load_in_session
 from xckpt.storage.source import sources_of
 
 if TYPE_CHECKING:
@@ -504,5 +503,4 @@ def described(ds: xr.Dataset, source: Source, index: Index) -> xr.Dataset:
         ds.encoding["attr_types"] = dict(index.attr_types)
     # A bound method: xarray pickles the closer with the Dataset.
     ds.set_close(source.close)
-    load_in_session()
     return ds

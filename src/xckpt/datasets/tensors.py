@@ -18,8 +18,7 @@ from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
 from xckpt.labels.numbering import drop_indices
-from xckpt.notebook.folding import Row
-from xckpt.notebook.summary import StackedNames, storage_words, tied
+from xckpt.tensor_rows import Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.formatting import printable, shortened
 from xckpt.notebook import html, text
-from xckpt.notebook.formatting import printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,17 +30,17 @@ import numpy as np
 import traitlets
 
 from xckpt.errors import shown
+from xckpt.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
 from xckpt.notebook import html, text
 from xckpt.notebook.folding import CODES
-from xckpt.notebook.formatting import UNKNOWN, binary_size, printable, shape_text, shortened, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
-    from xckpt.notebook.folding import Row
     from xckpt.notebook.summary import KnownResults, Summary
+    from xckpt.tensor_rows import Row
 
     Report = Callable[[int, int], object]
     Compute = Callable[[Sequence[str], Report], KnownResults]

@@ -2,10 +2,10 @@
 
 xarray's own HTML takes time that grows with the square of the number of variables, minutes and
 50 MB for 18,000 (https://github.com/pydata/xarray/issues/8173), and an engine cannot change how a
-Dataset is shown. So the first checkpoint that is opened in a session of IPython loads this as
-``%load_ext xckpt`` does. ``%unload_ext xckpt`` undoes it, and the option ``xckpt.summary-above`` of
-dask's configuration says from how many variables on; None is never. Whatever else is registered
-for a type of content comes first.
+Dataset is shown. So opening a checkpoint loads this extension; see
+`xckpt.registration.register_formatter`. The option ``xckpt.summary-above`` of dask's configuration
+is the number of variables above which a Dataset is large; None is never. Formatters that others
+registered for a type of content come first.
 
 It also lets IPython complete names of tensors in ``ds.ckpt["``: by default it looks up no attribute
 of a Dataset when Tab is pressed, since any class may compute something there.
@@ -13,11 +13,11 @@ of a Dataset when Tab is pressed, since any class may compute something there.
 
 from __future__ import annotations
 
-import sys
 from itertools import accumulate
 from typing import Any
 
-_NAME = "xckpt"
+from xckpt import registration
+
 _OPTION = "xckpt.summary-above"
 _MOST_VARIABLES = 500
 _BUNDLED = ("text/plain", "text/html")
@@ -32,8 +32,6 @@ _COMPLETED = {
     ("xarray", "DataTree"),
     ("xckpt", "accessor", "CheckpointAccessor"),
 }
-# Whether somebody unloaded this, who would not want it back with the next file.
-_unwanted = False
 
 
 class _Shown:
@@ -86,14 +84,6 @@ def _is_large(obj: Any) -> bool:
     return any(count > most for count in accumulate(len(node.variables) for node in nodes))
 
 
-def load_in_session() -> None:
-    """Load the extension if this is a session of IPython and nobody unloaded it."""
-    ipython = sys.modules.get("IPython")
-    session = None if ipython is None else ipython.get_ipython()
-    if session is not None and not _unwanted and _NAME not in session.extension_manager.loaded:
-        session.extension_manager.load_extension(_NAME)
-
-
 def load_ipython_extension(ipython: Any) -> None:
     """Show checkpoints with more than 500 variables as ``ds.ckpt``.
 
@@ -102,8 +92,7 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython : IPython.core.interactiveshell.InteractiveShell
         The session, as ``%load_ext`` hands it over.
     """
-    global _unwanted  # noqa: PLW0603  of the session, which there is one of
-    _unwanted = False
+    registration.is_extension_declined = False
     for formatter, kind in _formatters(ipython):
         for shown in _classes():
             if not isinstance(formatter.type_printers.get(shown), _Shown):
@@ -119,8 +108,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     ipython : IPython.core.interactiveshell.InteractiveShell
         The session, as ``%unload_ext`` hands it over.
     """
-    global _unwanted  # noqa: PLW0603  as above
-    _unwanted = True
+    registration.is_extension_declined = True
     for formatter, _ in _formatters(ipython):
         for shown in _classes():
             ours = formatter.type_printers.get(shown)

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from xckpt.elements import ELEMENT_TYPES
+from xckpt.formatting import columns, printable, shortened
 from xckpt.labels import scales_of_codes
 from xckpt.labels.numbering import is_index, parse_name, strip_separator
 from xckpt.labels.roles import PARAMETERS, Role, roles_of
-from xckpt.notebook.formatting import UNKNOWN, columns, printable, shortened
+from xckpt.tensor_rows import TIED, Row
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -48,21 +49,6 @@ _ANY_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 # A piece of a name, the alternatives of a merged one, or the indices (in digits) of a module.
 _Component = str | tuple[str, ...] | frozenset[str]
-
-
-class Row(NamedTuple):
-    """What summaries need to know of one tensor."""
-
-    name: str  # exactly as in the file; no two rows have the same
-    dtype: str  # stored element type
-    shape: tuple[int, ...]
-    nbytes: int  # as stored
-    storage: str = ""  # "csr", "zstd", ...: how it is stored where that is not plainly dense
-
-    @property
-    def size(self) -> int:
-        """Number of elements; none that is known of a tensor in a file that is missing."""
-        return prod(self.shape) if self.shape or self.dtype != UNKNOWN else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +337,6 @@ def _braced(members: Sequence[str]) -> str:
 
 
 # --- roles ---------------------------------------------------------------------------------------
-
-#: What `Row.storage` calls a tensor that has the bytes of another one: its own size is 0.
-TIED = "tied"
 
 
 def count_parameters(families: Sequence[Family]) -> list[Role]:

@@ -12,7 +12,7 @@ from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from xckpt.notebook.formatting import (
+from xckpt.formatting import (
     binary_size,
     counted,
     printable,

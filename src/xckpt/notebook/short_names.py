@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
+from xckpt.formatting import columns, printable, shortened
 from xckpt.labels.numbering import parse_name, split_name, strip_separator
-from xckpt.notebook.formatting import columns, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,6 +13,16 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from xckpt.errors import shown
+from xckpt.formatting import (
+    UNKNOWN,
+    base_name,
+    binary_size,
+    columns,
+    counted,
+    printable,
+    shape_text,
+    shortened,
+)
 from xckpt.labels.numbering import (
     is_index,
     module_indices,
@@ -23,10 +33,8 @@ from xckpt.labels.numbering import (
 )
 from xckpt.labels.roles import PARAMETERS, Role, roles_of
 from xckpt.notebook.folding import (
-    TIED,
     Family,
     Pattern,
-    Row,
     ascending,
     count_parameters,
     families_of,
@@ -37,16 +45,7 @@ from xckpt.notebook.folding import (
     one_by_one,
     united,
 )
-from xckpt.notebook.formatting import (
-    UNKNOWN,
-    base_name,
-    binary_size,
-    columns,
-    counted,
-    printable,
-    shape_text,
-    shortened,
-)
+from xckpt.tensor_rows import TIED, Row, StackedNames, storage_words, tied
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -58,19 +57,6 @@ _FEW = 12
 # Headers, padding and manifests take less than this of any file that is not a toy.
 _UNUSED_SHARE = 0.1
 _UNUSED_BYTES = 1 << 20
-_STORAGE = {
-    "dense": "",
-    "chunked": "chunked",
-    "sparse_csr": "csr",
-    "sparse_csc": "csc",
-    "sparse_coo": "coo",
-    "sparse_bsr": "bsr",
-    "sparse_bsc": "bsc",
-    "sparse_hybrid": "hybrid coo",
-    "quantized": "quantized",
-    "blocks": "",  # the element type says it
-    "structural": "structural",
-}
 _SEVERITIES = ("error", "warning", "info")
 _MOST_LINES = 300
 _WIDEST_NAME = 60
@@ -126,14 +112,6 @@ class FoldedFinding(NamedTuple):
     value: float  # the largest, of the first tensor of the pattern
     pattern: Pattern
     explanation: str = ""  # of that tensor
-
-
-class StackedNames(NamedTuple):
-    """Tensors that an open object has as one variable."""
-
-    template: tuple[str | int | None, ...]  # of their names: what is no str stands for an index
-    dims: tuple[str, ...]  # one for each index
-    indices: tuple[tuple[int, ...], ...]  # along each of these
 
 
 class ModuleSet(NamedTuple):
@@ -260,7 +238,7 @@ def _totals(patterns: Iterable[tuple[str, Pattern]]) -> tuple[Total, ...]:
 
 
 def index_summary(index: Any) -> Summary:
-    """Sum up an `xckpt.Index`, whose module imports this one for its repr."""
+    """Sum up an `xckpt.Index`."""
     # The reason only: the whole message would show the path.
     problems = [
         f"{shown(tensor.name)}: {tensor.problem.reason}"
@@ -294,20 +272,6 @@ def _rows(tensors: Iterable[Any]) -> Iterator[Row]:
         encodings = () if plain else [part.encoding for part in tensor.parts.values()]
         storage = "" if plain else storage_words(tensor.layout, encodings)
         yield Row(tensor.name, tensor.dtype, tensor.shape, nbytes, storage)
-
-
-def tied(rows: Iterable[Row], shared: Mapping[str, str]) -> Iterable[Row]:
-    """Count the bytes of tied tensors once, for the tensor that owns them."""
-    if not shared:
-        return rows
-    return [r._replace(nbytes=0, storage=TIED) if r.name in shared else r for r in rows]
-
-
-def storage_words(layout: str, encodings: Iterable[str | None]) -> str:
-    """Name how a tensor is stored, for `Row.storage`."""
-    # "zstd-seekable" is zstd with a table of its frames.
-    compressions = [encoding.partition("-")[0] for encoding in encodings if encoding]
-    return " ".join(dict.fromkeys([_STORAGE.get(layout, layout), *compressions])).strip()
 
 
 def _first_of(messages: Sequence[str], fact: str) -> list[str]:

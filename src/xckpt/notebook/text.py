@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from xckpt.notebook.formatting import (
+from xckpt.formatting import (
     TIMES,
     binary_size,
     columns,

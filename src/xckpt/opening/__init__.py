@@ -18,7 +18,8 @@ from xckpt.errors import (
     locating,
     warn,
 )
-from xckpt.index import paused_collector
+from xckpt.index import paused_collector, show_indexes_with
+from xckpt.notebook import index_html, index_text
 from xckpt.opening.hints import advising
 from xckpt.opening.sharding import (
     FileList,
@@ -59,6 +60,8 @@ _SHOWN_WARNINGS = 3
 _CONCURRENCY = 16
 # Formats of what is on the Hub: xarray asks each engine by itself.
 _on_hub: Pool[str] = Pool(limit=256)
+
+show_indexes_with(text=index_text, html=index_html)
 
 
 def open_index(

@@ -20,6 +20,7 @@ from xckpt.labels.numbering import is_index
 from xckpt.opening import format_of, open_index
 from xckpt.opening.hints import advising, step_paths
 from xckpt.opening.sharding import FileList, Opened, labelled_attrs, list_files, merge
+from xckpt.registration import register_formatter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -200,6 +201,7 @@ def _combined(
         lost = ", ".join(map(shown, attrs.dropped))
         text = f"{index.source}: attributes that differ between steps are left out: {lost}"
         warn(text)
+    register_formatter()
     return described(ds, source, index)
 
 

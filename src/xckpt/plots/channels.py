@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xarray as xr
 
+from xckpt.formatting import counted
 from xckpt.labels import select
 from xckpt.labels.numbering import is_index, parse_name
 from xckpt.notebook.folding import ascending
-from xckpt.notebook.formatting import counted
 from xckpt.notebook.short_names import apart, short_names
 from xckpt.plots.axes import (
     add_heading,

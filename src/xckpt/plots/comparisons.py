@@ -9,8 +9,8 @@ import numpy as np
 import xarray as xr
 
 from xckpt.datasets.tensors import OpenTensors
+from xckpt.formatting import counted
 from xckpt.labels import select
-from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, require_drawable, safe
 from xckpt.plots.layers import WIDE_SPAN, require_statistic
 from xckpt.plots.series import codes_left_out, codes_of, require_any

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.datasets.tensors import find
-from xckpt.notebook.formatting import counted
+from xckpt.formatting import counted
 from xckpt.plots.axes import (
     add_heading,
     add_legend,

@@ -11,7 +11,7 @@ import numpy as np
 from xckpt.arrays.sparse import dense_values
 from xckpt.datasets.tensors import OpenTensors
 from xckpt.errors import shown
-from xckpt.notebook.formatting import counted
+from xckpt.formatting import counted
 from xckpt.plots.axes import (
     add_heading,
     add_legend,

@@ -13,7 +13,8 @@ from xckpt.plots.series import groups_of, numbers_of, outermost
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from xckpt.notebook.folding import Row
+    from xckpt.tensor_rows import Row
+
 
 #: Lines of a panel whose labels can be read, and panels of a figure.
 MOST_LINES_OF_PANEL, MOST_PANELS = 8, 6

@@ -8,6 +8,7 @@ from itertools import product, starmap, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
+from xckpt.formatting import counted
 from xckpt.labels import scales_of_codes, suggest_filters
 from xckpt.labels.numbering import (
     drop_indices,
@@ -18,9 +19,9 @@ from xckpt.labels.numbering import (
     strip_separator,
 )
 from xckpt.labels.roles import Role, roles_of
-from xckpt.notebook.folding import Row, families_of, fold, united
-from xckpt.notebook.formatting import counted
+from xckpt.notebook.folding import families_of, fold, united
 from xckpt.notebook.short_names import apart, short_names
+from xckpt.tensor_rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

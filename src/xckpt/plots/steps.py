@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.formatting import counted
 from xckpt.labels.numbering import parse_name
 from xckpt.labels.roles import Role
 from xckpt.notebook.folding import ascending
-from xckpt.notebook.formatting import counted
 from xckpt.plots.axes import add_heading, new_axes, new_panels, require_drawable, safe
 from xckpt.plots.theme import themed
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xckpt.datasets.tensors import OpenTensors
+from xckpt.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.labels.numbering import parse_name, split_name, strip_separator
-from xckpt.notebook.formatting import binary_size, columns, counted, printable, share, shortened
 from xckpt.notebook.html import colors_of
 from xckpt.notebook.short_names import apart
 from xckpt.plots.axes import add_heading, add_legend, luminance, new_axes, require_drawable, write
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from xckpt.labels import TensorFilter
-    from xckpt.notebook.folding import Row
+    from xckpt.tensor_rows import Row
 
 _ANY = "*"
 _POINT_SIZES = (8.0, 6.5)

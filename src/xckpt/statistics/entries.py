@@ -33,7 +33,7 @@ from xckpt.labels import flat_name
 from xckpt.labels.filters import suggest_names
 from xckpt.labels.numbering import parse_name
 from xckpt.loading import uninterrupted
-from xckpt.notebook.extension import load_in_session
+from xckpt.registration import register_formatter
 from xckpt.statistics.kinds import require_numbers
 from xckpt.statistics.readers import ArrayReader, ChunkedTensor, reader_of
 from xckpt.statistics.rows import LONGEST_ROW
@@ -331,7 +331,7 @@ def _file_contents(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     path, format = (obj.source, obj.format) if isinstance(obj, Index) else (obj, None)
     # xarray would open it by a format, which is known when it is open.
     source, index = open_index(path, format, storage_options=storage_options)
-    load_in_session()
+    register_formatter()  # results by channel have a variable for each tensor
     with paused_collector():
         return _FileSubject(source, index, OpenOptions(storage_options=storage_options))
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.formatting import binary_size
 from xckpt.labels.numbering import parse_name
-from xckpt.notebook.formatting import binary_size
 from xckpt.statistics.differences import compare_pairs
 from xckpt.statistics.evidence import CODED, EVERY, Rule
 from xckpt.statistics.pairs import pair_of

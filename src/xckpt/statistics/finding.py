@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from xckpt.formatting import printable
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select, suggest_names
-from xckpt.notebook.formatting import printable
 from xckpt.statistics.api import QUANTILES, stats
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.evidence import Evidence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xckpt.elements import ELEMENT_TYPES, WIDE_FLOATS
+from xckpt.formatting import binary_size, counted
 from xckpt.labels.roles import Role
-from xckpt.notebook.formatting import binary_size, counted
 from xckpt.statistics.channels import OUTLYING
 from xckpt.statistics.code_ranges import NarrowCodes, SaturatedCodes
 from xckpt.statistics.equals import CopiedLayer, Duplicated, Tied

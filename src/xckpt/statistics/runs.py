@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.formatting import counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
-from xckpt.notebook.formatting import counted
 from xckpt.statistics.differences import MEASURES, compare_pairs
 from xckpt.statistics.entries import contents_of
 from xckpt.statistics.equals import equal_to

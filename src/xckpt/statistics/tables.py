@@ -168,7 +168,7 @@ def result_text(result: xr.Dataset) -> str | None:
     kind = _kind_of(result)
     if kind is None:
         return None
-    from xckpt.notebook.formatting import base_name, counted, printable, shortened
+    from xckpt.formatting import base_name, counted, printable, shortened
 
     files = [result.attrs.get("source"), result.attrs.get("compared_with")]
     of = " with ".join(base_name(str(file)) for file in files if file)

@@ -32,9 +32,9 @@ import xarray as xr
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import FormatError, locating, shown
+from xckpt.formatting import counted
 from xckpt.index import Index, paused_collector
 from xckpt.labels.filters import select_or_raise
-from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage import new_file, open_source

@@ -25,10 +25,10 @@ from xckpt.arrays import read_later
 from xckpt.datasets.mappings import as_dataset
 from xckpt.elements import ELEMENT_TYPES
 from xckpt.errors import CheckpointError, CheckpointWarning, UnsupportedError, locating, shown
+from xckpt.formatting import binary_size, counted
 from xckpt.index import paused_collector
 from xckpt.labels.filters import select_or_raise
 from xckpt.labels.renaming import new_names
-from xckpt.notebook.formatting import binary_size, counted
 from xckpt.opening import open_index
 from xckpt.opening.sharding import INDEX_SUFFIX
 from xckpt.storage import is_remote, local_path

@@ -27,8 +27,8 @@ from xckpt.errors import (
     locating,
     shown,
 )
+from xckpt.formatting import counted
 from xckpt.labels.filters import select_or_raise
-from xckpt.notebook.formatting import counted
 from xckpt.opening import open_index
 from xckpt.progress import Progress
 from xckpt.storage.source import sources_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xckpt.notebook.formatting import (
+from xckpt.formatting import (
     base_name,
     binary_size,
     columns,
