@@ -202,6 +202,79 @@ def test_one_shard_of_several_needs_no_match(tmp_path: Path) -> None:
         assert list(ds.variables) == ["head"]
 
 
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """Return a glob for three files, which have no tensor in common."""
+    for number, name in enumerate(("embed", "head", "norm")):
+        save((name,), tmp_path / f"m-{number}.safetensors")
+    return str(tmp_path / "m-*.safetensors")
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("options", [{"tensors": "head"}, {"dims": {"head": ["out", "in"]}}])
+def test_open_mfdataset_is_silent_if_one_file_has_a_match(
+    shards: str, options: Any, caught: list[warnings.WarningMessage], *, parallel: bool
+) -> None:
+    ds = _open_unrelated(shards, parallel=parallel, **options)
+    assert ds["head"].dims == ("out", "in")
+    assert not caught
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("options", [{"tensors": "hed"}, {"dims": {"hed": ["rows", "columns"]}}])
+def test_open_mfdataset_warns_once_if_no_file_has_a_match(
+    shards: str, options: Any, caught: list[warnings.WarningMessage], *, parallel: bool
+) -> None:
+    for _ in range(2):
+        _open_unrelated(shards, parallel=parallel, **options)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert all("hed" in str(warning.message) for warning in caught)
+    if "tensors" in options:
+        assert all("similar names: 'head'" in str(warning.message) for warning in caught)
+
+
+def test_open_mfdataset_warns_if_the_first_file_is_empty_and_ignores_damaged_files(
+    shards: str, tmp_path: Path, caught: list[warnings.WarningMessage]
+) -> None:
+    save((), tmp_path / "m-.safetensors")
+    (tmp_path / "m-9.safetensors").write_bytes(b"damaged")
+    ds = _open_unrelated(shards, tensors="head", errors="ignore")
+    assert list(ds.variables) == ["head"]
+    assert not caught
+    _open_unrelated(shards, tensors="hed", errors="ignore")
+    assert len(caught) == 1
+
+
+def _open_unrelated(paths: str, **options: Any) -> xr.Dataset:
+    return xr.open_mfdataset(
+        paths, engine="safetensors", combine="nested", concat_dim=None, **options
+    )
+
+
+def test_steps_and_references_have_no_tensors_without_a_match(
+    tmp_path: Path, caught: list[warnings.WarningMessage]
+) -> None:
+    for step in (1, 2):
+        save(NAMES, tmp_path / f"step-{step}.safetensors")
+    with pytest.raises(ValueError, match=r"did you mean '\*attn\*'"):
+        xckpt.open_steps(tmp_path, tensors="attn")
+    xckpt.open_steps(tmp_path, dims={"attn": ["out"], "embed": ["rows", "columns"]})
+    xckpt.references(tmp_path / "step-1.safetensors", tensors="attn")
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line() - n) for n in (2, 1)]
+    assert all("did you mean '*attn*'?" in str(w.message) for w in caught)
+
+
+def test_dims_of_steps_match_stacks_and_tensors(
+    tmp_path: Path, caught: list[warnings.WarningMessage]
+) -> None:
+    for step in (1, 2):
+        save(NAMES, tmp_path / f"step-{step}.safetensors")
+    for glob in ("h.attn.w", "h.*.w"):
+        ds = xckpt.open_steps(tmp_path, stack=True, dims={glob: ["rows", "columns"]})
+        assert ds["h.attn.w"].dims == ("step", "h", "rows", "columns")
+    assert not caught
+
+
 # --- names of earlier releases -------------------------------------------------------------------
 
 

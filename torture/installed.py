@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 # What the README opens and nobody has.
-_BUCKET = '"s3://bucket/m.zt", engine="ztensor", storage_options={"anon": True}'
-_INSTEAD = '"file://" + os.path.abspath("m.zt"), engine="ztensor"'
+_BUCKET = '"s3://bucket/m.zt", storage_options={"anon": True}'
+_INSTEAD = '"file://" + os.path.abspath("m.zt")'
 _COMMANDS = (
     *("--version", "info m.zt", "stats m.zt --limit 3", "verify m.zt", "spectrum m.zt --limit 1"),
-    *("convert m.zt from-shell.npz", "compare m.zt m.safetensors --limit 3"),
+    *("convert m.zt from-shell.npz", "compare m.zt new.safetensors --limit 3"),
 )
 
 

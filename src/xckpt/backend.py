@@ -212,6 +212,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
     ) -> tuple[Source, Index, OpenOptions]:
         with uninterrupted():
             from xckpt.opening import open_index
+            from xckpt.opening.matches import check_filters
 
         register_formatter()
         given = {"drop_variables": drop_variables, **keywords}
@@ -224,7 +225,7 @@ class CheckpointBackend(xr.backends.BackendEntrypoint):
             whole=options.decode,
             **options.format_options,
         )
-        return source, index, options
+        return source, index, check_filters(filename_or_obj, index, options)
 
 
 class DetectingBackend(CheckpointBackend):

@@ -125,10 +125,6 @@ def list_arrays(
     """List what becomes a variable; nothing is built for what is left out."""
     drop = options.dropped
     chosen = select(index.tensors, options.tensors)
-    if options.tensors is not None and not chosen and index.tensors:
-        text = f"tensors={options.tensors!r} matches none of the {len(index.tensors)} tensors"
-        text += suggest_filters(index.tensors, options.tensors)
-        warn(f"{index.source}: {text}")
     if index.arrangement.order:
         kept = set(chosen)
         chosen = [name for name in index.arrangement.order if name in kept]

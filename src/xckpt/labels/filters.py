@@ -6,7 +6,7 @@ The suggestions at the end complete error messages about names and filters witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from itertools import islice
@@ -16,6 +16,7 @@ from xckpt.errors import shown
 
 __all__ = [
     "TensorFilter",
+    "no_match",
     "select",
     "select_or_raise",
     "suggest_filters",
@@ -70,9 +71,14 @@ def select_or_raise(names: Iterable[str], name_filter: TensorFilter | None) -> l
     names = list(names)
     selected = select(names, name_filter)
     if name_filter is not None and names and not selected:
-        hint = suggest_filters(names, name_filter)
-        raise ValueError(f"tensors={name_filter!r} matches none of the {len(names)} tensors{hint}")
+        raise ValueError(no_match(names, name_filter))
     return selected
+
+
+def no_match(names: Collection[str], name_filter: TensorFilter) -> str:
+    """Return the message that a filter matches no name, with a suggestion."""
+    hint = suggest_filters(names, name_filter)
+    return f"tensors={name_filter!r} matches none of the {len(names)} tensors{hint}"
 
 
 # --- suggestions ---------------------------------------------------------------------------------

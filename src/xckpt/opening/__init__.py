@@ -51,6 +51,7 @@ __all__ = [
     "is_format",
     "open_each",
     "open_index",
+    "open_silently",
     "read_index",
     "warn_of",
 ]
@@ -73,10 +74,27 @@ def open_index(
     whole: bool = True,
     **format_options: Any,
 ) -> tuple[Source, Index]:
-    """Open a checkpoint and read its index.
+    """Open a checkpoint, read its index, and warn of what its specification lets pass.
 
     `whole` is whether quantised weights are listed as such, not as the tensors that store them.
     """
+    source, index = open_silently(
+        obj, format, storage_options=storage_options, mmap=mmap, whole=whole, **format_options
+    )
+    warn_of(index)
+    return source, index
+
+
+def open_silently(
+    obj: Any,
+    format: str | None = None,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    mmap: bool = False,
+    whole: bool = True,
+    **format_options: Any,
+) -> tuple[Source, Index]:
+    """Open a checkpoint and read its index, as `open_index`, without its warnings."""
     with advising(obj):
         listed = list_files(obj, storage_options, format)
     if listed is None:
@@ -95,7 +113,6 @@ def open_index(
     if whole and may_be_quantized(index):
         with paused_collector():
             index = _with_weights(source, index)
-    warn_of(index)
     return source, index
 
 

@@ -19,6 +19,7 @@ from xckpt.arrays.keys import chunks_along_slowest, target_nbytes
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.errors import MissingShardError, shown, warn
 from xckpt.labels import AxisNamer, TensorFilter, select
+from xckpt.labels.filters import no_match
 from xckpt.opening import open_index
 from xckpt.storage.source import sources_of
 
@@ -100,7 +101,10 @@ def references(
     names = AxisNamer(dims, set(index.tensors))
     target = target_nbytes()
     left_out: dict[str, list[str]] = {}
-    for name in select(index.tensors, tensors):
+    selected = select(index.tensors, tensors)
+    if tensors is not None and not selected and index.tensors:
+        warn(f"{index.source}: {no_match(index.tensors, tensors)}")
+    for name in selected:
         tensor = index.tensors[name]
         reason = _obstacle(tensor)
         if reason is not None:

@@ -9,13 +9,14 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from xckpt import formats
-from xckpt.datasets.listing import kind_of
+from xckpt.datasets.listing import kind_of, list_arrays
 from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
 from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
 from xckpt.labels.attributes import stack_attrs
+from xckpt.labels.filters import no_match
 from xckpt.labels.numbering import is_index
 from xckpt.opening import format_of, open_index
 from xckpt.opening.hints import advising, step_paths
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from xckpt.datasets.listing import Listing
     from xckpt.index import Index, Tensor
     from xckpt.typing import Dataset
 
@@ -180,6 +182,8 @@ def _combined(
         {name: each.index.tensors[name] for name in some if name not in drop}
         for each, some in zip(opened, names, strict=True)
     ]
+    if options.tensors is not None and not any(names):
+        raise ValueError(no_match(set().union(*(o.index.tensors for o in opened)), options.tensors))
     kept = _common(chosen, [each.label for each in opened], join, options)
     attrs = stack_attrs([labelled_attrs(each) for each in opened])
     # One step alone has no module, since a stack of one is no stack.
@@ -189,7 +193,13 @@ def _combined(
         for each, tensors, prefix in zip(opened, chosen, prefixes, strict=True)
     ]
     source, index = merge(listed._replace(attrs=attrs.shared), renamed)
-    ds = make_dataset(source, index, _stacking(options, dim, steps))
+    options = replace(options, tensors=None, drop_variables=None)
+    if len(steps) > 1:
+        file_index = replace(
+            opened[0].index, tensors={n: t for n, t in chosen[0].items() if n in kept}
+        )
+        options = _stacking(options, dim, list_arrays(opened[0].source, file_index, options))
+    ds = make_dataset(source, index, options)
     ds = _plain_names(ds, dim) if len(steps) > 1 else ds.expand_dims({dim: steps})
     ds.variables[dim].encoding["steps"] = True  # so that they are not taken for layers
     for name, values in attrs.varying.items():
@@ -241,20 +251,22 @@ def _renamed(index: Index, tensors: Mapping[str, Tensor], kept: set[str], prefix
     return replace(index, tensors=new, attrs={}, warnings=())
 
 
-def _stacking(options: OpenOptions, dim: str, steps: list[int]) -> OpenOptions:
-    """Return the options for tensors below steps, all of which are stacked."""
-    unchosen = replace(options, tensors=None, drop_variables=None)
-    if len(steps) == 1:
-        return unchosen
-    asked = options.stack or ()
-    stack: Any = (
-        [dim, *([asked] if isinstance(asked, str) else asked)] if asked is not True else True
-    )
+def _stacking(options: OpenOptions, dim: str, listing: Listing) -> OpenOptions:
+    """Return the options for tensors below steps, all of which are stacked.
+
+    `listing` has the variables of one file by itself.
+    """
+    modules = [options.stack] if isinstance(options.stack, str) else options.stack or ()
+    stack: Any = True if modules is True else [dim, *modules]
+    variables = [array.name for array in listing.arrays]
+    tensors = [array.tensor.name for array in listing.arrays]
     dims: dict[str, Sequence[str | None]] = {}
     for glob, names in (options.dims or {}).items():
-        # Of the variable, and of the tensor.
-        dims |= {f"{dim}.{glob}": names, f"{dim}.*.{glob}": names}
-    return replace(unchosen, dims=dims or None, stack=stack)
+        if select(variables, glob):
+            dims[f"{dim}.{glob}"] = names
+        if select(tensors, glob):
+            dims[f"{dim}.*.{glob}"] = names
+    return replace(options, dims=dims or None, stack=stack)
 
 
 def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:

@@ -1,0 +1,75 @@
+"""Warnings about filters that match no tensor in any of the files that one call opens."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from traceback import walk_stack
+from typing import TYPE_CHECKING, Any
+
+from xckpt.errors import CheckpointError, warn
+from xckpt.labels import select
+from xckpt.labels.filters import no_match
+from xckpt.opening import open_silently
+
+if TYPE_CHECKING:
+    from xckpt.datasets.options import OpenOptions
+    from xckpt.index import Index
+
+__all__ = ["check_filters"]
+
+
+def check_filters(path: Any, index: Index, options: OpenOptions) -> OpenOptions:
+    """Warn if `tensors=` matches no tensor, neither in this file nor in those opened with it.
+
+    Return the options for this file: a glob of `dims=` that matches tensors of other files is left
+    out, since a glob without a match raises a warning when axes are named.
+    """
+    # A glob may also match the name of a stack, which no tensor has.
+    globs = [] if options.stack or not options.dims else list(options.dims)
+    filters = globs if options.tensors is None else [*globs, options.tensors]
+    absent = [pattern for pattern in filters if not select(index.tensors, pattern)]
+    if not absent:
+        return options
+    first, *others = _opened_together(path)
+    # The first file warns on behalf of all.
+    unmatched = absent if path == first else []
+    names = list(index.tensors)
+    for other in others:
+        if not unmatched:
+            break
+        more = _tensor_names(other, options)
+        unmatched = [pattern for pattern in unmatched if not select(more, pattern)]
+        names += more
+    if options.tensors in unmatched and names:
+        warn(f"{index.source}: {no_match(names, options.tensors)}")
+    dims = {
+        glob: axes
+        for glob, axes in (options.dims or {}).items()
+        if glob in unmatched or glob not in absent
+    }
+    return replace(options, dims=dims or None)
+
+
+def _opened_together(path: Any) -> list[Any]:
+    """Return the paths of the call of `xarray.open_mfdataset` that opens this one, or it alone."""
+    # xarray does not pass the other paths to an engine, and may open each in a thread of a pool.
+    for innermost in sys._current_frames().values():  # noqa: SLF001  documented
+        for frame, _ in walk_stack(innermost):
+            module = str(frame.f_globals.get("__name__"))
+            if frame.f_code.co_name == "open_mfdataset" and module.startswith("xarray."):
+                paths = frame.f_locals.get("paths1d")  # without it, every file warns
+                if isinstance(paths, list) and path in paths:
+                    return paths
+    return [path]
+
+
+def _tensor_names(path: Any, options: OpenOptions) -> list[str]:
+    """Return the names in another file of the call; opening that file raises its errors."""
+    try:
+        _, index = open_silently(
+            path, storage_options=options.storage_options, whole=options.decode
+        )
+    except (OSError, ValueError, CheckpointError):
+        return []
+    return list(index.tensors)
