@@ -1,19 +1,19 @@
-"""Errors and warnings: each names the file, the byte offset, the tensor and the rule.
+"""Errors and warnings that name the file, the byte offset, the tensor and the rule.
 
 ::
 
     CheckpointError
     ├── FormatError (ValueError)               the file breaks a rule of its format
     ├── IntegrityError (ValueError)            a digest disagrees with the bytes
-    ├── UnsupportedError (NotImplementedError) the file is fine, but uses a feature that is not read
-    │   └── TooLargeError (MemoryError)        what is asked for does not fit in memory
-    ├── PayloadMissingError (LookupError)      tensors are listed, but their values are nowhere
-    │   └── MissingShardError (FileNotFoundError)  because a file that should have them is not there
+    ├── UnsupportedError (NotImplementedError) the file uses an unsupported feature
+    │   └── TooLargeError (MemoryError)        the selected data do not fit in memory
+    ├── PayloadMissingError (LookupError)      the checkpoint lists a tensor without its values
+    │   └── MissingShardError (FileNotFoundError)  the file that should hold the values is missing
     └── FileChangedError (OSError)             the file changed after it was opened
 
-    CheckpointWarning (UserWarning)            what a specification lets pass with a warning
+    CheckpointWarning (UserWarning)            an irregularity that the specification tolerates
 
-`warn` shows a warning at the line of the user that it is due to.
+`warn` attributes a warning to the line of the user's code that caused it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 _LONGEST_SHOWN_NAME = 200
-# Packages that may stand between a warning and the code of the user.
-_BETWEEN = frozenset(
+# Packages whose frames are skipped in search of the user's code that caused a warning.
+_SKIPPED_PACKAGES = frozenset(
     {
         "asyncio",
         "concurrent",
@@ -66,52 +66,52 @@ _BETWEEN = frozenset(
 
 
 def shown(name: str) -> str:
-    """Quote a name that came from a file, so that it is safe and short to print."""
+    """Quote a name from a file, shortened and with control characters escaped."""
     if len(name) > _LONGEST_SHOWN_NAME:
         name = name[:_LONGEST_SHOWN_NAME] + "…"
     return repr(name)
 
 
 def some(names: Sequence[str], what: str = "tensors", most: int = 5) -> str:
-    """Quote the first of several names that came from a file, and say how many more there are."""
+    """Quote the first few names from a file, and count the others."""
     quoted = ", ".join(map(shown, names[:most]))
     more = len(names) - most
     return quoted if more <= 0 else f"{quoted} and {more:,} more {what}".rstrip()
 
 
 def named(error: OSError, path: str, doing: str = "", *, tensor: str | None = None) -> OSError:
-    """Return an error of the operating system that names the file, and the tensor if it is known.
+    """Return an error of the operating system that names the file and the tensor.
 
-    What has no number, or names a tensor already, is returned as it is.
+    An error without a number, or with a tensor's name, is returned unchanged.
     """
     if error.errno is None or hasattr(error, "tensor"):
         return error
     text = (error.strerror or str(error)) + doing
     if tensor is not None:
         text += f" (tensor {shown(tensor)})"
-    told = OSError(error.errno, text, error.filename or path)
+    detailed = OSError(error.errno, text, error.filename or path)
     if tensor is not None:
-        told.tensor = tensor  # type: ignore[attr-defined]
-    return told
+        detailed.tensor = tensor  # type: ignore[attr-defined]
+    return detailed
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read as asked.
+    """Base class of errors about the contents of a checkpoint.
 
     Parameters
     ----------
     reason : str
-        What is wrong, with the value found and the value expected.
+        Description of the fault, with the actual and the expected value.
     path : str, optional
-        The file or URL. The reader fills it in where a format module does not know it.
+        Path or URL of the file. The reader adds it to errors of format modules.
     offset : int, optional
-        Byte offset in the file of what is wrong.
+        Byte offset of the fault in the file.
     tensor : str, optional
         Name of the tensor.
     rule : str, optional
-        Short name of the broken rule, as the specification or its reference reader calls it.
+        Short name of the broken rule, taken from the specification or its reference reader.
     hint : str, optional
-        What the user can do about it.
+        Advice to the user.
 
     Examples
     --------
@@ -138,12 +138,12 @@ class CheckpointError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        where = [self.path] if self.path is not None else []
+        location = [self.path] if self.path is not None else []
         if self.tensor is not None:
-            where.append(f"tensor {shown(self.tensor)}")
+            location.append(f"tensor {shown(self.tensor)}")
         if self.offset is not None:
-            where.append(f"byte {self.offset}")
-        text = ": ".join([*where, self.reason])
+            location.append(f"byte {self.offset}")
+        text = ": ".join([*location, self.reason])
         if self.rule is not None:
             text += f" [{self.rule}]"
         return text if self.hint is None else f"{text}. {self.hint}"
@@ -155,12 +155,12 @@ class CheckpointError(Exception):
     def located(
         self, *, path: str | None = None, offset: int | None = None, tensor: str | None = None
     ) -> CheckpointError:
-        """Fill in the file, the byte and the tensor where they are not known yet.
+        """Fill in the file, the byte offset and the tensor if they are missing.
 
         Parameters
         ----------
         path : str, optional
-            The file or URL.
+            Path or URL of the file.
         offset : int, optional
             Byte offset in the file.
         tensor : str, optional
@@ -169,7 +169,7 @@ class CheckpointError(Exception):
         Returns
         -------
         CheckpointError
-            The same error, to be raised again.
+            The error itself.
         """
         self.path = self.path if self.path is not None else path
         self.offset = self.offset if self.offset is not None else offset
@@ -190,32 +190,32 @@ class IntegrityError(CheckpointError, ValueError):
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
-    """The file uses a feature that this reader does not have."""
+    """The file uses an unsupported feature, or the format cannot store a tensor."""
 
 
 class TooLargeError(UnsupportedError, MemoryError):
-    """What is asked for does not fit in memory; a smaller part of it may."""
+    """The selected data do not fit in memory; a smaller selection may."""
 
 
 class PayloadMissingError(CheckpointError, LookupError):
-    """The values of a tensor are asked for, but the checkpoint says only its shape and type."""
+    """The checkpoint has the shape and type of a tensor, but not its values."""
 
 
 class MissingShardError(PayloadMissingError, FileNotFoundError):
-    """A file that holds values of a checkpoint is not where it should be."""
+    """A file that holds values of a checkpoint is missing."""
 
 
 class FileChangedError(CheckpointError, OSError):
-    """The file is not the one that was opened: its size, time or identity differs."""
+    """The file has changed since it was opened: its size, time or identity differs."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something a specification lets pass, that a user should know of."""
+    """An irregularity that a specification tolerates, but that users should know about."""
 
 
 @contextmanager
 def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[None]:
-    """Name the file and the tensor in errors, and make a lack of memory one of ours."""
+    """Add the file and the tensor to errors, and turn `MemoryError` into `TooLargeError`."""
     try:
         yield
     except CheckpointError as error:
@@ -227,7 +227,7 @@ def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[
         raise named(error, path, tensor=tensor) from error
     except MemoryError as error:
         reason = f"memory ran out: {error}" if str(error) else "memory ran out"
-        hint = "Select less of it at once"
+        hint = "Select a smaller part"
         raise TooLargeError(reason, path=path, tensor=tensor, rule="Memory", hint=hint) from error
 
 
@@ -235,10 +235,10 @@ def locating(*, path: str | None = None, tensor: str | None = None) -> Iterator[
 
 
 def warn(message: str, category: type[Warning] = CheckpointWarning) -> None:
-    """Warn at the line of the user's code that led here, each time.
+    """Warn at the line of the user's code that called the package.
 
-    The user's filters apply. There is no registry of warnings shown before, which would silence
-    all but the first one of a line.
+    The user's filters apply. Python's registry of earlier warnings is not used, because it silences
+    all but the first warning of a line.
     """
     frame = _user_frame()
     module = frame.f_globals.get("__name__")
@@ -251,24 +251,24 @@ def deprecated_name(old: str, new: str, since: str) -> None:
     Parameters
     ----------
     old, new : str
-        The names as users write them: ``"join="`` of an option, ``"xckpt.load"`` of a function.
+        Names as users write them: ``"join="`` for an option, ``"xckpt.load"`` for a function.
     since : str
         Version in which `new` replaced `old`.
     """
-    # Unlike DeprecationWarning it is shown by default, in libraries and on the command line too.
+    # Unlike DeprecationWarning, FutureWarning is always shown by default, also in libraries.
     text = f"{old} is called {new} since xckpt {since}; the old name will be removed"
     warn(text, FutureWarning)
 
 
 def _user_frame() -> FrameType:
-    """Return the innermost frame of the user, in this thread or else in the main thread."""
+    """Return the innermost frame of the user's code, in this thread or else in the main thread."""
     frames = sys._current_frames()  # noqa: SLF001  documented, and the only way to another thread
-    here = frames[threading.get_ident()]
-    # Work of a pool has no frame of the user, who usually waits for it in the main thread.
-    for innermost in (here, frames.get(threading.main_thread().ident or 0)):
+    current = frames[threading.get_ident()]
+    # A thread of a pool has no frame of the user, who usually waits in the main thread.
+    for innermost in (current, frames.get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:
-            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _SKIPPED_PACKAGES:
                 return frame
             frame = frame.f_back
-    return here
+    return current

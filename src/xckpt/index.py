@@ -1,7 +1,7 @@
-"""What a file holds, whatever its format: `Index`, `Tensor`, `Part`.
+"""A neutral description of a file, the same for all formats: `Index`, `Tensor`, `Part`.
 
-A format module turns bytes into an `Index`; everything else in the package knows the Index and
-no format. All three are immutable and pickle to about the size of their names.
+A format module turns bytes into an `Index`; the rest of the package knows the Index and not the
+format. All three are immutable and pickle to about the size of their names.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
     "show_indexes_with",
 ]
 
-# Levels of lists and dicts in an attribute that is kept as JSON.
+# Levels of lists and dicts in an attribute that is stored as JSON.
 DEEPEST_ATTRS = 32
-# To look through more than these takes the garbage collector noticeable time.
+# With more new objects than this, a run of the garbage collector takes noticeable time.
 _MANY_OBJECTS = 100_000
 
 Layout = Literal[
@@ -65,7 +65,7 @@ class Part:
     dtype : str
         Element type, a key of `xckpt.elements.ELEMENT_TYPES`.
     shape : tuple of int or None
-        None where only decoding tells the length (a compressed list of unknown length).
+        None if the length is unknown before decoding (a compressed list).
     offset : int
         First byte, absolute in the file.
     nbytes : int
@@ -73,32 +73,31 @@ class Part:
     encoding : {None, "zstd", "zstd-seekable", "deflate"} or str
         How the bytes are stored; None is raw.
     decoded_nbytes : int or None
-        Size after decoding, where the file states it.
+        Size in bytes after decoding, if the file states it.
     digest : str or None
-        ``algorithm:value`` as the file has it.
+        Checksum as ``algorithm:value``, as the file spells it.
     digest_of : {"stored", "decoded"}
         Whether the digest covers the bytes before or after decoding.
     byteorder : {"little", "big"}
-        Of the elements.
+        Byte order of the elements.
     shard : str or None
         Name of the file of a sharded checkpoint that holds the bytes; None is the file itself.
     inline : bytes or None
-        The bytes themselves, where they are not a range of the file: a number that a header
-        spells out.
+        The bytes themselves if they are not a range of the file, such as a number in a header.
     skip : int or None
-        How many decoded bytes of a compressed part come before its own, and others may follow;
-        None where all are its own.
+        Number of decoded bytes before the first byte of this part, if several parts are compressed
+        together; None if the part is all of the decoded bytes.
     strides : tuple of int or None
-        Distance of elements along each axis, in elements, where they lie neither in C order nor in
-        that of the tensor; 0 where one element is all of an axis. The bytes are those from the
-        first to the last of them then.
+        Distance between elements along each axis, counted in elements; 0 along an axis that repeats
+        one element. None if the elements are in the order of the tensor. With strides, the byte
+        range extends from the first element to the last one.
     inverted : bytes or None
         Bits of each element that are stored inverted, such as the sign of an imaginary part.
     origin : tuple of int or None
-        Where in a chunked tensor its first element is.
+        Position of the first element in a chunked tensor.
     within : Part or None
-        A longer run of bytes that these are the beginning of, where the file states its decoded
-        size or its digest; only verifying reads it.
+        Longer byte range that begins with this part, if the file states a decoded size or a digest
+        for the longer one; only verification reads it.
     """
 
     dtype: str
@@ -121,67 +120,67 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the codes of a quantised tensor become numbers: ``(code - zero) * scale + bias``.
+    """A scheme that decodes a quantised tensor: ``(code - zero) * scale + bias``.
 
-    The parts are ``data`` (codes), ``scales``, ``zeros`` where the zero points are stored,
-    ``biases`` and ``index`` where there are any, and ``global`` where all scales have a factor in
-    common. Scales, zero points and biases form a grid with one entry for each block of the tensor.
+    The parts are ``data`` (codes), ``scales``, and optionally ``zeros`` (zero points), ``biases``,
+    ``index``, and ``global`` (a factor that all scales have in common). Scales, zero points and
+    biases form a grid with one entry for each block of the tensor.
 
     Parameters
     ----------
     block : tuple of int
-        Extent of a block along each axis of the tensor, one scale each.
+        Extent of a block along each axis of the tensor; each block has one scale.
     code : str
         Element type of a code. Packed codes are ``"uint8"``, ``"int8"`` if they have a sign, or a
         small float.
     bits : int
-        Bits of one code.
+        Bits of a code.
     word_bits : int
-        Size of the words that several codes share. Equal to `bits` where they share none; then
-        the part ``data`` is a dense array of the tensor's shape.
+        Size in bits of the words that codes are packed into. Equal to `bits` if codes are not
+        packed; the part ``data`` is then a dense array of the tensor's shape.
     axis : int
-        The axis along which codes share words, rounded up to whole words for each line.
+        Axis along which codes are packed; each line begins with a new word.
     msb_first : bool
         Whether the first code of a word is in its highest bits.
     zero : int or None
-        Zero point of every code, where it is not stored; None where it is in the part ``zeros``.
+        Zero point of every code; None if the part ``zeros`` has the zero points.
     packed_zeros : bool
-        Whether stored zero points are packed as the codes are.
+        Whether stored zero points are packed in the same way as the codes.
     scale_axes : tuple of int
         Order of the axes of the stored scale grid, slowest first.
     global_scale : bool
-        Whether the part ``global`` has one number that every scale is multiplied with first.
+        Whether every scale is first multiplied with the number in the part ``global``.
     global_divides : bool
         Whether every scale is divided by that number instead.
     axes : tuple of int
-        Order of the axes of the stored codes, slowest first; by default that of the tensor.
+        Order of the axes of the stored codes, slowest first; the tensor's order by default.
     stream : bool
-        Whether codes follow each other without regard to words, and may begin in one and end in
-        the next.
+        Whether the packed codes are a continuous stream of bits, in which a code may begin in one
+        word and end in the next.
     order : tuple of int
-        Places in a word, counted from its lowest bits, of the first code, the second, and so on;
-        by default they are in order. Of packed zero points too.
+        Position in a word, counted from its lowest bits, of the first code, the second, and so on;
+        in order by default. Packed zero points have the same order.
     planes : tuple of int
-        Widths in bits of the pieces of a code, lowest bits first, where each piece has words of its
-        own: 32 codes take as many words as a code has bits. By default a code is in one piece.
+        Widths in bits of the pieces of a code, lowest bits first, if each piece is stored in words
+        of its own: 32 codes take as many words as a code has bits. By default a code is one piece.
     zero_axis : int or None
-        The axis of the grid along which zero points are packed, if it is not `axis`.
+        Axis of the grid along which zero points are packed, if it is not `axis`.
     zero_add : int
-        Added to stored zero points; to packed ones modulo two to the power of `bits`.
+        Number added to stored zero points; to packed ones modulo two to the power of `bits`.
     stored_grid : tuple of int
-        Extents of the stored grid, where it has more entries than there are blocks.
+        Extents of the stored grid, if it has more entries than there are blocks.
     index_axis : int or None
-        The axis whose positions the part ``index`` gives entries of the grid to; by default they
-        follow from `block`. Where a tensor is not strict, -1 for all stands for no index.
+        Axis whose positions the part ``index`` assigns to entries of the grid; by default the
+        entries follow from `block`. If a tensor is not strict, an index of only -1 is no index.
     reciprocal : bool
-        Whether what is stored is one divided by the scale.
+        Whether the stored scales are one divided by the scale.
     biases : bool
-        Whether the part ``biases`` has a number for each block that is added last.
+        Whether the part ``biases`` has a number for each block, which is added last.
     factor : float or None
-        What all is multiplied with after the scale.
+        Factor of all values, applied after the scale.
     wide : bool
         Whether the product with a scale is computed in float64 and then rounded to float32.
-        Differences from zero points are of float32 either way.
+        Zero points are subtracted in float32 either way.
     """
 
     block: tuple[int, ...]
@@ -211,21 +210,21 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """How codes of four bits become numbers by a table: ``table[code] * scale``.
+    """A scheme that looks up codes of four bits in a table: ``table[code] * scale``.
 
-    Elements are in C order, the first one of each byte in its high bits, and blocks run over all of
-    them regardless of axes. The parts are ``data``, ``table``, and ``scales`` with one number for
-    each block. Scales may be codes as well: they are then ``scale_table[code] * scale_scale +
-    offset`` of the parts ``scale_table`` and ``scale_scales``.
+    Elements are in C order, the first one of each byte in its high bits, and blocks are consecutive
+    elements regardless of axes. The parts are ``data``, ``table``, and ``scales`` with one number
+    for each block. Scales may be codes themselves, decoded with the parts ``scale_table`` and
+    ``scale_scales``: ``scale_table[code] * scale_scale + offset``.
 
     Parameters
     ----------
     block : int
-        Elements of a block.
+        Number of elements in a block.
     scale_block : int or None
-        Scales of a block of scales, where these are codes.
+        Number of scales in a block of scales, if scales are codes.
     offset : float
-        Added to scales that are codes.
+        Number added to scales that are codes.
     """
 
     block: int
@@ -240,42 +239,43 @@ class Tensor:
     Parameters
     ----------
     name : str
-        Exactly as in the file.
+        Name, exactly as in the file.
     dtype : str
-        Element type of the stored values, a key of `xckpt.elements.ELEMENT_TYPES`, or of
-        `xckpt.elements.BLOCK_TYPES` where `layout` is ``"blocks"``; another text only where the
-        file names a type that is not known (then `problem` is set).
+        Element type of the stored values: a key of `xckpt.elements.ELEMENT_TYPES`, or of
+        `xckpt.elements.BLOCK_TYPES` if `layout` is ``"blocks"``. A type that xckpt does not know
+        has the name that the file uses, and a `problem`.
     shape : tuple of int
         Logical shape.
     parts : mapping of str to Part
-        By role: ``data`` for dense tensors, ``values, indices, indptr`` for CSR, CSC, BSR and BSC,
-        ``values, coords`` for COO and hybrid ones, ``data, scales, zeros`` for quantised ones,
-        blocks with an `origin` for chunked ones, ``real, imag`` for complex numbers that numpy has
-        no type for, the file's own otherwise.
-        Of blocks ``data`` is bytes, with those of a row of the tensor along the last axis.
+        Stored arrays by role: ``data`` for dense tensors; ``values, indices, indptr`` for CSR, CSC,
+        BSR and BSC; ``values, coords`` for COO and hybrid ones; ``data, scales, zeros`` for
+        quantised ones; chunks with an `origin` for chunked ones; ``real, imag`` for complex numbers
+        without a numpy type; otherwise the names that the file uses.
+        In the layout ``"blocks"``, ``data`` has type uint8, and its last axis has the bytes of a
+        row of the tensor.
     layout : {"dense", "chunked", "sparse_csr", "sparse_csc", "sparse_coo", "sparse_bsr", \
 "sparse_bsc", "sparse_hybrid", "quantized", "blocks", "structural"}
-        How the parts make the tensor. In BSR and BSC each value is a matrix, and the shape is whole
-        blocks; in hybrid ones each value of a COO is an array along the last axes. A structural
-        tensor is shown as its parts only.
+        How the parts represent the tensor. In BSR and BSC each value is a matrix, and the shape is
+        a multiple of its shape; in hybrid tensors each value of a COO is an array along the last
+        axes. Only the parts of a structural tensor are variables.
     order : {"C", "F"}
         Memory order of dense data: whether the last or the first axis is contiguous.
     attrs : mapping
-        What the file says of the tensor.
+        Attributes of the tensor in the file.
     dims : tuple of (str or None), or None
-        Names of axes that the file or its model kind gives; None where it gives none.
+        Names of axes from the file or from its kind of model; None if there are no names.
     quantization : Quantization, Codebook or None
-        Set where `layout` is ``"quantized"``.
+        Scheme that decodes the parts, if `layout` is ``"quantized"``.
     strict : bool
-        Whether the format forbids what others tolerate in the values: booleans other than 0
+        Whether the format forbids values that other formats tolerate: booleans other than 0
         and 1, unsorted or repeated sparse indices, bits set in padding.
     problem : CheckpointError or None
-        Why the values cannot be read, where the rest of the file can; raised on computing.
+        Error to raise when the values are computed, if only this tensor cannot be read.
     path : tuple of str or None
-        Where it is in the tree of modules, its own name last; None where the dots of its name
-        say so.
+        Position in the tree of modules, the tensor's own name last; None if the dots of its name
+        separate the modules.
     stored : mapping of str to Tensor, or None
-        By role, the tensors that the file has in place of this one.
+        Tensors of the file that represent this one, by role.
     """
 
     name: str
@@ -308,20 +308,21 @@ class Tensor:
         return sum([part.nbytes for part in self.parts.values()])
 
     def named(self, name: str) -> Tensor:
-        """Return it under another name, and what is stored in its place under names alike.
+        """Return the tensor under another name, with its stored tensors renamed likewise.
 
-        ``a.qweight`` of ``a.weight`` becomes ``b.qweight`` of ``b.weight``. Names that cannot
-        follow leave nothing that is stored in place of it.
+        If ``a.weight`` becomes ``b.weight``, its ``a.qweight`` becomes ``b.qweight``. `stored` is
+        dropped if the new name has another ending.
         """
         if self.stored is None or name == self.name:
             return replace(self, name=name)
         stored = {}
         for role, tensor in self.stored.items():
-            same = len(commonprefix([self.name, tensor.name]))
-            stem = name.removesuffix(self.name[same:])
-            if not name.endswith(self.name[same:]):
+            prefix = commonprefix([self.name, tensor.name])
+            ending = self.name.removeprefix(prefix)
+            if not name.endswith(ending):
                 return replace(self, name=name, stored=None)
-            stored[role] = replace(tensor, name=stem + tensor.name[same:])
+            new_prefix = name.removesuffix(ending)
+            stored[role] = replace(tensor, name=new_prefix + tensor.name.removeprefix(prefix))
         return replace(self, name=name, stored=stored)
 
 
@@ -336,7 +337,7 @@ class Shard:
     digest : str or None
         ``algorithm:value`` of the whole file.
     candidates : tuple of str
-        Where it may lie, relative to the folder of the referring file, best first.
+        Paths to try, best first, relative to the folder of the referring file.
     """
 
     size: int
@@ -346,16 +347,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StoredList:
-    """A list among the attributes that is left in the file until it is looked at.
+    """A list among the attributes that is read from the file on demand.
 
     Parameters
     ----------
     part : Part
-        Its numbers, or the bytes of its texts.
+        Numbers of the list, or the bytes of its texts.
     count : int
-        How many entries it has.
+        Number of entries.
     length_nbytes : int
-        Bytes of the length, in the part's byte order, before each text; 0 where it has numbers.
+        Size in bytes of the length before each text, in the part's byte order; 0 for numbers.
     """
 
     part: Part
@@ -372,18 +373,18 @@ class StoredList:
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The files of a checkpoint that a file says it is one of; each is complete by itself.
+    """The list of files, in one of the files of a split checkpoint; each is complete by itself.
 
     Parameters
     ----------
     names : tuple of str
-        Of all of them, in their order, in the same folder.
+        Names of all files, in order; they are in the same folder.
     position : int
-        Which of them it is, from 0.
+        Position of this file in `names`.
     offset : int
-        Where the file says so, for messages.
+        Byte offset of the statement in the file, for messages.
     count : int or None
-        How many tensors they have in total, where the file states it.
+        Number of tensors in all files, if the file states it.
     """
 
     names: tuple[str, ...]
@@ -394,16 +395,17 @@ class FileSet:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What the object that a file was saved from is besides its tensors and their names of axes.
+    """Coordinates, order and tree of the object that was saved, beyond its tensors and axes.
 
     Parameters
     ----------
     coords : tuple of str
         Names of the tensors that are coordinates.
     order : tuple of str
-        Names of all tensors in the order of the variables, where that is not the order of the file.
+        Names of all tensors in the order of the variables; empty if that is the order of the file.
     modules : mapping of str to mapping
-        Attributes of nodes of a tree below its root, by path; empty ones of nodes without tensors.
+        Attributes of the nodes of a tree, by path, without its root. A node without tensors has an
+        entry even if it has no attributes.
     """
 
     coords: tuple[str, ...] = ()
@@ -411,18 +413,18 @@ class Arrangement:
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of(self, names: Collection[str]) -> Arrangement:
-        """Return that of some of the tensors."""
+        """Return the arrangement of a selection of tensors."""
         coords = tuple([name for name in self.coords if name in names])
         return Arrangement(coords, tuple([n for n in self.order if n in names]), self.modules)
 
     def renamed(self, names: Mapping[str, str]) -> Arrangement:
-        """Return that of tensors with other names."""
+        """Return the arrangement after tensors are renamed, from old names to new ones."""
         coords = tuple([names.get(name, name) for name in self.coords])
         order = tuple([names.get(name, name) for name in self.order])
         return Arrangement(coords, order, self.modules)
 
     def grown(self, more: Arrangement, names: Collection[str]) -> Arrangement:
-        """Return that of a file to which tensors of some names are added, or in which replaced."""
+        """Return the arrangement after tensors are added, or replace others of the same name."""
         coords = [name for name in self.coords if name not in names]
         order = [name for name in self.order if name not in names]
         order += names if order else ()
@@ -430,51 +432,54 @@ class Arrangement:
 
 
 def is_json(value: Any, levels: int = DEEPEST_ATTRS) -> bool:
-    """Whether an attribute is the same after it was JSON: texts, numbers, lists and dicts."""
+    """Return whether an attribute is the same after a round trip through JSON.
+
+    True for texts, numbers, booleans, None, and lists and dicts of them, at most `levels` deep.
+    """
     kind: Any = type(value)
     if kind is str:
         return not any("\ud800" <= character <= "\udfff" for character in value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
-    if kind in {list, tuple}:  # which becomes a list
-        return levels > 0 and all(is_json(each, levels - 1) for each in value)
+    if kind in {list, tuple}:  # a tuple comes back as a list
+        return levels > 0 and all(is_json(entry, levels - 1) for entry in value)
     if kind is dict:
         keys = all(type(key) is str and is_json(key) for key in value)
-        return levels > 0 and keys and all(is_json(each, levels - 1) for each in value.values())
+        return levels > 0 and keys and all(is_json(entry, levels - 1) for entry in value.values())
     return kind in {bool, float} or value is None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Index(Mapping[str, "Tensor"]):
-    """What a file holds: tensors, attributes, and where every byte is; no data.
+    """Contents of a file without its data: tensors, attributes, and the position of every byte.
 
-    It is a mapping of names to tensors, in file order.
+    An Index is a mapping of names to tensors, in file order.
 
     Parameters
     ----------
     format : str
         Name of the format, also the name of the xarray engine.
     version : str
-        Version of the format that the file has.
+        Version of the format, as stated in the file.
     tensors : mapping of str to Tensor
-        In file order.
+        Tensors by name, in file order.
     attrs : mapping
-        What the file says of itself: plain Python types, and long lists as `StoredList`.
+        Attributes of the file: plain Python types, and long lists as `StoredList`.
     source : str
-        Path or URL it was read from.
+        Path or URL of the file.
     nbytes : int
-        Size of the file.
+        Size of the file in bytes.
     shards : mapping of str to Shard
         Other files that hold parts, by the name that `Part.shard` uses.
     warnings : tuple of str
-        What the specification lets pass with a warning.
+        Irregularities that the specification tolerates with a warning.
     arrangement : Arrangement
-        Which tensors are coordinates, and the like.
+        Coordinates, order and tree of the object that was saved.
     attr_types : mapping of str to str
-        Element types of attributes that are numbers or lists, where the file has one that their
-        values do not tell; ``"text"`` of an empty list of texts.
+        Element types of numbers and lists among the attributes, if they do not follow from the
+        values; ``"text"`` for an empty list of texts.
     files : FileSet or None
-        The files that this one belongs to, if it is not alone.
+        List of all files of a checkpoint that is split into several; None for a single file.
 
     Examples
     --------
@@ -506,16 +511,19 @@ class Index(Mapping[str, "Tensor"]):
 
     @property
     def shared(self) -> dict[str, str]:
-        """Tensors whose data are those of one before them, such as tied weights, by its name."""
+        """Names of tensors that share the data of an earlier tensor, such as tied weights.
+
+        The values are the names of the earlier tensors.
+        """
         first: dict[tuple[Any, ...], str] = {}
-        found = {}
+        owners = {}
         for name, tensor in self.tensors.items():
             part = tensor.parts.get("data")
             if part is not None and part.nbytes and part.inline is None:
                 owner = first.setdefault((part.offset, part.nbytes, part.shard, part.skip), name)
                 if owner is not name:
-                    found[name] = owner
-        return found
+                    owners[name] = owner
+        return owners
 
     def __repr__(self) -> str:
         render = _renderers.get("text")
@@ -536,14 +544,15 @@ def show_indexes_with(*, text: Callable[[Index], str], html: Callable[[Index], s
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Keep the cyclic garbage collector out while many objects are made."""
+    """Pause the cyclic garbage collector while many objects are created."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            # What was made stays: it becomes old at once, without a look through all of it.
+            # The new objects stay alive. Freezing and unfreezing moves them to the oldest
+            # generation without traversing them.
             if gc.get_count()[0] > _MANY_OBJECTS and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
