@@ -50,7 +50,7 @@ def apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Keep headers of remote files out of the user's cache; wait for no network and no disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("xckpt.storage.requests._FIRST_DELAY", 0.001)
+        patch.setattr("xckpt.storage.requests._FIRST_PAUSE", 0.001)
         patch.setattr("os.fsync", _not_waiting)
         if _PROFILE == "xckpt" and find_spec("hypothesis.internal.conjecture.providers"):
             # It would draw what is in modules that are loaded, so in those of other tests too.

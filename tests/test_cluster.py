@@ -18,7 +18,8 @@ from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.statistics import scan
 from xckpt.statistics.cluster import placed
-from xckpt.storage import ahead
+from xckpt.storage import far, prefetch
+from xckpt.storage.requests import IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,18 +134,18 @@ class TestTwoWorkers:
         xckpt.stats(ds, cache=False, progress=False)
         assert set(read) == first
 
-    def test_a_scan_of_an_object_store_has_32_requests_under_way_for_each(
+    def test_a_scan_of_an_object_store_has_32_requests_in_flight(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (ahead, scan):
+        for module in (far, prefetch, scan):
             monkeypatch.setattr(module, "REQUEST_NBYTES", 1 << 14)
         data = zt({f"w{n}": np.arange(1 << 14, dtype="<f4") + n for n in range(24)})
         with WebServer(**{"m.zt": data}) as web:
             ds = xr.open_dataset(f"{web.url}/m.zt", engine="ztensor")
             web.at_once = web.nbytes_sent = 0
-            web.behaviour.together = 2 * ahead.IN_FLIGHT
+            web.behaviour.together = IN_FLIGHT
             found = xckpt.stats(ds, cache=False, progress=False)
-        assert web.at_once == 2 * ahead.IN_FLIGHT
+        assert web.at_once == IN_FLIGHT  # of a process; here all workers are in one
         assert web.nbytes_sent <= len(data)  # each byte once
         xr.testing.assert_equal(found, xckpt.stats(data, cache=False, progress=False))
 

@@ -123,8 +123,8 @@ def test_tables_have_the_exact_names(hostile: dict[str, Any]) -> None:
 
 
 def test_limits_of_servers() -> None:
-    from xckpt.storage.requests import ATTEMPTS, Limits
+    from xckpt.storage.requests import Limits
 
-    timeout, rate = Limits()
+    timeout, read_timeout, retries = Limits()
     (stated,) = [text for of, text in ROWS.items() if of.startswith("a server: ")]
-    assert stated == f"{ATTEMPTS}; {timeout:g}; {rate:,.0f}"
+    assert stated == f"{timeout:g}; {read_timeout:g}; {retries}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ BUCKET = "bucket"
 
 
 class S3Server(Listening):
-    """Serves objects; ``options`` are what fsspec needs to reach it.
+    """Serves objects; ``options`` are the storage options to reach it.
 
     Attributes
     ----------
@@ -30,8 +31,10 @@ class S3Server(Listening):
         Share of requests that fail with status 500, or whose body is cut.
     refuse : callable
         Tells by path and range whether a request always fails.
-    forbid : callable
-        Tells by the query of an address that is signed whether it is refused.
+    region : str or None
+        Region of the bucket: requests that are signed for another one are refused.
+    says_region : bool
+        Whether such a refusal contains the region.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,8 @@ class S3Server(Listening):
         self._app = DomainDispatcherApplication(create_backend_app)
         self.latency = self.failing = 0.0
         self.refuse: Callable[[str, str | None], bool] = lambda _path, _range: False
-        self.forbid: Callable[[str], bool] = lambda _query: False
+        self.region: str | None = None
+        self.says_region = True
         self.faults = 0
         self._random = np.random.default_rng(0)
         self._lock = threading.Lock()
@@ -63,22 +67,31 @@ class S3Server(Listening):
     def forget(self) -> None:
         """Begin to count anew."""
         self.requests: list[tuple[str, str, str | None]] = []
+        self.authorizations: list[str] = []
         self.nbytes_sent = 0
 
     def put(self, **files: bytes) -> None:
         """Store objects."""
-        from s3fs import S3FileSystem
+        import boto3
 
-        fs = S3FileSystem(**self.options)
-        if not fs.exists(BUCKET):
-            fs.call_s3("create_bucket", Bucket=BUCKET)
-        fs.pipe({f"{BUCKET}/{name}": data for name, data in files.items()})
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",  # noqa: S106  it opens nothing
+        )
+        with suppress(client.exceptions.BucketAlreadyOwnedByYou):
+            client.create_bucket(Bucket=BUCKET)
+        for name, data in files.items():
+            client.put_object(Bucket=BUCKET, Key=name, Body=data, ACL="public-read")
         self.forget()
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         asked = environ.get("HTTP_RANGE")
         with self._lock:
             self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], asked))
+            self.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
             fault = self._random.random() < self.failing
             cut = fault and self._random.random() < 0.5
             self.faults += fault
@@ -86,10 +99,15 @@ class S3Server(Listening):
         if (fault and not cut) or self.refuse(environ["PATH_INFO"], asked):
             start("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
-        query = environ.get("QUERY_STRING", "")
-        if "Signature=" in query and self.forbid(query):
-            start("403 Forbidden", [("Content-Length", "0")])
+        if environ["REQUEST_METHOD"] == "HEAD" and environ["PATH_INFO"] == f"/{BUCKET}":
+            start("403 Forbidden", [("x-amz-bucket-region", self.region or "us-east-1")])
             return [b""]
+        signed = environ.get("HTTP_AUTHORIZATION", "")
+        if self.region is not None and f"/{self.region}/s3/" not in signed:
+            text = f"<Error><Region>{self.region}</Region></Error>" if self.says_region else ""
+            status = "400 Bad Request" if self.says_region else "301 Moved Permanently"
+            start(status, [("Content-Length", str(len(text)))])
+            return [text.encode()]
         return self._counted(self._app(environ, start), cut=cut)
 
     def _counted(self, body: Any, *, cut: bool) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ import pytest
 from xckpt.errors import CheckpointError, TooLargeError, UnsupportedError, locating
 from xckpt.storage import limits
 from xckpt.storage.limits import UNCHECKED_NBYTES, available_nbytes, require_memory
-from xckpt.storage.source import empty, populate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,27 +126,3 @@ def test_a_lack_of_memory_becomes_an_error_that_names_file_and_tensor() -> None:
     assert (found.value.path, found.value.tensor) == ("m.zt", "v")
     with pytest.raises(ZeroDivisionError), locating(path="m.zt"):
         raise ZeroDivisionError
-
-
-def test_memory_is_provided_before_it_is_written_to_and_keeps_what_is_in_it() -> None:
-    resource = pytest.importorskip("resource")
-
-    def faults() -> int:
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-
-    memory = empty(3 * UNCHECKED_NBYTES)[5:-7]
-    memory[:9], memory[-9:] = b"beginning", b"ended now"
-    data = b"x" * len(memory)
-    before = faults()
-    populate(memory)
-    if faults() == before:
-        pytest.skip("this system provides no memory before it is written to")
-    assert (bytes(memory[:9]), bytes(memory[-9:])) == (b"beginning", b"ended now")
-    provided = faults()
-    memory[:] = data
-    assert faults() - provided < len(memory) // 4096 // 2
-
-
-def test_little_memory_is_not_asked_for() -> None:
-    for nbytes in (0, 1, UNCHECKED_NBYTES - 1):
-        populate(empty(nbytes))

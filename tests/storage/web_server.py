@@ -42,6 +42,7 @@ class Behaviour:
     busy: int = 0  # how many of the next requests are answered with 429
     headers: dict[str, str] = field(default_factory=dict)  # instead of its own
     location: str | None = None  # where every request is sent to
+    moved: dict[str, str] = field(default_factory=dict)  # where requests for a path are sent to
 
 
 class WebServer(Listening):
@@ -49,8 +50,7 @@ class WebServer(Listening):
 
     def __init__(self, **files: bytes) -> None:
         self.behaviour = Behaviour({f"/{name}": data for name, data in files.items()})
-        self.requests: list[tuple[str, str, str | None]] = []
-        self.nbytes_sent = 0
+        self.forget()
         self.now = self.at_once = 0  # requests that are answered at the same time
         self.connections: list[socket.socket] = []
         self.lock = threading.Lock()
@@ -60,29 +60,51 @@ class WebServer(Listening):
         self.url = url_of(server)
         super().__init__(server)
 
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.headers: list[Any] = []  # of each request
+        self.nbytes_sent = 0
+
     @property
     def gets(self) -> list[str | None]:
         """The ranges of all GET requests."""
         return [range_ for method, _, range_ in self.requests if method == "GET"]
 
-    def encrypt(self, folder: Path) -> None:
-        """Encrypt connections from now on, with a certificate that nobody signed."""
+    def encrypt(self, folder: Path) -> Path:
+        """Encrypt connections from now on; return the authority that signed the certificate."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-        now = datetime.now(UTC)
-        made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(1))
-        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-        private = key.private_bytes(*form, serialization.NoEncryption())
+        pem, now = serialization.Encoding.PEM, datetime.now(UTC)
+
+        def certificate(name: str, issuer: str, key: Any, signer: Any) -> Any:
+            names = [
+                x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)]) for n in (name, issuer)
+            ]
+            serial = x509.random_serial_number()
+            made = x509.CertificateBuilder(
+                names[1], names[0], key.public_key(), serial, now, now + timedelta(1)
+            )
+            hosts = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+            limits = x509.BasicConstraints(ca=name == issuer, path_length=None)
+            made = made.add_extension(hosts, critical=False).add_extension(limits, critical=True)
+            return made.sign(signer, hashes.SHA256()).public_bytes(pem)
+
+        authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+        authority = folder / "authority.pem"
+        authority.write_bytes(certificate("CA", "CA", authority_key, authority_key))
         path = folder / "server.pem"
-        path.write_bytes(private + made.sign(key, hashes.SHA256()).public_bytes(form[0]))
+        private = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        path.write_bytes(private + certificate("localhost", "CA", key, authority_key))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(path)
         server: Any = self._servers[0]
         server.socket = context.wrap_socket(server.socket, server_side=True)
+        return authority
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -114,8 +136,11 @@ class _Handler(Handler):
         web, how = self.web, self.web.behaviour
         asked = self.headers.get("Range")
         path = self.path.partition("?")[0]
+        if path.startswith("http://"):  # of a client that takes this for a proxy
+            path = "/" + path.split("/", 3)[3]
         with web.lock:
             web.requests.append((self.command, self.path, asked))
+            web.headers.append(self.headers)
             fault = web.random.random() < how.failing
             self.cut = how.cut or (0.5 if fault and web.random.random() < 0.5 else 0)
             web.faults += fault
@@ -127,9 +152,10 @@ class _Handler(Handler):
             web.closing.wait()
             self.close_connection = True
             return
-        if how.location is not None:
+        location = how.moved.get(path, how.location)
+        if location is not None:
             self.send_response(302)
-            self.send_header("Location", how.location)
+            self.send_header("Location", location)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from xckpt.arrays.parts import PartReader
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -208,14 +208,10 @@ class DenseArray(OnePartArray):
 
     def _elements(self, start: int, stop: int) -> Array:
         part, source, itemsize = self.reader.part, self.reader.source, self.dtype.itemsize
-        if self._is_wide and self._is_native:
+        if self._is_wide and self._is_native and (self._is_copied or source.is_remote):
             self.reader.check(nbytes_of(part.dtype, prod(self.shape)))
-            where = part.offset + start * itemsize, (stop - start) * itemsize
-            memory = source.take(*where)
-            if memory is None and source.worth_skipping is not None:
-                memory = source.read(*where)
-            if memory is not None:
-                return np.frombuffer(memory, self.dtype)
+            memory = source.read(part.offset + start * itemsize, (stop - start) * itemsize)
+            return np.frombuffer(memory, self.dtype)
         if self._is_copied:
             flat = empty_array((stop - start) * itemsize).view(self.dtype)
             self._read_run(start, flat)

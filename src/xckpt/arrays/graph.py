@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from xckpt.arrays.keys import AxisKey, Chunks
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 # Up to here dask takes longer than the read.
 _SMALL = 1 << 20
@@ -183,7 +183,7 @@ class TensorLayer(Layer):
             index = tuple(slices[position] for slices, position in along)
         except (IndexError, TypeError):
             raise KeyError(key) from None
-        if self.lazy.source.concurrency > 1:
+        if self.lazy.source.is_remote:
             # For each computation: of two that overlap, dask loses what was registered
             # (`dask.callbacks.local_callbacks`).
             _reading_ahead.register()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.parts import PartReader
     from xckpt.index import Tensor
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 
 class Origin(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.arrays.keys import AxisKey
     from xckpt.index import Part, Tensor
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

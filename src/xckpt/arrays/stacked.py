@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xckpt.arrays import ReadOptions
     from xckpt.index import Tensor
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 # Members smaller than this share chunks, which are at most so large: to read 61 biases at once is
 # one task then, and to read one of them still reads that one.

@@ -33,7 +33,6 @@ from xckpt.opening.sharding import (
 from xckpt.quantization import assemble_weights, may_be_quantized
 from xckpt.quantization.config import find_declaration, parse_json
 from xckpt.storage import Source, hub_url, is_remote, open_source, pinned_url
-from xckpt.storage.cache import FIRST_NBYTES
 from xckpt.storage.limits import Pool
 from xckpt.storage.source import ShardedSource, sources_of
 
@@ -99,9 +98,7 @@ def open_silently(
         listed = list_files(obj, storage_options, format)
     if listed is None:
         with advising(obj):
-            source = open_source(
-                obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES
-            )
+            source = open_source(obj, storage_options=storage_options, mmap=mmap)
         with paused_collector():
             index = _read(source, format, format_options)
         if index.files is not None:
@@ -198,9 +195,7 @@ def open_each(
         if isinstance(obj, Source):
             source = obj
         else:
-            source = open_source(
-                obj, storage_options=storage_options, mmap=mmap, first=FIRST_NBYTES
-            )
+            source = open_source(obj, storage_options=storage_options, mmap=mmap)
         try:
             return Opened(label, source, _read(source, format, format_options))
         except FileChangedError:
@@ -275,7 +270,7 @@ def format_of(obj: Any, storage_options: dict[str, Any] | None = None) -> str:
                 raise MissingShardError("none of its files is there", path=listed.name)
         source = obj
         if not isinstance(obj, Source):
-            source = open_source(obj, storage_options=storage_options, first=FIRST_NBYTES)
+            source = open_source(obj, storage_options=storage_options)
     with source.reading_header() as header:
         return formats.detect(header).name
 

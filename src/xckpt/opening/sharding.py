@@ -22,13 +22,13 @@ from xckpt.index import Arrangement, FileSet, Index, Shard, StoredList, Tensor
 from xckpt.quantization.config import parse_json
 from xckpt.storage import (
     Source,
+    expand_url,
     is_remote,
     list_folder,
     local_path,
     open_source,
     pinned_url,
 )
-from xckpt.storage.requests import own_options
 from xckpt.storage.source import ShardedSource
 
 if TYPE_CHECKING:
@@ -289,24 +289,18 @@ def _expanded(pattern: str, storage_options: Mapping[str, Any] | None) -> list[s
 
 def _glob_url(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
     """Expand the glob in a URL, of a chained one in the link that has a path."""
-    from fsspec.core import url_to_fs
-
     links = pattern.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
-    options, _ = own_options(storage_options)
     links[at] = pinned_url(links[at], storage_options)
+    options = dict(storage_options or {})
     if at:
         # As fsspec has it, the options of a link in a chain are under its protocol.
         protocol = links[at].partition("://")[0]
         options = {**options, **options.pop(protocol, {})}
         options = {key: value for key, value in options.items() if key not in links[:at]}
-    fs, path = url_to_fs("::".join(links[at:]), **options)
-    scheme = links[at].partition("://")[0]
-    urls = []
-    for each in fs.glob(path):
-        links[at] = each if "://" in each else f"{scheme}://{each}"
-        urls.append("::".join(links))
-    return urls
+    chain = "".join(f"::{link}" for link in links[at + 1 :])
+    matches = expand_url(links[at], options, chain)
+    return ["::".join([*links[:at], match, *links[at + 1 :]]) for match in matches]
 
 
 def _indexed(source: Source) -> FileList:

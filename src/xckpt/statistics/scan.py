@@ -29,8 +29,8 @@ from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
 from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
-from xckpt.storage.ahead import IN_FLIGHT, REQUEST_NBYTES
 from xckpt.storage.limits import cpu_count
+from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
 from xckpt.storage.source import empty_array
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.readers import Reader
     from xckpt.statistics.store import Store
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 # What is kept of an interrupted scan of one tensor: 1 GiB of float32 at a time; whole leaves.
 _STRETCH = 1 << 28

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from xckpt.statistics.entries import Describable, Described
     from xckpt.statistics.kinds import Kind
     from xckpt.statistics.readers import Reader
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
     from xckpt.typing import Dataset
 
 Array = np.ndarray[Any, np.dtype[Any]]

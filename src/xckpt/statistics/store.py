@@ -21,7 +21,7 @@ import numpy as np
 
 from xckpt.statistics.plausible import require
 from xckpt.storage import cache
-from xckpt.storage.remote import is_of_one_opening
+from xckpt.storage.far import is_of_one_opening
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from xckpt.storage.ahead import reading_ahead
 from xckpt.storage.local import (
     BytesSource,
     FileObjectSource,
@@ -17,8 +16,9 @@ from xckpt.storage.local import (
     is_mapped,
     local_path,
 )
-from xckpt.storage.remote import FsspecSource
+from xckpt.storage.prefetch import reading_ahead
 from xckpt.storage.source import Source
+from xckpt.storage.stores import kind_of
 
 # Two letters at least: "C:" is a drive.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(://|::)")
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Source",
+    "expand_url",
     "hub_url",
     "is_mapped",
     "is_remote",
@@ -52,7 +53,6 @@ def open_source(
     *,
     storage_options: Mapping[str, Any] | None = None,
     mmap: bool = False,
-    first: int = 0,
 ) -> Source:
     """Open whatever holds the bytes of a file."""
     if isinstance(obj, bytes | bytearray | memoryview):
@@ -71,13 +71,14 @@ def open_source(
     if on_hub is not None:
         from xckpt.storage.hub import HubSource
 
-        return HubSource(on_hub, storage_options, first=first)
-    is_web = obj.startswith(("http://", "https://"))
-    if not is_web and ("::" in obj or not obj.startswith(("s3://", "s3a://"))):
-        return FsspecSource(obj, storage_options, first=first)
-    from xckpt.storage.web import HttpSource, S3Source
+        return HubSource(on_hub, storage_options)
+    if kind_of(obj) is None:
+        from xckpt.storage.filesystems import FsspecSource
 
-    return (HttpSource if is_web else S3Source)(obj, storage_options, first=first)
+        return FsspecSource(obj, storage_options)
+    from xckpt.storage.remote import RemoteSource
+
+    return RemoteSource(obj, storage_options)
 
 
 def new_file(
@@ -107,6 +108,21 @@ def list_folder(
     if is_remote(path) or not folder.is_dir():
         return None
     return str(folder), {each.name: each for each in folder.iterdir() if each.is_file()}
+
+
+def expand_url(
+    pattern: str, storage_options: Mapping[str, Any] | None, chain: str = ""
+) -> list[str]:
+    """Return the URLs of files that match a glob; `chain` is what follows it in a chained URL."""
+    if pattern.startswith("hf://"):
+        from xckpt.storage.hub import glob_hub
+
+        return glob_hub(pattern, storage_options)
+    from xckpt.storage.filesystems import file_system
+
+    fs, path = file_system(pattern + chain, storage_options)
+    scheme = pattern.partition("://")[0]
+    return [each if "://" in each else f"{scheme}://{each}" for each in fs.glob(path)]
 
 
 def pinned_url(url: str, storage_options: Mapping[str, Any] | None = None) -> str:

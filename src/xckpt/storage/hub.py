@@ -1,52 +1,51 @@
 """Files on the Hugging Face Hub: ``hf://organisation/model@revision/file``.
 
-A revision is looked up once, and everything is read of the commit that it is, which the names of
-sources have. Sizes and digests of files come with the listing of their folder, so that no request
-is made for a file before its header is wanted. A request for a large file is answered with the
-signed address of a copy in a network of caches: this is used until it is refused, and then asked
-for again. The token goes to the Hub, and to no other host.
+A revision is looked up once, and everything is read from the commit that it names; the names of
+sources contain it. Sizes and digests of files come with the listing of their folder, so that no
+request is made for a file before its header is read. Large files are elsewhere: the Hub redirects
+to a signed address, which is used until it is refused. The token goes to the Hub, and to no other
+host.
 
 `huggingface_hub` knows the endpoint and the token, and has the session for questions about
-repositories; requests for bytes are those of `HttpSource`.
+repositories. Their answers are read here, within limits of time and size.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import json
 import re
+import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
+from xckpt.storage.far import changed
 from xckpt.storage.limits import Pool
+from xckpt.storage.remote import REDIRECTS, SAFE_SCHEMES, Place, RemoteSource
 from xckpt.storage.requests import (
     OWN_OPTIONS,
-    BusyError,
-    Patience,
+    TransientError,
     called_within,
-    is_transient_status,
-    lacking,
-    own_options,
+    logger,
     retried,
+    split_options,
 )
 from xckpt.storage.source import components
-from xckpt.storage.web import HttpSource, busy_or_broken
+from xckpt.storage.stores import flattened, lacking, open_store, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from aiohttp import ClientResponse
-    from yarl import URL
-
+    from xckpt.storage.requests import Limits
     from xckpt.storage.source import Source
 
 _URL = re.compile(
@@ -56,19 +55,28 @@ _URL = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Seconds until requests are allowed again: "resolvers";r=0;t=55
-_RESET = re.compile(r";\s*t\s*=\s*([0-9]{1,4})")
+_RESET = re.compile(r";\s*t\s*=\s*([0-9]{1,6})")
+_SECONDS = re.compile("[0-9]{1,6}")
 
 #: What is read of the beginning of a file: the headers of most shards are shorter.
 _FIRST_NBYTES = 1 << 17
 # How long a branch is taken to be the commit that it was.
 _TRUSTED_SECONDS = 10.0
 _MOST_FILES = 1_000_000
+_MOST_PAGES = 10_000
+_LARGEST_ANSWER = 64 << 20
+# Files in git itself are smaller; ranges of them are not promised.
+_LARGEST_IN_GIT = 10 << 20
+_LENGTH_OF_GIT_ID = 40
 _MOST_REDIRECTS = 5
-_REDIRECTS = {301, 302, 303, 307, 308}
+_PIECE_NBYTES = 1 << 16
+# Seconds that the Hub may ask for before the next request.
+_LONGEST_WAIT = 60.0
 _DEFAULT_REVISION = "main"
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-# Of the storage options, what is not for the session.
+# Of the storage options, those that are not for the server that has the bytes.
 _HUB_OPTIONS = {"endpoint", "token"}
+_LIBRARIES = {"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 
 
 class HubPath(NamedTuple):
@@ -98,12 +106,12 @@ class HubPath(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> HubPath:
         """Split a URL."""
-        found = _URL.fullmatch(url.rstrip("/"))
-        if found is None:
-            told = "a repository is hf://organisation/name, with @revision and /file after it"
-            raise ValueError(f"{url} is not a place on the Hub: {told}")
-        revision = unquote(found["revision"] or _DEFAULT_REVISION)
-        return cls(found["kind"] or "model", found["repo"], revision, found["path"] or "")
+        match = _URL.fullmatch(url.rstrip("/"))
+        if match is None:
+            form = "a repository is hf://organisation/name, with @revision and /file after it"
+            raise ValueError(f"{url} is not a place on the Hub: {form}")
+        revision = unquote(match["revision"] or _DEFAULT_REVISION)
+        return cls(match["kind"] or "model", match["repo"], revision, match["path"] or "")
 
 
 def pinned(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
@@ -128,19 +136,47 @@ def list_hub_folder(
     return place.url, files
 
 
+def glob_hub(pattern: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the URLs of the files that match; two stars match folders, too."""
+    from fsspec.utils import glob_translate
+
+    hub = _Hub(pattern, storage_options)
+    place = hub.resolved(HubPath.parse(pattern))
+    is_match = re.compile(glob_translate(place.path)).match
+    fixed = place._replace(path=place.path.partition("*")[0]).parent
+    depth = sys.maxsize if "**" in place.path else place.path.count("/")
+    urls, folders = [], [fixed]
+    while folders:
+        folder = folders.pop()
+        for name, entry in hub.entries(folder).items():
+            inner = folder._replace(path=f"{folder.path}/{name}".lstrip("/"))
+            if entry is not None and is_match(inner.path):
+                urls.append(inner.url)
+            elif entry is None and inner.path.count("/") < depth:
+                folders.append(inner)
+    return urls
+
+
 # Commits by repository and revision, with the time when they were looked up; folders by commit.
 _commits: Pool[SimpleNamespace] = Pool(limit=1024)
 _folders: Pool[dict[str, tuple[int, str] | None]] = Pool(limit=256)
-# Where the bytes of a file are, by its address at the Hub.
-_copies: Pool[SimpleNamespace] = Pool(limit=4096)
+
+
+class _Answer(NamedTuple):
+    """An answer of the Hub that is not a failure."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str  # where it is from, or where it redirects to
 
 
 class _Hub:
-    """The Hub as its users may see it: asks what is where."""
+    """The Hub as its users may see it: answers what is where."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._url = url
-        options, self._limits = own_options(storage_options)
+        options, self._limits = split_options(flattened(storage_options), own=True)
         self._token = options.get("token")
         try:
             import huggingface_hub
@@ -156,12 +192,12 @@ class _Hub:
         return str(self._api.endpoint)
 
     def address(self, file: HubPath) -> str:
-        """Return where a file is to be asked for."""
+        """Return the address of a file at the Hub."""
         commit, path = quote(file.revision, safe=""), quote(file.path)
         return f"{self.endpoint}/{file.page}/resolve/{commit}/{path}"
 
     def headers(self) -> dict[str, str]:
-        """Return what goes to the Hub with each request; the token is that of now."""
+        """Return the headers of requests to the Hub; the token is the one of now."""
         from huggingface_hub.utils import build_hf_headers
 
         return dict(build_hf_headers(token=self._token, library_name="xckpt"))
@@ -174,35 +210,40 @@ class _Hub:
 
         def look() -> SimpleNamespace:
             revision = quote(place.revision, safe="")
-            info = next(self._asked(place, f"revision/{revision}"))
+            info, _ = self._page(place, f"{self._api_of(place)}/revision/{revision}")
             commit = info.get("sha") if isinstance(info, dict) else None
             if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
                 raise self._broken(f"does not tell the commit of revision {shown(place.revision)}")
             return SimpleNamespace(commit=commit, time=time.monotonic())
 
-        found = _commits.get(key, look)
-        if time.monotonic() - found.time >= _TRUSTED_SECONDS:
+        latest = _commits.get(key, look)
+        if time.monotonic() - latest.time >= _TRUSTED_SECONDS:
             _commits.discard(key)
-            found = _commits.get(key, look)
-        return place._replace(revision=found.commit)
+            latest = _commits.get(key, look)
+        return place._replace(revision=latest.commit)
 
     def entries(self, folder: HubPath) -> dict[str, tuple[int, str] | None]:
         """Return size and digest of each file in a folder of a commit; None is a folder."""
+        return _folders.get((self.endpoint, folder), partial(self._list, folder))
 
-        def look() -> dict[str, tuple[int, str] | None]:
-            path = f"/{quote(folder.path, safe='')}" if folder.path else ""
-            found: dict[str, tuple[int, str] | None] = {}
-            for page in self._asked(folder, f"tree/{folder.revision}{path}"):
-                for each in page if isinstance(page, list) else [page]:
-                    try:
-                        found[each["path"].rpartition("/")[2]] = _entry(each)
-                    except (AttributeError, KeyError, TypeError, ValueError) as error:
-                        raise self._broken(f"lists what is no file: {shown(str(each))}") from error
-                if len(found) > _MOST_FILES:
-                    raise self._broken(f"lists more than {_MOST_FILES} files in one folder")
-            return found
-
-        return _folders.get((self.endpoint, folder), look)
+    def _list(self, folder: HubPath) -> dict[str, tuple[int, str] | None]:
+        path = f"/{quote(folder.path, safe='')}" if folder.path else ""
+        following = f"{self._api_of(folder)}/tree/{folder.revision}{path}"
+        entries: dict[str, tuple[int, str] | None] = {}
+        deadline = time.monotonic() + self._limits.timeout
+        for _ in range(_MOST_PAGES):
+            known = len(entries)
+            page, following = self._page(folder, following)
+            for listed in page if isinstance(page, list) else [page]:
+                try:
+                    entries[listed["path"].rpartition("/")[2]] = _entry(listed)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise self._broken(f"lists what is no file: {shown(str(listed))}") from error
+            if not following:
+                return entries
+            if len(entries) == known or len(entries) > _MOST_FILES or time.monotonic() > deadline:
+                break
+        raise self._broken(f"lists a folder without end; {len(entries)} files so far")
 
     def entry(self, place: HubPath) -> tuple[int, str]:
         """Return the size and the digest of a file."""
@@ -213,24 +254,97 @@ class _Hub:
             raise IsADirectoryError(errno.EISDIR, "it is a folder", self._url)
         if len(entry) == 2:
             return entry
-        told = f"{place.repo} has no file {shown(place.path)} at {shown(place.revision)}"
+        text = f"{place.repo} has no file {shown(place.path)} at {shown(place.revision)}"
         alike = get_close_matches(name, entries, n=1)
-        told += f"; did you mean {shown(alike[0])}?" if alike else ""
-        raise FileNotFoundError(errno.ENOENT, told, self._url)
+        text += f"; did you mean {shown(alike[0])}?" if alike else ""
+        raise FileNotFoundError(errno.ENOENT, text, self._url)
+
+    def _api_of(self, place: HubPath) -> str:
+        return f"/api/{place.kind}s/{place.repo}"
+
+    def _page(self, place: HubPath, path: str) -> tuple[Any, str]:
+        """Return a page of an answer of the API, and the path of the next one if there is one."""
+        answer = self.answer(place, "GET", self.endpoint + path, _LARGEST_ANSWER)
+        try:
+            content = json.loads(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise self._broken("does not answer in JSON") from error
+        # Whatever host it names: the token goes to this one.
+        following = re.search(r'<([^<>]*)>;\s*rel="?next', answer.headers.get("Link") or "")
+        _, mark, rest = following[1].partition("/api/") if following else ("", "", "")
+        return content, mark + rest
+
+    def answer(
+        self, place: HubPath, method: str, url: str, most: int, source: HubSource | None = None
+    ) -> _Answer:
+        """Ask the Hub, and follow redirects on it; failures are errors."""
+        for _ in range(_MOST_REDIRECTS):
+            asked = partial(self._asked, place, method, url, most)
+            answer = retried(
+                self._url, partial(called_within, self._limits.timeout, asked), self._limits
+            )
+            if source is not None:
+                source.compare(answer.headers)
+            if answer.status not in REDIRECTS or "Location" not in answer.headers:
+                return answer
+            url = self._joined(url, answer.headers["Location"])
+            if urlsplit(url)[:2] != urlsplit(self.endpoint)[:2]:
+                return answer._replace(url=url)
+        raise OSError(errno.EINVAL, "redirects go round in circles", self._url)
+
+    def _joined(self, url: str, location: str) -> str:
+        with suppress(ValueError):
+            joined = urljoin(url, location)
+            schemes = urlsplit(url).scheme, urlsplit(joined).scheme
+            if urlsplit(joined).hostname and schemes in SAFE_SCHEMES:
+                return joined
+        # The address is not shown: it may be signed.
+        raise OSError(errno.EINVAL, "the Hub redirects to an address that is not safe", self._url)
+
+    def _asked(self, place: HubPath, method: str, url: str, most: int) -> _Answer:
+        from huggingface_hub.errors import OfflineModeIsEnabled
+        from huggingface_hub.utils import get_session
+
+        start = time.monotonic()
+        try:
+            answer = self._read(get_session(), place, method, url, most)
+        except OfflineModeIsEnabled as error:
+            text = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
+            raise OSError(errno.EINVAL, text, self._url) from error
+        except Exception as error:
+            # The libraries that the session may be from have errors of their own.
+            if type(error).__module__.partition(".")[0] not in _LIBRARIES:
+                raise
+            is_timeout = "timeout" in type(error).__name__.lower()
+            text = f"the Hub does not answer: {shown(str(error) or type(error).__name__)}"
+            raise TransientError(text, is_timeout=is_timeout) from error
+        logger.debug("%s %s in %.3f s: %s", method, answer.status, time.monotonic() - start, url)
+        return answer
+
+    def _read(self, session: Any, place: HubPath, method: str, url: str, most: int) -> _Answer:
+        """Make a request, and read at most so many bytes of the answer."""
+        headers = {**self.headers(), "Accept-Encoding": "identity"}
+        body, deadline = bytearray(), time.monotonic() + self._limits.timeout
+        with _opened(session, method, url, headers, self._limits) as (status, told, pieces):
+            if status >= 400:
+                raise self.refusal(place, status, told)
+            if told.get("Content-Encoding", "identity") != "identity":
+                raise self._broken("sends its answer compressed")
+            for piece in pieces:
+                body += piece
+                if len(body) > most:
+                    raise self._broken(f"sends more than {most} bytes for {shown(url)}")
+                if time.monotonic() > deadline:
+                    raise TransientError("the answer of the Hub has no end", is_timeout=True)
+        return _Answer(status, told, bytes(body), url)
 
     def refusal(self, place: HubPath, status: int, headers: Mapping[str, str]) -> OSError:
         """Return what an answer of the Hub means, and what to do about it."""
         told, url = headers.get("X-Error-Message", ""), self._url
         repo, page = f"the repository {place.repo}", f"{self.endpoint}/{place.page}"
-        has_token = "authorization" in self.headers()
-        if is_transient_status(status):
-            error = busy_or_broken(status, told, headers, url)
-            limit = _RESET.search(headers.get("RateLimit", ""))
-            if isinstance(error, BusyError) and limit is not None:
-                error.seconds = error.seconds or float(limit[1])
-            if status == 429 and not has_token:
-                error.strerror = f"{error.strerror} (with a token it allows more: {_LOG_IN})"
-            return error
+        has_token = "authorization" in {name.lower() for name in self.headers()}
+        if status in {408, 425, 429} or status >= 500:
+            return self._busy(status, headers, has_token=has_token)
         who = (
             "your token may not be allowed to read it"
             if has_token
@@ -257,38 +371,36 @@ class _Hub:
                 return PermissionError(errno.EACCES, text, url)
         return OSError(errno.EINVAL, f"the Hub answered {status} {shown(told)}", url)
 
-    def _asked(self, place: HubPath, what: str) -> Iterator[Any]:
-        """Ask the API of the Hub, and return the pages of its answer."""
-        from huggingface_hub.errors import OfflineModeIsEnabled
-        from huggingface_hub.utils import get_session
-
-        following = f"/api/{place.kind}s/{place.repo}/{what}"
-
-        def request() -> Any:
-            seconds, headers = patience.silence(), self.headers()
-            get = partial(get_session().get, headers=headers, timeout=seconds)
-            try:
-                answer = called_within(seconds, lambda: get(self.endpoint + following))
-            except OfflineModeIsEnabled as error:
-                told = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
-                raise OSError(errno.EINVAL, told, self._url) from error
-            if answer.status_code != 200:
-                raise self.refusal(place, answer.status_code, answer.headers)
-            return answer
-
-        while following:
-            patience = Patience(self._url, self._limits)
-            answer = retried(self._url, request, patience)
-            try:
-                yield answer.json()
-            except ValueError as error:
-                raise self._broken("does not answer in JSON") from error
-            # Whatever host it names: the token goes to this one.
-            _, mark, rest = answer.links.get("next", {}).get("url", "").partition("/api/")
-            following = mark + rest
+    def _busy(self, status: int, headers: Mapping[str, str], *, has_token: bool) -> OSError:
+        """Return the error for an answer that asks for patience; long waits are up to the user."""
+        text = f"the Hub answered {status} {shown(headers.get('X-Error-Message', ''))}"
+        if status == 429 and not has_token:
+            text += f" (with a token it allows more: {_LOG_IN})"
+        after = _SECONDS.fullmatch(headers.get("Retry-After", ""))
+        reset = _RESET.search(headers.get("RateLimit", ""))
+        seconds = float(after[0] if after else reset[1] if reset else 0)
+        if seconds > _LONGEST_WAIT:
+            text += f"; it wants no requests for {seconds:g} seconds: try again after that"
+            return OSError(errno.ETIMEDOUT, text, self._url)
+        return TransientError(text, is_busy=status in {429, 503}, seconds=seconds)
 
     def _broken(self, what: str) -> OSError:
         return OSError(errno.EINVAL, f"the Hub {what}", self._url)
+
+
+@contextmanager
+def _opened(
+    session: Any, method: str, url: str, headers: Mapping[str, str], limits: Limits
+) -> Iterator[tuple[int, Mapping[str, str], Iterator[bytes]]]:
+    """Begin a request, and return status, headers, and the body as it is sent, piece by piece."""
+    options: dict[str, Any] = {"headers": headers, "timeout": limits.read_timeout}
+    if callable(getattr(session, "stream", None)):  # of httpx
+        with session.stream(method, url, follow_redirects=False, **options) as answer:
+            yield answer.status_code, answer.headers, answer.iter_raw()
+    else:  # of requests, with huggingface_hub before 1.0
+        with session.request(method, url, allow_redirects=False, stream=True, **options) as answer:
+            pieces = answer.raw.stream(_PIECE_NBYTES, decode_content=False)
+            yield answer.status_code, answer.headers, pieces
 
 
 def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -301,29 +413,28 @@ def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
     return size, digest
 
 
-class HubSource(HttpSource):
+# Files in git itself by URL.
+_small: Pool[bytes] = Pool(limit=32 << 20, measure=len)
+
+
+class HubSource(RemoteSource):
     """A file of a commit on the Hub; `storage_options` may have "token" and "endpoint"."""
 
     __slots__ = ()
 
-    # Files in git itself have 10 MiB at most; whether ranges of them are sent is not promised.
-    _most_skipped = 10 << 20
-
     def __init__(
         self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
     ) -> None:
-        self.name = url
-        self.storage_options, self.limits = own_options(storage_options)
-        self._file_system()  # a missing package is not a failed request
-        hub = _Hub(url, self.storage_options)
+        hub = _Hub(url, storage_options)
         place = hub.resolved(HubPath.parse(url))
         self.name = place.url
+        self.storage_options, self.limits = split_options(flattened(storage_options), own=True)
+        self._first = b""
         self.size, digest = hub.entry(place)
         self.identity = (self.size, ("sha", digest))
-        self._first = memoryview(b"")
 
     def reading_header(self) -> AbstractContextManager[Source]:
-        """Read ahead, and remember; see `Source.reading_header`."""
+        """Read more than asked for, and remember; see `Source.reading_header`."""
         options = {key: v for key, v in self.storage_options.items() if key != "token"}
         return reading_header(self, memoryview(b""), options, ahead=_FIRST_NBYTES)
 
@@ -331,89 +442,10 @@ class HubSource(HttpSource):
         """Open another file next to this one, of the same commit; see `Source.sibling`."""
         options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
         folder = HubPath.parse(self.name).parent.url
-        return type(self)("/".join([folder, *components(name)]), options)
+        return HubSource("/".join([folder, *components(name)]), options)
 
-    def _check_unchanged(self, patience: Patience, *, trusted: float) -> None:
-        """Do nothing: a commit does not change, and each answer has the size of its file."""
-
-    def _url_to_fs(self) -> tuple[Any, str]:
-        from fsspec import filesystem
-
-        options = {key: v for key, v in self.storage_options.items() if key not in _HUB_OPTIONS}
-        # As huggingface_hub does, use the proxies that the environment names.
-        options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}
-        hub = _Hub(self.name, self.storage_options)
-        return filesystem("http", **options), hub.address(HubPath.parse(self.name))
-
-    async def _answered(self, fs: Any, url: str, headers: dict[str, str]) -> ClientResponse:
-        """Request bytes where they are known to be, or else from the Hub, which says where."""
-        from yarl import URL
-
-        options = self._asking(fs, headers)
-        session = await fs.set_session()
-        copy = _copies.get(url, lambda: SimpleNamespace(url=None, lock=asyncio.Lock()))
-        ours, known = URL(url, encoded=True), copy.url
-        if known is not None:
-            answer = await self._get(session, known, ours, options)
-            if answer.status < 400 or is_transient_status(answer.status) or answer.status == 416:
-                return answer
-            answer.release()
-        async with copy.lock:
-            if copy.url is known:  # nobody else has asked meanwhile
-                copy.url = None
-                answer, copy.url = await self._redirected(session, ours, options)
-                return answer
-            known = copy.url or ours
-        return await self._get(session, known, ours, options)
-
-    async def _redirected(
-        self, session: Any, ours: URL, options: dict[str, Any]
-    ) -> tuple[ClientResponse, URL | None]:
-        """Ask the Hub; return the answer that has the bytes, and where it came from."""
-        at = ours
-        for _ in range(_MOST_REDIRECTS):
-            answer = await self._get(session, at, ours, options)
-            try:
-                following = self._following(answer, at, ours)
-            except BaseException:
-                answer.close()
-                raise
-            if following is None:
-                return answer, at if answer.status < 300 else None
-            answer.release()
-            at = following
-        raise OSError(errno.EINVAL, "redirects go round in circles", self.name)
-
-    def _following(self, answer: ClientResponse, at: URL, ours: URL) -> URL | None:
-        """Return where an answer sends to; None if it is the last one."""
-        from yarl import URL
-
-        if at.origin() == ours.origin():
-            self._check_resolved(answer)
-        location = answer.headers.get("Location")
-        if answer.status not in _REDIRECTS or location is None:
-            return None
-        with suppress(ValueError):
-            found = at.join(URL(location, encoded=True))
-            if found.host and (found.scheme == "https" or ours.scheme == found.scheme == "http"):
-                return found
-        # The address is not shown: it may be signed.
-        raise OSError(errno.EINVAL, "the Hub sends to an address that is not safe", self.name)
-
-    async def _get(
-        self, session: Any, at: URL, ours: URL, options: dict[str, Any]
-    ) -> ClientResponse:
-        headers = options["headers"]
-        if at.origin() == ours.origin():
-            hub = _Hub(self.name, self.storage_options)
-            headers = {**await asyncio.to_thread(hub.headers), **headers}
-        answer: ClientResponse = await session.get(
-            at, **{**options, "headers": headers, "allow_redirects": False}
-        )
-        return answer
-
-    def _check_resolved(self, answer: ClientResponse) -> None:
-        """Compare what the Hub says of a file with what it said as this was listed."""
+    def compare(self, headers: Mapping[str, str]) -> None:
+        """Compare what the Hub says of the file with what it said as this was listed."""
         identity: Any = self.identity
         known = {
             "X-Repo-Commit": HubPath.parse(self.name).revision,
@@ -421,16 +453,40 @@ class HubSource(HttpSource):
             "X-Linked-ETag": identity[1][1],
         }
         for name, before in known.items():
-            now = answer.headers.get(name, before).removeprefix("W/").strip('"')
+            now = headers.get(name, before).removeprefix("W/").strip('"')
             # Digests of one kind are compared: files in git itself have two of them.
             is_same_kind = name != "X-Linked-ETag" or len(now) == len(before)
             if now != before and is_same_kind:
-                raise self._changed(f"its {name} was {shown(before)} and is {shown(now)}")
+                raise changed(self.name, f"its {name} was {shown(before)} and is {shown(now)}")
 
-    def _check_status(self, response: ClientResponse) -> None:
-        if response.status >= 400:
-            hub = _Hub(self.name, self.storage_options)
-            # Only the Hub says why; others tell no more than the status.
-            if str(response.url).startswith(f"{hub.endpoint}/"):
-                raise hub.refusal(HubPath.parse(self.name), response.status, response.headers)
-        super()._check_status(response)
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        """Request a range, or all of a small file that is in git itself; see `FarSource`."""
+        identity: Any = self.identity
+        if self.size > _LARGEST_IN_GIT or len(identity[1][1]) != _LENGTH_OF_GIT_ID:
+            return super()._get(offset, nbytes)
+
+        def read() -> bytes:
+            hub, place = self._hub(), HubPath.parse(self.name)
+            body = hub.answer(place, "GET", hub.address(place), _LARGEST_IN_GIT, self).body
+            if len(body) != self.size:
+                raise changed(self.name, f"it had {self.size} bytes and has {len(body)} now")
+            return body
+
+        try:
+            return memoryview(_small.get((self.name, identity), read))[offset : offset + nbytes]
+        except FileNotFoundError as error:
+            raise changed(self.name, "it is no longer there") from error
+
+    def _hub(self) -> _Hub:
+        return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
+
+    def _locate(self) -> Place:
+        """Ask the Hub where the bytes of the file are."""
+        hub, place = self._hub(), HubPath.parse(self.name)
+        answer = hub.answer(place, "HEAD", hub.address(place), 0, self)
+        options = without_secrets(self.storage_options)
+        options = {key: value for key, value in options.items() if key not in _HUB_OPTIONS}
+        is_elsewhere = answer.status in REDIRECTS
+        if not is_elsewhere:
+            options["headers"] = hub.headers()
+        return Place(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)

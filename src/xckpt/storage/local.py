@@ -18,8 +18,8 @@ from uuid import uuid4
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, named, shown
-from xckpt.storage.ahead import is_being_read
 from xckpt.storage.limits import Pool
+from xckpt.storage.prefetch import is_being_read
 from xckpt.storage.source import Source, components, empty
 
 if TYPE_CHECKING:

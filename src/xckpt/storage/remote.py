@@ -1,7 +1,8 @@
-"""Files behind URLs, through fsspec: one request for each range, no block cache.
+"""Files on web servers and in object stores, through obstore: one range is one request.
 
-Requests that fail for reasons that pass are made again, after a while; of a body that was cut
-short, the rest is requested. What does not get ahead is a `TimeoutError`: see `Patience`.
+Every answer says which version of the file it is from; this is compared with the version that was
+opened. obstore's synchronous calls run on threads (`requests`); its retries are switched off for
+reading, because those here are logged and also cover bodies that break off.
 """
 
 from __future__ import annotations
@@ -9,411 +10,449 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
-import uuid
+from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
-from xckpt.errors import FileChangedError, UnsupportedError, shown, warn
-from xckpt.storage import ahead
-from xckpt.storage.cache import reading_header
-from xckpt.storage.limits import Pool
-from xckpt.storage.requests import (
-    ATTEMPTS,
-    OWN_OPTIONS,
-    Limits,
-    Patience,
-    attempted,
-    called_within,
-    is_transient,
+from xckpt.errors import CheckpointError, FileChangedError, UnsupportedError, shown
+from xckpt.storage.cache import FIRST_NBYTES
+from xckpt.storage.far import FarSource, changed, identified, unsupported
+from xckpt.storage.limits import Locks, Pool
+from xckpt.storage.requests import TransientError, called_within, retried, run, split_options
+from xckpt.storage.stores import (
+    address_of,
+    flattened,
+    headers_of,
+    kind_of,
     lacking,
-    own_options,
-    retried,
-    sharers,
-    words_of,
+    open_store,
+    options_key,
+    regions,
+    ssl_context,
+    without_secrets,
 )
-from xckpt.storage.source import Source, components, empty
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping
+    from ssl import SSLContext
 
 T = TypeVar("T")
 
-# Eighteen digits are less than 2**63; Python refuses to parse thousands of them.
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
-_LONGEST_VERSION = 1024
+# obstore sends all headers but these to wherever a redirect leads, and the URL as `Referer`.
+_KEPT_AT_HOME = {"authorization", "cookie"}
+REDIRECTS = {301, 302, 303, 307, 308}
+_MOST_REDIRECTS = 10
+#: Schemes of an address and of a redirect from it that is followed.
+SAFE_SCHEMES = {("http", "http"), ("http", "https"), ("https", "https")}
+# Encodings of bodies that are not compressed; the last one is left over by some uploads to S3.
+_NOT_COMPRESSED = {"", "identity", "aws-chunked"}
+_OF_OBSTORE = "\n\nDebug source:"
+_S3_HOME = "https://s3.amazonaws.com"
+_RESERVED = "%/:=&?~#+!$,;'@()*[]"
+# Of a file that is uploaded in parts: S3 allows 10,000 of them.
+_PART_NBYTES = 8 << 20
+_MOST_PARTS = 9_000
 
-# What file systems say of the version of a file, under the names they have for it.
-_VERSION_KEYS = (
-    *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5"),
-    *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
-    *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
+_NO_CREDENTIALS = (
+    "no credentials were found in storage_options, the environment or profiles, and this machine "
+    "has none; for public data, pass storage_options={'anon': True}"
 )
-# Where nothing is said of the version, the beginning is looked at now and then.
-_OPENING, _BEGINNING = "opening", "beginning"
-_BEGINNING_NBYTES = 1 << 16
-# They read copies of their own, which nobody changes.
-_COPYING = ("simplecache::", "filecache::", "blockcache::", "cached::")
-
-# How long an answer about the version of a file is trusted before it costs another request.
-_TRUSTED_SECONDS = 10.0
-_FREE_TO_ASK = frozenset({"memory", "file", "local"})
-# Of so many bytes one more failure is tolerated.
-_NBYTES_PER_FAILURE = 16 << 20
+_NOT_TRUSTED = (
+    "the certificate of the server is not trusted; storage_options={'verify': 'ca.pem'} names a "
+    "file with those that are"
+)
 
 
-def content_range(text: str | None) -> tuple[int, int, int | None] | None:
-    """Return first byte, last byte and size of the file; None where that is not what it says."""
-    found = _CONTENT_RANGE.fullmatch(text or "")
-    if found is None:
-        return None
-    return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+class _ElsewhereError(OSError):
+    """A bucket is in another region."""
 
 
-def version_text(value: object) -> str | None:
-    """Return what a server says of the version of a file; None where it is absurdly long."""
-    text = None if value is None else str(value)
-    return text if text is not None and len(text) <= _LONGEST_VERSION else None
+class _Rule(NamedTuple):
+    """Meaning of an error of obstore."""
+
+    pattern: str  # in its text
+    kind: str
+    reason: str = ""
 
 
-# When this process last found a file to be the one that was opened, as their only attribute.
-_checks: Pool[SimpleNamespace] = Pool(limit=1024)
+# The first one that matches counts. obstore puts the kinds of errors into their texts only.
+_RULES = (
+    _Rule(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
+    _Rule(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
+    _Rule(r"status code: (?:404|410)", "missing"),
+    _Rule(r"status code: (?:401|403)", "refused"),
+    _Rule(r"status code: 412", "changed", "its ETag is another"),
+    _Rule(r"status code: 416|object was only", "changed", "it is shorter than it was"),
+    _Rule(r"status code: (429|503)", "busy", "the server answered %s"),
+    _Rule(r"status code: (408|425|5\d\d)", "transient", "the server answered %s"),
+    _Rule(r"status code: 3\d\d", "final", "the server redirects to an address that is not safe"),
+    _Rule(r"status code: (\d+)", "final", "the server answered %s"),
+    _Rule(r"Range request not", "unsupported", "ignores ranges and sends the whole file"),
+    _Rule(r"(?i)Content.Range", "unsupported", "does not say which bytes it sends"),
+    _Rule(r"Content-Length Header", "unsupported", "does not say how many bytes it sends"),
+    _Rule(r"Requested (\S+), got (\S+)", "final", "asked for bytes %s, got %s"),
+    _Rule(r"following redirect", "final", "redirects go round in circles"),
+    _Rule(r"builder error|RelativeUrl", "final", "the URL is not valid"),
+    _Rule(r"TimedOut|kind: Timeout", "timeout", "no answer, or no end of it, in time"),
+    _Rule(r"InvalidCertificate", "final", _NOT_TRUSTED),
+    _Rule(r"dns error", "transient", "the name of the server cannot be looked up"),
+    _Rule(r'message: "([^"]+)"', "transient", "cannot connect: %s"),
+    _Rule(r"kind: (?:Connect|Request)", "transient", "the connection failed"),
+    _Rule(r"kind: Interrupted", "transient", "the connection broke off"),
+)
 
 
-def is_of_one_opening(identity: Any) -> bool:
-    """Return whether a file, or one that it is among, is the same only while it is open."""
-    return isinstance(identity, tuple) and (
-        identity[:1] == (_OPENING,) or any(map(is_of_one_opening, identity))
-    )
+def failure(error: Exception, name: str) -> Exception:
+    """Return what an error of obstore means, without addresses in it, which may be signed."""
+    text = str(error)
+    if isinstance(error, CheckpointError | ImportError | OSError) and _OF_OBSTORE not in text:
+        return error
+    # A body of an answer comes after its status, and may say anything.
+    match = re.search(r"status code: \d+", text)
+    is_region = "<Region>" in text and match is not None and match[0][-3:] in {"301", "400"}
+    text = text if match is None or is_region else text[: match.end()]
+    for pattern, kind, reason in _RULES:
+        found = re.search(pattern, text)
+        if found is not None:
+            return _made(kind, reason % found.groups() if found.groups() else reason, name)
+    if isinstance(error, ValueError | TypeError):
+        return ValueError(f"cannot open {name}: {error}")
+    first_line = re.sub(r"\w+://\S+", "its address", text.partition("\n")[0])
+    return OSError(errno.EIO, f"the request failed: {shown(first_line)}", name)
 
 
-class FsspecSource(Source):
-    """A file behind any URL of fsspec, also a chained one.
+def _made(kind: str, reason: str, name: str) -> Exception:
+    match kind:
+        case "missing":
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        case "refused":
+            return PermissionError(errno.EACCES, reason or os.strerror(errno.EACCES), name)
+        case "changed":
+            return changed(name, reason)
+        case "unsupported":
+            return unsupported(name, reason)
+        case "elsewhere":
+            return _ElsewhereError(errno.EINVAL, reason, name)
+        case "final":
+            return OSError(errno.EINVAL, reason, name)
+    return TransientError(reason, is_timeout=kind == "timeout", is_busy=kind == "busy")
 
-    `storage_options` are for fsspec, but for those under "xckpt", which are `Limits`; they
-    travel with the source when it is pickled. `first` bytes of the beginning are wanted at once,
-    where they can come with the answer that tells size and version. A file of which nothing tells
-    one version from another is warned of.
+
+def library(url: str) -> Any:
+    """Return obstore, or raise an error that says how to install it."""
+    try:
+        import obstore
+    except ImportError as error:
+        raise lacking(url, error) from error
+    return obstore
+
+
+class Place(NamedTuple):
+    """Where requests for a file go."""
+
+    store: Any
+    path: str
+    is_redirect: bool = False  # an address that a server has named, for as long as it is good
+
+
+# Places by URL and options.
+_places: Pool[Place] = Pool(limit=4096)
+_locating = Locks(64)
+
+
+class RemoteSource(FarSource):
+    """A file of a web server, of S3, Google Cloud Storage or Azure.
+
+    The first answer brings the size, the version and `first` bytes of the beginning.
     """
 
-    __slots__ = ("_first", "limits", "storage_options")
-
-    concurrency = 8
+    __slots__ = ()
 
     def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None = None, *, first: int = 0
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        first: int = FIRST_NBYTES,
     ) -> None:
         self.name = url
-        self.storage_options, self.limits = own_options(storage_options)
-        self._first = memoryview(b"")
-        self._file_system()  # an unknown protocol or a missing package is not a failed request
-        patience = Patience(url, self.limits)
-
-        def look() -> tuple[dict[str, Any], memoryview]:
-            found = self._look(first, patience) if first else None
-            return found or (self._info(patience), memoryview(b""))
-
-        info, self._first = retried(url, look, patience)
-        self.size, self.identity = self._version_of(info)
-        if self.identity == (self.size,) and not url.startswith(_COPYING):
+        self.storage_options, self.limits = split_options(flattened(storage_options), own=True)
+        self._first = b""
+        if url.endswith("/") and kind_of(url) != "http":
+            raise _folder(url)
+        look = partial(self._look, max(1, first))
+        try:
+            run(url, partial(retried, url, look, self.limits))
+        except FileNotFoundError:
+            if kind_of(url) != "http" and _is_folder(url, storage_options):
+                raise _folder(url) from None
+            raise
+        if self.identity == (self.size,):
             self._remember_beginning()
-        self._last_check().time = time.monotonic()
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        names = ("name", "size", "identity", "storage_options", "limits")
-        state = {name: getattr(self, name) for name in names}
-        return None, {**state, "_first": b""}
+    def _look(self, first: int) -> None:
+        """Request the beginning, and take over what the answer says."""
+        try:
+            meta, self._first = self._answer({"range": (0, first)}, _check_encoding)
+        except (FileChangedError, UnsupportedError):
+            # Of an empty file there is no range.
+            meta, _ = self._answer({}, _check_encoding)
+            if meta["size"] != 0:
+                raise
+        self.size, self.identity = identified(self.name, meta["size"], _version(meta))
+        if len(self._first) != min(first, self.size):
+            raise TransientError(f"asked for {first} bytes at 0, got {len(self._first)}")
 
-    @property
-    def far(self) -> Source | None:
-        """See `Source.far`."""
-        return None if self._is_free_to_ask() else self
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        """Request a range of the version that was opened; see `FarSource`."""
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        identity: Any = self.identity
+        etag = dict(identity[1:]).get("ETag", "")
+        if etag.startswith('"'):  # weak ones never match
+            options["if_match"] = etag
+        try:
+            _, data = self._answer(options, self._compare)
+        except FileNotFoundError as error:
+            raise changed(self.name, "it is no longer there") from error
+        if len(data) != nbytes:
+            raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
+        return data
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read a range of bytes, a long one by several requests; see `Source.read`."""
-        self._check_range(offset, nbytes)
-        memory = self.take(offset, nbytes)
-        if memory is None:
-            memory = empty(nbytes)
-            self._request(offset, memory)
-        return memory
+    def _answer(
+        self, options: dict[str, Any], check: Callable[[str, Any], None]
+    ) -> tuple[Any, memoryview]:
+        """Return the metadata of an answer, and its body if it is for a range.
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return what is read ahead without a copy, else read it; see `Source.view`."""
-        self._check_range(offset, nbytes)
-        found = ahead.take(self, offset, nbytes, shared=True)
-        return self.read(offset, nbytes) if found is None else found
-
-    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
-        """Return what is read ahead as it comes, else read it; see `Source.blocks`."""
-        self._check_range(offset, nbytes)
-        if not ahead.is_read_ahead(self):
-            yield from super().blocks(offset, nbytes, block_nbytes)
-            return
-        for start in range(offset, offset + nbytes, block_nbytes):
-            yield self.view(start, min(block_nbytes, offset + nbytes - start))
-
-    def take(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return what is read ahead; see `Source.take`."""
-        return ahead.take(self, offset, nbytes)
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Read a range of bytes into given memory; see `Source.read_into`."""
-        self._check_range(offset, len(memory))
-        if ahead.take(self, offset, len(memory), memory) is None:
-            self._request(offset, memory)
-
-    def _request(self, offset: int, memory: memoryview) -> None:
-        """Read what is not read ahead, by several requests if it is long."""
-        if len(memory) < 2 * ahead.REQUEST_NBYTES:
-            self.fetch_into(offset, memory)
-            return
-        with ahead.reading_ahead([(self, offset, len(memory))]):
-            if ahead.take(self, offset, len(memory), memory) is None:
-                self.fetch_into(offset, memory)
-
-    def fetch_into(
-        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
-    ) -> None:
-        """Read a range of bytes, by one request where it succeeds; see `Source.fetch_into`."""
-        # What only the beginning tells from another version is not there before it was looked at.
-        self._fill(offset, memory, came if self._beginning() is None else None)
-        self._check_beginning()  # afterwards, so that it covers this read
-
-    def _fill(
-        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
-    ) -> None:
-        nbytes = len(memory)
-        self._check_range(offset, nbytes)
-        timeout, min_rate = self.limits
-        patience = Patience(self.name, Limits(timeout, min_rate / sharers()))
-        done = failures = 0
-
-        def arrived(count: int) -> None:
-            if came is not None:
-                came(done + count)
-
-        while done < nbytes:
-            request = partial(self._fetch, offset + done, memory[done:], patience, arrived)
+        `check` may raise before the body is read.
+        """
+        obstore = library(self.name)
+        for is_last in (False, True):
+            place = None
             try:
-                count, problem = attempted(self.name, request)
-            except FileNotFoundError as error:
-                raise self._changed("it is no longer there") from error
-            done += count or 0
-            if done == nbytes:
-                break
-            if count is not None:
-                patience.left()
-                self._check_unchanged(patience, trusted=0)
-            failures += 1
-            if failures >= ATTEMPTS + nbytes // _NBYTES_PER_FAILURE:
-                told = f"asked for {nbytes} bytes at {offset}, got {done}, in {failures} attempts"
-                told += "" if problem is None else f"; the last one failed: {problem}"
-                raise OSError(errno.EIO, told, self.name) from problem
-            patience.pause(failures, problem)
+                place = self._place()
+                result = obstore.get(place.store, place.path, options=options)
+                check(self.name, result)
+                return result.meta, memoryview(result.bytes() if "range" in options else b"")
+            except Exception as error:
+                problem = failure(error, self.name)
+                if not is_last and self._is_elsewhere(place, problem, str(error)):
+                    continue
+                if problem is error:
+                    raise
+                raise problem from (None if place and place.is_redirect else error)
+        raise AssertionError
 
-    def check(self) -> None:
-        """Ask for a byte, and by that for the version; see `Source.check`."""
-        self._last_check().time = float("-inf")
-        self.read(0, min(1, self.size))
+    def _compare(self, name: str, result: Any) -> None:
+        """Compare what an answer says of the version with that of the opened file."""
+        _check_encoding(name, result)
+        if result.meta["size"] != self.size:
+            raise changed(name, f"it had {self.size} bytes and has {result.meta['size']} now")
+        identity: Any = self.identity
+        before, now = dict(identity[1:]), _version(result.meta)
+        for key in ("ETag", "Last-Modified"):
+            old, new = before.get(key), now[key]
+            if old is not None and new is not None:
+                # A proxy may turn a strong ETag into a weak one.
+                if old.removeprefix("W/") != new.removeprefix("W/"):
+                    raise changed(name, f"its {key} was {shown(old)} and is {shown(new)}")
+                return  # servers behind one address agree on ETags more often than on times
 
-    def reading_header(self) -> AbstractContextManager[Source]:
-        """Read ahead, and remember; see `Source.reading_header`."""
-        first, self._first = memoryview(self._first), memoryview(b"")
-        return reading_header(self, first, self.storage_options)
+    def _place(self) -> Place:
+        key = self._place_key()
+        with _locating.of(key):  # several threads ask once
+            return _places.get(key, self._locate)
 
-    def sibling(self, name: str) -> Source:
-        """Open another file next to this one; see `Source.sibling`."""
-        options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
-        return type(self)(_sibling_url(self.name, components(name)), options)
+    def _place_key(self) -> tuple[Any, ...]:
+        return self.name, options_key(self.storage_options), self.limits
 
-    def _last_check(self) -> SimpleNamespace:
-        never = partial(SimpleNamespace, time=float("-inf"))
-        return _checks.get((self.name, self.identity), never)
+    def _locate(self) -> Place:
+        """Find where requests go; headers of the user stay with the server that they are for."""
+        url, options, limits = self.name, self.storage_options, self.limits
+        place = Place(*open_store(url, options, limits))
+        if kind_of(url) != "http" or "store" in options:
+            return place
+        headers, url = headers_of(url, options), address_of(url, options)
+        if "?" not in url and {name.lower() for name in headers} <= _KEPT_AT_HOME:
+            return place
+        context = ssl_context(options)
+        end = called_within(
+            limits.timeout, partial(_end_of_redirects, url, headers, context, limits.read_timeout)
+        )
+        if end == url:
+            return place
+        kept = without_secrets(options)
+        if _origin(end) == _origin(url):
+            kept |= {"headers": headers}
+        return Place(*open_store(end, kept, limits), is_redirect=True)
 
-    def _look(self, first: int, patience: Patience) -> tuple[dict[str, Any], memoryview] | None:
-        """Request the first bytes; None where the answer does not tell size and version."""
+    def _is_elsewhere(self, place: Place | None, problem: Exception, text: str) -> bool:
+        """Return whether the next request for a file goes to another place."""
+        if place and place.is_redirect and isinstance(problem, PermissionError | FileNotFoundError):
+            _places.discard(self._place_key())  # the address has expired
+            return True
+        if not isinstance(problem, _ElsewhereError) or kind_of(self.name) != "s3":
+            return False
+        bucket = self.name.partition("://")[2].partition("/")[0]
+        region = _region_of(bucket, text, self.limits.read_timeout)
+        is_new = region is not None and regions.get(bucket) != region
+        if is_new:
+            regions[bucket] = str(region)
+            _places.discard(self._place_key())
+        return is_new
+
+
+def _check_encoding(url: str, result: Any) -> None:
+    if dict(result.attributes).get("Content-Encoding", "") not in _NOT_COMPRESSED:
+        raise unsupported(url, "sends the file compressed")
+
+
+def _version(meta: Any) -> dict[str, str | None]:
+    """Return what an answer says of the version of a file; a store without times says 1970."""
+    modified = meta["last_modified"]
+    text = None if modified is None or modified.year < 1971 else modified.isoformat()
+    return {"ETag": meta["e_tag"], "Last-Modified": text}
+
+
+def _is_folder(url: str, storage_options: Mapping[str, Any] | None) -> bool:
+    with suppress(OSError, CheckpointError):
+        return Bucket(url, storage_options).is_folder(url.partition("://")[2])
+    return False
+
+
+def _folder(url: str) -> IsADirectoryError:
+    text = f"it is a folder; its files are {url.rstrip('/')}/*"
+    return IsADirectoryError(errno.EISDIR, text, url)
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+class _Staying(HTTPRedirectHandler):
+    """Has redirects raised as errors."""
+
+    def redirect_request(self, *_: Any) -> None:
         return None
 
-    def _fetch(
-        self, offset: int, memory: memoryview, patience: Patience, came: Callable[[int], None]
-    ) -> int:
-        """Make one request for a range, and return how much it gave; `came` is told meanwhile."""
-        self._check_unchanged(patience, trusted=_TRUSTED_SECONDS)
-        nbytes = len(memory)
-        fs, path = self._file_system()
 
-        def cat() -> bytes:
-            from fsspec import AbstractFileSystem
-
-            if type(fs).cat_file is not AbstractFileSystem.cat_file:
-                return bytes(fs.cat_file(path, start=offset, end=offset + nbytes))
-            # This one opens the file, and would read ahead by blocks.
-            with fs.open(path, "rb", cache_type="none") as file:
-                file.seek(offset)
-                return bytes(file.read(nbytes))
-
-        # The file systems of a chain may have to read all of a file.
-        most = self.size if "::" in self.name else nbytes
-        data = self._blocking(cat, patience, most)[:nbytes]
-        memory[: len(data)] = data
-        return len(data)
-
-    def _blocking(self, call: Callable[[], T], patience: Patience, nbytes: int = 0) -> T:
-        """Call a function of fsspec, for as long as there is patience."""
-        if self._is_free_to_ask():
-            return call()
-        found = called_within(patience.blocked(nbytes), call)
-        patience.arrived(nbytes)
-        return found
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """What fsspec gets."""
-        return self.storage_options
-
-    def _file_system(self) -> tuple[Any, str]:
+def _end_of_redirects(
+    url: str, headers: Mapping[str, str], context: SSLContext, timeout: float
+) -> str:
+    """Follow redirects, and return where they end; headers go to the first server alone."""
+    start = url
+    opener = build_opener(_Staying, HTTPSHandler(context=context))
+    for _ in range(_MOST_REDIRECTS):
+        sent = {**headers, "Range": "bytes=0-0"} if _origin(url) == _origin(start) else {}
+        asked = Request(quote(url, safe=_RESERVED), headers=sent)  # noqa: S310
         try:
-            return self._url_to_fs()
-        except ImportError as error:
-            raise lacking(self.name, error) from error
-        except ValueError as error:
-            raise ValueError(f"cannot open {self.name}: {error}") from error
+            with opener.open(asked, timeout=timeout):
+                return url
+        except HTTPError as error:
+            following = error.headers.get("Location")
+            if error.code not in REDIRECTS or following is None:
+                return url  # obstore gets the same answer, and its error says what it means
+        except OSError:
+            return url
+        url = urljoin(url, following)
+        if (urlsplit(start).scheme, urlsplit(url).scheme) not in SAFE_SCHEMES:
+            reason = "the server redirects to an address that is not safe"
+            raise OSError(errno.EINVAL, reason, start)
+    raise OSError(errno.EINVAL, "redirects go round in circles", start)
 
-    def _url_to_fs(self) -> tuple[Any, str]:
-        # fsspec keeps one instance per process and options, and knows about forks.
-        from fsspec.core import url_to_fs
 
-        return url_to_fs(self.name, **self._options)  # type: ignore[no-any-return]
+def _origin(url: str) -> tuple[str, str]:
+    return urlsplit(url)[:2]
 
-    def _info(self, patience: Patience) -> dict[str, Any]:
-        """Ask for what is known of the file."""
-        fs, path = self._file_system()
+
+def _region_of(bucket: str, text: str, timeout: float) -> str | None:
+    """Return the region of a bucket, which the answer of S3 may contain."""
+    stated = re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text)
+    if stated is not None:
+        return stated[1]
+    opener = build_opener(_Staying)
+    asked = Request(f"{_S3_HOME}/{quote(bucket)}", method="HEAD")  # noqa: S310
+    with suppress(OSError):
         try:
-            info: dict[str, Any] = self._blocking(lambda: fs.info(path), patience)
-        except FileNotFoundError as error:
-            raise _real_reason(error, self.name) from error
-        if info.get("type") == "directory":
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
-        return info
-
-    def _version_of(self, info: Mapping[str, Any]) -> tuple[int, tuple[Any, ...]]:
-        """Return the size and the identity of the file."""
-        size = info.get("size")
-        if type(size) is not int or not 0 <= size < 1 << 63:
-            raise self._unsupported("does not tell the size of the file")
-        said = [(key, version_text(info.get(key))) for key in _VERSION_KEYS]
-        return size, (size, *[each for each in said if each[1] is not None])
-
-    def _is_free_to_ask(self) -> bool:
-        fs, _ = self._file_system()
-        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-        return bool(protocols & _FREE_TO_ASK)
-
-    def _check_unchanged(self, patience: Patience, *, trusted: float) -> None:
-        fs, path = self._file_system()
-        last = self._last_check()
-        if time.monotonic() - last.time < (0 if self._is_free_to_ask() else trusted):
-            return
-        fs.invalidate_cache(path)
-        info = retried(self.name, lambda: self._info(patience), patience)
-        size, identity = self._version_of(info)
-        if identity != self.identity and (size != self.size or self._beginning() is None):
-            raise self._changed("its size, time or ETag is another")
-        if self._beginning() is None:
-            last.time = time.monotonic()
-
-    def _remember_beginning(self) -> None:
-        """Make the beginning of the file tell its versions apart, and say so."""
-        digest = self._digest_of_beginning(self._first)
-        # What is computed of another opening may be of another version.
-        opening = uuid.uuid4().hex
-        self.identity = (self.size, (_OPENING, opening), (_BEGINNING, digest))
-        warn(
-            f"{self.name}: the server tells neither ETag nor time, so changes of the file while it "
-            "is open are noticed only in its size and its first 64 KiB",
-        )
-
-    def _beginning(self) -> str | None:
-        """Return the digest of the beginning, where nothing else tells versions apart."""
-        identity: Any = self.identity
-        return identity[-1][1] if identity[1:] and identity[-1][0] == _BEGINNING else None
-
-    def _digest_of_beginning(self, known: memoryview | bytes = b"") -> str:
-        nbytes = min(self.size, _BEGINNING_NBYTES)
-        data = memoryview(known)[:nbytes]
-        if len(data) < nbytes:
-            data = empty(nbytes)
-            self._fill(0, data)
-        return blake2b(data, digest_size=16).hexdigest()
-
-    def _check_beginning(self) -> None:
-        wanted = self._beginning()
-        if wanted is None:
-            return
-        last = self._last_check()
-        if time.monotonic() - last.time < _TRUSTED_SECONDS:
-            return
-        if self._digest_of_beginning() != wanted:
-            raise self._changed("it begins with other bytes")
-        last.time = time.monotonic()
-
-    def _check_answer(self, told: Mapping[str, Any]) -> None:
-        """Compare what an answer says of the version with what was said before."""
-        identity: Any = self.identity
-        known = dict(identity[1:])
-        for key in ("ETag", "Last-Modified"):
-            before, now = known.get(key), version_text(told.get(key))
-            if before is None or now is None:
-                continue
-            # A proxy may turn a strong ETag into a weak one.
-            if before.removeprefix("W/") != now.removeprefix("W/"):
-                raise self._changed(f"its {key} was {shown(before)} and is {shown(now)}")
-            return  # servers behind one address agree on ETags more often than on times
-
-    def _changed(self, how: str) -> FileChangedError:
-        return FileChangedError(
-            f"the file changed after it was opened: {how}", path=self.name, hint="Open it again"
-        )
-
-    def _unsupported(self, what: str) -> UnsupportedError:
-        hint = f"Download it, or open 'simplecache::{self.name}'"
-        return UnsupportedError(f"the server {what}", path=self.name, hint=hint)
+            with opener.open(asked, timeout=timeout) as answer:
+                headers = answer.headers
+        except HTTPError as error:  # it says where the bucket is without letting anybody in
+            headers = error.headers
+        region: str | None = headers.get("x-amz-bucket-region")
+        return region
+    return None
 
 
-def _real_reason(error: FileNotFoundError, url: str) -> OSError:
-    """Find why fsspec says that a file is missing: over HTTP it says so of any failure."""
-    cause = error.__cause__
-    status = getattr(cause, "status", None)
-    if status in {401, 403}:
-        return PermissionError(errno.EACCES, os.strerror(errno.EACCES), url)
-    is_http = any(each in {"http", "https"} for each in re.split(r"://|::", url))
-    if (
-        cause is None
-        or isinstance(cause, FileNotFoundError)
-        or status in {404, 410}
-        or not (is_http or isinstance(cause, OSError))
-    ):
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    told = f"the server answered {status}" if status else f"cannot ask for it: {words_of(cause)}"
-    return OSError(errno.EIO if is_transient(cause) else errno.EINVAL, told, url)
+# --- objects -------------------------------------------------------------------------------------
 
 
-def _sibling_url(url: str, parts: list[str]) -> str:
-    """Replace the last component of the path, in the link of a chained URL that has one."""
-    links = url.split("::")
-    at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
-    scheme, separator, rest = links[at].partition("://")
-    query = ""
-    if scheme in {"http", "https"}:
-        # Queries stay: they carry access tokens, which are often good for the whole folder.
-        rest, mark, query = rest.partition("?")
-        query = mark + query
-        parts = [quote(part) for part in parts]
-    folder = rest.rpartition("/")[0]
-    links[at] = scheme + separator + "/".join([folder, *parts] if folder else parts) + query
-    return "::".join(links)
+class Bucket:
+    """The objects of a store, as a file system with the methods of fsspec that are used here.
+
+    Paths begin with the name of the bucket.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
+        if kind_of(url) == "http":
+            hint = "Save it here, and bring it there"
+            raise UnsupportedError("files on web servers are only read", path=url, hint=hint)
+        options, limits = split_options(flattened(storage_options), own=True)
+        self._url = url
+        self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is an object."""
+        try:
+            self._call("head", _key(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def put_file(self, local: str, path: str) -> None:
+        """Make an object of a file; it is there when it is complete."""
+        nbytes = max(_PART_NBYTES, Path(local).stat().st_size // _MOST_PARTS)
+        self._call("put", _key(path), Path(local), chunk_size=nbytes)
+
+    def cp_file(self, path: str, new: str) -> None:
+        """Copy an object."""
+        self._call("copy", _key(path), _key(new))
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object."""
+        self._call("delete", _key(path))
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether objects have names below a path."""
+        listed = self._call("list_with_delimiter", _key(path))
+        return bool(listed["objects"] or listed["common_prefixes"])
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the paths of the objects that match."""
+        from fsspec.utils import glob_translate
+
+        bucket, _, pattern = pattern.partition("/")
+        folder = pattern.partition("*")[0].rpartition("/")[0]
+        if "/" in pattern.removeprefix(folder).lstrip("/"):
+            listed = self._run(lambda: library(self._url).list(self._store, folder).collect())
+        else:
+            listed = self._call("list_with_delimiter", folder)["objects"]
+        is_match = re.compile(glob_translate(pattern)).match
+        return [f"{bucket}/{each['path']}" for each in listed if is_match(each["path"])]
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return self._run(getattr(library(self._url), name), self._store, *arguments, **options)
+
+    def _run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return run(self._url, partial(call, *arguments, **options))
+        except Exception as error:
+            problem = failure(error, self._url)
+            if isinstance(problem, TransientError):
+                problem = OSError(errno.EIO, str(problem), self._url)
+            raise problem from error
+
+
+def _key(path: str) -> str:
+    return path.partition("/")[2]

@@ -1,306 +1,230 @@
-"""Requests: how long they may take, which are made again, and how another thread ends them."""
+"""Requests to other machines: how long they may take, which are repeated, on which threads.
+
+All requests of a process run on at most 32 daemon threads. The caller waits for a thread, so that
+Ctrl-C reaches it at once, and the interpreter does not wait for requests when it ends.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import logging
 import math
+import os
 import random
-import re
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from xckpt.errors import CheckpointError, shown
-from xckpt.storage.source import populate
+from xckpt.errors import UnsupportedError, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Mapping
 
 T = TypeVar("T")
 
-#: The key of `storage_options` that is ours: fsspec does not see it.
+#: Reports requests, repeated requests and cache hits at DEBUG.
+logger = logging.getLogger("xckpt")
+
+#: Size of one request, where there is that much to read.
+REQUEST_NBYTES = 8 << 20
+#: Requests in flight at a time, at most.
+IN_FLIGHT = 32
+#: The key of `storage_options` that holds `Limits` for every protocol.
 OWN_OPTIONS = "xckpt"
-#: How often a request is made before it is given up.
-ATTEMPTS = 6
 
-# Waiting for them all takes about three seconds.
-_FIRST_DELAY = 0.1
-
-_ERRNOS = {
-    getattr(errno, name)
-    for name in ("EIO", "EREMOTEIO", "EBUSY", "EAGAIN", "ETIMEDOUT", "ECONNRESET", "EPIPE")
-    if hasattr(errno, name)
-}
-# Libraries whose errors are about connections where they are no errors of ours or of the system.
-_NETWORK = {
-    *("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "http", "urllib3"),
-    *("httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "requests"),
-}
-
-_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hub"}
-
-
-class BusyError(OSError):
-    """A server asks for fewer requests, and perhaps for some seconds without."""
-
-    seconds: float = 0
-
-
-class GivenUpError(OSError):
-    """A request failed as often as the library that makes it had patience for."""
+_FIRST_PAUSE = 0.1  # in seconds; each pause is twice as long as the one before,
+_LONGEST_PAUSE = 16  # up to so many times the first
+_BUSY = 10  # times that after 429 and 503
+_IDLE_SECONDS = 10.0
 
 
 class Limits(NamedTuple):
-    """How slow a server may be: ``storage_options={"xckpt": {...}}``."""
+    """How slow a server may be, and how often it may fail."""
 
-    timeout: float = 30.0  # seconds within which a request must get ahead
-    min_rate: float = 16384.0  # bytes a second, on average over these, that count as getting ahead
-
-
-def own_options(storage_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], Limits]:
-    """Split what users give: what fsspec gets, and what is for this package."""
-    options = dict(storage_options or {})
-    own = options.pop(OWN_OPTIONS, None) or {}
-    name = f"storage_options[{OWN_OPTIONS!r}]"
-    unknown = [key for key in own if key not in Limits._fields] if isinstance(own, dict) else [own]
-    if unknown:
-        raise ValueError(f"{name} has 'timeout' and 'min_rate', and not {unknown[0]!r}")
-    for key, value in own.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0 or (key, value) == ("timeout", 0):
-            raise ValueError(f"{name}[{key!r}] is not a positive number: {value!r}")
-    return options, Limits(**{key: float(value) for key, value in own.items()})
+    timeout: float = 300.0  # seconds for one request; also when the last repetition starts
+    read_timeout: float = 20.0  # seconds without a byte
+    retries: int = 7  # repetitions of a request; a time-out uses up four of them
 
 
-class Patience:
-    """How long to wait for bytes, over all attempts to get them.
+class TransientError(OSError):
+    """A failed request that may succeed when it is repeated."""
 
-    Within each `timeout` seconds at least ``timeout * min_rate`` bytes must arrive, or all that are
-    wanted. An attempt may be silent for half of the time, so that there is a second one.
+    def __init__(
+        self, reason: str, *, is_timeout: bool = False, is_busy: bool = False, seconds: float = 0
+    ) -> None:
+        super().__init__(reason)
+        self.is_timeout, self.is_busy = is_timeout, is_busy
+        self.seconds = seconds  # to wait for, at least
+
+
+def split_options(
+    storage_options: Mapping[str, Any] | None, *, own: bool = False
+) -> tuple[dict[str, Any], Limits]:
+    """Separate `Limits` from the options of a file system.
+
+    They are under "xckpt", and with `own` also next to the other options.
     """
-
-    def __init__(self, name: str, limits: Limits) -> None:
-        self._name = name
-        self._limits = limits
-        self._start = time.monotonic()
-        self._arrived = 0
-
-    def arrived(self, nbytes: int) -> None:
-        """Count bytes, and begin a new period when they are enough."""
-        self._arrived += nbytes
-        if self._arrived >= max(self._limits.timeout * self._limits.min_rate, 1):
-            self._start, self._arrived = time.monotonic(), 0
-
-    def left(self) -> float:
-        """Return the seconds that are left; none is an error."""
-        left = self._start + self._limits.timeout - time.monotonic()
-        if left <= 0:
-            timeout, rate = self._limits
-            told = (
-                f"{self._arrived} bytes came in {timeout:g} seconds, fewer than {rate:g} a second "
-                f"on average. If that is how it is, give storage_options={{{OWN_OPTIONS!r}: "
-                "{'timeout': ...}} more seconds, or 'min_rate' fewer bytes"
-            )
-            raise OSError(errno.ETIMEDOUT, told, self._name)  # a TimeoutError
-        return left
-
-    def silence(self) -> float:
-        """Return how many seconds an attempt may wait for its next byte."""
-        return min(self.left(), self._limits.timeout / 2)
-
-    def blocked(self, nbytes: int) -> float:
-        """Return how many seconds a call may take that brings bytes only all at once."""
-        return self.silence() + nbytes / max(self._limits.min_rate, 1)
-
-    def pause(self, failures: int, problem: Exception | None) -> None:
-        """Wait before the next attempt, longer after each failure, and as long as a server says."""
-        at_least = 0.0
-        if isinstance(problem, BusyError):
-            at_least = problem.seconds
-            tell_busy()
-        if at_least > self.left():
-            wait = {OWN_OPTIONS: {"timeout": at_least + self._limits.timeout}}
-            told = (
-                f"{getattr(problem, 'strerror', problem)}; it wants no requests for {at_least:g} "
-                f"seconds: try again after that, or wait with storage_options={wait}"
-            )
-            raise OSError(errno.ETIMEDOUT, told, self._name)
-        # Unequal, or a thousand workers that failed together come back together.
-        spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
-        seconds = max(at_least, spread * _FIRST_DELAY * 2 ** min(failures - 1, 6))
-        pause(min(self.left(), seconds))
-        self.left()
+    options = dict(storage_options or {})
+    place = f"storage_options[{OWN_OPTIONS!r}]"
+    given = options.pop(OWN_OPTIONS, None) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{place} is not a dictionary: {given!r}")  # noqa: TRY004
+    if own:
+        given = given | {key: options.pop(key) for key in Limits._fields if key in options}
+    if given.pop("min_rate", None) is not None:
+        text = f"'min_rate' in {place} has no effect since xckpt 0.2: use 'read_timeout'"
+        warn(text, FutureWarning)
+    for key, value in given.items():
+        if key not in Limits._fields:
+            raise ValueError(f"{place} has {', '.join(Limits._fields)}, not {key!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        least = 0 if key == "retries" else 1e-3
+        if not is_number or not math.isfinite(value) or value < least:
+            raise ValueError(f"{key!r} in storage_options is not a positive number: {value!r}")
+    return options, Limits(**given)
 
 
-def lacking(url: str, error: ImportError) -> ImportError:
-    """Return an error that says what to install for a URL."""
-    protocols = re.split(r"://|::", url)
-    extra = next((_EXTRAS[each] for each in protocols if each in _EXTRAS), None)
-    how = "" if extra is None else f". Install it with: pip install 'xckpt[{extra}]'"
-    return ImportError(f"cannot open {url}: {error}{how}")
+def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
+    """Make a request; repeat it after a `TransientError` as `limits` allow.
+
+    The pauses grow and differ between processes, so that workers that failed together do not
+    return together.
+    """
+    start, attempts, used = time.monotonic(), 0, 0
+    while True:
+        try:
+            return request()
+        except TransientError as error:
+            attempts += 1
+            used += 4 if error.is_timeout else 1
+            spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
+            pause = spread * _FIRST_PAUSE * min(2 ** (attempts - 1), _LONGEST_PAUSE)
+            pause = max(pause * (_BUSY if error.is_busy else 1), error.seconds)
+            elapsed = time.monotonic() - start
+            if used > limits.retries or elapsed + pause >= limits.timeout:
+                raise _given_up(error, name, attempts, elapsed, limits) from error
+            logger.debug("repeat in %.2f s: %s: %s", pause, loggable(name), error)
+        time.sleep(pause)
+
+
+def _given_up(
+    error: TransientError, name: str, attempts: int, elapsed: float, limits: Limits
+) -> OSError:
+    text = f"{error}, at attempt {attempts} after {elapsed:.1f} seconds"
+    if error.is_timeout:
+        options = {"timeout": 2 * limits.timeout, "read_timeout": 2 * limits.read_timeout}
+        text += f". If the server or the line is slow, wait longer: storage_options={options}"
+    else:
+        text += ". Try again later, or repeat more often: storage_options={'retries': ...}"
+    return OSError(errno.ETIMEDOUT if error.is_timeout else errno.EIO, text, name)
+
+
+def loggable(url: str) -> str:
+    """Return a URL without its query and user, which may be secrets."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return scheme + separator + host.rpartition("@")[2] + slash + path
+
+
+class _Threads:
+    """Daemon threads that make requests in order, urgent ones first."""
+
+    def __init__(self) -> None:
+        self._reset()
+        self.is_forked = self._is_used = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._count = self._idle = 0
+
+    def _after_fork(self) -> None:
+        self.is_forked = self._is_used
+        self._reset()
+
+    def submit(self, call: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
+        self._is_used = True
+        future: Future[T] = Future()
+        with self._changed:
+            (self._waiting.appendleft if is_urgent else self._waiting.append)((future, call))
+            if len(self._waiting) <= self._idle or self._count == IN_FLIGHT:
+                self._changed.notify()
+            else:
+                self._count += 1
+                threading.Thread(target=self._work, name="xckpt-request", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._idle += 1
+                    is_due = self._changed.wait(_IDLE_SECONDS)
+                    self._idle -= 1
+                    if not (is_due or self._waiting):
+                        self._count -= 1
+                        return
+                future, call = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+                future.set_exception(error)
+                del error
+            else:
+                future.set_result(result)
+                del result
+            del future, call  # this frame must not keep what it read
+
+
+_threads = _Threads()
+
+
+def submit(name: str, call: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
+    """Run a request for a URL on a thread; raise in a forked process, where it would hang."""
+    if _threads.is_forked:
+        raise UnsupportedError(
+            "this process was forked from one that had made requests, so its requests would hang",
+            path=name,
+            hint="Start it with 'spawn' or 'forkserver', such as multiprocessing.get_context("
+            "'spawn') or DataLoader(multiprocessing_context='spawn')",
+        )
+    return _threads.submit(call, is_urgent=is_urgent)
+
+
+def wait_for(future: Future[T]) -> T:
+    """Return the result of a request; cancel it if the wait is interrupted."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def run(name: str, call: Callable[[], T]) -> T:
+    """Run a request for a URL on a thread and wait for it."""
+    return wait_for(submit(name, call, is_urgent=True))
 
 
 def called_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call a function; one that never returns is left behind on a thread."""
+    """Call a function of another library; leave it behind on a thread if it takes longer."""
     future: Future[T] = Future()
 
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
+    def work() -> None:
         try:
             future.set_result(call())
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             future.set_exception(error)
 
-    # A thread of an executor would keep the process from ending.
-    threading.Thread(target=run, name="xckpt-blocking-call", daemon=True).start()
-    return wait_for(future, seconds)
-
-
-def is_transient_status(status: int) -> bool:
-    """Return whether a request with this HTTP status is worth retrying."""
-    return status in {408, 425, 429} or 500 <= status < 600
-
-
-def is_transient(error: BaseException) -> bool:
-    """Return whether what failed may succeed the next time."""
-    if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | GivenUpError):
-        return False
-    # An invalid URL stays one; so does a number that is none.
-    if isinstance(error, ValueError | LookupError):
-        return False
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    if _is_of_network(error):
-        # Answers that cannot be parsed have the status 400, redirects that never end have 0.
-        status = getattr(error, "status", None)
-        return is_transient_status(status) if isinstance(status, int) else True
-    return isinstance(error, OSError) and error.errno in _ERRNOS
-
-
-def _is_of_network(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in _NETWORK
-
-
-def words_of(error: BaseException) -> str:
-    """Return what an error of a library says; parts of it may come from a server."""
-    return shown(str(error)) if str(error) else type(error).__name__
-
-
-def as_os_error(error: Exception, name: str, what: str = "request") -> Exception:
-    """Return errors of libraries, and bare ones, as one of the operating system with the URL."""
-    is_bare = isinstance(error, ValueError | LookupError) and not isinstance(error, OSError)
-    if isinstance(error, CheckpointError) or not (is_bare or _is_of_network(error)):
-        return error
-    number = errno.EIO if is_transient(error) else errno.EINVAL
-    return OSError(number, f"the {what} failed: {words_of(error)}", name)
-
-
-def attempted(name: str, request: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Make a request once; return what came, or what went wrong if that passes."""
+    threading.Thread(target=work, name="xckpt-call", daemon=True).start()
     try:
-        return request(), None
-    except Exception as error:
-        told = as_os_error(error, name)
-        if is_transient(told):
-            return None, told
-        if told is error:
-            raise
-        raise told from error
-
-
-def retried(name: str, request: Callable[[], T], patience: Patience) -> T:
-    """Make a request until it succeeds, fails for good, or takes too long."""
-    problem: Exception | None = None
-    for failures in range(ATTEMPTS):
-        if failures:
-            patience.pause(failures, problem)
-        answer, problem = attempted(name, request)
-        if problem is None:
-            return answer  # type: ignore[return-value]
-    patience.left()
-    reason = getattr(problem, "strerror", None) or problem
-    told = f"the request failed {ATTEMPTS} times, the last time with: {reason}"
-    raise OSError(errno.EIO, told, name) from problem
-
-
-class Cancellation:
-    """Ends what one thread waits for; that thread calls `begin` first.
-
-    `busy` is called when a server asks for fewer requests; `sharers` is how many threads share
-    the line.
-    """
-
-    def __init__(self, busy: Callable[[], None], sharers: int) -> None:
-        self.busy = busy
-        self.sharers = sharers
-        self.event = threading.Event()
-        self.future: Future[Any] | None = None
-
-    def begin(self) -> None:
-        """Make it that of this thread."""
-        _of_thread.cancellation = self
-
-    def cancel(self) -> None:
-        """End what is waited for, now and later, by a `CancelledError`."""
-        self.event.set()
-        future = self.future
-        if future is not None:
-            future.cancel()
-
-
-class _OfThread(threading.local):
-    cancellation: Cancellation | None = None
-
-
-_of_thread = _OfThread()
-
-
-def wait_for(future: Future[T], seconds: float | None = None) -> T:
-    """Wait for what comes; when the wait is ended, so is what makes it."""
-    ours = _of_thread.cancellation
-    try:
-        if ours is not None:
-            ours.future = future
-            if ours.event.is_set():
-                future.cancel()
         return future.result(seconds)
-    except BaseException:
-        future.cancel()
-        raise
-    finally:
-        if ours is not None:
-            ours.future = None
-
-
-def run(
-    loop: asyncio.AbstractEventLoop,
-    request: Callable[[], Coroutine[Any, Any, T]],
-    memory: memoryview,
-) -> T:
-    """Run a coroutine that fills memory on the loop of another thread."""
-    future = asyncio.run_coroutine_threadsafe(request(), loop)
-    populate(memory)  # before the first byte comes: that thread has enough to do afterwards
-    return wait_for(future)
-
-
-def pause(seconds: float) -> None:
-    """Wait before the next attempt."""
-    ours = _of_thread.cancellation
-    if (threading.Event() if ours is None else ours.event).wait(seconds):
-        raise CancelledError
-
-
-def sharers() -> int:
-    """Return how many threads make requests like this one at the same time."""
-    ours = _of_thread.cancellation
-    return 1 if ours is None else ours.sharers
-
-
-def tell_busy() -> None:
-    """Tell who made the requests of this thread that there should be fewer."""
-    ours = _of_thread.cancellation
-    if ours is not None:
-        ours.busy()
+    except TimeoutError:
+        if future.done():
+            raise
+        raise TransientError(f"no answer in {seconds:g} seconds", is_timeout=True) from None

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from xckpt.errors import CheckpointError, UnsupportedError, warn
+from xckpt.storage.filesystems import as_os_error, file_system
 from xckpt.storage.local import let_go, local_path
 from xckpt.storage.partial import (
     alone,
@@ -39,7 +40,7 @@ from xckpt.storage.partial import (
     remove_aliases,
     remove_left_over,
 )
-from xckpt.storage.requests import as_os_error, own_options
+from xckpt.storage.requests import TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -508,9 +509,7 @@ class UploadSink(Sink):
         if url.startswith("hf://"):
             hint = "Save it here, and bring it there with `hf upload organisation/model FILE`"
             raise UnsupportedError("files on the Hub are only read", path=url, hint=hint)
-        from fsspec.core import url_to_fs
-
-        self._filesystem, self._remote = url_to_fs(url, **own_options(storage_options)[0])
+        self._filesystem, self._remote = file_system(url, storage_options)
         self._options = storage_options
         self._alias: str | None = None
         self._is_there = False
@@ -591,7 +590,9 @@ class UploadSink(Sink):
             try:
                 how(start, end or self._remote)
             except Exception as error:
-                told = as_os_error(error, self.name, "upload")
-                if told is error:
+                problem = as_os_error(error, self.name, "upload")
+                if problem is error:
                     raise
-                raise told from error
+                if isinstance(problem, TransientError):
+                    problem = OSError(errno.EIO, str(problem), self.name)
+                raise problem from error

@@ -5,22 +5,18 @@ Files that other files refer to, and several files as one, are sources too.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import re
-import sys
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from xckpt.errors import CheckpointError, FileChangedError, FormatError, MissingShardError, shown
-from xckpt.storage.limits import UNCHECKED_NBYTES, Pool
+from xckpt.storage.limits import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from xckpt.index import Shard
@@ -52,12 +48,6 @@ def components(name: str) -> list[str]:
 _HUGE = 2 << 20
 
 
-# Of Linux since 5.14; others say that they do not know it. The function of Python is for its own
-# maps alone, and keeps other threads waiting.
-_POPULATE_WRITE = 23
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-
-
 def empty(nbytes: int) -> memoryview:
     """Allocate memory to read into; unlike that of a `bytearray` it is not zeroed first."""
     return empty_array(nbytes).data
@@ -75,15 +65,6 @@ def empty_array(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return memory[start : start + nbytes]
 
 
-def populate(memory: memoryview) -> None:
-    """Have the system provide memory now, where it can be asked to, not when it is written to."""
-    if len(memory) >= UNCHECKED_NBYTES and _madvise is not None:
-        start = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-        stop = (start + len(memory)) & -mmap.PAGESIZE
-        start = (start + mmap.PAGESIZE - 1) & -mmap.PAGESIZE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _POPULATE_WRITE)
-
-
 class Source(ABC):
     """The bytes of one file, local or remote.
 
@@ -95,8 +76,6 @@ class Source(ABC):
 
     __slots__ = ("identity", "name", "size")
 
-    #: How many reads are worth making at the same time.
-    concurrency: ClassVar[int] = 1
     #: Whether `check` costs no request.
     is_free_to_check: ClassVar[bool] = False
 
@@ -114,6 +93,11 @@ class Source(ABC):
         return None
 
     @property
+    def is_remote(self) -> bool:
+        """Whether each read is a request to another machine."""
+        return False
+
+    @property
     def far(self) -> Source | None:
         """The file itself where each read is a request to another machine; else None."""
         return None
@@ -129,19 +113,6 @@ class Source(ABC):
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a range of bytes without a copy where the file is mapped, else read it."""
         return self.read(offset, nbytes)
-
-    def take(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range of bytes that are read ahead, in memory of its own; None for others."""
-        return None
-
-    def fetch_into(
-        self, offset: int, memory: memoryview, came: Callable[[int], None] | None = None
-    ) -> None:
-        """Read a range of bytes by one request, where it is one; what is read ahead is not used.
-
-        `came` is told, on any thread, how many of the bytes are there.
-        """
-        self.read_into(offset, memory)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into memory that is there already."""
@@ -166,17 +137,15 @@ class Source(ABC):
             self._check_range(offset, nbytes)
         spans = _merged(ranges, (self.worth_skipping or _GAP) if gap is None else gap)
         pieces = [memoryview(b"")] * len(ranges)
-        places = [start for start, _, _ in spans], [stop - start for start, stop, _ in spans]
-        if len(spans) < 2 or self.concurrency == 1:
-            read = list(map(self.view, *places))
-        else:
-            with ThreadPoolExecutor(min(len(spans), self.concurrency)) as threads:
-                read = list(threads.map(self.view, *places))
+        read = self._views([(start, stop - start) for start, stop, _ in spans])
         for (start, _, members), block in zip(spans, read, strict=True):
             for member in members:
                 offset, nbytes = ranges[member]
                 pieces[member] = block[offset - start :][:nbytes]
         return pieces
+
+    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [self.view(*place) for place in places]
 
     def check(self) -> None:  # noqa: B027  bytes in memory do not change
         """Raise `FileChangedError` if the file is no longer the one that was opened."""
@@ -281,6 +250,11 @@ class ShardSource(Source):
         return self.found.worth_skipping
 
     @property
+    def is_remote(self) -> bool:
+        """See `Source.is_remote`."""
+        return self.root.is_remote
+
+    @property
     def far(self) -> Source | None:
         """See `Source.far`."""
         return self.found.far
@@ -299,11 +273,6 @@ class ShardSource(Source):
         """Return a range of bytes without a copy where the shard is mapped; see `Source.view`."""
         with self._file() as file:
             return file.view(offset, nbytes)
-
-    def take(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return what is read ahead of the shard; see `Source.take`."""
-        with self._file() as file:
-            return file.take(offset, nbytes)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Read a range of bytes into given memory; see `Source.read_into`."""

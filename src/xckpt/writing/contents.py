@@ -43,7 +43,7 @@ from xckpt.writing.gathering import Computed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 __all__ = ["KINDS", "TensorContent", "TensorDigest", "contents_of", "digest", "side_by_side"]
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from xckpt.index import Layout, Tensor
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
     from xckpt.storage.digests import Hasher
+    from xckpt.storage.prefetch import Range
     from xckpt.storage.sink import Place
     from xckpt.writing.casting import Cast
 

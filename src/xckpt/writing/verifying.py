@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from xckpt.opening import OpenPath
     from xckpt.progress import ProgressOption
     from xckpt.storage import Source
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
     from xckpt.writing.contents import TensorContent, TensorDigest
 
 __all__ = ["Finding", "Report", "verify"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from xckpt.statistics.readers import Reader
-    from xckpt.storage.ahead import Range
+    from xckpt.storage.prefetch import Range
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]

@@ -1,0 +1,234 @@
+"""Files on other machines: each read is a request, unless its bytes were requested before."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import abstractmethod
+from functools import partial
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+
+from xckpt.errors import FileChangedError, UnsupportedError, warn
+from xckpt.storage import prefetch
+from xckpt.storage.cache import FIRST_NBYTES, reading_header
+from xckpt.storage.limits import Pool
+from xckpt.storage.requests import (
+    OWN_OPTIONS,
+    REQUEST_NBYTES,
+    Limits,
+    loggable,
+    logger,
+    retried,
+    submit,
+    wait_for,
+)
+from xckpt.storage.source import Source, components, empty
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+    from contextlib import AbstractContextManager
+
+# How long an answer about the version of a file is trusted before it costs another request.
+TRUSTED_SECONDS = 10.0
+_LONGEST_VERSION = 1024
+_NOTHING = memoryview(b"")
+
+# Where nothing is said of the version, the beginning is read again now and then.
+_OPENING, _BEGINNING = "opening", "beginning"
+
+# Times at which this process last found files unchanged, by name and identity.
+_checks: Pool[SimpleNamespace] = Pool(limit=1024)
+
+
+def is_of_one_opening(identity: Any) -> bool:
+    """Return whether a file, or one that it is among, is the same only while it is open."""
+    return isinstance(identity, tuple) and (
+        identity[:1] == (_OPENING,) or any(map(is_of_one_opening, identity))
+    )
+
+
+class FarSource(Source):
+    """A file on another machine.
+
+    `storage_options` travel with the source when it is pickled. A file without anything that tells
+    its versions apart causes a warning.
+    """
+
+    __slots__ = ("_first", "limits", "storage_options")
+
+    storage_options: dict[str, Any]
+    limits: Limits
+    _first: memoryview | bytes  # the beginning of the file, until its header is read
+
+    @abstractmethod
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        """Make one request for a range of the opened version; runs on any thread."""
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        names = ("name", "size", "identity", "storage_options", "limits")
+        return None, {**{name: getattr(self, name) for name in names}, "_first": b""}
+
+    @property
+    def is_remote(self) -> bool:
+        """See `Source.is_remote`."""
+        return True
+
+    @property
+    def far(self) -> Source | None:
+        """See `Source.far`."""
+        return self
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Read a range of bytes into memory of its own; see `Source.read`."""
+        self._check_range(offset, nbytes)
+        memory = empty(nbytes)
+        self.read_into(offset, memory)
+        return memory
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Read a range of bytes into given memory; see `Source.read_into`."""
+        self._check_range(offset, len(memory))
+        if prefetch.is_active(self) and prefetch.copy(self, offset, memory):
+            return
+        if self._is_long(len(memory)):
+            with prefetch.reading_ahead([(self, offset, len(memory))]):
+                if prefetch.copy(self, offset, memory):
+                    return
+        data = self._requested(offset, len(memory))
+        np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(data, np.uint8))
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range of bytes, read-only, and without a copy if it came by one request."""
+        self._check_range(offset, nbytes)
+        is_active = prefetch.is_active(self)
+        data = prefetch.view(self, offset, nbytes) if is_active else None
+        if data is None and not is_active and not self._is_long(nbytes):
+            return self._requested(offset, nbytes)
+        return self.read(offset, nbytes).toreadonly() if data is None else data
+
+    def _is_long(self, nbytes: int) -> bool:
+        """Return whether a range takes several requests."""
+        return nbytes >= 2 * REQUEST_NBYTES and self.far is not None
+
+    def blocks(self, offset: int, nbytes: int, block_nbytes: int = 1 << 20) -> Iterator[memoryview]:
+        """Return a range of bytes block by block; see `Source.blocks`."""
+        self._check_range(offset, nbytes)
+        is_alone = self._is_long(nbytes) and not prefetch.is_active(self)
+        with prefetch.reading_ahead([(self, offset, nbytes)] if is_alone else []):
+            if not prefetch.is_active(self):
+                yield from super().blocks(offset, nbytes, block_nbytes)
+                return
+            for start in range(offset, offset + nbytes, block_nbytes):
+                yield self.view(start, min(block_nbytes, offset + nbytes - start))
+
+    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        with prefetch.reading_ahead([(self, *each) for each in places]):
+            return [self.view(*each) for each in places]
+
+    def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
+        """Request a range of bytes on another thread."""
+        return submit(self.name, partial(self.fetch, offset, nbytes), is_urgent=is_urgent)
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Request a range of bytes, again if that fails for a reason that may pass."""
+        self._first = b""  # who reads values has read the header
+        start = time.monotonic()
+        data = retried(self.name, partial(self._get, offset, nbytes), self.limits)
+        took = time.monotonic() - start
+        logger.debug("%d bytes at %d in %.3f s: %s", nbytes, offset, took, loggable(self.name))
+        self._check_beginning()  # afterwards, so that it covers this read
+        return data
+
+    def _requested(self, offset: int, nbytes: int) -> memoryview:
+        """Make one request and wait for it."""
+        return wait_for(self.request(offset, nbytes, is_urgent=True)) if nbytes else _NOTHING
+
+    def check(self) -> None:
+        """Request a byte, and with it the version; see `Source.check`."""
+        self._last_check().time = float("-inf")
+        self._requested(0, min(1, self.size))
+
+    def reading_header(self) -> AbstractContextManager[Source]:
+        """Return a source that reads more than asked for, and remembers; see `Source`."""
+        first, self._first = memoryview(self._first), b""
+        return reading_header(self, first, self.storage_options)
+
+    def sibling(self, name: str) -> Source:
+        """Open another file next to this one; see `Source.sibling`."""
+        options = {**self.storage_options, OWN_OPTIONS: self.limits._asdict()}
+        return type(self)(sibling_url(self.name, components(name)), options)  # type: ignore[call-arg]
+
+    def _last_check(self) -> SimpleNamespace:
+        never = partial(SimpleNamespace, time=float("-inf"))
+        return _checks.get((self.name, self.identity), never)
+
+    def _remember_beginning(self) -> None:
+        """Use the beginning of a file without a version to notice changes, and warn."""
+        nbytes = min(self.size, FIRST_NBYTES)
+        first = self._first if len(self._first) >= nbytes else self._requested(0, nbytes)
+        self._first = first
+        # Values computed in another opening may be those of another version.
+        opening = (_OPENING, uuid.uuid4().hex)
+        self.identity = (self.size, opening, (_BEGINNING, _digest(first[:nbytes])))
+        warn(
+            f"{self.name}: the server tells neither ETag nor time, so changes of the file while it "
+            "is open are noticed only in its size and its first 64 KiB"
+        )
+        self._last_check().time = time.monotonic()
+
+    def _check_beginning(self) -> None:
+        identity: Any = self.identity
+        if identity[1:] and identity[-1][0] == _BEGINNING:
+            last = self._last_check()
+            if time.monotonic() - last.time >= TRUSTED_SECONDS:
+                read = partial(self._get, 0, min(self.size, FIRST_NBYTES))
+                if _digest(retried(self.name, read, self.limits)) != identity[-1][1]:
+                    raise changed(self.name, "it begins with other bytes")
+                last.time = time.monotonic()
+
+
+def identified(
+    url: str, size: object, version: Mapping[str, object]
+) -> tuple[int, tuple[Any, ...]]:
+    """Return the size and the identity of a file from what the server says about it."""
+    if type(size) is not int or not 0 <= size < 1 << 63:
+        raise unsupported(url, "does not tell the size of the file")
+    texts = [(key, str(value)) for key, value in version.items() if value is not None]
+    return size, (size, *[each for each in texts if len(each[1]) <= _LONGEST_VERSION])
+
+
+def changed(url: str, how: str) -> FileChangedError:
+    """Return the error for a file that is another one now."""
+    reason = f"the file changed after it was opened: {how}"
+    return FileChangedError(reason, path=url, hint="Open it again")
+
+
+def unsupported(url: str, what: str) -> UnsupportedError:
+    """Return the error for a server that lacks something."""
+    return UnsupportedError(f"the server {what}", path=url, hint="Download it, and open the copy")
+
+
+def _digest(data: memoryview | bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def sibling_url(url: str, parts: list[str]) -> str:
+    """Replace the last component of the path, in the link of a chained URL that has one."""
+    links = url.split("::")
+    at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
+    scheme, separator, rest = links[at].partition("://")
+    query = ""
+    if scheme in {"http", "https"}:
+        # Queries stay: they carry access tokens, which are often good for the whole folder.
+        rest, mark, query = rest.partition("?")
+        query = mark + query
+        parts = [quote(part) for part in parts]
+    folder = rest.rpartition("/")[0]
+    links[at] = scheme + separator + "/".join([folder, *parts] if folder else parts) + query
+    return "::".join(links)

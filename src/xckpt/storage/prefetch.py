@@ -1,0 +1,429 @@
+"""Ranges that are requested before they are read: in parallel, each byte once, in bounded memory.
+
+Code that knows what it reads next announces it (`reading_ahead`). Ranges near each other share a
+request, long ones take several. Bytes that have arrived or are in flight, and are not read yet,
+take at most 256 MiB in this process, or what ``xckpt.read-ahead`` of dask's configuration says.
+
+Local files are not held here: as they are read, the operating system is asked to load what comes
+next, so that the disk is never idle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xckpt.errors import CheckpointError
+from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from xckpt.storage.far import FarSource
+    from xckpt.storage.source import Source
+
+    #: A file, the offset of a range of its bytes, and their number.
+    Range = tuple[Source, int, int]
+
+# Ranges that are announced close to each other are put in the order of the file.
+_WINDOW = 16  # requests
+# Bytes between two ranges that are requested with them, at most.
+_GAP = 1 << 20
+_DEFAULT_NBYTES = 256 << 20
+# How far the disk is ahead of the reader, and how much it is asked for at a time.
+_DISK_NBYTES = 64 << 20
+_PIECE_NBYTES = 8 << 20
+_PAGE_NBYTES = 4096
+
+
+class _Span:
+    """Bytes of one request."""
+
+    __slots__ = ("future", "is_released", "position", "source", "start", "stop", "unread")
+
+    def __init__(self, source: FarSource, start: int, stop: int, unread: int) -> None:
+        self.source, self.start, self.stop = source, start, stop
+        self.unread = unread  # announced bytes in it, each as often as it is announced
+        self.position = 0  # bytes of all spans before this one
+        self.future: Future[memoryview] | None = None
+        self.is_released = False
+
+
+class _State:
+    """The prefetchers of this process and their memory; a forked child begins with none."""
+
+    def __init__(self) -> None:
+        self.reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        self.lock = threading.RLock()
+        self.held = 0  # bytes requested and not released
+        self.by_file: dict[Source, list[_Prefetcher]] = {}
+        self.on_disk: dict[str, tuple[_Disk, ...]] = {}
+
+
+_state = _State()
+
+
+@contextmanager
+def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
+    """Request ranges, in about this order, before they are read.
+
+    On leaving, requests that have not begun are cancelled, and their bytes are released.
+    """
+    far, near = _by_distance(ranges)
+    disk = _Disk(near) if len(near) > 1 else None
+    spans = _plan(far)
+    # One request for one range is made when it is read.
+    prefetcher = _Prefetcher(spans) if len(spans) > 1 or len(far) > 1 else None
+    try:
+        yield
+    finally:
+        if disk is not None:
+            disk.close()
+        if prefetcher is not None:
+            prefetcher.close()
+
+
+def is_active(source: Source) -> bool:
+    """Return whether ranges of a file are requested ahead."""
+    return bool(_state.by_file) and source in _state.by_file
+
+
+def view(source: Source, offset: int, nbytes: int) -> memoryview | None:
+    """Return a range that was announced, if it came by one request."""
+    views = (each.view(source, offset, offset + nbytes) for each in _prefetchers(source))
+    return next((data for data in views if data is not None), None)
+
+
+def copy(source: Source, offset: int, memory: memoryview) -> bool:
+    """Fill memory with a range that was announced; return whether it was."""
+    return any(each.copy(source, offset, memory) for each in _prefetchers(source))
+
+
+def _prefetchers(source: Source) -> Sequence[_Prefetcher]:
+    return tuple(_state.by_file.get(source, ()))
+
+
+def is_being_read(path: str, nbytes: int) -> None:
+    """Ask the disk for what follows the bytes that are read now."""
+    for disk in _state.on_disk.get(path, ()):
+        disk.advance(nbytes)
+
+
+class _Prefetcher:
+    """Requests spans in their order, as far as memory allows."""
+
+    def __init__(self, spans: list[_Span]) -> None:
+        import dask
+        from dask.utils import parse_bytes
+
+        self._most = int(parse_bytes(dask.config.get("xckpt.read-ahead", _DEFAULT_NBYTES)))
+        self._spans = spans
+        self._next = 0
+        self._requested: deque[_Span] = deque()  # in this order
+        self._reached = 0  # position of the last span that was read
+        self._of_file: dict[Source, tuple[list[int], list[_Span]]] = {}
+        by_file: dict[Source, list[_Span]] = defaultdict(list)
+        for span in spans:
+            by_file[span.source].append(span)
+        with _state.lock:
+            for source, members in by_file.items():
+                members.sort(key=lambda span: span.start)
+                self._of_file[source] = [span.start for span in members], members
+                _state.by_file.setdefault(source, []).append(self)
+            self.advance()
+
+    def close(self) -> None:
+        """Release all spans."""
+        with _state.lock:
+            for source in self._of_file:
+                others = [each for each in _state.by_file.get(source, ()) if each is not self]
+                if others:
+                    _state.by_file[source] = others
+                else:
+                    _state.by_file.pop(source, None)
+            self._next = len(self._spans)
+            for span in self._spans:
+                _release(span)
+            _advance_all()
+
+    def view(self, source: Source, start: int, stop: int) -> memoryview | None:
+        """Wait for a range and return it; None if it is not here, or in several spans."""
+        with _state.lock:
+            spans = self._covering(source, start, stop)
+        return self._read(spans[0], start, stop) if len(spans) == 1 else None
+
+    def copy(self, source: Source, start: int, memory: memoryview) -> bool:
+        """Wait for a range, and fill memory with it; return whether it is here."""
+        target, stop = np.frombuffer(memory, np.uint8), start + len(memory)
+        with _state.lock:
+            spans = self._covering(source, start, stop)
+        for span in spans:
+            first, last = max(start, span.start), min(stop, span.stop)
+            data = self._read(span, first, last)
+            if data is None:
+                return False
+            # Other threads run meanwhile.
+            np.copyto(target[first - start : last - start], np.frombuffer(data, np.uint8))
+        return bool(spans)
+
+    def _read(self, span: _Span, start: int, stop: int) -> memoryview | None:
+        """Wait for bytes of a span, and count them as read; None if the span was released."""
+        with _state.lock:
+            if span.is_released:
+                return None
+            future = span.future or self._request(span, is_urgent=True)
+        try:
+            data = wait_for(future)[start - span.start : stop - span.start]
+        except CancelledError:  # another thread has closed this
+            return None
+        with _state.lock:
+            span.unread -= stop - start
+            self._reached = max(self._reached, span.position)
+            if span.unread <= 0:
+                _release(span)
+                _advance_all()
+        return data
+
+    def _covering(self, source: Source, start: int, stop: int) -> list[_Span]:
+        """Return the spans that contain a range, if all are here; the lock is held."""
+        starts, spans = self._of_file[source]
+        at = bisect_right(starts, start) - 1
+        covering: list[_Span] = []
+        while start < stop and 0 <= at < len(spans) and spans[at].start <= start < spans[at].stop:
+            if spans[at].is_released:
+                return []
+            covering.append(spans[at])
+            start = spans[at].stop
+            at += 1
+        return covering if start >= stop else []
+
+    def advance(self) -> None:
+        """Request the next spans, as far as there is room; the lock is held."""
+        while self._next < len(self._spans):
+            span = self._spans[self._next]
+            is_new = span.future is None and not span.is_released
+            # Spans that readers have left far behind are requested if they are read after all.
+            if is_new and span.position >= self._reached - self._most:
+                if self._is_full(span):
+                    self._forget()
+                if self._is_full(span):
+                    return
+                self._request(span)
+            self._next += 1
+
+    def _is_full(self, span: _Span) -> bool:
+        return _state.held > 0 and _state.held + span.stop - span.start > self._most
+
+    def _forget(self) -> None:
+        """Release spans far behind the readers, which nobody seems to read."""
+        while self._requested and (
+            self._requested[0].is_released
+            or self._requested[0].position < self._reached - self._most
+        ):
+            _release(self._requested.popleft())
+
+    def _request(self, span: _Span, *, is_urgent: bool = False) -> Future[memoryview]:
+        nbytes = span.stop - span.start
+        span.future = span.source.request(span.start, nbytes, is_urgent=is_urgent)
+        _state.held += nbytes
+        self._requested.append(span)
+        return span.future
+
+
+def _advance_all() -> None:
+    for prefetcher in {id(p): p for each in _state.by_file.values() for p in each}.values():
+        prefetcher.advance()
+
+
+def _release(span: _Span) -> None:
+    """Give up the bytes of a span; those in flight count as held until they arrive."""
+    if span.is_released:
+        return
+    span.is_released = True
+    future, span.future = span.future, None
+    if future is not None:
+        nbytes = span.stop - span.start
+
+        def uncharge(_: Any) -> None:
+            with _state.lock:
+                _state.held -= nbytes
+
+        future.cancel()
+        future.add_done_callback(uncharge)
+
+
+# --- from ranges to requests ---------------------------------------------------------------------
+
+
+def _by_distance(
+    ranges: Iterable[Range],
+) -> tuple[Counter[tuple[FarSource, int, int]], list[tuple[Source, int, int]]]:
+    """Return ranges of far files with how often each is announced, and pieces of local files.
+
+    A piece is a file, a start and a stop.
+    """
+    places: dict[int, tuple[Any, Source | None]] = {}
+    far: Counter[tuple[FarSource, int, int]] = Counter()
+    near: list[tuple[Source, int, int]] = []
+    for source, offset, nbytes in ranges:
+        if id(source) not in places:
+            places[id(source)] = None, None
+            with suppress(OSError, CheckpointError):  # raised when it is read
+                places[id(source)] = source.far, source.near
+        far_file, near_file = places[id(source)]
+        if far_file is not None and nbytes and offset + nbytes <= far_file.size:
+            far[far_file, offset, nbytes] += 1
+        elif near_file is not None and nbytes:
+            at, stop = offset, min(offset + nbytes, near_file.size)
+            if near and near[-1][0] is near_file and 0 <= at - near[-1][2] <= _PAGE_NBYTES:
+                at = near.pop()[1]
+            while at < stop:
+                near.append((near_file, at, min(stop, at + _PIECE_NBYTES)))
+                at = near[-1][2]
+    return far, near
+
+
+class _Wanted(NamedTuple):
+    """A range of a file."""
+
+    start: int
+    stop: int
+    times: int  # it is announced
+    order: int  # its place among the announced ranges
+
+
+def _plan(ranges: Counter[tuple[FarSource, int, int]]) -> list[_Span]:
+    """Cut ranges into requests, ordered by the range in them that is announced first.
+
+    Ranges are merged that are announced in the same window and near each other in the file, with
+    nothing between them that is announced in another window.
+    """
+    starts: dict[FarSource, list[int]] = defaultdict(list)
+    for source, offset, _ in ranges:
+        starts[source].append(offset)
+    for offsets in starts.values():
+        offsets.sort()
+    spans: list[_Span] = []
+    position = 0
+    for window in _windows(ranges):
+        ordered: list[tuple[int, _Span]] = []
+        for source, wanted in window.items():
+            for run, stop in _runs(sorted(wanted), starts[source]):
+                ordered += _cut(source, run, stop, position)
+                position += stop - run[0].start
+        spans += [span for _, span in sorted(ordered, key=lambda pair: pair[0])]
+    position = 0
+    for span in spans:
+        span.position = position
+        position += span.stop - span.start
+    return spans
+
+
+def _windows(
+    ranges: Counter[tuple[FarSource, int, int]],
+) -> Iterator[dict[FarSource, list[_Wanted]]]:
+    """Group ranges that follow each other, by file."""
+    window: dict[FarSource, list[_Wanted]] = defaultdict(list)
+    total = 0
+    for order, ((source, offset, nbytes), count) in enumerate(ranges.items()):
+        window[source].append(_Wanted(offset, offset + nbytes, count, order))
+        total += nbytes
+        if total >= _WINDOW * REQUEST_NBYTES:
+            yield window
+            window, total = defaultdict(list), 0
+    yield window
+
+
+def _runs(wanted: list[_Wanted], starts: list[int]) -> Iterator[tuple[list[_Wanted], int]]:
+    """Merge ranges near each other, and return where they end; each has one long range at most."""
+    run: list[_Wanted] = []
+    stop = nbytes = 0
+    has_long = False
+    for each in wanted:
+        is_long = each.stop - each.start >= REQUEST_NBYTES // 2
+        # Not more than half of the bytes of a request are superfluous.
+        is_far = each.start - stop > min(_GAP, nbytes)
+        is_far = is_far or bisect_left(starts, stop) < bisect_left(starts, each.start)
+        if run and (is_far or (is_long and has_long and each.start >= stop)):
+            yield run, stop
+            run, stop, nbytes, has_long = [], 0, 0, False
+        run.append(each)
+        stop, nbytes = max(stop, each.stop), nbytes + each.stop - each.start
+        has_long |= is_long
+    if run:
+        yield run, stop
+
+
+def _cut(
+    source: FarSource, run: list[_Wanted], stop: int, position: int
+) -> Iterator[tuple[int, _Span]]:
+    """Cut a run into requests of similar size; return each with its place in the order.
+
+    The first requests of all are smaller: requests that share the line and are equally long end
+    at the same time, and the line is idle until the next ones are answered.
+    """
+    start = run[0].start
+    while start < stop:
+        most = min(REQUEST_NBYTES, REQUEST_NBYTES // 2 + position // IN_FLIGHT)
+        end = start + (stop - start) // max(1, round((stop - start) / most))
+        parts = [
+            (each.order, (min(end, each.stop) - max(start, each.start)) * each.times)
+            for each in run
+            if each.start < end and start < each.stop
+        ]
+        if parts:
+            yield min(parts)[0], _Span(source, start, end, sum(nbytes for _, nbytes in parts))
+        position += end - start
+        start = end
+
+
+# --- local files ---------------------------------------------------------------------------------
+
+
+class _Disk:
+    """Asks the disk for pieces of files, in their order, as others are read."""
+
+    def __init__(self, pieces: list[tuple[Source, int, int]]) -> None:
+        self._pieces = pieces
+        self._next = self._asked = self._read = 0
+        self._lock = threading.Lock()
+        self._paths = {source.name for source, _, _ in pieces}
+        with _state.lock:
+            for path in self._paths:
+                _state.on_disk[path] = (*_state.on_disk.get(path, ()), self)
+        self.advance(0)
+
+    def close(self) -> None:
+        with _state.lock:
+            for path in self._paths:
+                others = tuple(each for each in _state.on_disk.get(path, ()) if each is not self)
+                _state.on_disk[path] = others
+                if not others:
+                    del _state.on_disk[path]
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes as read, and ask for more."""
+        self._read += nbytes  # a hint: nothing is wrong if two threads lose some
+        # A thread that finds another one asking has something better to do.
+        while self._asked < self._read + _DISK_NBYTES and self._lock.acquire(blocking=False):
+            try:
+                if self._next == len(self._pieces):
+                    return
+                source, start, stop = self._pieces[self._next]
+                self._next += 1
+                self._asked += stop - start
+                source.expect(start, stop - start)
+            finally:
+                self._lock.release()

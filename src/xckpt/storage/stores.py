@@ -1,0 +1,369 @@
+"""Stores of obstore for URLs, and the options that they take.
+
+Options have the names of s3fs, gcsfs, adlfs and fsspec's HTTP file system, or those of obstore.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from base64 import b64encode
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlencode, urlsplit
+
+from xckpt.errors import UnsupportedError
+from xckpt.storage.limits import Pool
+from xckpt.storage.requests import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from ssl import SSLContext
+
+_KINDS = {
+    **dict.fromkeys(("http", "https"), "http"),
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "azure"), "az"),
+}
+# The fields of obstore's ClientConfig.
+_CLIENT_OPTIONS = {
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type"),
+    *("default_headers", "http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout"),
+    *("http2_keep_alive_while_idle", "http2_only", "pool_idle_timeout", "pool_max_idle_per_host"),
+    *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses"),
+    *("root_certificate", "user_agent"),
+}
+# They tune caches and loops that do not exist here, or are needed only to make buckets.
+_WITHOUT_EFFECT = {
+    *("asynchronous", "block_size", "cache_regions", "cache_type", "default_block_size"),
+    *("default_cache_type", "default_fill_cache", "max_pool_connections", "project"),
+    *("skip_instance_cache", "trust_env", "use_listings_cache"),
+}
+_BRACKETS = re.compile(r"\[[^\]/]*\]?")
+# A path that obstore sends as it is.
+_PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~+=,@:-]+)+")
+
+# Each has its own connections.
+_stores: Pool[Any] = Pool(limit=64)
+#: Regions of buckets that are not where they were expected.
+regions: dict[str, str] = {}
+
+
+def kind_of(url: str) -> str | None:
+    """Return the kind of store that a URL is in; None for other file systems and chained URLs."""
+    scheme, separator, rest = url.partition("://")
+    is_chained = "::" in _BRACKETS.sub("", rest)  # in an address of IPv6 it has another meaning
+    return _KINDS.get(scheme.lower()) if separator and not is_chained else None
+
+
+def flattened(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Put nested options of s3fs, aiohttp and obstore next to the others."""
+    flat = dict(options or {})
+    for nest in ("client_kwargs", "config_kwargs", "client_options", "retry_config"):
+        for key, value in (flat.pop(nest, None) or {}).items():
+            flat[key] = {**value, **flat.get(key, {})} if key == "headers" else value
+    retries = flat.pop("max_retries", None) or flat.pop("retries", None)
+    if isinstance(retries, dict):  # of botocore
+        retries = retries.get("max_attempts")
+    return flat if retries is None else {**flat, "retries": retries}
+
+
+def open_store(
+    url: str, options: Mapping[str, Any], limits: Limits, *, retries: int = 0
+) -> tuple[Any, str]:
+    """Return the store that an object is in, and its path there; `options` are `flattened`."""
+    kind = kind_of(url) or "http"
+    if kind == "http":
+        options = {**_user_in(url), **options}
+        root, path = _split_address(address_of(url, options))
+    else:
+        root, path = _split_key(kind, url)
+    if "store" in options:
+        return options["store"], _path_in(options["store"], url, path)
+    key = kind, root, options_key(options), limits, retries, regions.get(root.partition("/")[0])
+    return _stores.get(key, partial(_made, kind, root, options, limits, retries)), path
+
+
+def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a key for options."""
+    # The repr of a store may panic.
+    pairs = ((key, id(v) if key == "store" else repr(v)) for key, v in options.items())
+    return tuple(sorted(pairs))
+
+
+def address_of(url: str, options: Mapping[str, Any]) -> str:
+    """Return what a web server is asked for: a URL with parameters, and without a user."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError("it names no host")
+    query = "&".join(filter(None, (parts.query, urlencode(options.get("params") or {}))))
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return f"{address}?{query}" if query else address
+
+
+def _split_address(url: str) -> tuple[str, str]:
+    """Return the origin and the path of a plain URL; all of another one, and no path."""
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return (f"{scheme}://{host}", path) if _PLAIN.fullmatch(slash + path) else (url, "")
+
+
+def _split_key(kind: str, url: str) -> tuple[str, str]:
+    """Return the bucket and the key of an object."""
+    root, _, path = url.partition("://")[2].partition("/")
+    if "" in path.split("/"):
+        # Paths of obstore have no empty parts; for S3 they can be part of the endpoint.
+        folder, _, path = f"/{path}".rpartition("//")
+        if kind != "s3" or not path or path.endswith("/"):
+            raise UnsupportedError("a name of an object with empty parts", path=url)
+        root += folder + "/"
+    return root, path
+
+
+def _path_in(store: Any, url: str, path: str) -> str:
+    """Return the path of an object in a store that the user made."""
+    if kind_of(url) == "http":
+        return url.removeprefix(str(getattr(store, "url", ""))).lstrip("/")
+    prefix = getattr(store, "prefix", None)
+    return path.removeprefix(f"{prefix}/") if prefix else path
+
+
+@dataclass
+class _Settings:
+    """Options of a user by where obstore takes them."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    profile: str | None = None
+    provider: Callable[[], Any] | None = None  # makes a provider of credentials
+
+    @classmethod
+    def of(cls, kind: str, options: Mapping[str, Any]) -> _Settings:
+        """Sort options by where they go."""
+        made = cls()
+        names = {**_EVERYWHERE, **_NAMES[kind]}
+        for key, value in options.items():
+            name = names.get(key, key)
+            if value is None or key in _WITHOUT_EFFECT:
+                continue
+            if not isinstance(name, str):
+                name(made, value)
+            elif name in _CLIENT_OPTIONS:
+                made.client[name] = value
+            elif kind == "http":
+                raise _unknown(kind, key)
+            elif value is not False:
+                made.config[name] = value if isinstance(value, bool | str) else str(value)
+        return made
+
+    def take_headers(self, headers: Mapping[str, str]) -> None:
+        self.headers |= headers
+
+    def take_auth(self, auth: Any) -> None:
+        user, password, *_ = auth
+        token = b64encode(f"{user}:{password}".encode()).decode()
+        self.headers["Authorization"] = f"Basic {token}"
+
+    def take_parameters(self, parameters: Any) -> None:
+        """They are part of the address; see `address_of`."""
+
+    def take_verify(self, verify: bool | str) -> None:  # noqa: FBT001  as in requests
+        if isinstance(verify, bool):
+            self.client["allow_invalid_certificates"] = not verify
+        else:
+            self.client["root_certificate"] = Path(verify).read_bytes()
+
+    def take_profile(self, profile: str) -> None:
+        self.profile = profile
+
+    def take_google_token(self, token: Any) -> None:
+        if token == "anon":
+            self.config["skip_signature"] = True
+        elif isinstance(token, dict):
+            self.config["service_account_key"] = json.dumps(token)
+        elif not isinstance(token, str):
+            self.provider = partial(_google, token)
+        elif Path(token).is_file():
+            self.config["application_credentials"] = token
+        elif token not in {"google_default", "cloud", "cache"}:
+            self.config["bearer_token"] = token
+
+    def take_connection_string(self, text: str) -> None:
+        names = {
+            "AccountName": "account_name",
+            "AccountKey": "account_key",
+            "BlobEndpoint": "endpoint",
+            "SharedAccessSignature": "sas_key",
+        }
+        fields = [each.split("=", 1) for each in text.split(";") if "=" in each]
+        self.config |= {names[name]: value for name, value in fields if name in names}
+
+    def take_azure_credential(self, credential: Any) -> None:
+        if isinstance(credential, str):
+            self.config["sas_key" if "sig=" in credential else "account_key"] = credential
+        else:
+            self.provider = partial(_azure, credential)
+
+
+# Options of other libraries: what obstore calls them, or what takes them.
+_EVERYWHERE: dict[str, Any] = {
+    "anon": "skip_signature",
+    "default_headers": _Settings.take_headers,
+    "headers": _Settings.take_headers,
+    "proxy": "proxy_url",
+    "verify": _Settings.take_verify,
+}
+_NAMES: dict[str, dict[str, Any]] = {
+    "http": {
+        "auth": _Settings.take_auth,
+        "params": _Settings.take_parameters,
+        "ssl": _Settings.take_verify,
+    },
+    "s3": {
+        "key": "access_key_id",
+        "secret": "secret_access_key",
+        "token": "session_token",
+        "endpoint_url": "endpoint",
+        "region_name": "region",
+        "requester_pays": "request_payer",
+        "profile": _Settings.take_profile,
+    },
+    "gs": {"endpoint_url": "base_url", "token": _Settings.take_google_token},
+    "az": {
+        "sas_token": "sas_key",
+        "endpoint_url": "endpoint",
+        "connection_string": _Settings.take_connection_string,
+        "credential": _Settings.take_azure_credential,
+    },
+}
+
+
+def _made(kind: str, root: str, options: Mapping[str, Any], limits: Limits, retries: int) -> Any:
+    from obstore import exceptions, store
+
+    settings = _Settings.of(kind, options)
+    config, bucket = settings.config, root.partition("/")[0]
+    endpoint = config.get("endpoint") or config.get("base_url")
+    if kind == "s3":
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+        config |= {"region": regions[bucket]} if bucket in regions else {}
+    is_secure = not (root if kind == "http" else endpoint or "").lower().startswith("http:")
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=limits.timeout),
+        "read_timeout": timedelta(seconds=limits.read_timeout),
+        "connect_timeout": timedelta(seconds=min(limits.read_timeout, limits.timeout)),
+        "user_agent": "xckpt",
+        **({} if is_secure else {"allow_http": True}),
+        **({"default_headers": settings.headers} if settings.headers else {}),
+        **settings.client,
+    }
+    keywords: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": retries}}
+    if kind == "http":
+        return store.HTTPStore.from_url(root, **keywords)
+    if settings.provider is not None:
+        keywords["credential_provider"] = settings.provider()
+    elif kind == "s3" and not {"access_key_id", "skip_signature"} & config.keys():
+        keywords["credential_provider"] = _profile(settings.profile)
+    if "/" in root:
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        region = config.get("region") or region or "us-east-1"
+        base = (endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
+        config |= {"endpoint": f"{base}/{quote(root)}", "virtual_hosted_style_request": True}
+    if kind == "az" and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        config.setdefault("account_name", host.partition(".")[0])
+    classes = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
+    try:
+        return classes[kind](bucket, config=config, **keywords)
+    except exceptions.UnknownConfigurationKeyError as error:
+        unknown = re.search(r"key: '(.*?)'", str(error))
+        raise _unknown(kind, unknown[1] if unknown else str(error)) from error
+
+
+def _unknown(kind: str, key: str) -> ValueError:
+    known = {*_EVERYWHERE, *_NAMES[kind], *Limits._fields, *_CLIENT_OPTIONS, "store"}
+    more = {"s3": "S3Config", "gs": "GCSConfig", "az": "AzureConfig"}.get(kind)
+    text = f"storage_options has no key {key!r} for {kind}://; it has {', '.join(sorted(known))}"
+    return ValueError(text if more is None else f"{text}, and those of obstore.store.{more}")
+
+
+def _profile(name: str | None) -> Any:
+    """Return a provider of the credentials of an AWS profile; None where obstore finds its own."""
+    files = {"AWS_SHARED_CREDENTIALS_FILE": "credentials", "AWS_CONFIG_FILE": "config"}
+    paths = [os.environ.get(name) or f"~/.aws/{file}" for name, file in files.items()]
+    is_asked = name is not None or "AWS_PROFILE" in os.environ
+    is_there = any(Path(path).expanduser().is_file() for path in paths)
+    if name is None and ("AWS_ACCESS_KEY_ID" in os.environ or not (is_there or is_asked)):
+        return None
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        if not is_asked:
+            return None
+        raise ImportError("profiles of AWS need boto3: pip install boto3") from error
+    try:
+        session = boto3.Session(profile_name=name)
+        # Without credentials in the files, obstore asks containers and instances.
+        return session.get_credentials() and Boto3CredentialProvider(session)
+    except Exception as error:
+        raise ValueError(f"the profile of AWS cannot be used: {error}") from error
+
+
+def _google(credentials: Any) -> Any:
+    from obstore.auth.google import GoogleCredentialProvider
+
+    return GoogleCredentialProvider(credentials)
+
+
+def _azure(credential: Any) -> Any:
+    from obstore.auth.azure import AzureCredentialProvider
+
+    return AzureCredentialProvider(credential)
+
+
+def lacking(url: str, error: ImportError) -> ImportError:
+    """Return an error that names what to install for a URL."""
+    text = f"cannot open {url}: {error}. Install it with: pip install 'xckpt[remote]'"
+    return ImportError(text)
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+
+def headers_of(url: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers that the user gives a web server with each request."""
+    return _Settings.of("http", {**_user_in(url), **options}).headers
+
+
+def _user_in(url: str) -> dict[str, Any]:
+    """Return the user and the password in a URL as an option."""
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    return {"auth": tuple(map(unquote, user.partition(":")[::2]))} if user else {}
+
+
+def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a web server that other servers may know."""
+    secrets = {"auth", "default_headers", "headers", "params"}
+    return {key: value for key, value in options.items() if key not in secrets}
+
+
+def ssl_context(options: Mapping[str, Any]) -> SSLContext:
+    """Return how certificates of a web server are checked."""
+    from ssl import CERT_NONE, create_default_context
+
+    client = _Settings.of("http", options).client
+    context = create_default_context()
+    authority = client.get("root_certificate")
+    if authority is not None:
+        context.load_verify_locations(cadata=bytes(authority).decode())
+    if client.get("allow_invalid_certificates"):
+        context.check_hostname, context.verify_mode = False, CERT_NONE
+    return context
