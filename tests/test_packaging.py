@@ -27,7 +27,8 @@ CONDA_NAMES = {
     "xxhash": "python-xxhash",
 }
 ONLY_FOR_DEVELOPERS = {"bench", "docs", "lint"}
-HEAVY = {"dask", "fsspec", "ipywidgets", "ml_dtypes", "numba", "sparse", "zstandard"}
+DEPRECATED_EXTRAS = {"http", "hub", "s3"}
+HEAVY = {"dask", "fsspec", "ipywidgets", "ml_dtypes", "numba", "obstore", "sparse", "zstandard"}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,13 @@ def test_every_dependency_has_a_lower_bound_and_no_upper_one(project: dict[str, 
 
 def test_the_extra_all_has_every_extra_of_users(project: dict[str, Any]) -> None:
     extras = project["optional-dependencies"]
-    users = sorted(extras.keys() - ONLY_FOR_DEVELOPERS - {"all", "test"})
+    users = sorted(extras.keys() - ONLY_FOR_DEVELOPERS - DEPRECATED_EXTRAS - {"all", "test"})
     assert extras["all"] == [f"{project['name']}[{','.join(users)}]"]
+
+
+def test_deprecated_extras_install_their_successor(project: dict[str, Any]) -> None:
+    for name in DEPRECATED_EXTRAS:
+        assert project["optional-dependencies"][name] == ["xckpt[remote]"]
 
 
 # --- entry points --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_no_data_are_read_at_opening(declared: Declared, path: Path) -> None:
 
 @pytest.fixture
 def web(path: Path) -> Iterator[WebServer]:
-    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
     with WebServer(**{path.name: path.read_bytes()}) as web:
         yield web
 

@@ -38,7 +38,7 @@ def test_the_folder_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.fixture
 def web(checkpoint: Path) -> Iterator[WebServer]:
-    pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
     # So many that opening takes several requests, which is when the header is kept.
     many = {f"t{n}": np.full((2, 2), n, "<f4") for n in range(2000)}
     served = {"m.zt": checkpoint.read_bytes(), "many.zt": zt(many | {"w": np.arange(9.0)})}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'xckpt[http]'")
+pytest.importorskip("obstore", reason="needs obstore: pip install 'xckpt[remote]'")
 
 SIZE = 1 << 20
 DATA = np.random.default_rng(0).bytes(SIZE)
