@@ -92,7 +92,7 @@ def folder(files: dict[str, bytes], tmp_path: Path) -> Path:
 
 def forget() -> None:
     """Be as a new process, which has only what is kept on disk."""
-    for pool in (storage_hub._commits, storage_hub._folders, storage_hub._small, remote._places):
+    for pool in (storage_hub._commits, storage_hub._folders, storage_hub._small, remote._addresses):
         pool._reset()
 
 
@@ -254,7 +254,7 @@ class TestRevisions:
     def test_a_commit_that_is_gone(self, hub: HubServer, files: dict[str, bytes]) -> None:
         ds = opened()
         hub.repositories["org/model"].commits.clear()
-        remote._places._reset()
+        remote._addresses._reset()
         with pytest.raises(FileChangedError, match="no longer there"):
             ds["model.layers.0.up.weight"].compute()
 
@@ -385,7 +385,7 @@ class TestRefusals:
         self, hub: HubServer, files: dict[str, bytes], answer: str
     ) -> None:
         hub.behaviour.listing = answer
-        with pytest.raises(OSError, match=r"the Hub (lists what is no file|does not answer)"):
+        with pytest.raises(OSError, match=r"the Hub (lists .* as a file|does not answer)"):
             opened()
 
 
@@ -395,7 +395,7 @@ class TestBusyServers:
         hub.behaviour.busy[host] = 3
         ds = opened()
         hub.behaviour.busy[host] = 3
-        remote._places._reset()
+        remote._addresses._reset()
         xr.testing.assert_equal(ds.compute(), xr.open_dataset(folder).compute())
 
     def test_retry_after_is_obeyed(self, hub: HubServer, files: dict[str, bytes]) -> None:

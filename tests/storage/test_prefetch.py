@@ -39,10 +39,10 @@ def _small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     # Requests in flight, and tasks of dask when another one failed, go on for a while.
     until = time.monotonic() + 20
-    while (prefetch._state.held or prefetch._state.by_file) and time.monotonic() < until:
+    while (prefetch._shared.held or prefetch._shared.by_file) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not prefetch._state.by_file
-    assert prefetch._state.held == 0
+    assert not prefetch._shared.by_file
+    assert prefetch._shared.held == 0
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ class TestScans:
         read = prefetch._Prefetcher._read
 
         def looking(*arguments: Any, **keywords: Any) -> Any:
-            held.append(prefetch._state.held)
+            held.append(prefetch._shared.held)
             return read(*arguments, **keywords)
 
         monkeypatch.setattr(prefetch._Prefetcher, "_read", looking)
@@ -293,7 +293,7 @@ class TestAnythingElse:
             # More than are in flight at a time: the last ones are cancelled.
             with reading_ahead([(source, n * REQUEST, REQUEST) for n in range(20)]):
                 waiting = pool.submit(source.read, 19 * REQUEST, 1000)
-                while prefetch._state.held == 0 or len(web.requests) < 2:
+                while prefetch._shared.held == 0 or len(web.requests) < 2:
                     time.sleep(0.01)
             expected = web.behaviour.files["/m.zt"][19 * REQUEST :][:1000]
             assert bytes(waiting.result()) == expected

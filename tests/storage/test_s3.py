@@ -216,7 +216,7 @@ class TestOptions:
             open_source(KEY, storage_options={**options, "profile": "none"})
         monkeypatch.setitem(sys.modules, "boto3", None)
         stores._stores._reset()
-        remote._places._reset()
+        remote._addresses._reset()
         if how != "default":
             with pytest.raises(ImportError, match="pip install boto3"):
                 open_source(KEY, storage_options={**options, "retries": 2})

@@ -284,7 +284,7 @@ class TestAnswers:
 
     def test_an_answer_that_does_not_say_what_it_is(self, web: WebServer, source: Source) -> None:
         web.behaviour.content_range = False
-        with pytest.raises(UnsupportedError, match="does not say which bytes"):
+        with pytest.raises(UnsupportedError, match="does not state which bytes"):
             source.read(500, 100)
 
     def test_a_compressed_answer(self, web: WebServer, source: Source) -> None:

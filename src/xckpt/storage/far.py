@@ -39,7 +39,7 @@ TRUSTED_SECONDS = 10.0
 _LONGEST_VERSION = 1024
 _NOTHING = memoryview(b"")
 
-# Where nothing is said of the version, the beginning is read again now and then.
+# Of a file without a version the beginning is read again now and then.
 _OPENING, _BEGINNING = "opening", "beginning"
 
 # Times at which this process last found files unchanged, by name and identity.
@@ -56,8 +56,8 @@ def is_of_one_opening(identity: Any) -> bool:
 class FarSource(Source):
     """A file on another machine.
 
-    `storage_options` travel with the source when it is pickled. A file without anything that tells
-    its versions apart causes a warning.
+    `storage_options` travel with the source when it is pickled. A file whose server sends no
+    version of it, neither ETag nor time, causes a warning.
     """
 
     __slots__ = ("_first", "limits", "storage_options")
@@ -128,8 +128,8 @@ class FarSource(Source):
                 yield self.view(start, min(block_nbytes, offset + nbytes - start))
 
     def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        with prefetch.reading_ahead([(self, *each) for each in places]):
-            return [self.view(*each) for each in places]
+        with prefetch.reading_ahead([(self, *place) for place in places]):
+            return [self.view(*place) for place in places]
 
     def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
         """Request a range of bytes on another thread."""
@@ -137,7 +137,7 @@ class FarSource(Source):
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """Request a range of bytes, again if that fails for a reason that may pass."""
-        self._first = b""  # who reads values has read the header
+        self._first = b""  # values are read after the header
         start = time.monotonic()
         data = retried(self.name, partial(self._get, offset, nbytes), self.limits)
         took = time.monotonic() - start
@@ -173,7 +173,7 @@ class FarSource(Source):
         nbytes = min(self.size, FIRST_NBYTES)
         first = self._first if len(self._first) >= nbytes else self._requested(0, nbytes)
         self._first = first
-        # Values computed in another opening may be those of another version.
+        # Another opening may find another version.
         opening = (_OPENING, uuid.uuid4().hex)
         self.identity = (self.size, opening, (_BEGINNING, _digest(first[:nbytes])))
         warn(
@@ -196,22 +196,22 @@ class FarSource(Source):
 def identified(
     url: str, size: object, version: Mapping[str, object]
 ) -> tuple[int, tuple[Any, ...]]:
-    """Return the size and the identity of a file from what the server says about it."""
+    """Return the size and the identity of a file from the answer of a server."""
     if type(size) is not int or not 0 <= size < 1 << 63:
-        raise unsupported(url, "does not tell the size of the file")
+        raise unsupported(url, "does not send the size of the file")
     texts = [(key, str(value)) for key, value in version.items() if value is not None]
-    return size, (size, *[each for each in texts if len(each[1]) <= _LONGEST_VERSION])
+    return size, (size, *[pair for pair in texts if len(pair[1]) <= _LONGEST_VERSION])
 
 
-def changed(url: str, how: str) -> FileChangedError:
+def changed(url: str, difference: str) -> FileChangedError:
     """Return the error for a file that is another one now."""
-    reason = f"the file changed after it was opened: {how}"
+    reason = f"the file changed after it was opened: {difference}"
     return FileChangedError(reason, path=url, hint="Open it again")
 
 
-def unsupported(url: str, what: str) -> UnsupportedError:
+def unsupported(url: str, lack: str) -> UnsupportedError:
     """Return the error for a server that lacks something."""
-    return UnsupportedError(f"the server {what}", path=url, hint="Download it, and open the copy")
+    return UnsupportedError(f"the server {lack}", path=url, hint="Download it, and open the copy")
 
 
 def _digest(data: memoryview | bytes) -> str:
@@ -222,13 +222,13 @@ def sibling_url(url: str, parts: list[str]) -> str:
     """Replace the last component of the path, in the link of a chained URL that has one."""
     links = url.split("::")
     at = next((i for i, link in enumerate(links) if "://" in link), len(links) - 1)
-    scheme, separator, rest = links[at].partition("://")
+    scheme, separator, path = links[at].partition("://")
     query = ""
     if scheme in {"http", "https"}:
         # Queries stay: they carry access tokens, which are often good for the whole folder.
-        rest, mark, query = rest.partition("?")
+        path, mark, query = path.partition("?")
         query = mark + query
         parts = [quote(part) for part in parts]
-    folder = rest.rpartition("/")[0]
+    folder = path.rpartition("/")[0]
     links[at] = scheme + separator + "/".join([folder, *parts] if folder else parts) + query
     return "::".join(links)

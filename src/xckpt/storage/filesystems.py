@@ -1,6 +1,6 @@
 """Files of every other protocol that fsspec knows, and of chained URLs, such as ``zip://``.
 
-Their answers do not say which version of a file they are from, so this is asked every ten seconds.
+Answers do not contain the version of a file, so it is requested every ten seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What file systems say of the version of a file, under the names they have for it.
+# Names that file systems have for the version of a file.
 _VERSION_KEYS = (
     *("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5"),
     *("blob_id", "sha", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
     *("updated", "created", "ino", "CRC", "modify", "modificationTime", "last_write_time"),
 )
-# They read copies of their own, which nobody changes.
+# They read copies that do not change.
 _COPYING = ("simplecache::", "filecache::", "blockcache::", "cached::")
 _IN_THIS_PROCESS = frozenset({"memory", "file", "local"})
 _TRANSIENT_NUMBERS = {
@@ -97,7 +97,7 @@ class FsspecSource(FarSource):
         raise TransientError(f"asked for {nbytes} bytes at {offset}, got {len(data)}")
 
     def _compare(self) -> None:
-        """Compare what the file system says of the file with what it said before."""
+        """Compare the version of the file now with the one that was opened."""
         fs, path = self._file_system()
         fs.invalidate_cache(path)
         size, identity = self._state()
@@ -161,7 +161,7 @@ def _of_fsspec(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, path
 
 
-def as_os_error(error: Exception, url: str, what: str = "request") -> Exception:
+def as_os_error(error: Exception, url: str, task: str = "request") -> Exception:
     """Return an error of a file system as one of the operating system; bugs stay what they are."""
     if isinstance(error, CheckpointError | TransientError):
         return error
@@ -170,7 +170,7 @@ def as_os_error(error: Exception, url: str, what: str = "request") -> Exception:
         is_transient = is_timeout or isinstance(error, ConnectionError)
         if not (is_transient or error.errno in _TRANSIENT_NUMBERS):
             return error
-    text = f"the {what} failed: {shown(str(error)) if str(error) else type(error).__name__}"
+    text = f"the {task} failed: {shown(str(error)) if str(error) else type(error).__name__}"
     if isinstance(error, ValueError | LookupError) and not isinstance(error, OSError):
         return OSError(errno.EINVAL, text, url)
     if type(error).__module__ == "builtins" and not isinstance(error, OSError):

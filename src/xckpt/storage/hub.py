@@ -28,7 +28,7 @@ from xckpt.errors import shown
 from xckpt.storage.cache import reading_header
 from xckpt.storage.far import changed
 from xckpt.storage.limits import Pool
-from xckpt.storage.remote import REDIRECTS, SAFE_SCHEMES, Place, RemoteSource
+from xckpt.storage.remote import REDIRECTS, SAFE_SCHEMES, Address, RemoteSource
 from xckpt.storage.requests import (
     OWN_OPTIONS,
     TransientError,
@@ -58,7 +58,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RESET = re.compile(r";\s*t\s*=\s*([0-9]{1,6})")
 _SECONDS = re.compile("[0-9]{1,6}")
 
-#: What is read of the beginning of a file: the headers of most shards are shorter.
+#: Size of the first request for a file: the headers of most shards are shorter.
 _FIRST_NBYTES = 1 << 17
 # How long a branch is taken to be the commit that it was.
 _TRUSTED_SECONDS = 10.0
@@ -74,7 +74,7 @@ _PIECE_NBYTES = 1 << 16
 _LONGEST_WAIT = 60.0
 _DEFAULT_REVISION = "main"
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-# Of the storage options, those that are not for the server that has the bytes.
+# Storage options that are not for the server of the bytes.
 _HUB_OPTIONS = {"endpoint", "token"}
 _LIBRARIES = {"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 
@@ -176,7 +176,7 @@ class _Hub:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         self._url = url
-        options, self._limits = split_options(flattened(storage_options), own=True)
+        options, self._limits = split_options(flattened(storage_options), is_flat=True)
         self._token = options.get("token")
         try:
             import huggingface_hub
@@ -213,7 +213,7 @@ class _Hub:
             info, _ = self._page(place, f"{self._api_of(place)}/revision/{revision}")
             commit = info.get("sha") if isinstance(info, dict) else None
             if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-                raise self._broken(f"does not tell the commit of revision {shown(place.revision)}")
+                raise self._broken(f"does not send the commit of revision {shown(place.revision)}")
             return SimpleNamespace(commit=commit, time=time.monotonic())
 
         latest = _commits.get(key, look)
@@ -232,16 +232,16 @@ class _Hub:
         entries: dict[str, tuple[int, str] | None] = {}
         deadline = time.monotonic() + self._limits.timeout
         for _ in range(_MOST_PAGES):
-            known = len(entries)
+            count = len(entries)
             page, following = self._page(folder, following)
             for listed in page if isinstance(page, list) else [page]:
                 try:
                     entries[listed["path"].rpartition("/")[2]] = _entry(listed)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    raise self._broken(f"lists what is no file: {shown(str(listed))}") from error
+                    raise self._broken(f"lists {shown(str(listed))} as a file") from error
             if not following:
                 return entries
-            if len(entries) == known or len(entries) > _MOST_FILES or time.monotonic() > deadline:
+            if len(entries) == count or len(entries) > _MOST_FILES or time.monotonic() > deadline:
                 break
         raise self._broken(f"lists a folder without end; {len(entries)} files so far")
 
@@ -255,8 +255,8 @@ class _Hub:
         if len(entry) == 2:
             return entry
         text = f"{place.repo} has no file {shown(place.path)} at {shown(place.revision)}"
-        alike = get_close_matches(name, entries, n=1)
-        text += f"; did you mean {shown(alike[0])}?" if alike else ""
+        matches = get_close_matches(name, entries, n=1)
+        text += f"; did you mean {shown(matches[0])}?" if matches else ""
         raise FileNotFoundError(errno.ENOENT, text, self._url)
 
     def _api_of(self, place: HubPath) -> str:
@@ -271,18 +271,17 @@ class _Hub:
             raise self._broken("does not answer in JSON") from error
         # Whatever host it names: the token goes to this one.
         following = re.search(r'<([^<>]*)>;\s*rel="?next', answer.headers.get("Link") or "")
-        _, mark, rest = following[1].partition("/api/") if following else ("", "", "")
-        return content, mark + rest
+        _, mark, path = following[1].partition("/api/") if following else ("", "", "")
+        return content, mark + path
 
     def answer(
         self, place: HubPath, method: str, url: str, most: int, source: HubSource | None = None
     ) -> _Answer:
         """Ask the Hub, and follow redirects on it; failures are errors."""
         for _ in range(_MOST_REDIRECTS):
-            asked = partial(self._asked, place, method, url, most)
-            answer = retried(
-                self._url, partial(called_within, self._limits.timeout, asked), self._limits
-            )
+            request = partial(self._request, place, method, url, most)
+            request = partial(called_within, self._limits.timeout, request)
+            answer = retried(self._url, request, self._limits)
             if source is not None:
                 source.compare(answer.headers)
             if answer.status not in REDIRECTS or "Location" not in answer.headers:
@@ -301,7 +300,7 @@ class _Hub:
         # The address is not shown: it may be signed.
         raise OSError(errno.EINVAL, "the Hub redirects to an address that is not safe", self._url)
 
-    def _asked(self, place: HubPath, method: str, url: str, most: int) -> _Answer:
+    def _request(self, place: HubPath, method: str, url: str, most: int) -> _Answer:
         from huggingface_hub.errors import OfflineModeIsEnabled
         from huggingface_hub.utils import get_session
 
@@ -312,7 +311,7 @@ class _Hub:
             text = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
             raise OSError(errno.EINVAL, text, self._url) from error
         except Exception as error:
-            # The libraries that the session may be from have errors of their own.
+            # The session is from one of several libraries.
             if type(error).__module__.partition(".")[0] not in _LIBRARIES:
                 raise
             is_timeout = "timeout" in type(error).__name__.lower()
@@ -323,12 +322,12 @@ class _Hub:
 
     def _read(self, session: Any, place: HubPath, method: str, url: str, most: int) -> _Answer:
         """Make a request, and read at most so many bytes of the answer."""
-        headers = {**self.headers(), "Accept-Encoding": "identity"}
+        sent = {**self.headers(), "Accept-Encoding": "identity"}
         body, deadline = bytearray(), time.monotonic() + self._limits.timeout
-        with _opened(session, method, url, headers, self._limits) as (status, told, pieces):
+        with _opened(session, method, url, sent, self._limits) as (status, headers, pieces):
             if status >= 400:
-                raise self.refusal(place, status, told)
-            if told.get("Content-Encoding", "identity") != "identity":
+                raise self.refusal(place, status, headers)
+            if headers.get("Content-Encoding", "identity") != "identity":
                 raise self._broken("sends its answer compressed")
             for piece in pieces:
                 body += piece
@@ -336,20 +335,17 @@ class _Hub:
                     raise self._broken(f"sends more than {most} bytes for {shown(url)}")
                 if time.monotonic() > deadline:
                     raise TransientError("the answer of the Hub has no end", is_timeout=True)
-        return _Answer(status, told, bytes(body), url)
+        return _Answer(status, headers, bytes(body), url)
 
     def refusal(self, place: HubPath, status: int, headers: Mapping[str, str]) -> OSError:
         """Return what an answer of the Hub means, and what to do about it."""
-        told, url = headers.get("X-Error-Message", ""), self._url
+        message, url = headers.get("X-Error-Message", ""), self._url
         repo, page = f"the repository {place.repo}", f"{self.endpoint}/{place.page}"
         has_token = "authorization" in {name.lower() for name in self.headers()}
         if status in {408, 425, 429} or status >= 500:
             return self._busy(status, headers, has_token=has_token)
-        who = (
-            "your token may not be allowed to read it"
-            if has_token
-            else f"if it is private, {_LOG_IN}"
-        )
+        advice = "your token may not be allowed to read it"
+        advice = advice if has_token else f"if it is private, {_LOG_IN}"
         match headers.get("X-Error-Code"), status:
             case "GatedRepo", _:
                 log_in = "use the token of an account that was let in" if has_token else _LOG_IN
@@ -361,15 +357,15 @@ class _Hub:
             case "EntryNotFound", _:
                 text = f"{place.repo} has no {shown(place.path)} at {shown(place.revision)}"
                 return FileNotFoundError(errno.ENOENT, text, url)
-            case _, 401 if has_token and "Invalid" in told:
+            case _, 401 if has_token and "Invalid" in message:
                 return PermissionError(errno.EACCES, f"the token is not valid: {_LOG_IN}", url)
             case ("RepoNotFound", _) | (_, 401 | 404):
-                text = f"{repo} cannot be found: check its name; {who}"
+                text = f"{repo} cannot be found: check its name; {advice}"
                 return FileNotFoundError(errno.ENOENT, text, url)
             case _, 403:
-                text = f"{repo} must not be read: {shown(told)}. Check what your token may read"
+                text = f"{repo} must not be read: {shown(message)}. Check what your token may read"
                 return PermissionError(errno.EACCES, text, url)
-        return OSError(errno.EINVAL, f"the Hub answered {status} {shown(told)}", url)
+        return OSError(errno.EINVAL, f"the Hub answered {status} {shown(message)}", url)
 
     def _busy(self, status: int, headers: Mapping[str, str], *, has_token: bool) -> OSError:
         """Return the error for an answer that asks for patience; long waits are up to the user."""
@@ -404,7 +400,7 @@ def _opened(
 
 
 def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the size and the digest of a file, which is that of its content; None for a folder."""
+    """Return the size and the digest of a file; None for a folder."""
     if listed["type"] != "file":
         return None
     size, digest = listed["size"], (listed.get("lfs") or listed)["oid"]
@@ -428,7 +424,7 @@ class HubSource(RemoteSource):
         hub = _Hub(url, storage_options)
         place = hub.resolved(HubPath.parse(url))
         self.name = place.url
-        self.storage_options, self.limits = split_options(flattened(storage_options), own=True)
+        self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
         self._first = b""
         self.size, digest = hub.entry(place)
         self.identity = (self.size, ("sha", digest))
@@ -445,14 +441,14 @@ class HubSource(RemoteSource):
         return HubSource("/".join([folder, *components(name)]), options)
 
     def compare(self, headers: Mapping[str, str]) -> None:
-        """Compare what the Hub says of the file with what it said as this was listed."""
+        """Compare the version in an answer of the Hub with the one in its listing."""
         identity: Any = self.identity
-        known = {
+        expected = {
             "X-Repo-Commit": HubPath.parse(self.name).revision,
             "X-Linked-Size": str(self.size),
             "X-Linked-ETag": identity[1][1],
         }
-        for name, before in known.items():
+        for name, before in expected.items():
             now = headers.get(name, before).removeprefix("W/").strip('"')
             # Digests of one kind are compared: files in git itself have two of them.
             is_same_kind = name != "X-Linked-ETag" or len(now) == len(before)
@@ -480,7 +476,7 @@ class HubSource(RemoteSource):
     def _hub(self) -> _Hub:
         return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})
 
-    def _locate(self) -> Place:
+    def _locate(self) -> Address:
         """Ask the Hub where the bytes of the file are."""
         hub, place = self._hub(), HubPath.parse(self.name)
         answer = hub.answer(place, "HEAD", hub.address(place), 0, self)
@@ -489,4 +485,4 @@ class HubSource(RemoteSource):
         is_elsewhere = answer.status in REDIRECTS
         if not is_elsewhere:
             options["headers"] = hub.headers()
-        return Place(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)
+        return Address(*open_store(answer.url, options, self.limits), is_redirect=is_elsewhere)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from xckpt.storage.far import FarSource
     from xckpt.storage.source import Source
 
     #: A file, the offset of a range of its bytes, and their number.
@@ -49,7 +48,7 @@ class _Span:
 
     __slots__ = ("future", "is_released", "position", "source", "start", "stop", "unread")
 
-    def __init__(self, source: FarSource, start: int, stop: int, unread: int) -> None:
+    def __init__(self, source: Source, start: int, stop: int, unread: int) -> None:
         self.source, self.start, self.stop = source, start, stop
         self.unread = unread  # announced bytes in it, each as often as it is announced
         self.position = 0  # bytes of all spans before this one
@@ -57,7 +56,7 @@ class _Span:
         self.is_released = False
 
 
-class _State:
+class _Shared:
     """The prefetchers of this process and their memory; a forked child begins with none."""
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class _State:
         self.on_disk: dict[str, tuple[_Disk, ...]] = {}
 
 
-_state = _State()
+_shared = _Shared()
 
 
 @contextmanager
@@ -97,27 +96,29 @@ def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
 
 def is_active(source: Source) -> bool:
     """Return whether ranges of a file are requested ahead."""
-    return bool(_state.by_file) and source in _state.by_file
+    return bool(_shared.by_file) and source in _shared.by_file
 
 
 def view(source: Source, offset: int, nbytes: int) -> memoryview | None:
     """Return a range that was announced, if it came by one request."""
-    views = (each.view(source, offset, offset + nbytes) for each in _prefetchers(source))
+    prefetchers = _prefetchers(source)
+    views = (prefetcher.view(source, offset, offset + nbytes) for prefetcher in prefetchers)
     return next((data for data in views if data is not None), None)
 
 
 def copy(source: Source, offset: int, memory: memoryview) -> bool:
     """Fill memory with a range that was announced; return whether it was."""
-    return any(each.copy(source, offset, memory) for each in _prefetchers(source))
+    prefetchers = _prefetchers(source)
+    return any(prefetcher.copy(source, offset, memory) for prefetcher in prefetchers)
 
 
 def _prefetchers(source: Source) -> Sequence[_Prefetcher]:
-    return tuple(_state.by_file.get(source, ()))
+    return tuple(_shared.by_file.get(source, ()))
 
 
 def is_being_read(path: str, nbytes: int) -> None:
     """Ask the disk for what follows the bytes that are read now."""
-    for disk in _state.on_disk.get(path, ()):
+    for disk in _shared.on_disk.get(path, ()):
         disk.advance(nbytes)
 
 
@@ -137,22 +138,22 @@ class _Prefetcher:
         by_file: dict[Source, list[_Span]] = defaultdict(list)
         for span in spans:
             by_file[span.source].append(span)
-        with _state.lock:
+        with _shared.lock:
             for source, members in by_file.items():
                 members.sort(key=lambda span: span.start)
                 self._of_file[source] = [span.start for span in members], members
-                _state.by_file.setdefault(source, []).append(self)
+                _shared.by_file.setdefault(source, []).append(self)
             self.advance()
 
     def close(self) -> None:
         """Release all spans."""
-        with _state.lock:
+        with _shared.lock:
             for source in self._of_file:
-                others = [each for each in _state.by_file.get(source, ()) if each is not self]
+                others = [each for each in _shared.by_file.get(source, ()) if each is not self]
                 if others:
-                    _state.by_file[source] = others
+                    _shared.by_file[source] = others
                 else:
-                    _state.by_file.pop(source, None)
+                    _shared.by_file.pop(source, None)
             self._next = len(self._spans)
             for span in self._spans:
                 _release(span)
@@ -160,14 +161,14 @@ class _Prefetcher:
 
     def view(self, source: Source, start: int, stop: int) -> memoryview | None:
         """Wait for a range and return it; None if it is not here, or in several spans."""
-        with _state.lock:
+        with _shared.lock:
             spans = self._covering(source, start, stop)
         return self._read(spans[0], start, stop) if len(spans) == 1 else None
 
     def copy(self, source: Source, start: int, memory: memoryview) -> bool:
         """Wait for a range, and fill memory with it; return whether it is here."""
         target, stop = np.frombuffer(memory, np.uint8), start + len(memory)
-        with _state.lock:
+        with _shared.lock:
             spans = self._covering(source, start, stop)
         for span in spans:
             first, last = max(start, span.start), min(stop, span.stop)
@@ -180,7 +181,7 @@ class _Prefetcher:
 
     def _read(self, span: _Span, start: int, stop: int) -> memoryview | None:
         """Wait for bytes of a span, and count them as read; None if the span was released."""
-        with _state.lock:
+        with _shared.lock:
             if span.is_released:
                 return None
             future = span.future or self._request(span, is_urgent=True)
@@ -188,7 +189,7 @@ class _Prefetcher:
             data = wait_for(future)[start - span.start : stop - span.start]
         except CancelledError:  # another thread has closed this
             return None
-        with _state.lock:
+        with _shared.lock:
             span.unread -= stop - start
             self._reached = max(self._reached, span.position)
             if span.unread <= 0:
@@ -224,10 +225,10 @@ class _Prefetcher:
             self._next += 1
 
     def _is_full(self, span: _Span) -> bool:
-        return _state.held > 0 and _state.held + span.stop - span.start > self._most
+        return _shared.held > 0 and _shared.held + span.stop - span.start > self._most
 
     def _forget(self) -> None:
-        """Release spans far behind the readers, which nobody seems to read."""
+        """Release spans far behind the readers."""
         while self._requested and (
             self._requested[0].is_released
             or self._requested[0].position < self._reached - self._most
@@ -237,13 +238,13 @@ class _Prefetcher:
     def _request(self, span: _Span, *, is_urgent: bool = False) -> Future[memoryview]:
         nbytes = span.stop - span.start
         span.future = span.source.request(span.start, nbytes, is_urgent=is_urgent)
-        _state.held += nbytes
+        _shared.held += nbytes
         self._requested.append(span)
         return span.future
 
 
 def _advance_all() -> None:
-    for prefetcher in {id(p): p for each in _state.by_file.values() for p in each}.values():
+    for prefetcher in {id(p): p for each in _shared.by_file.values() for p in each}.values():
         prefetcher.advance()
 
 
@@ -257,8 +258,8 @@ def _release(span: _Span) -> None:
         nbytes = span.stop - span.start
 
         def uncharge(_: Any) -> None:
-            with _state.lock:
-                _state.held -= nbytes
+            with _shared.lock:
+                _shared.held -= nbytes
 
         future.cancel()
         future.add_done_callback(uncharge)
@@ -269,13 +270,13 @@ def _release(span: _Span) -> None:
 
 def _by_distance(
     ranges: Iterable[Range],
-) -> tuple[Counter[tuple[FarSource, int, int]], list[tuple[Source, int, int]]]:
+) -> tuple[Counter[tuple[Source, int, int]], list[tuple[Source, int, int]]]:
     """Return ranges of far files with how often each is announced, and pieces of local files.
 
     A piece is a file, a start and a stop.
     """
     places: dict[int, tuple[Any, Source | None]] = {}
-    far: Counter[tuple[FarSource, int, int]] = Counter()
+    far: Counter[tuple[Source, int, int]] = Counter()
     near: list[tuple[Source, int, int]] = []
     for source, offset, nbytes in ranges:
         if id(source) not in places:
@@ -295,7 +296,7 @@ def _by_distance(
     return far, near
 
 
-class _Wanted(NamedTuple):
+class _Announced(NamedTuple):
     """A range of a file."""
 
     start: int
@@ -304,13 +305,13 @@ class _Wanted(NamedTuple):
     order: int  # its place among the announced ranges
 
 
-def _plan(ranges: Counter[tuple[FarSource, int, int]]) -> list[_Span]:
+def _plan(ranges: Counter[tuple[Source, int, int]]) -> list[_Span]:
     """Cut ranges into requests, ordered by the range in them that is announced first.
 
     Ranges are merged that are announced in the same window and near each other in the file, with
     nothing between them that is announced in another window.
     """
-    starts: dict[FarSource, list[int]] = defaultdict(list)
+    starts: dict[Source, list[int]] = defaultdict(list)
     for source, offset, _ in ranges:
         starts[source].append(offset)
     for offsets in starts.values():
@@ -332,13 +333,13 @@ def _plan(ranges: Counter[tuple[FarSource, int, int]]) -> list[_Span]:
 
 
 def _windows(
-    ranges: Counter[tuple[FarSource, int, int]],
-) -> Iterator[dict[FarSource, list[_Wanted]]]:
+    ranges: Counter[tuple[Source, int, int]],
+) -> Iterator[dict[Source, list[_Announced]]]:
     """Group ranges that follow each other, by file."""
-    window: dict[FarSource, list[_Wanted]] = defaultdict(list)
+    window: dict[Source, list[_Announced]] = defaultdict(list)
     total = 0
     for order, ((source, offset, nbytes), count) in enumerate(ranges.items()):
-        window[source].append(_Wanted(offset, offset + nbytes, count, order))
+        window[source].append(_Announced(offset, offset + nbytes, count, order))
         total += nbytes
         if total >= _WINDOW * REQUEST_NBYTES:
             yield window
@@ -346,9 +347,9 @@ def _windows(
     yield window
 
 
-def _runs(wanted: list[_Wanted], starts: list[int]) -> Iterator[tuple[list[_Wanted], int]]:
+def _runs(wanted: list[_Announced], starts: list[int]) -> Iterator[tuple[list[_Announced], int]]:
     """Merge ranges near each other, and return where they end; each has one long range at most."""
-    run: list[_Wanted] = []
+    run: list[_Announced] = []
     stop = nbytes = 0
     has_long = False
     for each in wanted:
@@ -367,7 +368,7 @@ def _runs(wanted: list[_Wanted], starts: list[int]) -> Iterator[tuple[list[_Want
 
 
 def _cut(
-    source: FarSource, run: list[_Wanted], stop: int, position: int
+    source: Source, run: list[_Announced], stop: int, position: int
 ) -> Iterator[tuple[int, _Span]]:
     """Cut a run into requests of similar size; return each with its place in the order.
 
@@ -400,23 +401,23 @@ class _Disk:
         self._next = self._asked = self._read = 0
         self._lock = threading.Lock()
         self._paths = {source.name for source, _, _ in pieces}
-        with _state.lock:
+        with _shared.lock:
             for path in self._paths:
-                _state.on_disk[path] = (*_state.on_disk.get(path, ()), self)
+                _shared.on_disk[path] = (*_shared.on_disk.get(path, ()), self)
         self.advance(0)
 
     def close(self) -> None:
-        with _state.lock:
+        with _shared.lock:
             for path in self._paths:
-                others = tuple(each for each in _state.on_disk.get(path, ()) if each is not self)
-                _state.on_disk[path] = others
+                others = tuple(each for each in _shared.on_disk.get(path, ()) if each is not self)
+                _shared.on_disk[path] = others
                 if not others:
-                    del _state.on_disk[path]
+                    del _shared.on_disk[path]
 
     def advance(self, nbytes: int) -> None:
         """Count bytes as read, and ask for more."""
         self._read += nbytes  # a hint: nothing is wrong if two threads lose some
-        # A thread that finds another one asking has something better to do.
+        # Another thread may be asking already.
         while self._asked < self._read + _DISK_NBYTES and self._lock.acquire(blocking=False):
             try:
                 if self._next == len(self._pieces):

@@ -1,8 +1,8 @@
 """Files on web servers and in object stores, through obstore: one range is one request.
 
-Every answer says which version of the file it is from; this is compared with the version that was
-opened. obstore's synchronous calls run on threads (`requests`); its retries are switched off for
-reading, because those here are logged and also cover bodies that break off.
+Every answer contains the version of the file, which is compared with the version that was opened.
+obstore's synchronous calls run on threads (`requests`). Its retries are switched off for reading:
+those of `requests` are logged, and also cover bodies that break off.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _ElsewhereError(OSError):
     """A bucket is in another region."""
 
 
-class _Rule(NamedTuple):
+class _Meaning(NamedTuple):
     """Meaning of an error of obstore."""
 
     pattern: str  # in its text
@@ -80,29 +80,30 @@ class _Rule(NamedTuple):
 
 
 # The first one that matches counts. obstore puts the kinds of errors into their texts only.
-_RULES = (
-    _Rule(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
-    _Rule(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
-    _Rule(r"status code: (?:404|410)", "missing"),
-    _Rule(r"status code: (?:401|403)", "refused"),
-    _Rule(r"status code: 412", "changed", "its ETag is another"),
-    _Rule(r"status code: 416|object was only", "changed", "it is shorter than it was"),
-    _Rule(r"status code: (429|503)", "busy", "the server answered %s"),
-    _Rule(r"status code: (408|425|5\d\d)", "transient", "the server answered %s"),
-    _Rule(r"status code: 3\d\d", "final", "the server redirects to an address that is not safe"),
-    _Rule(r"status code: (\d+)", "final", "the server answered %s"),
-    _Rule(r"Range request not", "unsupported", "ignores ranges and sends the whole file"),
-    _Rule(r"(?i)Content.Range", "unsupported", "does not say which bytes it sends"),
-    _Rule(r"Content-Length Header", "unsupported", "does not say how many bytes it sends"),
-    _Rule(r"Requested (\S+), got (\S+)", "final", "asked for bytes %s, got %s"),
-    _Rule(r"following redirect", "final", "redirects go round in circles"),
-    _Rule(r"builder error|RelativeUrl", "final", "the URL is not valid"),
-    _Rule(r"TimedOut|kind: Timeout", "timeout", "no answer, or no end of it, in time"),
-    _Rule(r"InvalidCertificate", "final", _NOT_TRUSTED),
-    _Rule(r"dns error", "transient", "the name of the server cannot be looked up"),
-    _Rule(r'message: "([^"]+)"', "transient", "cannot connect: %s"),
-    _Rule(r"kind: (?:Connect|Request)", "transient", "the connection failed"),
-    _Rule(r"kind: Interrupted", "transient", "the connection broke off"),
+_MEANINGS = (
+    _Meaning(r"169\.254\.16[79]\.", "refused", _NO_CREDENTIALS),
+    _Meaning(r"<Region>|redirect without LOCATION", "elsewhere", "the bucket is in another region"),
+    _Meaning(r"status code: (?:404|410)", "missing"),
+    _Meaning(r"status code: (?:401|403)", "refused"),
+    _Meaning(r"status code: 412", "changed", "its ETag is another"),
+    _Meaning(r"status code: 416|object was only", "changed", "it is shorter than it was"),
+    _Meaning(r"status code: (429|503)", "busy", "the server answered %s"),
+    _Meaning(r"status code: (408|425|5\d\d)", "transient", "the server answered %s"),
+    _Meaning(r"status code: 3\d\d", "final", "the server redirects to an address that is not safe"),
+    _Meaning(r"status code: (\d+)", "final", "the server answered %s"),
+    _Meaning(r"Range request not", "unsupported", "ignores ranges and sends the whole file"),
+    _Meaning(r"(?i)Content.Range", "unsupported", "does not state which bytes it sends"),
+    _Meaning(r"Content-Length Header", "unsupported", "does not state how many bytes it sends"),
+    _Meaning(r"Requested (\S+), got (\S+)", "final", "asked for bytes %s, got %s"),
+    _Meaning(r"following redirect", "final", "redirects go round in circles"),
+    _Meaning(r"builder error|RelativeUrl", "final", "the URL is not valid"),
+    _Meaning(r"TimedOut|kind: Timeout", "timeout", "no answer, or no end of it, in time"),
+    _Meaning(r"InvalidCertificate", "final", _NOT_TRUSTED),
+    _Meaning(r"dns error", "transient", "the name of the server cannot be looked up"),
+    _Meaning(r'message: "([^"]+)"', "transient", "cannot connect: %s"),
+    _Meaning(r"kind: (?:Connect|Request)", "transient", "the connection failed"),
+    _Meaning(r"kind: Interrupted", "transient", "the connection broke off"),
+    _Meaning(r"^Object at location", "missing"),
 )
 
 
@@ -111,14 +112,14 @@ def failure(error: Exception, name: str) -> Exception:
     text = str(error)
     if isinstance(error, CheckpointError | ImportError | OSError) and _OF_OBSTORE not in text:
         return error
-    # A body of an answer comes after its status, and may say anything.
+    # The body of an answer follows the status, and is up to the server.
     match = re.search(r"status code: \d+", text)
     is_region = "<Region>" in text and match is not None and match[0][-3:] in {"301", "400"}
     text = text if match is None or is_region else text[: match.end()]
-    for pattern, kind, reason in _RULES:
-        found = re.search(pattern, text)
-        if found is not None:
-            return _made(kind, reason % found.groups() if found.groups() else reason, name)
+    for pattern, kind, reason in _MEANINGS:
+        details = re.search(pattern, text)
+        if details is not None:
+            return _made(kind, reason % details.groups() if details.groups() else reason, name)
     if isinstance(error, ValueError | TypeError):
         return ValueError(f"cannot open {name}: {error}")
     first_line = re.sub(r"\w+://\S+", "its address", text.partition("\n")[0])
@@ -143,7 +144,7 @@ def _made(kind: str, reason: str, name: str) -> Exception:
 
 
 def library(url: str) -> Any:
-    """Return obstore, or raise an error that says how to install it."""
+    """Import obstore; the error names the extra to install."""
     try:
         import obstore
     except ImportError as error:
@@ -151,7 +152,7 @@ def library(url: str) -> Any:
     return obstore
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """Where requests for a file go."""
 
     store: Any
@@ -159,8 +160,8 @@ class Place(NamedTuple):
     is_redirect: bool = False  # an address that a server has named, for as long as it is good
 
 
-# Places by URL and options.
-_places: Pool[Place] = Pool(limit=4096)
+# Addresses by URL and options.
+_addresses: Pool[Address] = Pool(limit=4096)
 _locating = Locks(64)
 
 
@@ -180,7 +181,7 @@ class RemoteSource(FarSource):
         first: int = FIRST_NBYTES,
     ) -> None:
         self.name = url
-        self.storage_options, self.limits = split_options(flattened(storage_options), own=True)
+        self.storage_options, self.limits = split_options(flattened(storage_options), is_flat=True)
         self._first = b""
         if url.endswith("/") and kind_of(url) != "http":
             raise _folder(url)
@@ -195,11 +196,11 @@ class RemoteSource(FarSource):
             self._remember_beginning()
 
     def _look(self, first: int) -> None:
-        """Request the beginning, and take over what the answer says."""
+        """Request the beginning, and set size and version."""
         try:
             meta, self._first = self._answer({"range": (0, first)}, _check_encoding)
         except (FileChangedError, UnsupportedError):
-            # Of an empty file there is no range.
+            # An empty file has no range.
             meta, _ = self._answer({}, _check_encoding)
             if meta["size"] != 0:
                 raise
@@ -231,23 +232,23 @@ class RemoteSource(FarSource):
         """
         obstore = library(self.name)
         for is_last in (False, True):
-            place = None
+            address = None
             try:
-                place = self._place()
-                result = obstore.get(place.store, place.path, options=options)
+                address = self._address()
+                result = obstore.get(address.store, address.path, options=options)
                 check(self.name, result)
                 return result.meta, memoryview(result.bytes() if "range" in options else b"")
             except Exception as error:
                 problem = failure(error, self.name)
-                if not is_last and self._is_elsewhere(place, problem, str(error)):
+                if not is_last and self._is_elsewhere(address, problem, str(error)):
                     continue
                 if problem is error:
                     raise
-                raise problem from (None if place and place.is_redirect else error)
+                raise problem from (None if address and address.is_redirect else error)
         raise AssertionError
 
     def _compare(self, name: str, result: Any) -> None:
-        """Compare what an answer says of the version with that of the opened file."""
+        """Compare the version in an answer with the opened one."""
         _check_encoding(name, result)
         if result.meta["size"] != self.size:
             raise changed(name, f"it had {self.size} bytes and has {result.meta['size']} now")
@@ -261,38 +262,39 @@ class RemoteSource(FarSource):
                     raise changed(name, f"its {key} was {shown(old)} and is {shown(new)}")
                 return  # servers behind one address agree on ETags more often than on times
 
-    def _place(self) -> Place:
-        key = self._place_key()
+    def _address(self) -> Address:
+        key = self._address_key()
         with _locating.of(key):  # several threads ask once
-            return _places.get(key, self._locate)
+            return _addresses.get(key, self._locate)
 
-    def _place_key(self) -> tuple[Any, ...]:
+    def _address_key(self) -> tuple[Any, ...]:
         return self.name, options_key(self.storage_options), self.limits
 
-    def _locate(self) -> Place:
+    def _locate(self) -> Address:
         """Find where requests go; headers of the user stay with the server that they are for."""
         url, options, limits = self.name, self.storage_options, self.limits
-        place = Place(*open_store(url, options, limits))
+        address = Address(*open_store(url, options, limits))
         if kind_of(url) != "http" or "store" in options:
-            return place
+            return address
         headers, url = headers_of(url, options), address_of(url, options)
         if "?" not in url and {name.lower() for name in headers} <= _KEPT_AT_HOME:
-            return place
+            return address
         context = ssl_context(options)
         end = called_within(
             limits.timeout, partial(_end_of_redirects, url, headers, context, limits.read_timeout)
         )
         if end == url:
-            return place
-        kept = without_secrets(options)
+            return address
+        options = without_secrets(options)
         if _origin(end) == _origin(url):
-            kept |= {"headers": headers}
-        return Place(*open_store(end, kept, limits), is_redirect=True)
+            options["headers"] = headers
+        return Address(*open_store(end, options, limits), is_redirect=True)
 
-    def _is_elsewhere(self, place: Place | None, problem: Exception, text: str) -> bool:
-        """Return whether the next request for a file goes to another place."""
-        if place and place.is_redirect and isinstance(problem, PermissionError | FileNotFoundError):
-            _places.discard(self._place_key())  # the address has expired
+    def _is_elsewhere(self, address: Address | None, problem: Exception, text: str) -> bool:
+        """Return whether the next request goes to another address."""
+        is_refused = isinstance(problem, PermissionError | FileNotFoundError)
+        if address and address.is_redirect and is_refused:
+            _addresses.discard(self._address_key())  # it has expired
             return True
         if not isinstance(problem, _ElsewhereError) or kind_of(self.name) != "s3":
             return False
@@ -301,7 +303,7 @@ class RemoteSource(FarSource):
         is_new = region is not None and regions.get(bucket) != region
         if is_new:
             regions[bucket] = str(region)
-            _places.discard(self._place_key())
+            _addresses.discard(self._address_key())
         return is_new
 
 
@@ -311,7 +313,7 @@ def _check_encoding(url: str, result: Any) -> None:
 
 
 def _version(meta: Any) -> dict[str, str | None]:
-    """Return what an answer says of the version of a file; a store without times says 1970."""
+    """Return the version in an answer; 1970 stands for no time."""
     modified = meta["last_modified"]
     text = None if modified is None or modified.year < 1971 else modified.isoformat()
     return {"ETag": meta["e_tag"], "Last-Modified": text}
@@ -346,14 +348,14 @@ def _end_of_redirects(
     opener = build_opener(_Staying, HTTPSHandler(context=context))
     for _ in range(_MOST_REDIRECTS):
         sent = {**headers, "Range": "bytes=0-0"} if _origin(url) == _origin(start) else {}
-        asked = Request(quote(url, safe=_RESERVED), headers=sent)  # noqa: S310
+        request = Request(quote(url, safe=_RESERVED), headers=sent)  # noqa: S310
         try:
-            with opener.open(asked, timeout=timeout):
+            with opener.open(request, timeout=timeout):
                 return url
         except HTTPError as error:
             following = error.headers.get("Location")
             if error.code not in REDIRECTS or following is None:
-                return url  # obstore gets the same answer, and its error says what it means
+                return url  # obstore gets the same answer
         except OSError:
             return url
         url = urljoin(url, following)
@@ -373,12 +375,12 @@ def _region_of(bucket: str, text: str, timeout: float) -> str | None:
     if stated is not None:
         return stated[1]
     opener = build_opener(_Staying)
-    asked = Request(f"{_S3_HOME}/{quote(bucket)}", method="HEAD")  # noqa: S310
+    request = Request(f"{_S3_HOME}/{quote(bucket)}", method="HEAD")  # noqa: S310
     with suppress(OSError):
         try:
-            with opener.open(asked, timeout=timeout) as answer:
+            with opener.open(request, timeout=timeout) as answer:
                 headers = answer.headers
-        except HTTPError as error:  # it says where the bucket is without letting anybody in
+        except HTTPError as error:  # the region is public
             headers = error.headers
         region: str | None = headers.get("x-amz-bucket-region")
         return region
@@ -398,7 +400,7 @@ class Bucket:
         if kind_of(url) == "http":
             hint = "Save it here, and bring it there"
             raise UnsupportedError("files on web servers are only read", path=url, hint=hint)
-        options, limits = split_options(flattened(storage_options), own=True)
+        options, limits = split_options(flattened(storage_options), is_flat=True)
         self._url = url
         self._store = self._run(open_store, url, options, limits, retries=limits.retries)[0]
 
@@ -439,7 +441,7 @@ class Bucket:
         else:
             listed = self._call("list_with_delimiter", folder)["objects"]
         is_match = re.compile(glob_translate(pattern)).match
-        return [f"{bucket}/{each['path']}" for each in listed if is_match(each["path"])]
+        return [f"{bucket}/{meta['path']}" for meta in listed if is_match(meta["path"])]
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
         return self._run(getattr(library(self._url), name), self._store, *arguments, **options)

@@ -41,7 +41,7 @@ _IDLE_SECONDS = 10.0
 
 
 class Limits(NamedTuple):
-    """How slow a server may be, and how often it may fail."""
+    """Limits of time and of failures for requests to a server."""
 
     timeout: float = 300.0  # seconds for one request; also when the last repetition starts
     read_timeout: float = 20.0  # seconds without a byte
@@ -60,30 +60,30 @@ class TransientError(OSError):
 
 
 def split_options(
-    storage_options: Mapping[str, Any] | None, *, own: bool = False
+    storage_options: Mapping[str, Any] | None, *, is_flat: bool = False
 ) -> tuple[dict[str, Any], Limits]:
     """Separate `Limits` from the options of a file system.
 
-    They are under "xckpt", and with `own` also next to the other options.
+    They are under "xckpt", and also next to the other options if `is_flat`.
     """
     options = dict(storage_options or {})
     place = f"storage_options[{OWN_OPTIONS!r}]"
-    given = options.pop(OWN_OPTIONS, None) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{place} is not a dictionary: {given!r}")  # noqa: TRY004
-    if own:
-        given = given | {key: options.pop(key) for key in Limits._fields if key in options}
-    if given.pop("min_rate", None) is not None:
+    limits = options.pop(OWN_OPTIONS, None) or {}
+    if not isinstance(limits, dict):
+        raise ValueError(f"{place} is not a dictionary: {limits!r}")  # noqa: TRY004
+    if is_flat:
+        limits = limits | {key: options.pop(key) for key in Limits._fields if key in options}
+    if limits.pop("min_rate", None) is not None:
         text = f"'min_rate' in {place} has no effect since xckpt 0.2: use 'read_timeout'"
         warn(text, FutureWarning)
-    for key, value in given.items():
+    for key, value in limits.items():
         if key not in Limits._fields:
             raise ValueError(f"{place} has {', '.join(Limits._fields)}, not {key!r}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if key == "retries" else 1e-3
         if not is_number or not math.isfinite(value) or value < least:
             raise ValueError(f"{key!r} in storage_options is not a positive number: {value!r}")
-    return options, Limits(**given)
+    return options, Limits(**limits)
 
 
 def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
@@ -123,8 +123,8 @@ def _given_up(
 
 def loggable(url: str) -> str:
     """Return a URL without its query and user, which may be secrets."""
-    scheme, separator, rest = url.partition("?")[0].partition("://")
-    host, slash, path = rest.partition("/")
+    scheme, separator, address = url.partition("?")[0].partition("://")
+    host, slash, path = address.partition("/")
     return scheme + separator + host.rpartition("@")[2] + slash + path
 
 

@@ -17,6 +17,7 @@ from xckpt.storage.limits import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from xckpt.index import Shard
@@ -101,6 +102,10 @@ class Source(ABC):
     def far(self) -> Source | None:
         """The file itself where each read is a request to another machine; else None."""
         return None
+
+    def request(self, offset: int, nbytes: int, *, is_urgent: bool = False) -> Future[memoryview]:
+        """Request a range of bytes of a far file on another thread."""
+        raise NotImplementedError
 
     @property
     def near(self) -> Source | None:

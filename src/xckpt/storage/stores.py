@@ -56,8 +56,8 @@ regions: dict[str, str] = {}
 
 def kind_of(url: str) -> str | None:
     """Return the kind of store that a URL is in; None for other file systems and chained URLs."""
-    scheme, separator, rest = url.partition("://")
-    is_chained = "::" in _BRACKETS.sub("", rest)  # in an address of IPv6 it has another meaning
+    scheme, separator, address = url.partition("://")
+    is_chained = "::" in _BRACKETS.sub("", address)  # in an address of IPv6 it has another meaning
     return _KINDS.get(scheme.lower()) if separator and not is_chained else None
 
 
@@ -108,8 +108,8 @@ def address_of(url: str, options: Mapping[str, Any]) -> str:
 
 def _split_address(url: str) -> tuple[str, str]:
     """Return the origin and the path of a plain URL; all of another one, and no path."""
-    scheme, _, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
+    scheme, _, address = url.partition("://")
+    host, slash, path = address.partition("/")
     return (f"{scheme}://{host}", path) if _PLAIN.fullmatch(slash + path) else (url, "")
 
 
@@ -146,21 +146,21 @@ class _Settings:
     @classmethod
     def of(cls, kind: str, options: Mapping[str, Any]) -> _Settings:
         """Sort options by where they go."""
-        made = cls()
+        settings = cls()
         names = {**_EVERYWHERE, **_NAMES[kind]}
         for key, value in options.items():
             name = names.get(key, key)
             if value is None or key in _WITHOUT_EFFECT:
                 continue
             if not isinstance(name, str):
-                name(made, value)
+                name(settings, value)
             elif name in _CLIENT_OPTIONS:
-                made.client[name] = value
+                settings.client[name] = value
             elif kind == "http":
                 raise _unknown(kind, key)
             elif value is not False:
-                made.config[name] = value if isinstance(value, bool | str) else str(value)
-        return made
+                settings.config[name] = value if isinstance(value, bool | str) else str(value)
+        return settings
 
     def take_headers(self, headers: Mapping[str, str]) -> None:
         self.headers |= headers
@@ -201,7 +201,7 @@ class _Settings:
             "BlobEndpoint": "endpoint",
             "SharedAccessSignature": "sas_key",
         }
-        fields = [each.split("=", 1) for each in text.split(";") if "=" in each]
+        fields = [pair.split("=", 1) for pair in text.split(";") if "=" in pair]
         self.config |= {names[name]: value for name, value in fields if name in names}
 
     def take_azure_credential(self, credential: Any) -> None:
@@ -211,7 +211,7 @@ class _Settings:
             self.provider = partial(_azure, credential)
 
 
-# Options of other libraries: what obstore calls them, or what takes them.
+# Options of other libraries, with their names in obstore or the method that takes them.
 _EVERYWHERE: dict[str, Any] = {
     "anon": "skip_signature",
     "default_headers": _Settings.take_headers,
@@ -288,9 +288,9 @@ def _made(kind: str, root: str, options: Mapping[str, Any], limits: Limits, retr
 
 
 def _unknown(kind: str, key: str) -> ValueError:
-    known = {*_EVERYWHERE, *_NAMES[kind], *Limits._fields, *_CLIENT_OPTIONS, "store"}
+    keys = {*_EVERYWHERE, *_NAMES[kind], *Limits._fields, *_CLIENT_OPTIONS, "store"}
     more = {"s3": "S3Config", "gs": "GCSConfig", "az": "AzureConfig"}.get(kind)
-    text = f"storage_options has no key {key!r} for {kind}://; it has {', '.join(sorted(known))}"
+    text = f"storage_options has no key {key!r} for {kind}://; it has {', '.join(sorted(keys))}"
     return ValueError(text if more is None else f"{text}, and those of obstore.store.{more}")
 
 
