@@ -26,7 +26,9 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 # Blocks that cannot run here, by what they begin with.
-ELSEWHERE = ("from dask_jobqueue", "from dask_kubernetes", "# xckpt/formats/__init__.py")
+ELSEWHERE = (
+    *("from dask_jobqueue", "from dask_kubernetes", "from torch", "# xckpt/formats/__init__.py"),
+)
 # What stands for something that is not on this machine.
 HERE = '"file://" + __import__("os").path.abspath'
 INSTEAD = {

@@ -47,6 +47,8 @@ LIMITS = {
     "a frame of a seekable": "storage.encodings._LARGEST_FRAME",
     "`*.index.json`": "opening.sharding._LARGEST_INDEX opening.sharding._LARGEST_CONFIG",
     "characters of a pattern": "quantization.config._MAX_PATTERN quantization.model._MAX_GROUP",
+    "the Hub's interface": "storage.hub._LARGEST_ANSWER storage.hub._MOST_PAGES"
+    " storage.hub._MOST_FILES",
     "headers kept": "storage.cache._LARGEST_ENTRY storage.cache._MOST_NBYTES",
 }
 
