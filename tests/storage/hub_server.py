@@ -7,10 +7,13 @@ import json
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from tests.storage.servers import Handler, Listening, http_server, url_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOKEN = "hf_of_this_test"  # noqa: S105  it opens nothing
 #: Larger files are not in git itself.
@@ -52,6 +55,7 @@ class Behaviour:
     location: str | None = None  # where large files are said to be
     stuck_after: int | None = None  # requests for copies, until one is not answered
     tampered: dict[str, str] = field(default_factory=dict)  # headers of answers to resolve
+    hostile: Callable[[Any], None] | None = None  # answers requests to the interface
 
 
 class HubServer(Listening):
@@ -106,6 +110,10 @@ class _Handler(Handler):
     def _route(self, path: str, query: dict[str, list[str]], *, is_busy: bool) -> None:
         if is_busy:
             raise _RefusedError(429, message="We had to rate limit you")
+        if self.hub.behaviour.hostile is not None and path.startswith("/api/"):
+            self.hub.behaviour.hostile(self)
+            self.close_connection = True
+            return
         if self.host == "copies":
             self._copy(path)
         elif path.startswith("/api/resolve-cache/"):

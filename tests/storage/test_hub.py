@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -387,6 +388,104 @@ class TestRefusals:
         hub.behaviour.listing = answer
         with pytest.raises(OSError, match=r"the Hub (lists .* as a file|does not answer)"):
             opened()
+
+
+def _begin(handler: Any, **headers: str) -> None:
+    handler.send_response(200)
+    for name, text in headers.items():
+        handler.send_header(name.replace("_", "-"), text)
+    handler.end_headers()
+
+
+def _endless(handler: Any) -> None:
+    _begin(handler, Transfer_Encoding="chunked")
+    while True:
+        handler.wfile.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+
+
+def _bomb(handler: Any) -> None:
+    body = gzip.compress(bytes(64 << 20), 9)
+    _begin(handler, Content_Encoding="gzip", Content_Length=str(len(body)))
+    handler.wfile.write(body)
+
+
+def _deep(handler: Any) -> None:
+    body = b"[" * 200_000 + b"]" * 200_000
+    _begin(handler, Content_Length=str(len(body)))
+    handler.wfile.write(body)
+
+
+def _slow(handler: Any) -> None:
+    _begin(handler, Content_Length="1000")
+    for _ in range(1000):
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+def _same_page(handler: Any) -> None:
+    listed = [{"type": "file", "path": "a.zt", "size": 1, "oid": "0" * 40}]
+    _page(handler, listed)
+
+
+def _new_page(handler: Any) -> None:
+    listed = [
+        {"type": "file", "path": f"{time.monotonic_ns()}-{n}", "size": 1, "oid": "0" * 40}
+        for n in range(10)
+    ]
+    _page(handler, listed)
+
+
+def _page(handler: Any, listed: Any) -> None:
+    body = json.dumps(listed).encode()
+    link = f'<http://127.0.0.1{handler.path}>; rel="next"'
+    _begin(handler, Content_Length=str(len(body)), Link=link)
+    handler.wfile.write(body)
+
+
+class TestHostileAnswers:
+    COMMIT = f"{MODEL}@{'a' * 40}"
+
+    @pytest.mark.parametrize(
+        ("url", "answer", "text"),
+        [
+            (MODEL, _endless, "sends more than 67108864 bytes"),
+            (COMMIT, _endless, "sends more than 67108864 bytes"),
+            (MODEL, _bomb, "sends its answer compressed"),
+            (MODEL, _deep, "does not answer in JSON"),
+            (COMMIT, _deep, "does not answer in JSON"),
+            (COMMIT, _same_page, "lists a folder without end; 1 files so far"),
+            (COMMIT, _new_page, "lists a folder without end; 110 files so far"),
+        ],
+    )
+    def test_they_are_errors_in_bounded_time_and_memory(
+        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch, url: str, answer: Any, text: str
+    ) -> None:
+        monkeypatch.setattr(storage_hub, "_MOST_FILES", 100)
+        hub.behaviour.hostile = answer
+        start = time.monotonic()
+        with pytest.raises(OSError, match=text) as caught:
+            opened(url)
+        assert url in str(caught.value)
+        assert time.monotonic() - start < 20
+
+    def test_a_slow_one_is_a_time_out(self, hub: HubServer) -> None:
+        hub.behaviour.hostile = _slow
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=MODEL):
+            opened(storage_options={"timeout": 0.5})
+        assert time.monotonic() - start < 5
+
+    def test_redirects_to_another_host_are_not_followed(self, hub: HubServer) -> None:
+        def redirect(handler: Any) -> None:
+            handler.send_response(302)
+            handler.send_header("Location", f"{hub.copies}{handler.path}")
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+
+        hub.behaviour.hostile = redirect
+        with pytest.raises(OSError, match="does not answer in JSON"):
+            opened(storage_options={"token": TOKEN})
+        assert hub.count("copies") == 0
 
 
 class TestBusyServers:

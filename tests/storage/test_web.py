@@ -18,8 +18,10 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from tests.storage.web_server import WebServer
+from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
 from xckpt.statistics.store import _is_lasting
 from xckpt.storage import Source, far, open_source
@@ -571,6 +573,12 @@ class TestProcesses:
             assert process.stdout.readline() == "interrupted\n"
             assert process.wait() == 0
             assert time.monotonic() - start < 3  # on a busy machine
+
+    def test_processes_of_dask(self, web: WebServer) -> None:
+        web.behaviour.files["/w.zt"] = zt({"w": np.arange(1000.0)})
+        ds = xr.open_dataset(f"{web.url}/w.zt", engine="ztensor")
+        total = ds["w"].sum().compute(scheduler="processes", num_workers=1)
+        assert float(total) == 499_500
 
     def test_requests_in_flight_are_few(self, web: WebServer, source: Source) -> None:
         web.behaviour.latency = 0.2

@@ -38,7 +38,7 @@ from xckpt.storage.requests import (
     split_options,
 )
 from xckpt.storage.source import components
-from xckpt.storage.stores import flattened, lacking, open_store, without_secrets
+from xckpt.storage.stores import address_of, flattened, lacking, open_store, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,6 +64,7 @@ _FIRST_NBYTES = 1 << 17
 _TRUSTED_SECONDS = 10.0
 _MOST_FILES = 1_000_000
 _MOST_PAGES = 10_000
+_MOST_SECONDS = 25.0
 _LARGEST_ANSWER = 64 << 20
 # Files in git itself are smaller; ranges of them are not promised.
 _LARGEST_IN_GIT = 10 << 20
@@ -277,11 +278,14 @@ class _Hub:
     def answer(
         self, place: HubPath, method: str, url: str, most: int, source: HubSource | None = None
     ) -> _Answer:
-        """Ask the Hub, and follow redirects on it; failures are errors."""
+        """Send a request, and follow redirects on the Hub; failures are errors."""
+        limits = self._limits
+        if source is None:  # the interface, which answers quickly
+            limits = limits._replace(timeout=min(limits.timeout, _MOST_SECONDS))
         for _ in range(_MOST_REDIRECTS):
-            request = partial(self._request, place, method, url, most)
-            request = partial(called_within, self._limits.timeout, request)
-            answer = retried(self._url, request, self._limits)
+            request = partial(self._request, place, method, url, most, limits)
+            request = partial(called_within, limits.timeout, request)
+            answer = retried(self._url, request, limits)
             if source is not None:
                 source.compare(answer.headers)
             if answer.status not in REDIRECTS or "Location" not in answer.headers:
@@ -296,17 +300,17 @@ class _Hub:
             joined = urljoin(url, location)
             schemes = urlsplit(url).scheme, urlsplit(joined).scheme
             if urlsplit(joined).hostname and schemes in SAFE_SCHEMES:
-                return joined
+                return address_of(joined)
         # The address is not shown: it may be signed.
         raise OSError(errno.EINVAL, "the Hub redirects to an address that is not safe", self._url)
 
-    def _request(self, place: HubPath, method: str, url: str, most: int) -> _Answer:
+    def _request(self, place: HubPath, method: str, url: str, most: int, limits: Limits) -> _Answer:
         from huggingface_hub.errors import OfflineModeIsEnabled
         from huggingface_hub.utils import get_session
 
         start = time.monotonic()
         try:
-            answer = self._read(get_session(), place, method, url, most)
+            answer = self._read(get_session(), method, url, most, limits)
         except OfflineModeIsEnabled as error:
             text = "HF_HUB_OFFLINE is set: unset it, or open the folder that was downloaded"
             raise OSError(errno.EINVAL, text, self._url) from error
@@ -318,18 +322,18 @@ class _Hub:
             text = f"the Hub does not answer: {shown(str(error) or type(error).__name__)}"
             raise TransientError(text, is_timeout=is_timeout) from error
         logger.debug("%s %s in %.3f s: %s", method, answer.status, time.monotonic() - start, url)
+        if answer.status >= 400:
+            raise self.refusal(place, answer.status, answer.headers)
         return answer
 
-    def _read(self, session: Any, place: HubPath, method: str, url: str, most: int) -> _Answer:
+    def _read(self, session: Any, method: str, url: str, most: int, limits: Limits) -> _Answer:
         """Make a request, and read at most so many bytes of the answer."""
         sent = {**self.headers(), "Accept-Encoding": "identity"}
-        body, deadline = bytearray(), time.monotonic() + self._limits.timeout
-        with _opened(session, method, url, sent, self._limits) as (status, headers, pieces):
-            if status >= 400:
-                raise self.refusal(place, status, headers)
-            if headers.get("Content-Encoding", "identity") != "identity":
+        body, deadline = bytearray(), time.monotonic() + limits.timeout
+        with _opened(session, method, url, sent, limits) as (status, headers, pieces):
+            if status < 400 and headers.get("Content-Encoding", "identity") != "identity":
                 raise self._broken("sends its answer compressed")
-            for piece in pieces:
+            for piece in pieces if status < 400 else ():
                 body += piece
                 if len(body) > most:
                     raise self._broken(f"sends more than {most} bytes for {shown(url)}")
@@ -410,7 +414,7 @@ def _entry(listed: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 # Files in git itself by URL.
-_small: Pool[bytes] = Pool(limit=32 << 20, measure=len)
+_small: Pool[bytes | None] = Pool(limit=32 << 20, measure=lambda body: len(body or b""))
 
 
 class HubSource(RemoteSource):
@@ -461,17 +465,23 @@ class HubSource(RemoteSource):
         if self.size > _LARGEST_IN_GIT or len(identity[1][1]) != _LENGTH_OF_GIT_ID:
             return super()._get(offset, nbytes)
 
-        def read() -> bytes:
-            hub, place = self._hub(), HubPath.parse(self.name)
-            body = hub.answer(place, "GET", hub.address(place), _LARGEST_IN_GIT, self).body
-            if len(body) != self.size:
-                raise changed(self.name, f"it had {self.size} bytes and has {len(body)} now")
-            return body
-
         try:
-            return memoryview(_small.get((self.name, identity), read))[offset : offset + nbytes]
+            body = _small.get((self.name, identity), self._whole)
         except FileNotFoundError as error:
             raise changed(self.name, "it is no longer there") from error
+        if body is None:
+            return super()._get(offset, nbytes)
+        return memoryview(body)[offset : offset + nbytes]
+
+    def _whole(self) -> bytes | None:
+        """Request all of the file; None if it is elsewhere."""
+        hub, place = self._hub(), HubPath.parse(self.name)
+        answer = hub.answer(place, "GET", hub.address(place), _LARGEST_IN_GIT, self)
+        if answer.status in REDIRECTS:
+            return None
+        if len(answer.body) != self.size:
+            raise changed(self.name, f"it had {self.size} bytes and has {len(answer.body)} now")
+        return answer.body
 
     def _hub(self) -> _Hub:
         return _Hub(self.name, {**self.storage_options, OWN_OPTIONS: self.limits._asdict()})

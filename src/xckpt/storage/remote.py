@@ -358,7 +358,7 @@ def _end_of_redirects(
                 return url  # obstore gets the same answer
         except OSError:
             return url
-        url = urljoin(url, following)
+        url = address_of(urljoin(url, following))
         if (urlsplit(start).scheme, urlsplit(url).scheme) not in SAFE_SCHEMES:
             reason = "the server redirects to an address that is not safe"
             raise OSError(errno.EINVAL, reason, start)

@@ -35,8 +35,8 @@ IN_FLIGHT = 32
 OWN_OPTIONS = "xckpt"
 
 _FIRST_PAUSE = 0.1  # in seconds; each pause is twice as long as the one before,
-_LONGEST_PAUSE = 16  # up to so many times the first
-_BUSY = 10  # times that after 429 and 503
+_LONGEST_PAUSE = 16  # up to so many times the first;
+_BUSY, _LONGEST_BUSY = 10, 40  # after 429 and 503 the first is longer, and the longest one
 _IDLE_SECONDS = 10.0
 
 
@@ -100,8 +100,9 @@ def retried(name: str, request: Callable[[], T], limits: Limits) -> T:
             attempts += 1
             used += 4 if error.is_timeout else 1
             spread = random.uniform(0.5, 1)  # noqa: S311  not a secret
-            pause = spread * _FIRST_PAUSE * min(2 ** (attempts - 1), _LONGEST_PAUSE)
-            pause = max(pause * (_BUSY if error.is_busy else 1), error.seconds)
+            factor, most = (_BUSY, _LONGEST_BUSY) if error.is_busy else (1, _LONGEST_PAUSE)
+            pause = spread * _FIRST_PAUSE * min(factor * 2 ** (attempts - 1), most)
+            pause = max(pause, error.seconds)
             elapsed = time.monotonic() - start
             if used > limits.retries or elapsed + pause >= limits.timeout:
                 raise _given_up(error, name, attempts, elapsed, limits) from error

@@ -96,7 +96,7 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(sorted(pairs))
 
 
-def address_of(url: str, options: Mapping[str, Any]) -> str:
+def address_of(url: str, options: Mapping[str, Any] = {}) -> str:
     """Return what a web server is asked for: a URL with parameters, and without a user."""
     parts = urlsplit(url)
     if not parts.hostname:
