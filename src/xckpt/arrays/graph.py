@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -374,10 +375,13 @@ class _ReadingAhead(Callback):
         stack.enter_context(reading_ahead(each for key in order for each in reads.get(key, ())))
         self._under_way[id(state)] = stack
 
-    def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], __: bool) -> None:  # noqa: FBT001  dask's
+    def _finish(self, _: Mapping[Any, Any], state: Mapping[str, Any], is_failed: bool) -> None:  # noqa: FBT001  dask's
         stack = self._under_way.pop(id(state), None)
         if stack is not None:
-            stack.close()
+            # Tasks that go on after an error or Ctrl-C are to end.
+            error = CancelledError() if is_failed else None
+            with suppress(CancelledError):
+                stack.__exit__(type(error) if error else None, error, None)
 
 
 _reading_ahead = _ReadingAhead()

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,13 +24,15 @@ from xckpt.errors import CheckpointError
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
     from xckpt.storage.source import Source
 
     #: A file, the offset of a range of its bytes, and their number.
     Range = tuple[Source, int, int]
+
+T = TypeVar("T")
 
 # Ranges that are announced close to each other are put in the order of the file.
 _WINDOW = 16  # requests
@@ -78,15 +80,19 @@ _shared = _Shared()
 def reading_ahead(ranges: Iterable[Range]) -> Iterator[None]:
     """Request ranges, in about this order, before they are read.
 
-    On leaving, requests that have not begun are cancelled, and their bytes are released.
+    On leaving, nobody waits for requests any longer, and their bytes are released. Threads that
+    still read the ranges request them on their own, unless an error or Ctrl-C is the reason:
+    then their reads end with a `CancelledError`.
     """
     far, near = _by_distance(ranges)
     disk = _Disk(near) if len(near) > 1 else None
-    spans = _plan(far)
-    # One request for one range is made when it is read.
-    prefetcher = _Prefetcher(spans) if len(spans) > 1 or len(far) > 1 else None
+    prefetcher = _Prefetcher(_plan(far)) if far else None
     try:
         yield
+    except BaseException:
+        if prefetcher is not None:
+            prefetcher.is_failed = True
+        raise
     finally:
         if disk is not None:
             disk.close()
@@ -101,19 +107,28 @@ def is_active(source: Source) -> bool:
 
 def view(source: Source, offset: int, nbytes: int) -> memoryview | None:
     """Return a range that was announced, if it came by one request."""
-    prefetchers = _prefetchers(source)
-    views = (prefetcher.view(source, offset, offset + nbytes) for prefetcher in prefetchers)
-    return next((data for data in views if data is not None), None)
+    return _first(source, lambda each: each.view(source, offset, offset + nbytes))
 
 
 def copy(source: Source, offset: int, memory: memoryview) -> bool:
     """Fill memory with a range that was announced; return whether it was."""
-    prefetchers = _prefetchers(source)
-    return any(prefetcher.copy(source, offset, memory) for prefetcher in prefetchers)
+    return _first(source, lambda each: each.copy(source, offset, memory)) is not None
 
 
-def _prefetchers(source: Source) -> Sequence[_Prefetcher]:
-    return tuple(_shared.by_file.get(source, ()))
+def _first(source: Source, read: Callable[[_Prefetcher], T | None]) -> T | None:
+    """Return the result of the first prefetcher that has one; of several one may have failed."""
+    cancelled = None
+    for prefetcher in tuple(_shared.by_file.get(source, ())):
+        try:
+            result = read(prefetcher)
+        except CancelledError as error:
+            cancelled = error
+        else:
+            if result is not None:
+                return result
+    if cancelled is not None:
+        raise cancelled
+    return None
 
 
 def is_being_read(path: str, nbytes: int) -> None:
@@ -130,6 +145,7 @@ class _Prefetcher:
         from dask.utils import parse_bytes
 
         self._most = int(parse_bytes(dask.config.get("xckpt.read-ahead", _DEFAULT_NBYTES)))
+        self.is_failed = False
         self._spans = spans
         self._next = 0
         self._requested: deque[_Span] = deque()  # in this order
@@ -165,8 +181,8 @@ class _Prefetcher:
             spans = self._covering(source, start, stop)
         return self._read(spans[0], start, stop) if len(spans) == 1 else None
 
-    def copy(self, source: Source, start: int, memory: memoryview) -> bool:
-        """Wait for a range, and fill memory with it; return whether it is here."""
+    def copy(self, source: Source, start: int, memory: memoryview) -> memoryview | None:
+        """Wait for a range, and fill memory with it; None if it is not here."""
         target, stop = np.frombuffer(memory, np.uint8), start + len(memory)
         with _shared.lock:
             spans = self._covering(source, start, stop)
@@ -174,10 +190,10 @@ class _Prefetcher:
             first, last = max(start, span.start), min(stop, span.stop)
             data = self._read(span, first, last)
             if data is None:
-                return False
+                return None
             # Other threads run meanwhile.
             np.copyto(target[first - start : last - start], np.frombuffer(data, np.uint8))
-        return bool(spans)
+        return memory if spans else None
 
     def _read(self, span: _Span, start: int, stop: int) -> memoryview | None:
         """Wait for bytes of a span, and count them as read; None if the span was released."""
@@ -188,6 +204,8 @@ class _Prefetcher:
         try:
             data = wait_for(future)[start - span.start : stop - span.start]
         except CancelledError:  # another thread has closed this
+            if self.is_failed:
+                raise
             return None
         with _shared.lock:
             span.unread -= stop - start

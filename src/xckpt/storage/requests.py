@@ -14,7 +14,8 @@ import random
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from xckpt.errors import UnsupportedError, warn
@@ -170,17 +171,20 @@ class _Threads:
                         self._count -= 1
                         return
                 future, call = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-                future.set_exception(error)
-                del error
-            else:
-                future.set_result(result)
-                del result
+            # It is never marked as running, so that it can be cancelled at any time.
+            with suppress(InvalidStateError):
+                if not future.cancelled():
+                    _complete(future, call)
             del future, call  # this frame must not keep what it read
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 _threads = _Threads()
@@ -216,13 +220,7 @@ def called_within(seconds: float, call: Callable[[], T]) -> T:
     """Call a function of another library; leave it behind on a thread if it takes longer."""
     future: Future[T] = Future()
 
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="xckpt-call", daemon=True).start()
+    threading.Thread(target=_complete, args=(future, call), name="xckpt-call", daemon=True).start()
     try:
         return future.result(seconds)
     except TimeoutError:
