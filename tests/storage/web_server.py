@@ -116,6 +116,7 @@ class WebServer(Listening):
 class _Handler(Handler):
     web: WebServer
     cut: float  # bytes missing at the end of the body, or a share of it
+    is_counted: bool  # among the requests that are answered now
 
     def setup(self) -> None:
         super().setup()
@@ -124,13 +125,18 @@ class _Handler(Handler):
     def answer(self, *, with_body: bool) -> None:
         web = self.web
         with web.lock:
+            self.is_counted = with_body
             web.now += with_body
             web.at_once = max(web.at_once, web.now)
         try:
             self._answer(with_body=with_body)
         finally:
-            with web.lock:
-                web.now -= with_body
+            self._count_as_answered()
+
+    def _count_as_answered(self) -> None:
+        with self.web.lock:
+            self.web.now -= self.is_counted
+            self.is_counted = False
 
     def _answer(self, *, with_body: bool) -> None:
         web, how = self.web, self.web.behaviour
@@ -217,6 +223,8 @@ class _Handler(Handler):
                 piece = sent[start : start + (1 << 16)]
                 with self.web.lock:  # before the client has it, and a test looks
                     self.web.nbytes_sent += len(piece)
+                if start + len(piece) == len(sent):
+                    self._count_as_answered()  # with this piece the client can go on
                 self.wfile.write(piece)
         except (BrokenPipeError, ConnectionResetError):
             complete = False
