@@ -219,7 +219,7 @@ def test_what_a_format_has_not_is_said_before_anything_is_written(tmp_path: Path
     with pytest.raises(TypeError, match=r"'safetensors' has no option 'version'"):
         save(ds, tmp_path / "m.safetensors", version="2")
     with pytest.raises(TypeError, match=r"did you mean 'version'"):
-        save(ds, tmp_path / "m.zt", verson="2")  # type: ignore[call-overload]
+        save(ds, tmp_path / "m.zt", verson="2")  # type: ignore[call-arg]
     assert names(tmp_path) == []
 
 
@@ -350,7 +350,7 @@ def test_the_ending_names_the_format(tmp_path: Path) -> None:
 def test_what_is_asked_of_tensors_is_no_option_of_a_format(tmp_path: Path) -> None:
     ds = dataset(w=np.zeros((2, 3), "f4"))
     with pytest.raises(TypeError, match=r"tensors have it: encoding=\{'\*': \{'compression': "):
-        save(ds, tmp_path / "m.zt", compression="zstd")  # type: ignore[call-overload]
+        save(ds, tmp_path / "m.zt", compression="zstd")  # type: ignore[call-arg]
 
 
 def test_a_url(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_what_is_no_number_is_an_error(values: Any, tmp_path: Path) -> None:
 
 def test_only_xarray_objects_and_mappings(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a mapping of names to arrays, got ndarray"):
-        save(np.zeros(3), tmp_path / "m.safetensors")  # type: ignore[call-overload]
+        save(np.zeros(3), tmp_path / "m.safetensors")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\.rename"):
         save(xr.DataArray(np.zeros(3)), tmp_path / "m.safetensors")
     with pytest.raises(TypeError, match="names of tensors are text"):

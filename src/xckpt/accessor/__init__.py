@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import xarray as xr
 
+import xckpt
 from xckpt import formats
+from xckpt.accessor.forwarding import Forwarded
 from xckpt.identity import base_id_text, stable_id
 from xckpt.loading import uninterrupted
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-    from typing import Unpack
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import pandas as pd
-    from dask.delayed import Delayed
-    from numpy.typing import ArrayLike
 
     from xckpt.datasets.tensors import DtypeFilter, OpenTensors
-    from xckpt.formats import FormatOptions
     from xckpt.labels import TensorFilter
     from xckpt.labels.renaming import Renaming
     from xckpt.notebook.summary import ModuleTree, Summary, TensorFinding
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from xckpt.statistics.channels import Reduced
     from xckpt.statistics.entries import Describable
     from xckpt.typing import DataArray, Dataset
-    from xckpt.writing import Manifest
-    from xckpt.writing.casting import Cast
 
 __all__ = ["CheckpointAccessor"]
 
@@ -460,161 +456,20 @@ class CheckpointAccessor(Generic[Obj]):
 
         return find(self._obj, names, dtype=dtype, min_bytes=min_bytes)
 
-    def stats(
-        self,
-        *,
-        quantiles: Sequence[float] | None = None,
-        exact_quantiles: bool = False,
-        channels: bool = False,
-        dim: Hashable | Iterable[Hashable] | None = None,
-        progress: ProgressOption = None,
-        compute: bool = True,
-        cache: bool = True,
-    ) -> Dataset:
-        """Compute the statistics of every tensor, in one pass over all bytes and bounded memory.
-
-        Parameters
-        ----------
-        quantiles : sequence of float, optional
-            Between 0 and 1; by default nine of them.
-        exact_quantiles : bool, default False
-            Whether those of large types are to be exact; it takes more passes.
-        channels : bool, default False
-            Whether to look at every row and column as well, in the same pass.
-        dim : hashable or iterable of hashable, optional
-            Dimensions to reduce; by default all but stacked ones.
-        progress : bool or callable, optional
-            As for `xckpt.stats`.
-        compute : bool, default True
-            False gives dask arrays.
-        cache : bool, default True
-            Whether to keep what was found of unchanged files.
-
-        Returns
-        -------
-        xarray.Dataset
-            Every variable along ``statistic`` and its stacked dimensions; see `xckpt.stats`.
-
-        Raises
-        ------
-        CheckpointError
-            If a tensor cannot be read.
-
-        Examples
-        --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt.stats()["layers.mlp.w"].sel(statistic="std")  # doctest: +SKIP
-        """
-        from xckpt.statistics import QUANTILES, stats
-
-        result = stats(
-            self._obj,
-            quantiles=QUANTILES if quantiles is None else quantiles,
-            exact_quantiles=exact_quantiles,
-            channels=channels,
-            dim=dim,
-            progress=progress,
-            compute=compute,
-            cache=cache,
-        )
+    def _keep(
+        self, result: xr.Dataset, *, compute: bool = True, dim: object = None, **_: Any
+    ) -> None:
+        """Keep statistics of whole tensors, for the summary and for pictures."""
         if compute and dim is None:
-            self._keep(result)
-        return result
+            self._stats, self._findings = result, None
+            self._described = self._arrays()
 
-    def _keep(self, result: xr.Dataset) -> None:
-        """Keep statistics: from now on the summary shows what is wrong, and pictures use them."""
-        self._stats, self._findings = result, None
-        self._described = self._arrays()
-
-    def histogram(
-        self,
-        bins: int | ArrayLike = 100,
-        scale: Literal["symlog", "linear"] = "symlog",
-        *,
-        progress: ProgressOption = None,
-        cache: bool = True,
-    ) -> Dataset:
-        """Count the elements of every tensor in bins.
-
-        Parameters
-        ----------
-        bins : int or sequence of float, default 100
-            Their number, or their edges.
-        scale : {"symlog", "linear"}
-            How a number of bins is spread.
-        progress : bool or callable, optional
-            As for `xckpt.stats`.
-        cache : bool, default True
-            As for `stats`.
-
-        Returns
-        -------
-        xarray.Dataset
-            Every variable along ``bin`` and its stacked dimensions.
-
-        Examples
-        --------
-        >>> counts = ds.ckpt.histogram(bins=[-1, -0.1, 0, 0.1, 1])  # doctest: +SKIP
-        >>> counts["lm_head.weight"].values  # doctest: +SKIP
-        """
-        from xckpt.statistics import histogram
-
-        return histogram(self._obj, bins, scale, progress=progress, cache=cache)
-
-    def spectrum(
-        self,
-        tensors: TensorFilter | None = None,
-        *,
-        minus: Describable | None = None,
-        statistics: Iterable[str] | None = None,
-        values: bool = False,
-        progress: ProgressOption = None,
-        cache: bool = True,
-    ) -> Dataset:
-        """Compute the singular values of every matrix, and what they say.
-
-        Parameters
-        ----------
-        tensors : str, iterable of str, re.Pattern or callable, optional
-            Only these; by default all matrices of up to 2**27 elements.
-        minus : path, Index, xarray.Dataset or xarray.DataTree, optional
-            Describe the differences to this checkpoint.
-        statistics : iterable of str, optional
-            Some of ``spectral_norm, frobenius, stable_rank, effective_rank, rank, condition,
-            alpha``; the first three alone take less time.
-        values : bool, default False
-            Whether to give the singular values themselves.
-        progress : bool or callable, optional
-            As for `xckpt.stats`.
-        cache : bool, default True
-            Whether to keep the singular values of unchanged files.
-
-        Returns
-        -------
-        xarray.Dataset
-            Every variable along ``statistic`` and its stacked dimensions; see `xckpt.spectrum`.
-
-        Raises
-        ------
-        CheckpointError
-            If a tensor cannot be read.
-
-        Examples
-        --------
-        >>> ds = xr.open_dataset("m.zt", engine="ztensor", stack=True)  # doctest: +SKIP
-        >>> ds.ckpt.spectrum()["layers.mlp.w"].sel(statistic="stable_rank")  # doctest: +SKIP
-        """
-        from xckpt.statistics import spectrum
-
-        return spectrum(
-            self._obj,
-            tensors,
-            minus=minus,
-            statistics=statistics,
-            values=values,
-            progress=progress,
-            cache=cache,
-        )
+    stats = Forwarded(lambda: xckpt.stats, without="storage_options", after=_keep)
+    histogram = Forwarded(lambda: xckpt.histogram, without="storage_options")
+    spectrum = Forwarded(lambda: xckpt.spectrum)
+    table = Forwarded(lambda: xckpt.table)
+    save = Forwarded(lambda: xckpt.save)
+    manifest = Forwarded(lambda: xckpt.manifest, without="engine storage_options")
 
     def findings(
         self,
@@ -729,30 +584,6 @@ class CheckpointAccessor(Generic[Obj]):
             storage_options=storage_options,
         )
 
-    def table(self) -> pd.DataFrame:
-        """Lay statistics or a comparison out with one row for each tensor.
-
-        Returns
-        -------
-        pandas.DataFrame
-            See `xckpt.table`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If these are not statistics.
-
-        Examples
-        --------
-        >>> table = ds.ckpt.stats().ckpt.table()  # doctest: +SKIP
-        >>> table.query("absmax > 10").sort_values("std", ascending=False)  # doctest: +SKIP
-        """
-        from xckpt.statistics import table
-
-        if not isinstance(self._obj, xr.Dataset):
-            raise TypeError("table() is of what ds.ckpt.stats() and ds.ckpt.compare() give")
-        return table(self._obj)
-
     @property
     def names(self) -> dict[str, str]:
         """What the tensors of a comparison are called on its other side, of those on both.
@@ -821,101 +652,6 @@ class CheckpointAccessor(Generic[Obj]):
         is_current = len(now := self._arrays()) == len(self._described)
         is_current = is_current and all(map(is_, now, self._described))
         return Plots(self._obj, self._stats if is_current else None)
-
-    @overload
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        compute: Literal[True] = True,
-        overwrite: bool = False,
-        progress: ProgressOption = None,
-        storage_options: dict[str, Any] | None = None,
-        **format_options: Unpack[FormatOptions],
-    ) -> None: ...
-
-    @overload
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        compute: Literal[False],
-        overwrite: bool = False,
-        progress: ProgressOption = None,
-        storage_options: dict[str, Any] | None = None,
-        **format_options: Unpack[FormatOptions],
-    ) -> Delayed: ...
-
-    @overload
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        compute: bool,
-        overwrite: bool = False,
-        progress: ProgressOption = None,
-        storage_options: dict[str, Any] | None = None,
-        **format_options: Unpack[FormatOptions],
-    ) -> Delayed | None: ...
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        engine: str | None = None,
-        *,
-        encoding: Mapping[str, Mapping[str, Any]] | None = None,
-        cast: Cast = "exact",
-        compute: bool = True,
-        overwrite: bool = False,
-        progress: ProgressOption = None,
-        storage_options: dict[str, Any] | None = None,
-        **format_options: Unpack[FormatOptions],
-    ) -> Delayed | None:
-        """Write to a checkpoint, without loading it into memory; complete, or not at all.
-
-        Parameters
-        ----------
-        path : str or os.PathLike
-            Where to.
-        engine : str, optional
-            Name of the format; by default the ending of `path` tells.
-        encoding, cast, compute, overwrite, progress, storage_options : optional
-            See `xckpt.save`.
-        **format_options
-            Options of the format itself.
-
-        Returns
-        -------
-        dask.delayed.Delayed or None
-            Only if ``compute`` is false.
-
-        Examples
-        --------
-        >>> ds.ckpt.save("m.zt", encoding={"*": {"compression": "zstd"}})  # doctest: +SKIP
-        """
-        from xckpt.writing import save
-
-        return save(
-            self._given,
-            path,
-            engine,
-            encoding=encoding,
-            cast=cast,
-            compute=compute,
-            overwrite=overwrite,
-            progress=progress,
-            storage_options=storage_options,
-            **format_options,
-        )
 
     def report(
         self,
@@ -987,32 +723,6 @@ class CheckpointAccessor(Generic[Obj]):
                 relate(document, both, found, self.plot.layers)
             sink.write(finish(document), 0)
             sink.commit()
-
-    def manifest(
-        self, *, tensors: TensorFilter | None = None, progress: ProgressOption = None
-    ) -> Manifest:
-        """Digest what every tensor holds: the same for every file and object that holds the same.
-
-        Parameters
-        ----------
-        tensors : str, iterable of str, re.Pattern or callable, optional
-            Digest only these.
-        progress : bool or callable, optional
-            As for `stats`.
-
-        Returns
-        -------
-        Manifest
-            See `xckpt.manifest`.
-
-        Examples
-        --------
-        >>> ds.ckpt.manifest() == xckpt.manifest("m.zt")  # doctest: +SKIP
-        True
-        """
-        from xckpt.writing import manifest
-
-        return manifest(self._given, tensors=tensors, progress=progress)
 
     def plain(self) -> Any:
         """Return the same data with names, attributes and types that netCDF and zarr hold.

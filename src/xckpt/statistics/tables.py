@@ -59,15 +59,20 @@ def table(result: xr.Dataset) -> pd.DataFrame:
 
     Raises
     ------
-    ValueError
-        If it has no dimension ``statistic``.
+    TypeError
+        If it is not the result of `stats`, `spectrum` or `compare`.
 
     Examples
     --------
     >>> table(xckpt.stats("m.zt")).nlargest(3, "absmax")  # doctest: +SKIP
     """
     import pandas as pd
+    import xarray as xr
 
+    given: Any = result
+    if not isinstance(given, xr.Dataset) or "statistic" not in given.dims:
+        text = "table() takes the result of stats() or compare(), not this"
+        raise TypeError(f"{text} {type(given).__name__}")
     with paused_collector():
         names, values = tensor_rows(result)
         columns = result["statistic"].to_numpy().tolist()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xarray as xr
 
@@ -66,54 +66,6 @@ _OPTIONS = (
 )
 
 
-@overload
-def save(
-    obj: Writable,
-    path: str | PathLike[str],
-    engine: str | None = None,
-    *,
-    encoding: Mapping[str, Mapping[str, Any]] | None = None,
-    cast: Cast = "exact",
-    compute: Literal[True] = True,
-    overwrite: bool = False,
-    progress: ProgressOption = None,
-    storage_options: dict[str, Any] | None = None,
-    **format_options: Unpack[FormatOptions],
-) -> None: ...
-
-
-@overload
-def save(
-    obj: Writable,
-    path: str | PathLike[str],
-    engine: str | None = None,
-    *,
-    encoding: Mapping[str, Mapping[str, Any]] | None = None,
-    cast: Cast = "exact",
-    compute: Literal[False],
-    overwrite: bool = False,
-    progress: ProgressOption = None,
-    storage_options: dict[str, Any] | None = None,
-    **format_options: Unpack[FormatOptions],
-) -> Delayed: ...
-
-
-@overload
-def save(
-    obj: Writable,
-    path: str | PathLike[str],
-    engine: str | None = None,
-    *,
-    encoding: Mapping[str, Mapping[str, Any]] | None = None,
-    cast: Cast = "exact",
-    compute: bool,
-    overwrite: bool = False,
-    progress: ProgressOption = None,
-    storage_options: dict[str, Any] | None = None,
-    **format_options: Unpack[FormatOptions],
-) -> Delayed | None: ...
-
-
 def save(
     obj: Writable,
     path: str | PathLike[str],
@@ -126,7 +78,7 @@ def save(
     progress: ProgressOption = None,
     storage_options: dict[str, Any] | None = None,
     **format_options: Unpack[FormatOptions],
-) -> Delayed | None:
+) -> Any:  # a Delayed or None, which depends on the value of `compute`
     """Write a Dataset, DataTree, DataArray or mapping of arrays, without loading it into memory.
 
     The file is complete under its name, or not there: it is written next to its place and renamed,
