@@ -68,6 +68,27 @@ def test_open_takes_the_options_of_one_format() -> None:
         xckpt.open("m.npz", layout=None)
 
 
+@pytest.mark.parametrize(
+    ("engine", "hint"),
+    [
+        ("safetensor", "did you mean 'safetensors'?"),
+        ("pytorch", "did you mean 'torch'?"),
+        ("pt", "did you mean 'torch'?"),
+        ("zt", "did you mean 'ztensor'?"),
+        ("nonsense", "known are: burnpack, gguf"),
+    ],
+)
+def test_an_unknown_engine_has_a_suggestion(engine: str, hint: str) -> None:
+    for call in (xckpt.open, xckpt.references):
+        with pytest.raises(ValueError, match=re.escape(hint)):
+            call("m.npz", engine)
+
+
+def test_save_of_a_path_names_convert() -> None:
+    with pytest.raises(TypeError, match=r"xckpt\.convert writes a file in another format"):
+        xckpt.save("m.npz", "new.npz")  # type: ignore[call-overload]
+
+
 def test_open_makes_no_more_requests_than_an_engine() -> None:
     data = Path("m.npz").read_bytes()
     with WebServer(**{"a.npz": data, "b.npz": data}) as web:
@@ -196,6 +217,13 @@ def test_a_folder_with_folders() -> None:
     assert hint_of(caught.value).ckpt.format == "npz"
 
 
+def test_a_folder_with_folders_of_other_files() -> None:
+    Path("home/bin").mkdir(parents=True)
+    Path("home/bin/tool").touch()
+    with pytest.raises(IsADirectoryError, match=r"it has no files: '.*home'$"):
+        xckpt.open("home")
+
+
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
@@ -297,6 +325,7 @@ def test_a_file_alone_is_described(capsys: pytest.CaptureFixture[str]) -> None:
         ("inof", "; did you mean 'xckpt info'?"),
         ("diff", "; did you mean 'xckpt compare'?"),
         ("findings", "; did you mean 'xckpt stats --findings'?"),
+        ("help", "; did you mean 'xckpt --help'?"),
         ("nonexistent", ""),
     ],
 )

@@ -98,7 +98,7 @@ def test_options_are_those_of_the_engine(tmp_path: Path) -> None:
     assert "embed" not in opened(paths, drop_variables="embed")
     with pytest.raises(TypeError, match="no option"):
         open_steps(paths, tensor="embed")
-    with pytest.raises(ValueError, match="engine='zt'"):
+    with pytest.raises(ValueError, match="did you mean 'ztensor'"):
         open_steps(paths, "zt")
 
 

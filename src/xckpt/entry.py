@@ -22,8 +22,8 @@ __all__ = ["hint_for", "open", "report"]
 
 # Names that people try, by the call that does the work.
 _INSTEAD = {
-    "xckpt.open(path)": "load read load_file read_file open_file open_dataset open_zarr "
-    "open_checkpoint load_checkpoint open_model load_model from_file safe_open Dataset",
+    "xckpt.open(path)": "load read load_file read_file open_file open_dataset load_dataset "
+    "open_zarr open_checkpoint load_checkpoint open_model load_model from_file safe_open Dataset",
     "xckpt.open([path])": "open_mfdataset open_many open_shards load_sharded",
     "xckpt.open(path).ckpt": "info summary describe show print inspect display head ls tree",
     "xckpt.open(path).ckpt.explore()": "explore browse view",
@@ -97,6 +97,7 @@ def open(  # noqa: A001  as gzip.open and others
     """
     import xarray as xr
 
+    from xckpt import formats
     from xckpt.backend import DetectingBackend
     from xckpt.datasets.mappings import as_dataset
     from xckpt.datasets.options import OpenOptions
@@ -124,6 +125,8 @@ def open(  # noqa: A001  as gzip.open and others
             raise TypeError(f"{text} of a mapping")
         in_memory: Dataset = as_dataset(path)
         return in_memory
+    if isinstance(engine, str):
+        formats.get(engine)  # an unknown name has a suggestion here, and a list of all in xarray
     if engine is None and options.keys() - signature(xr.open_dataset).parameters.keys():
         engine = format_of(path, storage_options)  # which has the option, or raises an error
     ds = xr.open_dataset(source, engine=engine or DetectingBackend, **keywords, **options)

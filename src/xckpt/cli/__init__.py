@@ -35,6 +35,7 @@ _INSTEAD = {
     "manifest": "hash digest checksum sha256sum sha256",
     "spectrum": "svd rank",
     "report": "html",
+    "--help": "help man usage",
 }
 
 _STATUSES = """\b

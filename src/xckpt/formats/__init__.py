@@ -384,7 +384,8 @@ def class_name(name: str) -> str:
     try:
         return _CLASSES[name]
     except KeyError:
-        alike = get_close_matches(str(name), names(), n=1)
+        by_suffix = [known for known in names() if f".{name}" in suffixes(known)]
+        alike = by_suffix or get_close_matches(str(name), names(), n=1)
         hint = f"did you mean {alike[0]!r}? Known" if alike else "known"
         raise ValueError(f"unknown format {name!r}; {hint} are: {', '.join(names())}") from None
 

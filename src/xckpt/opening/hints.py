@@ -63,11 +63,11 @@ def step_paths(folder: Any) -> str | None:
     path = Path(local_path(os.fsdecode(folder)))
     if not path.is_dir():
         return None
-    endings = tuple(ending for name in formats.names() for ending in formats.suffixes(name))
+    endings = _endings()
     runs = defaultdict(list)
     for entry in path.iterdir():
         is_folder = entry.is_dir()
-        is_checkpoint = is_folder or entry.name.lower().endswith((*endings, INDEX_SUFFIX))
+        is_checkpoint = is_folder or entry.name.lower().endswith(endings)
         words = tuple(re.split("[0-9]+", entry.name))
         # The numbers of shards are not steps.
         is_numbered = len(words) > 1 and not words[-2].endswith("-of-")
@@ -127,10 +127,23 @@ def _in_folder(folder: str) -> str | None:
     if models:
         return f"{_open_call(models[0])} the model that DeepSpeed wrote"
     inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    with_files = [
-        name for name in inside if any(entry.is_file() for entry in (path / name).iterdir())
-    ]
-    return f"{_open_call(path / with_files[0])} a folder in it" if with_files else None
+    with_files = (name for name in inside if _has_checkpoint(path / name))
+    name = next(with_files, None)
+    return None if name is None else f"{_open_call(path / name)} a folder in it"
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder can be read, and the name of one of its files is of a checkpoint."""
+    with suppress(PermissionError):
+        files = [entry.name.lower() for entry in folder.iterdir() if entry.is_file()]
+        return any(name.endswith(_endings()) for name in files)
+    return False
+
+
+def _endings() -> tuple[str, ...]:
+    """Return how names of checkpoints end."""
+    endings = [ending for name in formats.names() for ending in formats.suffixes(name)]
+    return (*endings, INDEX_SUFFIX, *formats.folder_marks())
 
 
 def _instead_of(path: Path) -> str | None:

@@ -108,8 +108,6 @@ def open_steps(
         raise ValueError(f"{paths} is one checkpoint; give a glob, or a list of several")
     numbers = _steps(list(listed.files), step)
     engine = engine or format_of(listed.files[min(listed.files)], options.get("storage_options"))
-    if engine not in formats.names():
-        raise ValueError(f"engine={engine!r}: expected one of {', '.join(formats.names())}")
     own = tuple(formats.get(engine).open_options)
     parsed = OpenOptions.parse(options, engine=engine, own=own)
     in_order = sorted(zip(numbers, listed.files.items(), strict=True), key=lambda each: each[0])

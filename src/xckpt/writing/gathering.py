@@ -9,6 +9,7 @@ as long as the coordinates tell which modules it is of.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -121,10 +122,10 @@ def _as_dataset(obj: Any) -> xr.Dataset | xr.DataTree:
             raise ValueError("a DataArray is saved under its name: .rename('weight')")
         return obj.to_dataset(promote_attrs=False)
     if not isinstance(obj, xr.Dataset | xr.DataTree):
-        raise TypeError(
-            "expected a Dataset, a DataTree, a DataArray or a mapping of names to arrays, got "
-            f"{type(obj).__name__}"
-        )
+        text = "expected a Dataset, a DataTree, a DataArray or a mapping of names to arrays, got "
+        hint = "; xckpt.convert writes a file in another format"
+        text += f"{type(obj).__name__}{hint if isinstance(obj, str | os.PathLike) else ''}"
+        raise TypeError(text)
     return obj
 
 
