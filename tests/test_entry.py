@@ -217,6 +217,14 @@ def test_a_folder_with_folders() -> None:
     assert hint_of(caught.value).ckpt.format == "npz"
 
 
+def test_a_folder_with_files_and_folders_suggests_no_folder() -> None:
+    Path("bad").mkdir()
+    shutil.copy("m.npz", "bad/m.npz")
+    with pytest.raises(IsADirectoryError, match=r"2 checkpoints are in this folder") as caught:
+        xckpt.open(".")
+    assert "bad" not in str(caught.value)
+
+
 def test_a_folder_with_folders_of_other_files() -> None:
     Path("home/bin").mkdir(parents=True)
     Path("home/bin/tool").touch()

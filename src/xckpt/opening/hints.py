@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xckpt import formats
 from xckpt.errors import CheckpointError, shown
-from xckpt.opening.sharding import INDEX_SUFFIX, natural_key
+from xckpt.opening.sharding import INDEX_SUFFIX, SeveralFilesError, natural_key
 from xckpt.storage import is_remote, local_path
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _hint(obj: Any, error: Exception) -> str | None:
         return _remote_folder(obj, error)
     path = local_path(obj)
     if Path(path).is_dir():
-        return _in_folder(obj) if isinstance(error, IsADirectoryError) else None
+        return _in_folder(obj, error) if isinstance(error, IsADirectoryError) else None
     if not isinstance(error, FileNotFoundError) or error.filename != path:
         return None
     return _instead_of(Path(path))
@@ -111,7 +111,7 @@ def _spelled(path: Any) -> str:
     return text if short.startswith("..") else short
 
 
-def _in_folder(folder: str) -> str | None:
+def _in_folder(folder: str, error: IsADirectoryError) -> str | None:
     """Return a hint at what is in a folder that is not one checkpoint."""
     steps = step_paths(folder)
     path = Path(local_path(folder))
@@ -126,6 +126,8 @@ def _in_folder(folder: str) -> str | None:
     models = sorted(path.glob(_MODEL_STATES), key=lambda file: natural_key(file.name))
     if models:
         return f"{_open_call(models[0])} the model that DeepSpeed wrote"
+    if isinstance(error, SeveralFilesError):
+        return None  # it lists them
     inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     with_files = (name for name in inside if _has_checkpoint(path / name))
     name = next(with_files, None)
