@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xckpt.statistics import results, scan
+from xckpt.statistics import scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,9 +50,3 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(scan, "scan_cuts", counting)
     return counted
-
-
-@pytest.fixture
-def sketches_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep no finished numbers: they follow from the sketches that are kept."""
-    monkeypatch.setattr(results, "origins_of", lambda readers: [None] * len(readers))

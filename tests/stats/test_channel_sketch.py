@@ -12,9 +12,7 @@ import xarray as xr
 
 from tests.stats.checkpoints import model, settled, write
 from xckpt.statistics import histogram, stats
-from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.channels import OF_CHANNELS, OUTLYING
-from xckpt.statistics.store import FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,32 +138,6 @@ class TestCost:
         stats(path)
         histogram(path)
         assert read == []
-
-    @pytest.mark.usefixtures("sketches_only")
-    def test_what_is_kept_comes_back(self, path: Path, read: list[int]) -> None:
-        first = stats(path, channels=True)
-        read.clear()
-        xr.testing.assert_identical(stats(path, channels=True), first)
-        assert read == []
-
-    @pytest.mark.usefixtures("sketches_only")
-    def test_records_of_other_channels_are_not_believed(
-        self, path: Path, cache_folder: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from xckpt.statistics import channels
-
-        def wrong(sketch: Any) -> dict[str, Any]:
-            fields = Sketch._fields(sketch)
-            spans = [[first + 10**6, rows.tobytes()] for first, rows in sketch.spans]
-            return fields | {"width": sketch.width, "columns": b"", "spans": spans, "bits": "0"}
-
-        monkeypatch.setattr(channels.ChannelSketch, "_fields", wrong)
-        first = stats(path, channels=True)
-        assert list((cache_folder / FOLDER).iterdir())
-        monkeypatch.undo()
-        read.clear()
-        monkeypatch.setenv("XCKPT_CACHE_DIR", str(cache_folder))
-        xr.testing.assert_identical(stats(path, channels=True), first)
 
     def test_along_a_dimension_there_are_no_channels(self, path: Path) -> None:
         with pytest.raises(ValueError, match="leave out dim="):

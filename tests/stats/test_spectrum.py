@@ -436,21 +436,25 @@ class TestKept:
         xckpt.spectrum(path, progress=False)
         assert len(count) == 4  # of 7
 
-    @pytest.mark.parametrize("damage", [b"", b"\xff" * 64, None])
-    def test_what_cannot_be_true_is_computed_again(
-        self, damage: bytes | None, path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_difference_and_its_noise_come_back(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = tmp_path / "other.zt"
+        xckpt.save(model() * 2, other)
+        os.utime(other, (1, 1))
+        first = xckpt.spectrum(path, minus=other, progress=False)
+        monkeypatch.setattr(spectra, "singular_values", None)
+        xr.testing.assert_identical(xckpt.spectrum(path, minus=other, progress=False), first)
+
+    @pytest.mark.parametrize("position", [-1, -100, 20, 30])
+    def test_damaged_records_are_computed_again(
+        self, path: Path, cache_folder: Path, position: int
     ) -> None:
         first = xckpt.spectrum(path, progress=False)
-        kept = spectra.SingularValues
-
-        class Wrong(kept):  # type: ignore[misc, valid-type]
-            def pack(self) -> bytes:
-                return super().pack()[::-1] if damage is None else damage
-
-        monkeypatch.setattr(spectra, "SingularValues", Wrong)
-        monkeypatch.setenv("XCKPT_CACHE_DIR", str(path.parent / "other"))
-        xckpt.spectrum(path, progress=False)
-        monkeypatch.setattr(spectra, "SingularValues", kept)
+        (cached,) = (each for each in cache_folder.rglob("*") if each.is_file())
+        data = bytearray(cached.read_bytes())
+        data[position] ^= 1
+        cached.write_bytes(data)
         xr.testing.assert_identical(xckpt.spectrum(path, progress=False), first)
 
     def test_progress_counts_the_bytes_of_the_matrices(self, path: Path) -> None:

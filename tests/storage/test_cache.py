@@ -14,7 +14,7 @@ import xarray as xr
 import xckpt
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
-from xckpt.statistics import results, store
+from xckpt.statistics import records
 from xckpt.storage import cache
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_folder_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XCKPT_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.folder("stats-1") == tmp_path / "xckpt" / "stats-1"
+    assert cache.folder("statistics") == tmp_path / "xckpt" / "statistics"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_nothing_is_kept_where_the_folder_is_empty(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("XCKPT_CACHE_DIR", "")
-    assert cache.folder("stats-1") is None
+    assert cache.folder("statistics") is None
     for path in (checkpoint, f"{web.url}/m.zt"):
         for _ in range(2):
             assert mean(path) == (4.0, True)
@@ -80,9 +80,7 @@ def test_nothing_is_kept_where_the_folder_is_empty(
     xr.open_dataset(f"{web.url}/many.zt", engine="ztensor")
     mean(f"{web.url}/m.zt")
     assert mean(f"{web.url}/m.zt") == (4.0, False)
-    assert {each.name for each in (tmp_path / "cache").iterdir()} == {
-        *("headers", "results-1", "stats-1")
-    }
+    assert {each.name for each in (tmp_path / "cache").iterdir()} == {"headers", "statistics"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no HOME")
@@ -96,7 +94,7 @@ def unknown(uid):
 pwd.getpwuid = unknown
 import xckpt
 from xckpt.storage import cache
-assert cache.folder("stats-1") is None
+assert cache.folder("statistics") is None
 for path in sys.argv[1:]:
     print(float(xckpt.stats(path, progress=False)["w"].sel(statistic="mean")))
 """
@@ -139,21 +137,12 @@ class TestOnlyTheOwner:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no modes")
 class TestStatisticsThatAreKept:
-    @pytest.fixture(params=[(store.FOLDER, results), (results.FOLDER, store)])
-    def stored(
-        self,
-        request: pytest.FixtureRequest,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        checkpoint: Path,
-    ) -> Path:
-        """Keep sketches alone, or finished numbers alone."""
+    @pytest.fixture
+    def stored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
         monkeypatch.setenv("XCKPT_CACHE_DIR", str(tmp_path / "cache"))
-        folder, other = request.param
-        monkeypatch.setattr(other, "origins_of", lambda readers: [None] * len(readers))
-        monkeypatch.setattr(results, "_LARGEST_SESSION", 0)
+        monkeypatch.setattr(records, "_LARGEST_SESSION", 0)
         assert [mean(checkpoint), mean(checkpoint)] == [(4.0, True), (4.0, False)]
-        (path,) = (tmp_path / "cache" / str(folder)).iterdir()
+        (path,) = (tmp_path / "cache" / records.FOLDER).iterdir()
         return path
 
     def test_by_another_user_are_neither_read_nor_changed(

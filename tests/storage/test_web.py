@@ -23,7 +23,7 @@ import xarray as xr
 from tests.storage.web_server import WebServer
 from tests.test_stacking import zt
 from xckpt.errors import CheckpointWarning, FileChangedError, UnsupportedError
-from xckpt.statistics.store import _is_lasting
+from xckpt.statistics.records import is_lasting
 from xckpt.storage import Source, far, open_source
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class TestVersions:
         with pytest.warns(CheckpointWarning):
             again = open_source(f"{web.url}/m.zt")
         assert source != again
-        assert not _is_lasting(source.name, source.identity)
+        assert not is_lasting(source.name, source.identity)
         assert pickle.loads(pickle.dumps(source)) == source
         web.forget()
         assert source.read(1_000_000, 5) == DATA[1_000_000:1_000_005]

@@ -39,6 +39,8 @@ _thread = threading.local()
 class Accumulator:
     """What is known of some elements of a tensor; pickles, and gets small once it is closed."""
 
+    #: The kind of its records in the cache.
+    record = ""
     #: Elements of a leaf.
     leaf = LEAF
     #: Number of elements.
@@ -116,6 +118,8 @@ class Accumulator:
 
 class Sketch(Accumulator):
     """Counts of bit patterns, and moments, of some elements of a tensor."""
+
+    record = "sketch"
 
     def __init__(self, kind: Kind, size: int, row: int = 0) -> None:
         self.kind = kind
@@ -308,7 +312,7 @@ class Sketch(Accumulator):
 
     @classmethod
     def unpack(cls, data: bytes, reader: Any) -> Self:
-        """Return what `pack` was called on; whatever is wrong with it is an error."""
+        """Return what `pack` was called on."""
         import msgpack
 
         fields = msgpack.unpackb(data)
@@ -318,14 +322,12 @@ class Sketch(Accumulator):
 
     def _restore(self, fields: Mapping[str, Any], reader: Any) -> None:
         for name in _NUMBERS:
-            setattr(self, name, _whole(fields[name]))
+            setattr(self, name, int(fields[name]))
         self.codes = np.cumsum(_widened(fields["codes"]), dtype=np.uint32)
         self.counts = _widened(fields["counts"]).astype(np.int64)
         self.low, self.high = fields["extremes"]
         self.tree.nodes = {(node[0], node[1]): tuple(node[2:]) for node in fields["nodes"]}
-        if len(self.tree.nodes) != len(fields["nodes"]):
-            raise ValueError("two nodes have one place")
-        self.rows = Rows(_whole(fields["row"]), _whole(fields["dead"]))
+        self.rows = Rows(fields["row"], fields["dead"])
         self.rows.open = {row: (seen, alive) for row, seen, alive in fields["open"]}
 
 
@@ -342,12 +344,6 @@ def _narrowed(numbers: Array, most: int) -> bytes:
 def _widened(data: bytes) -> Array:
     """Return the numbers that `_narrowed` was called on."""
     return np.frombuffer(data, _WIDTHS[data[0]], offset=1)
-
-
-def _whole(number: Any) -> int:
-    if type(number) not in {int, str}:
-        raise TypeError("not a number of elements")
-    return int(number)
 
 
 class Rows:

@@ -25,9 +25,8 @@ from xckpt.statistics.describe import (
     statistic_names,
 )
 from xckpt.statistics.entries import contents_of, deferred, laid, laid_out
-from xckpt.statistics.plausible import are_statistics
+from xckpt.statistics.records import rows_of
 from xckpt.statistics.refine import refine, wanted_of
-from xckpt.statistics.results import rows_of
 from xckpt.statistics.rows import describe_rows
 from xckpt.statistics.scan import gather, kept
 
@@ -45,8 +44,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # Of sketches that are described together: few enough to stay in the second-level cache.
 _CODES_AT_ONCE = 1 << 16
-# Of kept rows; another one whenever the same tensor can get other numbers.
-_VERSION = 2
 _FIRST_QUANTILE = len(statistic_names(())) - 1
 
 #: Those that are given unless others are asked for.
@@ -217,15 +214,14 @@ def _describe_all(
 ) -> tuple[list[Array], list[list[int | None]]]:
     """Return the statistics of each variable, and how many rows of its tensors are zeros."""
     readers = [reader for entry in entries for reader in entry.readers]
-    quantiles, more = options.quantiles, options.of_channels
-    about = ("statistics", _VERSION, statistic_names(quantiles), quantiles, options.exact)
+    quantiles = options.quantiles
+    about = ("statistics", *options.names, quantiles, options.exact)
     with Progress(progress, "statistics") as bar:
         rows = rows_of(
             readers,
-            (*about, more) if more else about,
+            about,
             len(options.names) + 1,
             lambda some: _describe_tensors([readers[number] for number in some], options, bar),
-            are_plausible=partial(are_statistics, quantiles=quantiles, more=more),
             enabled=options.cache,
         )
     dead = [None if isnan(number) else int(number) for number in rows[:, -1].tolist()]

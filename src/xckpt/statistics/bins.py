@@ -15,8 +15,7 @@ from xckpt.progress import Progress
 from xckpt.statistics.accumulate import Sketch
 from xckpt.statistics.describe import spectrum
 from xckpt.statistics.entries import contents_of, laid
-from xckpt.statistics.plausible import are_spans, are_tallies
-from xckpt.statistics.results import rows_of
+from xckpt.statistics.records import rows_of
 from xckpt.statistics.scan import gather
 
 if TYPE_CHECKING:
@@ -166,15 +165,12 @@ def histogram(
                 sketch = Sketch.unpack(packed.pop(number), readers[number])
                 yield _count(spectrum(sketch), edges).view(np.float64)
 
-        def are_plausible(found: Array, some: Sequence[Reader]) -> Array:
-            return are_tallies(found.view(np.int64), some)
-
-        spans = rows_of(readers, ("span",), 3, scan, are_plausible=are_spans, enabled=cache)
+        spans = rows_of(readers, ("span",), 3, scan, enabled=cache)
         edges = bin_edges(asked, scale, spans[~np.isnan(spans[:, 0])].tolist())
         # As bits of integers: sparse tensors may have more elements than floats tell apart.
         about = ("tallies", *edges.tolist())
         width = len(edges) - 1
-        rows = rows_of(readers, about, width, count, are_plausible=are_plausible, enabled=cache)
+        rows = rows_of(readers, about, width, count, enabled=cache)
     variables: dict[Hashable, Any] = {}
     stop = 0
     for entry in entries:

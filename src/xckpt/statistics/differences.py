@@ -34,8 +34,7 @@ from xckpt.statistics.entries import (
 )
 from xckpt.statistics.matching import matched
 from xckpt.statistics.pairs import ChunkedPair, PairReader, SameBytes, stored_pair
-from xckpt.statistics.plausible import are_measures
-from xckpt.statistics.results import rows_of
+from xckpt.statistics.records import rows_of
 from xckpt.statistics.scan import gather
 from xckpt.storage.limits import require_memory
 
@@ -359,7 +358,7 @@ def compare_pairs(
 
         about = ("comparison", *MEASURES)
         width = len(MEASURES)
-        rows = rows_of(pairs, about, width, find, are_plausible=are_measures, enabled=cache)
+        rows = rows_of(pairs, about, width, find, enabled=cache)
     found: list[list[float]] = rows.tolist()
     return found
 

@@ -27,7 +27,7 @@ from xckpt.statistics.cluster import on_cluster, waiting_client
 from xckpt.statistics.kinds import magnitudes
 from xckpt.statistics.moments import LEAF
 from xckpt.statistics.readers import ChunkedTensor
-from xckpt.statistics.store import open_stores
+from xckpt.statistics.records import key_of, open_records
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 from xckpt.storage.requests import IN_FLIGHT, REQUEST_NBYTES
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from xckpt.statistics.accumulate import Accumulator
     from xckpt.statistics.readers import Reader
-    from xckpt.statistics.store import Store
+    from xckpt.statistics.records import Records
     from xckpt.storage import Source
     from xckpt.storage.prefetch import Range
 
@@ -79,8 +79,8 @@ def gather(
     Each is known by its number; `arguments` are for the operation. A `stretched` scan keeps long
     tensors in stretches. A `shortcut` may find some of those that are not kept without a pass.
     """
-    with open_stores(readers, operation, enabled=cache) as stores:
-        found = _Outcome(readers, stores, finish)
+    with open_records(readers, operation.record, enabled=cache) as records:
+        found = _Outcome(readers, operation, records, finish)
         with paused_collector():
             found.take_what_is_kept(stretched=stretched)
         if shortcut is not None:
@@ -100,8 +100,8 @@ def gather(
 
 def kept(readers: Sequence[Reader], operation: type[Accumulator]) -> list[Any]:
     """Return what is kept of a stretched scan of each tensor, None if that is not all of it."""
-    with open_stores(readers, operation, enabled=True) as stores:
-        found = _Outcome(readers, stores, lambda _, whole: whole)
+    with open_records(readers, operation.record, enabled=True) as records:
+        found = _Outcome(readers, operation, records, lambda _, whole: whole)
         found.take_what_is_kept(stretched=True)
     return found.results
 
@@ -112,11 +112,13 @@ class _Outcome:
     def __init__(
         self,
         readers: Sequence[Reader],
-        stores: Sequence[Store | None],
+        operation: type[Accumulator],
+        records: Sequence[Records | None],
         finish: Callable[[int, Any], Any],
     ) -> None:
         self.readers = readers
-        self.stores = stores
+        self.operation = operation
+        self.records = records
         self.finish = finish
         self.results: list[Any] = [None] * len(readers)
         #: Of each tensor: how many stretches are missing, and those to be read.
@@ -127,12 +129,12 @@ class _Outcome:
 
     def take_what_is_kept(self, *, stretched: bool) -> None:
         """Find out what has to be read."""
-        for number, (reader, store) in enumerate(zip(self.readers, self.stores, strict=True)):
+        for number, reader in enumerate(self.readers):
             stretches = _stretches(reader) if stretched else [(0, reader.size)]
             self.missing.append(len(stretches))
             self.wanted.append([])
             for stretch in stretches:
-                kept = None if store is None else store.get(reader, stretch)
+                kept = self._cached(number, stretch)
                 if kept is not None:
                     self._add(number, kept)
                     continue
@@ -149,10 +151,20 @@ class _Outcome:
             self.parts[number, stretch] = total
             return
         del self.parts[number, stretch]
-        store = self.stores[number]
-        if store is not None:
-            store.put(self.readers[number], (start, stop), total)
+        records = self.records[number]
+        if records is not None:
+            records.put(key_of(self.readers[number], (start, stop)), total.pack())
         self._add(number, total)
+
+    def _cached(self, number: int, stretch: tuple[int, int]) -> Accumulator | None:
+        records, reader = self.records[number], self.readers[number]
+        value = None if records is None else records.get(key_of(reader, stretch))
+        if value is None:
+            return None
+        try:
+            return self.operation.unpack(value, reader)
+        except LookupError:  # a sketch without channels
+            return None
 
     def _add(self, number: int, found: Accumulator) -> None:
         self.missing[number] -= 1

@@ -25,6 +25,7 @@ from xckpt.progress import Progress
 from xckpt.statistics.cluster import send_out
 from xckpt.statistics.entries import Subject, contents_of_all, laid, laid_out
 from xckpt.statistics.kinds import kind_of
+from xckpt.statistics.records import key_of, open_records
 from xckpt.statistics.singular import (
     FLOOR,
     STATISTICS,
@@ -33,7 +34,6 @@ from xckpt.statistics.singular import (
     describe_values,
     singular_values,
 )
-from xckpt.statistics.store import open_stores
 from xckpt.storage import reading_ahead
 from xckpt.storage.limits import cpu_count
 
@@ -64,7 +64,6 @@ _OF_THE_LARGEST = {"spectral_norm", "frobenius", "stable_rank"}
 # To learn how fast this machine is.
 _TRIED_SIDE = 768
 _WORTH_ESTIMATING = 2e10
-_ALL = (0, 0)  # as stretches of a scan are named
 _OPERATIONS_OF_EIGENVALUES = 12  # as those of products: half of them wait for memory
 
 
@@ -345,34 +344,6 @@ class Matrix:
         return read
 
 
-class SingularValues:
-    """All singular values of a tensor as the cache holds them, and the noise of a difference."""
-
-    def __init__(self, values: Array, noise: float | None = None) -> None:
-        self.values = values
-        self.noise = noise
-
-    def pack(self) -> bytes:
-        """Return them as bytes."""
-        noise = [] if self.noise is None else [self.noise]
-        return np.append(self.values, noise).astype("<f8").tobytes()
-
-    @classmethod
-    def unpack(cls, data: bytes, matrix: Matrix) -> SingularValues:
-        """Return cached values, unless they cannot be true."""
-        values = np.frombuffer(data, "<f8").astype(np.float64)
-        noise = None
-        if isinstance(matrix.array, _Difference):
-            values, noise = values[:-1], float(values[-1])
-        known = values[~np.isnan(values)]
-        is_finite = bool((known >= 0).all() and np.isfinite(known).all())
-        is_whole = len(values) == min(matrix.shape) and len(known) > 0
-        is_sorted = not np.isnan(values[: len(known)]).any() and bool((np.diff(known) <= 0).all())
-        if not (is_whole and is_sorted and is_finite) or (noise is not None and noise < 0):
-            raise ValueError("not the singular values of this matrix")
-        return cls(values, noise)
-
-
 @dataclass(frozen=True, slots=True)
 class _Decomposed:
     described: list[float]
@@ -398,32 +369,41 @@ def _described(matrix: Matrix, values: Array, noise: float | None) -> _Decompose
     return _Decomposed(described, values, noise)
 
 
+def _packed(values: Array, noise: float | None) -> bytes:
+    """Return all singular values, and the noise of a difference after them."""
+    return np.append(values, [] if noise is None else noise).astype("<f8").tobytes()
+
+
+def _unpacked(matrix: Matrix, data: bytes) -> _Decomposed:
+    values = np.frombuffer(data, "<f8").astype(np.float64)
+    if isinstance(matrix.array, _Difference):
+        return _described(matrix, values[:-1], float(values[-1]))
+    return _described(matrix, values, None)
+
+
 def _find_all(
     matrices: Sequence[Matrix], progress: ProgressOption, *, is_quick: bool, cache: bool
 ) -> dict[str, _Decomposed]:
     """Do all matrices that are not kept."""
     found: dict[str, _Decomposed] = {}
-    kept_as: Any = SingularValues  # as what scans keep, though nothing is added to it
-    known: Any = matrices
-    with open_stores(known, kept_as, enabled=cache) as opened:
-        stores: list[Any] = opened
+    with open_records(matrices, "singular values", enabled=cache) as opened:
+        records = dict(zip([matrix.name for matrix in matrices], opened, strict=True))
         left: list[Matrix] = []
-        of = dict(zip([matrix.name for matrix in matrices], stores, strict=True))
         for matrix in matrices:
-            store = of[matrix.name]
-            kept = None if store is None else store.get(matrix, _ALL)
-            if kept is None:
+            file = records[matrix.name]
+            value = None if file is None else file.get(key_of(matrix))
+            if value is None:
                 left.append(matrix)
             else:
-                found[matrix.name] = _described(matrix, kept.values, kept.noise)
+                found[matrix.name] = _unpacked(matrix, value)
         label = "spectrum" if is_quick or progress is False else f"spectrum{_estimate(left)}"
         with Progress(progress, label, sum(matrix.nbytes for matrix in left)) as bar:
 
             def deliver(matrix: Matrix, one: _Decomposed) -> None:
                 found[matrix.name] = one
-                store = of[matrix.name]
-                if store is not None and one.values is not None and one.values[0] >= 0:
-                    store.put(matrix, _ALL, SingularValues(one.values, one.noise))
+                file = records[matrix.name]
+                if file is not None and one.values is not None and one.values[0] >= 0:
+                    file.put(key_of(matrix), _packed(one.values, one.noise))
                 bar.advance(matrix.nbytes)
 
             find = partial(_find, is_quick=is_quick)

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xckpt.storage.partial import alone
 from xckpt.storage.source import Source, empty
 
 if TYPE_CHECKING:
@@ -94,6 +95,14 @@ def append(path: Path, content: bytes) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Keep other processes and threads from writing a file while the block runs."""
+    _make_private(path.parent)
+    with alone(str(path)):
+        yield
 
 
 def make_room(folder: Path, most: int) -> None:
