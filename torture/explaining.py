@@ -2,14 +2,16 @@
 
 Models are like GPT-2, Llama, Gemma, Mixtral and ViT, with tiny widths. Each pair is made by a chain
 of one to four transformations, drawn uniformly from all causes that `compare(explain=True)` admits,
-on random subsets of the tensors. Every second pair is damaged: noise, a row, an element, zeroed
-bytes, two swapped tensors, a stale shard. A damaged tensor that is called explained, or that is not
-named, is a failure; so is less than 98 % of the undamaged tensors explained.
+on random subsets of the tensors. Every second pair is damaged: noise, a row, an element, a bit,
+zeroed bytes, a NaN, two exchanged rows, tensors or layers, a stale tensor. A damaged tensor that is
+called explained, or that is not named, is a failure; so is less than 98 % of the undamaged tensors
+explained.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -31,11 +33,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 F32 = np.float32
 ENOUGH = 0.98
+_EXPERTS = 3
 # Shares of models whose norms and biases are constants, and whose output is their embedding.
 _FRESH, _TIED = 0.15, 0.25
 # The share of damaged models in which two tensors were exchanged before all else.
 _EARLY = 0.15
-_SHOWN_CHAINS = 12
+_FIRST_LAYER = re.compile(r"\.0\.")
 _TYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -168,7 +171,7 @@ _FAMILIES: dict[str, Callable[[np.random.Generator], Iterator[tuple[str, Array]]
     "gpt2": _gpt2,
     "llama": _llama,
     "gemma": lambda rng: _llama(rng, centre=0.0, extra=True),
-    "mixtral": lambda rng: _llama(rng, experts=3),
+    "mixtral": lambda rng: _llama(rng, experts=_EXPERTS),
     "vit": _vit,
 }
 
@@ -253,7 +256,7 @@ def _groups(pair: Pair) -> Iterator[tuple[str, list[Made]]]:
         head, _, tail = name.partition(".experts.")
         if tail[:1].isdigit():
             experts[f"{head}.experts.{tail.partition('.')[2]}"].append(made)
-    yield from ((name, some) for name, some in experts.items() if len(some) > 1)
+    yield from ((name, some) for name, some in experts.items() if len(some) == _EXPERTS)
 
 
 def _joined(values: list[Array], *, is_stack: bool) -> Array | None:
@@ -366,46 +369,121 @@ def swapped(pair: Pair, rng: np.random.Generator) -> None:
             return
 
 
-def damaged(pair: Pair, rng: np.random.Generator) -> None:
-    """Damage one tensor, or swap two, by more than any quantiser could."""
-    kind = str(rng.choice(["noise", "row", "element", "zeroed", "swapped", "stale"]))
-    large = [m for m in pair.b if m.values.size >= 64]
-    made = large[rng.integers(len(large))]
-    values = made.values.astype(F32)
-    spread = float(values.std()) or 1.0
-    if kind == "noise":
-        values = values.mean() + spread * rng.standard_normal(values.shape)
-    elif kind == "row":
-        rows = values.reshape(len(values), -1)
-        at = int(rng.integers(len(rows)))
-        rows[at] = rows.mean() + 2 * spread * rng.standard_normal(rows.shape[1]) + spread
-    elif kind == "element":
-        values.reshape(-1)[rng.integers(values.size)] += 12 * (np.abs(values).max() + spread)
-    elif kind == "zeroed":
-        count = int(rng.integers(32, values.size + 1))
-        start = int(rng.integers(values.size - count + 1))
-        if np.count_nonzero(values.reshape(-1)[start : start + count]) < 24:
-            return
-        values.reshape(-1)[start : start + count] = 0
-    elif kind == "stale":
-        values = values + 0.3 * spread * rng.standard_normal(values.shape)
-    else:
-        others = [m for m in large if m is not made and m.values.shape == made.values.shape
-                  and not _are_equal(pair, m, made) and m.stored == made.stored
-                  and m.values.dtype == made.values.dtype]  # fmt: skip
-        if not others:
-            return
+def _exchange_layers(pair: Pair) -> None:
+    """Exchange the first two layers."""
+    by_name = {made.name: made for made in pair.b}
+    for made in pair.b:
+        other = by_name.get(_FIRST_LAYER.sub(".1.", made.name, count=1))
+        if (
+            other is not None
+            and other is not made
+            and other.values.shape == made.values.shape
+            and (other.stored, other.values.dtype) == (made.stored, made.values.dtype)
+            and not _are_equal(pair, other, made)
+        ):
+            made.values, other.values = other.values, made.values
+            pair.damaged |= {made.name, other.name}
+
+
+def _flip_bit(pair: Pair, made: Made, rng: np.random.Generator) -> None:
+    """Flip one bit of an element, if that makes another number of it and blocks do not hide it."""
+    patterns = made.values.copy().view(f"u{made.values.itemsize}").reshape(-1)
+    bit = int(rng.integers(8 * made.values.itemsize))
+    patterns[rng.integers(patterns.size)] ^= patterns.dtype.type(1 << bit)
+    new = patterns.view(made.values.dtype).reshape(made.values.shape)
+    if not made.stored and not np.array_equal(new.astype(F32), made.values.astype(F32)):
+        made.values = new
+        pair.damaged.add(made.name)
+
+
+def _noisy(values: Array, spread: float, rng: np.random.Generator) -> Array:
+    noisy: Array = values.mean() + spread * rng.standard_normal(values.shape)
+    return noisy
+
+
+def _other_row(values: Array, spread: float, rng: np.random.Generator) -> Array:
+    rows = values.reshape(len(values), -1)
+    noise = 2 * spread * rng.standard_normal(rows.shape[1])
+    at = int(rng.integers(len(rows)))
+    rows[at] = rows.mean() + noise + spread
+    return values
+
+
+def _other_element(values: Array, spread: float, rng: np.random.Generator) -> Array:
+    values.reshape(-1)[rng.integers(values.size)] += 12 * (np.abs(values).max() + spread)
+    return values
+
+
+def _zeroed(values: Array, _: float, rng: np.random.Generator) -> Array | None:
+    count = int(rng.integers(32, values.size + 1))
+    start = int(rng.integers(values.size - count + 1))
+    run = values.reshape(-1)[start : start + count]
+    if np.count_nonzero(run) < 24:
+        return None
+    run[:] = 0
+    return values
+
+
+def _exchanged_rows(values: Array, spread: float, rng: np.random.Generator) -> Array | None:
+    first, second = rng.integers(len(values), size=2)
+    values[[first, second]] = values[[second, first]]
+    return values if np.abs(values[first] - values[second]).max() >= spread else None
+
+
+def _not_a_number(values: Array, _: float, rng: np.random.Generator) -> Array:
+    values.reshape(-1)[rng.integers(values.size)] = np.nan
+    return values
+
+
+def _stale(values: Array, spread: float, rng: np.random.Generator) -> Array:
+    stale: Array = values + 0.3 * spread * rng.standard_normal(values.shape)
+    return stale
+
+
+#: Return the values of a tensor after damage, or None if it would be too small.
+_DAMAGE: dict[str, Callable[[Array, float, np.random.Generator], Array | None]] = {
+    "noise": _noisy,
+    "row": _other_row,
+    "element": _other_element,
+    "zeroed": _zeroed,
+    "rows": _exchanged_rows,
+    "not a number": _not_a_number,
+    "stale": _stale,
+}
+_KINDS = (*_DAMAGE, "swapped", "layers", "bit")
+
+
+def _swap_late(pair: Pair, made: Made, rng: np.random.Generator) -> None:
+    """Exchange a tensor with another one of its shape."""
+    others = [m for m in pair.b if m is not made and m.values.shape == made.values.shape
+              and m.values.size >= 64 and not _are_equal(pair, m, made)
+              and (m.stored, m.values.dtype) == (made.stored, made.values.dtype)]  # fmt: skip
+    if others:
         other = others[rng.integers(len(others))]
         made.values, other.values = other.values, made.values
         pair.damaged |= {made.name, other.name}
-        pair.damage = kind
-        return
-    new = values.astype(made.values.dtype)
-    if np.array_equal(new.astype(F32), made.values.astype(F32)):
-        return
-    made.values = new
-    pair.damaged.add(made.name)
-    pair.damage = kind
+
+
+def damaged(pair: Pair, rng: np.random.Generator) -> None:
+    """Damage a tensor, or exchange some, by more than any quantiser could."""
+    kind = str(rng.choice(_KINDS))
+    large = [m for m in pair.b if m.values.size >= 64]
+    made = large[rng.integers(len(large))]
+    if kind == "layers":
+        _exchange_layers(pair)
+    elif kind == "swapped":
+        _swap_late(pair, made, rng)
+    elif kind == "bit":
+        _flip_bit(pair, made, rng)
+    else:
+        values = made.values.astype(F32)
+        new = _DAMAGE[kind](values, float(values.std()) or 1.0, rng)
+        if new is not None and (np.isfinite(new).all() or not made.stored):
+            new = new.astype(made.values.dtype)
+            if not np.array_equal(new.astype(F32), made.values.astype(F32)):
+                made.values = new
+                pair.damaged.add(made.name)
+    pair.damage = kind if pair.damaged else ""
 
 
 # --- one pair -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from xckpt.labels.filters import select
 from xckpt.labels.renaming import new_names
 from xckpt.progress import Progress
 from xckpt.statistics.entries import Described, Subject
-from xckpt.statistics.explaining.names import Rules
+from xckpt.statistics.explaining.names import Rules, conventions
 from xckpt.statistics.explaining.search import partners
 from xckpt.statistics.explaining.sketches import sketched
 from xckpt.statistics.pairs import Match, Partner, pair_of
@@ -118,6 +118,7 @@ def _partners(
         for side in (ours, theirs)
     ]
     left, right = sides
+    usual = conventions(left, right)
 
     def take(name: str, other: str, rule: str) -> None:
         if name in left and other in right:
@@ -142,7 +143,8 @@ def _partners(
     ]
     exact += _same_elements(remaining(), {name for pair in exact for name in pair[:2]})
     shapes: dict[str, object] = {r.name: r.array.shape for r in right.values()}
-    broken = Rules((name, other) for name, other, _ in exact).broken(right, shapes)
+    rules = Rules((name, other) for name, other, _ in exact)
+    broken = rules.broken(right, shapes, usual)
     for name, other, rule in exact:
         if name not in broken:
             take(name, other, rule)
@@ -155,7 +157,7 @@ def _partners(
     for a, b in _in_order(*remaining()):
         take(a.name, b.name, "values")
     known = [(name, partner.name) for name, partner in found.items() if partner.name != name]
-    for name, other in _alike(remaining(), known, shapes):
+    for name, other in _alike(remaining(), known, shapes, usual):
         take(name, other, "alike")
     return found
 
@@ -168,6 +170,7 @@ def _alike(
     sides: Sequence[Sequence[Sketched]],
     known: Sequence[tuple[str, str]],
     shapes: dict[str, object],
+    usual: Mapping[str, str],
 ) -> list[tuple[str, str]]:
     """Pair tensors that were rounded or quantised: they have nearly the same sums."""
     rest = [
@@ -175,7 +178,7 @@ def _alike(
         for each in partners(*sides, extended=False)
         if each.arrangement.score >= _ALIKE and not each.is_exact
     ]
-    broken = Rules([*known, *rest]).broken({each.name for each in sides[1]}, shapes)
+    broken = Rules([*known, *rest]).broken({each.name for each in sides[1]}, shapes, usual)
     return [pair for pair in rest if pair[0] not in broken]
 
 

@@ -45,6 +45,8 @@ KNOWN = (
 )
 # Names that only models with such norms have: Gemma 2 and 3.
 _GEMMA = re.compile(r"(pre|post)_feedforward_layernorm\.weight$|\.post_ffw_norm\.weight$")
+# Names of GGUF, which has the numbers with the offset.
+_GGUF = re.compile(r"(blk\.\d+|output_norm)\.")
 # Without a stated architecture, norms centred on 0 follow the convention themselves.
 _CENTRED = 0.5
 _KEYS = ("general.architecture", "model_type", "architecture")
@@ -67,13 +69,18 @@ class Architecture:
                 return known.offset
         return None
 
-    def admits(self, transform: Transform, names: Iterable[str], mean: float) -> bool:
-        """Return whether the architecture is known for a transform; `mean` is that of its input."""
-        names = list(names)
+    def admits(self, transform: Transform, names: tuple[str, str], mean: float) -> bool:
+        """Return whether the architecture is known for a transform from one name to the other.
+
+        `mean` is the mean of its input.
+        """
+        is_of_gguf = [_GGUF.match(name) is not None for name in names]
         for known in KNOWN:
             if not any(known.names.search(name) for name in names):
                 continue
             is_back = known.offset is not None and transform.offset == -known.offset != 0
+            if known.offset and is_of_gguf == [not is_back, is_back]:
+                continue
             fits = (is_back or transform.offset == known.offset) and (
                 known.scale is None or transform.scale == known.scale
             )

@@ -60,6 +60,8 @@ _IN_BLOCKS = 2048
 _LEVELS_BLOCKS = (256, 128, 64, 32, 16)
 # Elements of the sample that show the blocks of levels.
 _LEVELLED = 4096
+# Distinct numbers from which on they show a type that they are not stored in.
+_FEWEST_VALUES = 3
 # Large blocks are preferred to small ones that fit little better.
 _BETTER = 0.005
 
@@ -436,6 +438,7 @@ def suspect(
         if not any(share == 1.0 for share, _ in shares):
             shares += [(share, replace(relation, backwards=True))
                        for share, relation in Elementwise.suspected(thin.reverse)]  # fmt: skip
+        shares = [(share, relation) for share, relation in shares if _is_shown(relation, thin)]
         certain = [relation for share, relation in shares if share == 1.0][:_TRIED]
         certain = [entry for entry in certain if _holds(entry, sample)]
         plain = [entry for entry in certain if not entry.masked]
@@ -444,14 +447,14 @@ def suspect(
             return plain[0], replace(plain[0], masked=True)
         is_related = not correlation(thin.x, thin.y) < _RELATED
         quantised = _suspect_quantised(sample, graded, offset) if is_related else None
-        if quantised is not None:
+        if quantised is not None and _is_shown(quantised, sample):
             return (quantised,)
         if certain:
             return (certain[0],)
         equal = float(np.mean(thin.x == thin.y))
         share, best = max(shares, key=lambda entry: entry[0], default=(0.0, None))
         levels = _suspect_levels(sample)
-        if levels is not None and levels[0] > share:
+        if levels is not None and levels[0] > share and _is_shown(levels[1], sample):
             share, best = levels  # type: ignore[assignment]  # another class of relation
     if best is None or share < LIKELY or share < (1 + equal) / 2:
         return ()
@@ -461,6 +464,19 @@ def suspect(
 def _holds(relation: Relation, sample: Sample) -> bool:
     x, y = (sample.y, sample.x) if relation.backwards else (sample.x, sample.y)
     return relation.held(x, y) == len(x)
+
+
+def _is_shown(relation: Relation, sample: Sample) -> bool:
+    """Return whether types state a relation, or numbers show it: a constant fits any type."""
+    side = sample.reverse if relation.backwards else sample
+    is_stated = False
+    if isinstance(relation, Elementwise):
+        is_stated = {"float32", "float64", side.kinds[1]}.issuperset(relation.transform.types)
+    elif isinstance(relation, Requantised | WithinScales):
+        before = relation.before
+        is_in_blocks = relation.scheme == side.blocks[1] or isinstance(relation, WithinScales)
+        is_stated = is_in_blocks and not before.scheme and not before.transform.types
+    return is_stated or len(np.unique(side.y)) >= _FEWEST_VALUES
 
 
 def _suspect_quantised(

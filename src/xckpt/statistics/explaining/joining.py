@@ -218,7 +218,7 @@ def _like(joint: Joint, whole: Sketched, parts: Sequence[Sketched]) -> Joint | N
     axis = min(joint.axis, len(whole.shape) - 1)
     at, members = 0, []
     for part, sibling in zip(parts, joint.members, strict=True):
-        steps = sibling.steps if len(part.shape) == len(sibling.part.shape) else ()
+        steps = sibling.steps if part.shape == sibling.part.shape else ()
         shape = tuple(arranged(part.reader.array, steps).shape)
         if len(shape) != len(whole.shape) - joint.is_stack:
             return None

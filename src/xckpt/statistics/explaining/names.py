@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from xckpt.labels.conventions import match_names
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _NUMBER = re.compile(r"(?<![^./])([0-9]{1,9})(?![^./])")
 _PIECE = re.compile(r"[./]")
@@ -133,20 +136,37 @@ class Rules:
             return None
         return ranked[0]
 
+    @property
+    def keep_numbers(self) -> bool:
+        """Whether most pairs have the same numbers."""
+        counts = Counter(
+            self._numbers(first) == second.numbers
+            for first, second in ((spelled(a), spelled(b)) for a, b in self.pairs)
+            if first.numbers and len(first.numbers) == len(second.numbers)
+        )
+        return counts[True] > 1 and counts[True] > counts[False]
+
     def _are_renumbered(self, a: str, b: str) -> bool:
         """Return whether two names have other numbers, as many of them."""
         first, second = self._numbers(spelled(a)), spelled(b).numbers
         return len(first) == len(second) and first != second
 
     def broken(
-        self, others: Collection[str], shapes: dict[str, object], *, keeps_numbers: bool = False
+        self,
+        others: Collection[str],
+        shapes: dict[str, object],
+        conventions: Mapping[str, str],
+        *,
+        keeps_numbers: bool = False,
     ) -> dict[str, str]:
         """Return the pairs that break the rules, by the name in `a`, and the name to be expected.
 
         That name is empty where `a` and `b` are names of different roles, such as queries and keys.
         With `keeps_numbers`, layers have the same numbers on both sides. `shapes` has the common
-        property of the tensors of `b` that may be exchanged.
+        property of the tensors of `b` that may be exchanged. `conventions` are names that mean the
+        same in projects that are known.
         """
+        keeps_numbers = keeps_numbers or self.keep_numbers
         broken = {}
         for a, b in self.pairs:
             expected = self.expected(a, others)
@@ -154,6 +174,23 @@ class Rules:
                 broken[a] = expected[0]
             elif _are_other_roles(a, b) or (keeps_numbers and self._are_renumbered(a, b)):
                 broken[a] = ""
+        for a, expected_name in self._unconventional(conventions):
+            broken.setdefault(a, expected_name)
+        for a, expected_name in self._exchanged(shapes):
+            broken.setdefault(a, expected_name)
+        return broken
+
+    def _unconventional(self, conventions: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield names of `a` with the name that projects give them, if another tensor has it."""
+        partners = {b: a for a, b in self.pairs}
+        for a, b in self.pairs:
+            usual = conventions.get(a, b)
+            other = partners.get(usual, a)
+            if usual != b and conventions.get(other, usual) != usual:
+                yield a, usual
+
+    def _exchanged(self, shapes: dict[str, object]) -> Iterator[tuple[str, str]]:
+        """Yield names of `a` with a name of `b` if names resemble each other more that way."""
         groups: dict[object, list[tuple[str, str]]] = defaultdict(list)
         for a, b in self.pairs:
             groups[shapes.get(b)].append((a, b))
@@ -164,9 +201,15 @@ class Rules:
                     if self.support(a, b) > 1 and self.support(c, d) > 1:
                         continue
                     if likeness(a, d) + likeness(c, b) > likeness_as_paired + likeness(c, d):
-                        broken.setdefault(a, d)
-                        broken.setdefault(c, b)
-        return broken
+                        yield a, d
+                        yield c, b
+
+
+def conventions(ours: Collection[str], theirs: Collection[str]) -> dict[str, str]:
+    """Return the names of `b` that mean the same as names of `a` in projects that are known."""
+    if not ours or not theirs or find_spec("gguf") is None:
+        return {}
+    return {name: other for name, other, _ in match_names(ours, theirs)}
 
 
 def _shift(pairs: Iterable[tuple[Spelled, Spelled]]) -> int:
@@ -240,15 +283,32 @@ def out_of_order(orders: Sequence[Order]) -> set[int]:
         # All parts are of the layer of the whole.
         layers = {part.numbers[0] for part in parts if part.numbers}
         is_elsewhere = whole.numbers and layers and layers != {whole.numbers[0] - shift}
-        if is_elsewhere or not _is_regular(parts, roles[whole.template]):
+        is_other = any(_are_other_roles(part, orders[n].whole) for part in orders[n].parts)
+        if is_elsewhere or is_other or not _is_regular(parts, roles[whole.template]):
             irregular.add(n)
+    for n, first in enumerate(orders[:_MOST_EXCHANGED]):
+        for m, second in enumerate(orders[:n]):
+            exchanged = _likeness(first, second) + _likeness(second, first)
+            if exchanged > _likeness(first, first) + _likeness(second, second):
+                irregular |= {n, m}
     return irregular
+
+
+def _likeness(whole: Order, parts: Order) -> float:
+    """Return the mean likeness of the name of a whole to those of the parts of another one."""
+    return sum(likeness(whole.whole, part) for part in parts.parts) / len(parts.parts)
+
+
+def _core(name: Spelled) -> str:
+    """Return a name after the number of its layer, without the last word: some are renamed."""
+    stem = _split(name.template)[0]
+    return stem.partition("{}")[2] or stem
 
 
 def _is_regular(parts: Sequence[Spelled], known: Counter[tuple[str, ...]] | None) -> bool:
     templates = tuple([part.template for part in parts])
     numbers = [part.numbers for part in parts]
-    if len(set(templates)) == 1:
+    if len({(_core(part), len(part.numbers)) for part in parts}) == 1:
         # Only one of the numbers differs from part to part.
         slots = [len(set(values)) for values in zip(*numbers, strict=False)]
         return sum(n > 1 for n in slots) == 1 and all(a < b for a, b in pairwise(numbers))

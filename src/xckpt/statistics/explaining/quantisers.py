@@ -7,8 +7,8 @@ ggml-quants.c (github.com/ggml-org/ggml at d99724f).
 Quantisers that search for their scales, such as K-quants, cannot be repeated. `graded` reads a
 stored tensor with the distance that an element may have from the original: half a step between two
 levels of its block (a whole one for IQ4, whose codes are not chosen anew after the search). At
-either end numbers may lie beyond the levels, since the search lets some go: by `_BEYOND` times one
-step and what the rounding of the scale itself takes away.
+either end numbers may lie beyond the levels, since the search lets some go: by `_BEYOND` times the
+sum of one step and the range that the rounding of the scales takes away.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from xckpt.statistics.explaining.low_rank import low_ranks
-from xckpt.statistics.explaining.names import Rules, likeness, spelled
+from xckpt.statistics.explaining.names import Rules, conventions, likeness, spelled
 from xckpt.statistics.explaining.outcome import Explanation, quoted
 from xckpt.statistics.explaining.search import ALIKE, Arrangement, arrangements, partners
 from xckpt.statistics.explaining.wording import both, changed, related, unlike
@@ -42,11 +42,12 @@ def renamed(work: Work) -> Explanations:
     # Also those that are explained: the name of another tensor stays what is expected.
     names_of_b = {case.match.name for case in work.cases if case.status == "only_b"}
     keeps_numbers = any(
-        spelled(case.match.name).numbers and not case.other_name
+        spelled(case.match.name).numbers
         for case in work.cases
-        if case.status == "same"
+        if case.match.theirs is not None and case.match.ours is not None and not case.other_name
     )
-    broken = rules.broken(names_of_b, shapes, keeps_numbers=keeps_numbers)
+    names = [[candidate.name for candidate in side] for side in sides]
+    broken = rules.broken(names_of_b, shapes, conventions(*names), keeps_numbers=keeps_numbers)
     explanations: Explanations = {}
     for n, (a, b, *_) in verified.items():
         link, steps = results[n]

@@ -242,7 +242,7 @@ def _look(link: Link) -> None:
         sample = _sample(pair, ours, theirs)
         if number == 0:
             link.correlation = correlation(sample.x, sample.y)
-            link.means = float(np.nanmean(sample.x)), float(np.nanmean(sample.y))
+            link.means = _mean(sample.x), _mean(sample.y)
         gradings = [
             (ungraded, grade, at)
             for ungraded, grade, at in ((ours, theirs.graded(), 1), (theirs, ours.graded(), 0))
@@ -265,6 +265,13 @@ def _look(link: Link) -> None:
             link.pair = graded_pair if is_graded else pair
         if share == 1.0:
             break
+
+
+def _mean(values: Array) -> float:
+    """Return the mean of the finite numbers."""
+    finite = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        return float(finite.mean(dtype=np.float64)) if len(finite) else 0.0
 
 
 def _share_of(relations: tuple[Relation, ...], sample: Sample) -> float:

@@ -30,10 +30,11 @@ def related(work: Work, link: Link, relation: Relation, steps: Sequence[Step] = 
         moved = relation.before.transform
     if moved is not None and (moved.offset or moved.scale != 1.0):
         cause = "offset" if moved.offset else "scaled"
+        source, result = link.names[:: -1 if relation.backwards else 1]
         explanation = replace(
             explanation,
             causes=tuple(dict.fromkeys([cause, *explanation.causes])),
-            is_known=work.architecture.admits(moved, link.names, link.mean(relation)),
+            is_known=work.architecture.admits(moved, (source, result), link.mean(relation)),
             offset=moved.offset or None,
             scale=moved.scale if moved.scale != 1.0 else None,
         )

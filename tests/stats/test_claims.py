@@ -1,0 +1,248 @@
+"""Faults that resemble conversions: none of them is called explained, and each is named."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import xckpt
+from tests.stats.causes import BF16, rope
+from tests.stats.checkpoints import write
+from xckpt.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = dict[str, Array]
+F32 = np.float32
+HEADS = 4
+_SPELLINGS = (
+    ("model.embed_tokens", "token_embd"),
+    ("model.layers.", "blk."),
+    *((f"self_attn.{role}_proj", f"attn_{role}") for role in "qkv"),
+    *((f"mlp.{role}_proj", f"ffn_{role}") for role in ("gate", "up", "down")),
+    ("input_layernorm", "attn_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("model.norm", "output_norm"),
+)
+UP = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def llama(layers: int = 3, centre: float = 1.0) -> Tensors:
+    """Return a tiny model."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (40, 256), "model.norm": (256,)}
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        shapes |= {f"{base}.self_attn.{role}_proj": (32, 256) for role in "qkv"}
+        shapes |= {f"{base}.mlp.{role}_proj": (48, 256) for role in ("gate", "up", "down")}
+        shapes |= {f"{base}.{n}_layernorm": (256,) for n in ("input", "post_attention")}
+    return {
+        f"{name}.weight": (
+            (centre if "norm" in name else 0) + 0.05 * rng.standard_normal(shape)
+        ).astype(F32)
+        for name, shape in shapes.items()
+    }
+
+
+def in_gguf(tensors: Tensors) -> Tensors:
+    """Return the model with the names and the order of rows that GGUF has."""
+    converted = {}
+    for name, values in tensors.items():
+        new = name
+        for old, spelling in _SPELLINGS:
+            new = new.replace(old, spelling)
+        is_turned = "q_proj" in name or "k_proj" in name
+        converted[new] = rope(values, HEADS) if is_turned else values
+    return converted
+
+
+def explained(a: Any, b: Any, **options: Any) -> dict[str, str]:
+    """Return the outcomes of a comparison."""
+    result = xckpt.compare(a, b, explain=True, cache=False, progress=False, **options)
+    outcomes: dict[str, str] = xckpt.table(result)["outcome"].to_dict()
+    return outcomes
+
+
+def exchanged(tensors: Tensors, first: str, second: str) -> Tensors:
+    """Return a model with the names of two roles or layers exchanged."""
+    return {
+        name.replace(first, "*").replace(second, first).replace("*", second): values
+        for name, values in tensors.items()
+    }
+
+
+def replaced(values: Callable[[Array], Array], name: str = UP) -> Callable[[Tensors], Tensors]:
+    """Return a conversion to bfloat16 that does something else to a tensor."""
+
+    def convert(tensors: Tensors) -> Tensors:
+        made = {key: each.astype(BF16) for key, each in tensors.items()}
+        return made | {name: values(tensors[name].copy())}
+
+    return convert
+
+
+def _bits(values: Array) -> Array:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _rounded_at_random(bits: Array) -> Array:
+    noise = np.random.default_rng(0).integers(1 << 16, size=bits.shape, dtype=np.uint32)
+    return ((bits + noise) & 0xFFFF0000).view(F32).astype(BF16)
+
+
+def _with(values: Array, place: Any, new: Any) -> Array:
+    values[place] = new
+    return values.astype(BF16)
+
+
+_WRONG_CONVERSIONS: dict[str, Callable[[Tensors], Tensors]] = {
+    "truncated": replaced(lambda x: (_bits(x) & 0xFFFF0000).view(F32).astype(BF16)),
+    "rounded at random": replaced(lambda x: _rounded_at_random(_bits(x))),
+    "one unit in the last place": replaced(
+        lambda x: (x.astype(BF16).view(np.uint16) ^ np.eye(*x.shape, dtype=np.uint16)).view(BF16)
+    ),
+    "a NaN": replaced(lambda x: _with(x, (3, 5), np.nan)),
+    "two rows": replaced(lambda x: x[[1, 0, *range(2, len(x))]].astype(BF16)),
+    "a row twice": replaced(lambda x: _with(x, 4, x[5])),
+    "zeros": replaced(lambda x: _with(x, (7, slice(0, 64)), 0)),
+    "signs": replaced(lambda x: (-x).astype(BF16)),
+    "two elements of a norm": replaced(lambda x: x[[1, 0, *range(2, len(x))]].astype(BF16), NORM),
+    "a norm with 1 added": replaced(lambda x: (x + F32(1)).astype(BF16), NORM),
+    "bytes": replaced(lambda x: x.astype(BF16).view(np.uint16).byteswap().view(BF16)),
+    "another shape": replaced(lambda x: x.reshape(64, 192).astype(BF16)),
+}
+
+
+@pytest.mark.parametrize("fault", _WRONG_CONVERSIONS)
+def test_a_tensor_that_was_converted_wrongly_is_the_only_one_that_differs(fault: str) -> None:
+    ours = llama(layers=2)
+    outcomes = explained(ours, _WRONG_CONVERSIONS[fault](ours))
+    assert {name for name, each in outcomes.items() if each != "explained"} == {
+        NORM if "norm" in fault else UP
+    }
+
+
+class TestNamesThatWereExchanged:
+    """Numbers that are all there, under each other's names."""
+
+    @pytest.mark.parametrize("names", [None, "auto"])
+    @pytest.mark.parametrize(
+        "roles",
+        [("attn_q", "attn_k"), ("ffn_gate", "ffn_up"), ("attn_norm", "ffn_norm"),
+         (".1.", ".2."), (".0.", ".1.")],
+    )  # fmt: skip
+    def test_are_misplaced(self, roles: tuple[str, str], names: Any) -> None:
+        pytest.importorskip("gguf")
+        ours = llama()
+        wrong = {a for a, b in zip(ours, in_gguf(ours), strict=True)
+                 if any(role in b for role in roles)}  # fmt: skip
+        outcomes = explained(ours, exchanged(in_gguf(ours), *roles), names=names)
+        assert {n for n in ours if outcomes[n] != "explained"} == wrong
+
+    @pytest.mark.parametrize("layers", [2, 3])
+    def test_are_misplaced_with_a_prefix(self, layers: int) -> None:
+        ours = llama(layers)
+        theirs = {f"module.{n}": x for n, x in exchanged(ours, ".0.", ".1.").items()}
+        outcomes = explained(ours, theirs)
+        wrong = {n for n, outcome in outcomes.items() if outcome != "explained"}
+        assert wrong == {n for n in outcomes if re.search(r"layers\.[01]\.", n)}
+
+    def test_are_right_where_layers_are_counted_from_1(self) -> None:
+        ours = llama()
+        theirs = {
+            f"x.{re.sub('[012](?=[.])', lambda number: str(int(number[0]) + 1), n)}": values
+            for n, values in ours.items()
+        }
+        assert set(explained(ours, theirs).values()) == {"explained"}
+
+
+class TestConstants:
+    """Fit any type and any quantiser."""
+
+    @pytest.mark.parametrize("value", [0.0, 1.0])
+    @pytest.mark.parametrize("difference", [1e-40, 1e-6, 1e-3])
+    def test_that_one_element_left_are_changed(self, value: float, difference: float) -> None:
+        ours = {"norm": np.full(64, value, F32)}
+        theirs = {"norm": ours["norm"].copy()}
+        theirs["norm"][5] += F32(difference) if difference > 1e-7 or not value else F32(2**-22)
+        assert explained(ours, theirs) == {"norm": "changed"}
+        assert explained(theirs, ours) == {"norm": "changed"}
+
+    def test_are_explained_by_the_type_that_they_are_stored_in(self) -> None:
+        ours = {"norm": 1 + F32(1e-4) * np.arange(8, dtype=F32)}
+        assert explained(ours, {"norm": np.ones(8, BF16)}) == {"norm": "explained"}
+
+    def test_of_one_number_are_changed(self) -> None:
+        assert explained({"scale": np.array(2.97, F32)}, {"scale": np.array(3, F32)}) == {
+            "scale": "changed"
+        }
+
+
+@pytest.mark.parametrize(("direction", "outcome"), [(1, "explained"), (-1, "changed")])
+def test_an_offset_is_known_for_one_direction(direction: int, outcome: str, tmp_path: Path) -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    ours = llama(layers=1, centre=0.0)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "gemma")
+    for name, values in in_gguf(ours).items():
+        writer.add_tensor(name, values + F32(direction) if "norm" in name else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    outcomes = explained(ours, tmp_path / "b.gguf")
+    assert {outcomes[name] for name in ours if "norm" in name} == {outcome}
+    back = explained(tmp_path / "b.gguf", ours)
+    assert {back[name] for name in back if "norm" in name} == {outcome}
+
+
+def test_parts_of_another_role_are_misplaced() -> None:
+    rng = np.random.default_rng(0)
+    ours = {f"attn.{role}_proj.weight": rng.standard_normal((16, 8)).astype(F32) for role in "kv"}
+    parts = {f"attn.{role}_proj.part.{n}.weight": ours[f"attn.{role}_proj.weight"][8 * n:][:8]
+             for role in "kv" for n in range(2)}  # fmt: skip
+    assert set(explained(ours, parts).values()) == {"explained"}
+    first, second = "attn.k_proj.part.1.weight", "attn.v_proj.part.0.weight"
+    parts[first], parts[second] = parts[second], parts[first]
+    assert "explained" not in explained(ours, parts).values()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_all_views_agree(
+    is_damaged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = llama(layers=1)
+    theirs = in_gguf(ours)
+    if is_damaged:
+        theirs["blk.0.ffn_up.weight"] = theirs["blk.0.ffn_up.weight"][::-1]
+    paths = [write(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((ours, theirs))]
+    result = xckpt.compare(*paths, explain=True, cache=False)
+    table = xckpt.table(result)
+    is_explained = table["outcome"] == "explained"
+    assert is_explained.all() == (not is_damaged)
+    assert table["verified"].equals(is_explained)
+    assert table.query("cause == 'changed' or not verified").equals(table[~is_explained])
+    sentence = result.attrs["explanation"]
+    beginning = f"1 of {len(ours)} tensors differs" if is_damaged else f"all {len(ours)} tensors"
+    assert sentence.startswith(beginning)
+    assert main(["compare", *map(str, paths), "--explain", "--no-cache"]) == is_damaged
+    assert beginning in capsys.readouterr().out
+    assert beginning in repr(result.ckpt)
+    xckpt.report(paths[0], tmp_path / "r.md", paths[1], cache=False)
+    assert beginning in (tmp_path / "r.md").read_text("utf-8")
+
+
+def test_biases_are_joined_as_siblings_of_another_size_are() -> None:
+    rng = np.random.default_rng(0)
+    ours: Tensors = {f"h.0.{role}.weight": rng.standard_normal((32, 8)).astype(F32)
+                     for role in "qkv"}  # fmt: skip
+    ours |= {f"h.1.{role}.weight": np.zeros((35, 8), F32) for role in "qkv"}
+    turned = [rope(ours["h.0.q.weight"], 1), ours["h.0.k.weight"], ours["h.0.v.weight"]]
+    theirs = {"h.0.qkv.weight": np.concatenate(turned), "h.1.qkv.weight": np.zeros((105, 8), F32)}
+    assert set(explained(ours, theirs).values()) == {"explained"}
