@@ -25,7 +25,8 @@ from tests.sources import CountingSource
 from xckpt import formats
 from xckpt.datasets.making import make_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.datasets.tensors import OpenTensors, member_names
+from xckpt.datasets.stack_records import member_variables
+from xckpt.datasets.tensors import OpenTensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +141,7 @@ def test_every_one_of_ten_thousand_tensors_is_at_one_position(tmp_path: Path) ->
         if name in ds.coords:
             continue
         lazy = variable.data.dask.lazy
-        names = member_names(str(name), variable, ds.coords.variables)
+        names = list(member_variables(str(name), variable, ds.coords.variables))
         members = lazy.members if len(names) > 1 else [lazy]
         for tensor, member in zip(names, members, strict=True):
             assert member.reader.part == index.tensors[tensor].parts["data"]

@@ -16,7 +16,7 @@ import xarray as xr
 import xckpt
 from tests.stats.checkpoints import model, write
 from tests.stats.pairs import compared
-from xckpt.datasets.variables import StackRecord
+from xckpt.datasets.stack_records import StackRecord
 from xckpt.statistics import MEASURES, STATUSES, compare, table
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from xckpt.datasets.stack_records import unstacked_encoding
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import warn
 from xckpt.notebook.folding import ascending, marked
@@ -129,8 +130,7 @@ def _dataset(tensors: OpenTensors, names: Sequence[str]) -> xr.Dataset:
         variable = tensors.variable(name)
         dims = tuple([f"{key}_{axis}" for axis in range(variable.ndim)])
         data = variable._data  # noqa: SLF001  `data` would load what is not dask's
-        encoding = {k: v for k, v in variable.encoding.items() if k != "stack"}
-        variables[key] = LazyVariable.of(dims, data, None, encoding)
+        variables[key] = LazyVariable.of(dims, data, None, unstacked_encoding(variable))
     return xr.Dataset(variables)
 
 

@@ -14,8 +14,15 @@ from xckpt.arrays import read_later
 from xckpt.arrays.graph import tensor_array
 from xckpt.arrays.keys import target_nbytes
 from xckpt.datasets.listing import Listed, Listing, free_name, list_arrays
+from xckpt.datasets.stack_records import (
+    StackMarks,
+    StackMember,
+    StackRecord,
+    marked_encoding,
+    record_stack,
+)
 from xckpt.datasets.trees import make_module
-from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
+from xckpt.datasets.variables import LazyVariable, preferred_chunks
 from xckpt.elements import ELEMENT_TYPES, stored_dtype
 from xckpt.identity import next_namespace
 from xckpt.labels import AxisNamer, child_nodes, explicit_name, tree_paths
@@ -37,27 +44,12 @@ if TYPE_CHECKING:
     Shapes = Mapping[str, tuple[int, ...]]
     AxisNamesOfModule = Callable[[Shapes], Mapping[str, tuple[str | None, ...]]]
 
-__all__ = ["StackMarks", "add_coords", "described", "make_dataset", "make_groups"]
+__all__ = ["add_coords", "described", "make_dataset", "make_groups"]
 
 # In bytes.
 _LARGEST_INDEX = 1 << 26
 # What all members of a stack have in common.
 _COMMON = ("layout", "source", "stored_dtype", "stored_order", "part")
-
-
-class StackMarks(dict[str, StackRecord]):
-    """What is stacked in an object, by name of the variable; see `add_coords`."""
-
-    __slots__ = ()
-
-    def add(self, name: str, record: StackRecord) -> None:
-        """Add a variable, also by the name that it has in a tree when it has been computed."""
-        self.setdefault(name.replace("/", "."), record)
-        self[name] = record
-
-    # xarray copies encodings deeply with their Dataset; these do not change.
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
 
 class _Group(NamedTuple):
@@ -276,7 +268,7 @@ def add_coords(
     marks: StackMarks,
 ) -> None:
     """Add what a stack has along its dimensions: indices, and attributes that differ."""
-    encoding = {"stack": marks}
+    encoding = marked_encoding(marks)
     for dim, indices in zip(stack.dims, stack.indices, strict=True):
         if dim not in coords:
             values = np.array(indices, np.int64)
@@ -357,7 +349,7 @@ class VariableMaker:
         if self.shared and listed.role is None:
             names = [t.name for t in members.present if t.name in self.shared]
             encoding |= {"shares": {name: self.shared[name] for name in names}} if names else {}
-        encoding["stack"] = StackRecord(
+        record = StackRecord(
             stack.template,
             stack.dims,
             listed.suffix,
@@ -367,6 +359,7 @@ class VariableMaker:
             OpenedMembers(self, members, listed.suffix, axes),
             stack.present,
         )
+        record_stack(encoding, record)
         return LazyVariable.of(dims, array, attrs or None, encoding)
 
     def array(self, name: str, lazy: LazyArray, more: str = "") -> da.Array:

@@ -1,8 +1,6 @@
 """Stacking an open object, and the inverse; choosing tensors by the numbers of their modules.
 
-What was stacked says so in ``encoding["stack"]``: the template of the names, the dimensions and
-the indices along them, and what each member was as a variable of its own. Which members are left
-after a selection, the coordinates tell.
+A stacked variable has a record of its members; see `xckpt.datasets.stack_records`.
 """
 
 from __future__ import annotations
@@ -21,9 +19,18 @@ from xckpt.arrays.keys import target_nbytes
 from xckpt.arrays.lazy import UnreadableArray
 from xckpt.arrays.stacked import AbsentArray, StackedArray, can_be_absent
 from xckpt.datasets.listing import require_join, stacked_modules, warn_of_unknown_modules
-from xckpt.datasets.making import StackMarks, add_coords
-from xckpt.datasets.tensors import Flat, Obj, flatten, member_numbers, member_variables, rebuild
-from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord
+from xckpt.datasets.making import add_coords
+from xckpt.datasets.stack_records import (
+    StackMarks,
+    StackMember,
+    StackMembers,
+    StackRecord,
+    member_variables,
+    record_stack,
+    stack_of,
+)
+from xckpt.datasets.tensors import Flat, Obj, flatten, rebuild
+from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import shown
 from xckpt.labels import tree_paths
 from xckpt.labels.attributes import stack_attrs
@@ -59,18 +66,16 @@ def stack_modules(
 def unstack_modules(obj: Obj) -> Obj:
     """Return every stacked tensor a variable of its own again, the inverse of `stack_modules`."""
     flat = flatten(obj)
-    if not any("stack" in variable.encoding for variable in flat.variables.values()):
+    if not any(map(stack_of, flat.variables.values())):
         copied: Obj = rebuild(obj, flat)
         return copied
     new = Flat({}, {}, flat.coords)
     stacked_dims: set[str] = set()
     for name, variable in flat.variables.items():
-        info = variable.encoding.get("stack")
-        if info is None:
-            members = {name: variable}
-        else:
-            members = member_variables(name, variable, flat.indexes(flat.nodes[name]))
-            stacked_dims.update(info.dims)
+        record = stack_of(variable)
+        if record is not None:
+            stacked_dims.update(record.dims)
+        members = member_variables(name, variable, flat.indexes(flat.nodes[name]))
         for member, unstacked in members.items():
             if member in new.variables:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")
@@ -124,18 +129,17 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
     names: dict[str, dict[tuple[str, int, str | None], set[int]]] = {}
     known: dict[tuple[str | int | None, ...], tuple[str, list[str]]] = {}
     for name, variable in flat.variables.items():
-        record = variable.encoding.get("stack")
+        record = stack_of(variable)
         if record is None:
             apart = parse_name(str(name))
             template: tuple[str | int | None, ...] = apart.template
             each: list[tuple[str | None, set[int]]] = [(None, {int(n)}) for n in apart.indices]
         else:
             try:
-                members = member_numbers(str(name), variable, indexes[flat.nodes[name]])
+                members = StackMembers(str(name), variable, indexes[flat.nodes[name]])
             except ValueError:  # it cannot be told which are left
                 continue
-            along = map(set, zip(*members, strict=True)) if members else [set()] * len(record.dims)
-            left = zip(record.dims, along, strict=True)
+            left = zip(record.dims, map(set, members.along), strict=True)
             pieces = [p for p in record.template if not isinstance(p, str) or is_index(p)]
             each = [(None, {int(p)}) if isinstance(p, str) else next(left) for p in pieces]
             template = tuple(
@@ -163,7 +167,7 @@ def number_sets(obj: xr.Dataset | xr.DataTree) -> list[NumberSet]:
 def _stacks(obj: Any, flat: Flat, only: Collection[str] | None, join: str) -> list[Stack]:
     kinds, others = {}, []
     for name, variable in flat.variables.items():
-        if isinstance(name, str) and "stack" not in variable.encoding:
+        if isinstance(name, str) and stack_of(variable) is None:
             kinds[name] = _kind(variable)
         else:
             others.append(str(name))
@@ -254,7 +258,7 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
         encoding["shares"] = {name: owner for name, owner in shares.items() if owner}
     if "path" in first.encoding:
         encoding["path"] = split_words(each.template)
-    encoding["stack"] = StackRecord(
+    record = StackRecord(
         each.template,
         each.dims,
         "",
@@ -264,6 +268,7 @@ def _stack_variable(each: Stack, flat: Flat, shared: dict[str, Any]) -> xr.Varia
         tuple(each.arrange([_as_member(variable) for variable in variables])),
         each.present,
     )
+    record_stack(encoding, record)
     return LazyVariable.of((*each.dims, *first.dims), data, shared or None, encoding)
 
 
@@ -370,7 +375,7 @@ def _has_any(
     variable: xr.Variable, taken: Mapping[Hashable, Any], indexes: Mapping[Any, xr.Variable]
 ) -> bool:
     """Return whether a variable has a member among what is taken of its stack."""
-    record = variable.encoding.get("stack")
+    record = stack_of(variable)
     if record is None or record.present is None:
         return True
     left = []
@@ -389,7 +394,7 @@ def _numbers_of(
 ) -> dict[str, list[Any]]:
     """Return, for each numbered module that a variable is in, a dimension or its number."""
     found: dict[str, list[Any]] = {}
-    record = variable.encoding.get("stack")
+    record = stack_of(variable)
     if record is None:
         plain = parse_name(name)
         for base, index in zip(plain.modules, plain.indices, strict=True):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.utils import parse_bytes
 
-from xckpt.datasets.variables import LazyVariable, StackMember, StackRecord, preferred_chunks
+from xckpt.datasets.stack_records import StackMembers, stack_of
 from xckpt.elements import BLOCK_TYPES, element_type_of, stored_dtype
-from xckpt.errors import shown, warn
+from xckpt.errors import warn
 from xckpt.index import paused_collector
 from xckpt.labels import TensorFilter, flat_name, select, tree_paths
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -33,11 +31,8 @@ __all__ = [
     "OpenTensors",
     "find",
     "flatten",
-    "member_numbers",
-    "member_variables",
     "no_tensor",
     "rebuild",
-    "remembered",
     "tensor_name",
 ]
 
@@ -97,7 +92,7 @@ def flatten(obj: xr.Dataset | xr.DataTree) -> Flat:
 def tensor_name(path: str, leaf: str, variable: xr.Variable) -> str:
     """Return the flat name of a variable of a tree: that of its tensor, if it is in its place."""
     encoding = variable.encoding
-    stated, record = encoding.get("path"), encoding.get("stack")
+    stated, record = encoding.get("path"), stack_of(variable)
     known = encoding.get("tensor", "") if record is None else drop_indices(record.template)
     name = flat_name(path, leaf, known if stated is None else "")
     if stated is None or ".".join(stated) != name or "tensor" not in encoding:
@@ -139,7 +134,7 @@ class OpenTensors:
         self._indexes = {path: self._flat.indexes(path) for path in self._flat.coords}
         # Which variable has a tensor that is stacked, and the members of these variables.
         self._homes: dict[str, str] = {}
-        self._members: dict[str, _Members] = {}
+        self._members: dict[str, StackMembers] = {}
         self._shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by dimensions
         #: What the summary and the explorer know of each tensor, in file order where it is known.
         with paused_collector():
@@ -162,13 +157,8 @@ class OpenTensors:
     @property
     def stacks(self) -> list[StackedNames]:
         """The tensors that are one variable each, by the dimensions that are left of these."""
-        found = []
-        for name, members in self._members.items():
-            variable = self._flat.variables[name]
-            record: StackRecord = variable.encoding["stack"]
-            dims = tuple([dim if dim in variable.dims else "" for dim in record.dims])
-            found.append(StackedNames(record.template, dims, members.along))
-        return found
+        every = self._members.values()
+        return [StackedNames(m.record.template, m.dims, m.along) for m in every]
 
     @property
     def stacked(self) -> Collection[str]:
@@ -268,7 +258,8 @@ class OpenTensors:
             dtype: Any = encoding["stored_dtype"] if told else variable.dtype
             nbytes: int = encoding["nbytes"] if "nbytes" in encoding else variable.nbytes  # noqa: SIM401
             whole = encoding.get("original_shape", shape)
-            if whole != shape and "stack" not in encoding:  # a selection, or several in one
+            is_stacked = stack_of(variable) is not None
+            if whole != shape and not is_stacked:  # a selection, or several in one
                 nbytes = _part_of(nbytes, shape, whole)
             if dtype not in known:
                 known[dtype] = str(dtype)
@@ -280,7 +271,7 @@ class OpenTensors:
             )
             storage = "" if is_plain else _storage(encoding)
             row = Row(str(name), known[dtype], shape, nbytes, storage)
-            if "stack" in encoding:
+            if is_stacked:
                 yield from self._unstacked(row, variable)
             else:
                 yield row
@@ -288,11 +279,11 @@ class OpenTensors:
     def _unstacked(self, row: Row, variable: xr.Variable) -> Iterator[Row]:
         """Note and list the tensors that are stacked in a variable."""
         try:
-            members = _Members(row.name, variable, self._indexes_of(row.name))
+            members = StackMembers(row.name, variable, self._indexes_of(row.name))
         except ValueError:  # it cannot be told which are left
             yield row
             return
-        record: StackRecord = variable.encoding["stack"]
+        record = members.record
         sizes = zip(variable.dims, variable.shape, strict=True)
         shape = tuple([size for dim, size in sizes if dim not in record.dims])
         count = len(record.members if record.present is None else record.present)
@@ -371,115 +362,6 @@ def _dtype(asked: Any) -> np.dtype[Any] | str:
         return known
 
 
-def member_names(name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> list[str]:
-    """Return the names of the tensors that are stacked in a variable."""
-    if "stack" not in variable.encoding:
-        return [name]
-    return list(_Members(name, variable, indexes).numbers)
-
-
-def member_numbers(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-) -> list[tuple[int, ...]]:
-    """Return the indices of the tensors that a stacked variable still has."""
-    return list(_Members(name, variable, indexes).numbers.values())
-
-
-def member_variables(
-    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-) -> dict[str, xr.Variable]:
-    """Return the variables of the tensors that a stacked variable still has."""
-    members = _Members(name, variable, indexes)
-    return {member: members.variable(member) for member in members.numbers}
-
-
-class _Members:
-    """The tensors of a stacked variable that are left."""
-
-    def __init__(
-        self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
-    ) -> None:
-        record: StackRecord = variable.encoding["stack"]
-        left = tuple([_indices(name, variable, dim, indexes) for dim in record.dims])
-        #: The index of each along the stacked dimensions.
-        places = zip(record.names(left), product(*left), strict=True)
-        self.numbers = {name: numbers for name, numbers in places if name is not None}
-        there = [set(along) for along in zip(*self.numbers.values(), strict=True)]
-        there = there or [set()] * len(left)
-        #: The indices that there are of tensors along each of the stacked dimensions.
-        pairs = zip(left, there, strict=True)
-        self.along = tuple([tuple([n for n in along if n in some]) for along, some in pairs])
-        self._variable, self._record = variable, record
-        self._places = [{number: at for at, number in enumerate(along)} for along in left]
-        self._before = [{number: at for at, number in enumerate(a)} for a in record.indices]
-        data = variable._data  # noqa: SLF001  `data` would load what is not dask's
-        is_made = isinstance(data, da.Array) and data.name == record.array
-        # Whether it has the very array that was stacked.
-        self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
-
-    def place(self, member: str) -> dict[str, int]:
-        """Return the index of one along each stacked dimension that is left."""
-        numbers = zip(self._record.dims, self.numbers[member], strict=True)
-        return {dim: number for dim, number in numbers if dim in self._variable.dims}
-
-    def variable(self, member: str) -> xr.Variable:
-        """Return one of them as a variable of its own."""
-        numbers, record = self.numbers[member], self._record
-        # One that was not there before, as of something computed, has nothing to remember.
-        was: StackMember | None = None
-        if record.members and all(map(dict.__contains__, self._before, numbers)):
-            position = 0
-            for before, number in zip(self._before, numbers, strict=True):
-                position = position * len(before) + before[number]
-            was = record.members[position]
-        was = was or StackMember({}, {}, None)
-        data, dims = was.data, self._variable.dims
-        if data is None or not self._is_whole:
-            places = map(dict.__getitem__, self._places, numbers)
-            key: dict[Any, int] = dict(zip(record.dims, places, strict=True))
-            whole = slice(None)
-            # Not of the array: what is selected of a stored one stays one this way.
-            data = self._variable[tuple([key.get(dim, whole) for dim in dims])].data
-        dims = tuple([dim for dim in dims if dim not in record.dims])
-        now, shared = self._variable.attrs, record.shared_attrs
-        own = {key: value for key, value in was.attrs.items() if key not in shared or key in now}
-        encoding = dict(was.encoding)
-        original_shape = self._variable.encoding.get("original_shape")
-        if original_shape is not None:
-            encoding.setdefault("original_shape", original_shape[len(record.dims) :])
-        if isinstance(data, da.Array):
-            encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
-        return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
-
-
-def remembered(name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]) -> xr.Variable:
-    """Return a variable with the record of its stack, as long as the coordinates tell it.
-
-    What is computed has no encoding; the coordinates that stacking made still have theirs.
-    """
-    if "stack" in variable.encoding:
-        return variable
-    for index in indexes.values():
-        record = index.encoding.get("stack", {}).get(name)
-        if record is not None and _has_indices(variable, record, indexes):
-            variable = variable.copy(deep=False)
-            variable.encoding["stack"] = record
-            break
-    return variable
-
-
-def _has_indices(
-    variable: xr.Variable, record: StackRecord, indexes: Mapping[Any, xr.Variable]
-) -> bool:
-    """Return whether something computed still has what names the tensors it came from."""
-    return all(
-        dim in indexes
-        and "stack" in indexes[dim].encoding
-        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
-        for dim in record.dims
-    )
-
-
 def _datasets(obj: xr.Dataset | xr.DataTree) -> Iterator[tuple[str, xr.Dataset]]:
     if isinstance(obj, xr.Dataset):
         yield "/", obj
@@ -496,26 +378,6 @@ def _dataset(
     new = xr.Dataset(variables, kept, old.attrs)
     new.encoding = dict(old.encoding)
     return new
-
-
-def _indices(
-    name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
-) -> tuple[int, ...]:
-    """Read from a coordinate which indices are left along a stacked dimension."""
-    coord = indexes.get(dim)
-    if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
-        raise ValueError(
-            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
-            "its tensors are left: unstack before that dimension or coordinate is renamed or "
-            "dropped"
-        )
-    values = np.atleast_1d(coord.values)
-    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
-        raise ValueError(
-            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
-            "has something else than whole numbers, or one of them twice"
-        )
-    return tuple(values.tolist())
 
 
 def _part_of(nbytes: int, shape: tuple[int, ...], whole: tuple[int, ...]) -> int:

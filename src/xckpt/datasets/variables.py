@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import dask.array as da
 import numpy as np
@@ -14,12 +12,11 @@ from xarray.core.indexing import ExplicitlyIndexed
 
 from xckpt.arrays.graph import is_stored, read_small, slice_stored
 from xckpt.arrays.keys import normalize
-from xckpt.labels.grids import member_names
 
 if TYPE_CHECKING:
     from xckpt.arrays.keys import Chunks
 
-__all__ = ["LazyVariable", "StackMember", "StackRecord", "preferred_chunks"]
+__all__ = ["LazyVariable", "preferred_chunks"]
 
 
 _DATA: Any = xr.Variable.__dict__["data"]
@@ -118,76 +115,6 @@ def _is_basic(entry: Any) -> bool:
     if entry is Ellipsis:
         return True
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
-
-
-class StackMember(NamedTuple):
-    """What a stacked tensor was, or would be, as a variable of its own.
-
-    Parameters
-    ----------
-    attrs : dict
-        What the file says of it.
-    encoding : dict
-        How it is stored.
-    data : dask.array.Array or None
-        Its lazy array, None where there is none besides the stack.
-    """
-
-    attrs: dict[Any, Any]
-    encoding: dict[Any, Any]
-    data: da.Array | None
-
-
-@dataclass(frozen=True, slots=True)
-class StackRecord:
-    """How a variable was stacked, and what its members were: ``encoding["stack"]``.
-
-    Parameters
-    ----------
-    template : tuple of (str, int or None)
-        The names of the members; see `xckpt.labels.grids.Stack`.
-    dims : tuple of str
-        The dimensions that stacking made.
-    suffix : str
-        What names of members have after the template: the part that is shown.
-    indices : tuple of tuple of int
-        The indices along each dimension when it was stacked.
-    shared_attrs : tuple of str
-        Names of the attributes that all members had in common.
-    array : str or None
-        Name of the dask array that was made; another array is a selection or a result.
-    members : sequence of StackMember
-        What each was, the last dimension fastest; none of something computed.
-    present : frozenset of tuple of int, optional
-        The indices of the members, where there are places without one; see
-        `xckpt.labels.grids.Stack`.
-    """
-
-    template: tuple[str | int | None, ...]
-    dims: tuple[str, ...]
-    suffix: str = ""
-    indices: tuple[tuple[int, ...], ...] = ()
-    shared_attrs: tuple[str, ...] = ()
-    array: str | None = None
-    members: Sequence[StackMember | None] = ()
-    present: frozenset[tuple[int, ...]] | None = None
-
-    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
-        """Return the names of the members with some indices, and None for places without one."""
-        names: list[str | None] = [n + self.suffix for n in member_names(self.template, indices)]
-        if self.present is None:
-            return names
-        if any(map(set.difference, map(set, indices), map(set, self.indices))):
-            raise ValueError(
-                f"along {', '.join(self.dims)} there are other numbers than when it was stacked, "
-                "and some tensors were absent: unstack before the coordinates are changed"
-            )
-        places = product(*indices)
-        return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
-
-    # xarray copies encodings deeply with their Dataset; this never changes.
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
 
 def preferred_chunks(dims: tuple[Any, ...], chunks: Chunks) -> dict[Any, int]:

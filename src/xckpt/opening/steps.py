@@ -12,6 +12,7 @@ from xckpt import formats
 from xckpt.datasets.listing import kind_of, list_arrays
 from xckpt.datasets.making import described, make_dataset
 from xckpt.datasets.options import OpenOptions
+from xckpt.datasets.stack_records import marks_of
 from xckpt.errors import shown, warn
 from xckpt.index import paused_collector
 from xckpt.labels import AxisNamer, select
@@ -273,7 +274,7 @@ def _plain_names(ds: xr.Dataset, dim: str) -> xr.Dataset:
     plain = {name: str(name).removeprefix(f"{dim}.") for name in ds.variables}
     plain = {old: new for old, new in plain.items() if new != old and new not in taken}
     # All coordinates of stacks refer to one mapping of what is stacked, by name.
-    marks: dict[Any, Any] = ds.variables[dim].encoding.get("stack", {})
+    marks = marks_of(ds.variables[dim])
     for old in marks.keys() & plain.keys():
         marks[plain[old]] = marks.pop(old)
     return ds.rename(plain)

@@ -25,7 +25,12 @@ from xckpt.arrays.stacked import StackedArray
 from xckpt.datasets.listing import Listed, list_arrays
 from xckpt.datasets.mappings import as_dataset
 from xckpt.datasets.options import OpenOptions
-from xckpt.datasets.tensors import remembered
+from xckpt.datasets.stack_records import (
+    indices_left,
+    naming_encoding,
+    remember_stack,
+    stack_of,
+)
 from xckpt.datasets.variables import LazyVariable
 from xckpt.errors import locating, shown, some, warn
 from xckpt.index import Index, paused_collector
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from xckpt.arrays.lazy import LazyArray
-    from xckpt.datasets.variables import StackRecord
     from xckpt.opening import OpenPath
     from xckpt.statistics.readers import Reader
     from xckpt.storage import Source
@@ -136,7 +140,7 @@ class Subject:
         self, name: Hashable, each: xr.Variable | Listed, reduced: Collection[Hashable] | None
     ) -> Described:
         encoding = _naming(each)
-        record = encoding.get("stack")
+        record = None if isinstance(each, Listed) else stack_of(each)
         lazy = each.lazy if isinstance(each, Listed) else _lazy_array(each)
         readers: tuple[Reader, ...]
         if lazy is not None and reduced is None and record is None:
@@ -144,7 +148,7 @@ class Subject:
             return Described(name, (), (), readers, encoding, self)
         variable = self.variables[name]
         if reduced is None:
-            stacked = () if record is None else record.dims
+            stacked: tuple[Hashable, ...] = () if record is None else record.dims
             dims = tuple(dim for dim in variable.dims if dim in stacked)
         else:
             dims = tuple(dim for dim in variable.dims if dim not in reduced)
@@ -215,11 +219,11 @@ def member_names(
 
     None is in the place of those that are absent.
     """
-    record = variable.encoding.get("stack")
+    record = stack_of(variable)
     if record is None and not dims:
         return [_flat_name(name, variable.encoding)]
     if record is not None and set(dims) <= set(record.dims):
-        indices = _left(record, coords)
+        indices = indices_left(record, coords)
         if prod(map(len, indices)) == prod(variable.sizes[dim] for dim in dims):
             suffix = _part_suffix(variable.encoding)
             return [n and n.removesuffix(record.suffix) + suffix for n in record.names(indices)]
@@ -227,26 +231,14 @@ def member_names(
     return [f"{name}[{', '.join(map(str, position))}]" for position in positions]
 
 
-def _left(
-    record: StackRecord, coords: Mapping[Hashable, xr.Variable]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the indices that are left along each dimension of a stack."""
-    indices = []
-    for dim, along in zip(record.dims, record.indices, strict=True):
-        coord = coords.get(dim)
-        left = along if coord is None else np.atleast_1d(coord.values).tolist()
-        indices.append(tuple(int(i) for i in left))
-    return tuple(indices)
-
-
 def _absent(
     variable: xr.Variable, dims: tuple[Hashable, ...], coords: Mapping[Hashable, xr.Variable]
 ) -> tuple[Array | None, Array | None]:
     """Find out what of a stack no tensor is in the file for: `Described.gone` and `absent`."""
-    record = variable.encoding.get("stack")
+    record = stack_of(variable)
     if record is None or record.present is None:
         return None, None
-    left = _left(record, coords)
+    left = indices_left(record, coords)
     along = tuple([dim for dim in record.dims if dim in variable.dims])
     shape = _shape(variable, along)
     mask = np.array([name is None for name in record.names(left)], bool)
@@ -301,14 +293,14 @@ def _contents_of(obj: Any, storage_options: dict[str, Any] | None) -> Subject:
     if isinstance(obj, xr.Dataset):
         coords = {name: obj.variables[name] for name in obj.coords}
         variables = {
-            n: remembered(n, v, coords) for n, v in obj.variables.items() if n not in coords
+            n: remember_stack(n, v, coords) for n, v in obj.variables.items() if n not in coords
         }
         return Subject(variables, coords, str(obj.encoding.get("source", "")), obj.attrs)
     if isinstance(obj, xr.DataArray):
         coords = {name: coord.variable for name, coord in obj.coords.items()}
         name = "data" if obj.name is None else obj.name
         return Subject(
-            {name: remembered(name, obj.variable, coords)},
+            {name: remember_stack(name, obj.variable, coords)},
             coords,
             str(obj.encoding.get("source", "")),
         )
@@ -346,7 +338,7 @@ def _tree_contents(tree: xr.DataTree) -> Subject:
         for leaf, variable in node.variables.items():
             if leaf not in inside:
                 path = f"{node.relative_to(tree)}/{leaf}".removeprefix("./")
-                found = remembered(flat_name(node.path, str(leaf)), variable, here)
+                found = remember_stack(flat_name(node.path, str(leaf)), variable, here)
                 name = _flat_name(path, found.encoding)
                 variables[path if name in variables else name] = found
     return Subject(variables, coords, str(tree.root.encoding.get("source", "")), tree.root.attrs)
@@ -414,12 +406,11 @@ def _shape(variable: xr.Variable, dims: tuple[Hashable, ...]) -> tuple[int, ...]
 
 
 def _naming(each: xr.Variable | Listed) -> dict[str, Any]:
-    """Return what names the tensors of a variable."""
+    """Return the encoding that names the tensors of a variable."""
     if isinstance(each, Listed):
         named = {"tensor": each.tensor.name}
         return named if each.role is None else {**named, "part": each.role}
-    known = each.encoding
-    return {key: known[key] for key in ("tensor", "part", "stack") if key in known}
+    return naming_encoding(each)
 
 
 def _flat_name(name: Hashable, encoding: Mapping[Any, Any]) -> str:

@@ -18,6 +18,7 @@ from xckpt.arrays.blocks import BlockArray
 from xckpt.arrays.lazy import LazyArray, SlicedArray
 from xckpt.arrays.scaled import CodebookArray, QuantizedArray
 from xckpt.arrays.sparse import dense_values
+from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import locating, warn
 from xckpt.labels import select
 from xckpt.labels.filters import suggest_filters, suggest_names
@@ -184,7 +185,7 @@ def spectrum(
 
 
 def _has_matrices(variable: xr.Variable) -> bool:
-    record = variable.encoding.get("stack")
+    record = stack_of(variable)
     stacked = () if record is None else record.dims
     inner = [size for dim, size in variable.sizes.items() if dim not in stacked]
     is_float = variable.dtype.kind in "fc" or "float" in variable.dtype.name

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xckpt.datasets.stack_records import stack_of
 from xckpt.errors import shown
 from xckpt.index import paused_collector
 from xckpt.statistics.differences import STATUSES
@@ -119,7 +120,7 @@ def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
     coords = {name: result.variables[name] for name in result.coords}
     found: dict[str, Array] = {}
     for name, variable in _described(result):
-        record = variable.encoding.get("stack")
+        record = stack_of(variable)
         along = tuple([dim for dim in variable.dims if record and dim in record.dims])
         names = member_names(name, variable, along, coords)
         rows = variable.transpose("statistic", *along, ...)[at].to_numpy().reshape(len(names), -1)
@@ -130,7 +131,7 @@ def channel_values(result: xr.Dataset, statistic: str) -> dict[str, Array]:
 
 def matched_names(result: xr.Dataset) -> dict[str, str]:
     """Return the names of tensors of `a` that a comparison found in `b`, and their names there."""
-    stacks = [(v.dims[1:], v.encoding.get("stack")) for _, v in _described(result)]
+    stacks = [(v.dims[1:], stack_of(v)) for _, v in _described(result)]
     if any(set(dims) - set(record.dims if record else ()) for dims, record in stacks):
         raise ValueError("names are of a comparison of whole tensors, without dim=")
     names, values = tensor_rows(result)

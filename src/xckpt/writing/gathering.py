@@ -24,7 +24,8 @@ from xarray.core.indexing import ExplicitlyIndexed
 from xckpt.arrays.dense import DenseArray
 from xckpt.arrays.graph import TensorLayer, is_stored
 from xckpt.arrays.lazy import UnreadableArray
-from xckpt.datasets.tensors import flatten, member_variables, remembered, tensor_name
+from xckpt.datasets.stack_records import is_made_by_stacking, member_variables, remember_stack
+from xckpt.datasets.tensors import flatten, tensor_name
 from xckpt.errors import UnsupportedError, shown
 from xckpt.formats.plan import WantedPart, WantedTensor
 from xckpt.index import Arrangement, Tensor
@@ -167,7 +168,7 @@ def _named_variables(
     for path, coords in flat.coords.items():
         for name, coord in coords.items():
             # What is in the names of the tensors.
-            if "stack" in coord.encoding and (coord.dims != (name,) or name not in used):
+            if is_made_by_stacking(coord) and (coord.dims != (name,) or name not in used):
                 continue
             full = str(name)
             if isinstance(obj, xr.DataTree):
@@ -186,10 +187,7 @@ def _apart(flat: Flat) -> dict[Any, xr.Variable]:
     found: dict[Any, xr.Variable] = {}
     for name, variable in flat.variables.items():
         here = indexes[flat.nodes[name]]
-        stack = remembered(name, variable, here)
-        members = {name: variable}
-        if "stack" in stack.encoding:
-            members = member_variables(name, stack, here)
+        members = member_variables(name, remember_stack(name, variable, here), here)
         for member, unstacked in members.items():
             if member in found:
                 raise ValueError(f"{shown(member)} is a variable, and stacked in {shown(name)} too")

@@ -1,0 +1,328 @@
+"""Records of stacks: which tensors a stacked variable is made of, and what they were before.
+
+Only this module reads and writes ``encoding["stack"]``. For a stacked variable it is a
+`StackRecord`: the template of the names, the dimensions, the indices along them, and each member as
+a variable of its own. The coordinates that stacking made have `StackMarks`, the records by name of
+the variable, since whatever is computed loses its encoding and keeps its coordinates. The
+coordinates also tell which members a selection still has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import dask.array as da
+import numpy as np
+
+from xckpt.datasets.variables import LazyVariable, preferred_chunks
+from xckpt.errors import shown
+from xckpt.labels.grids import member_names
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    import xarray as xr
+
+__all__ = [
+    "StackMarks",
+    "StackMember",
+    "StackMembers",
+    "StackRecord",
+    "indices_left",
+    "is_made_by_stacking",
+    "marked_encoding",
+    "marks_of",
+    "member_variables",
+    "naming_encoding",
+    "record_stack",
+    "remember_stack",
+    "stack_of",
+    "unstacked_encoding",
+]
+
+_KEY = "stack"
+# Keys of an encoding that name the tensors of a variable.
+_NAMING = ("tensor", "part", _KEY)
+
+
+class StackMember(NamedTuple):
+    """A stacked tensor as a variable of its own.
+
+    Parameters
+    ----------
+    attrs : dict
+        Attributes in the file.
+    encoding : dict
+        How it is stored.
+    data : dask.array.Array or None
+        Its lazy array, None if only the stack has it.
+    """
+
+    attrs: dict[Any, Any]
+    encoding: dict[Any, Any]
+    data: da.Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackRecord:
+    """How a variable was stacked, and its members before that.
+
+    Parameters
+    ----------
+    template : tuple of (str, int or None)
+        The names of the members; see `xckpt.labels.grids.Stack`.
+    dims : tuple of str
+        The dimensions that stacking made.
+    suffix : str
+        End of the names of members after the template: the part that is shown.
+    indices : tuple of tuple of int
+        The indices along each dimension when it was stacked.
+    shared_attrs : tuple of str
+        Names of the attributes that all members had in common.
+    array : str or None
+        Name of the dask array that was made; another array is a selection or a result.
+    members : sequence of StackMember
+        The members, the last dimension fastest; empty for something computed.
+    present : frozenset of tuple of int, optional
+        The indices of the members, if there are places without one; see
+        `xckpt.labels.grids.Stack`.
+    """
+
+    template: tuple[str | int | None, ...]
+    dims: tuple[str, ...]
+    suffix: str = ""
+    indices: tuple[tuple[int, ...], ...] = ()
+    shared_attrs: tuple[str, ...] = ()
+    array: str | None = None
+    members: Sequence[StackMember | None] = ()
+    present: frozenset[tuple[int, ...]] | None = None
+
+    def names(self, indices: tuple[tuple[int, ...], ...]) -> list[str | None]:
+        """Return the names of the members with these indices, None for places without one."""
+        names: list[str | None] = [n + self.suffix for n in member_names(self.template, indices)]
+        if self.present is None:
+            return names
+        if any(map(set.difference, map(set, indices), map(set, self.indices))):
+            raise ValueError(
+                f"along {', '.join(self.dims)} there are other numbers than when it was stacked, "
+                "and some tensors were absent: unstack before the coordinates are changed"
+            )
+        places = product(*indices)
+        return [n if at in self.present else None for n, at in zip(names, places, strict=True)]
+
+    # xarray copies encodings deeply with their Dataset; this never changes.
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class StackMarks(dict[str, StackRecord]):
+    """The records of all stacks in an object, by name of the variable."""
+
+    __slots__ = ()
+
+    def add(self, name: str, record: StackRecord) -> None:
+        """Add a variable, also by the name that it has in a tree when it has been computed."""
+        self.setdefault(name.replace("/", "."), record)
+        self[name] = record
+
+    # xarray copies encodings deeply with their Dataset; these do not change.
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+# --- the encoding --------------------------------------------------------------------------------
+
+
+def stack_of(variable: xr.Variable) -> StackRecord | None:
+    """Return the record of a stacked variable, None for other variables."""
+    record: StackRecord | None = variable.encoding.get(_KEY)
+    return record
+
+
+def record_stack(encoding: dict[Any, Any], record: StackRecord) -> None:
+    """Add the record of a stack to the encoding of its variable."""
+    encoding[_KEY] = record
+
+
+def marked_encoding(marks: StackMarks) -> dict[str, Any]:
+    """Return the encoding of a coordinate that stacking makes."""
+    return {_KEY: marks}
+
+
+def marks_of(coord: xr.Variable) -> StackMarks:
+    """Return the records of all stacks in the object of a coordinate that stacking made."""
+    marks: StackMarks = coord.encoding.get(_KEY, StackMarks())
+    return marks
+
+
+def is_made_by_stacking(coord: xr.Variable) -> bool:
+    """Return whether stacking made a coordinate."""
+    return _KEY in coord.encoding
+
+
+def naming_encoding(variable: xr.Variable) -> dict[str, Any]:
+    """Return the part of an encoding that names the tensors of a variable."""
+    encoding = variable.encoding
+    return {key: encoding[key] for key in _NAMING if key in encoding}
+
+
+def unstacked_encoding(variable: xr.Variable) -> dict[Any, Any]:
+    """Return an encoding without the record of the stack."""
+    return {key: value for key, value in variable.encoding.items() if key != _KEY}
+
+
+def remember_stack(
+    name: Any, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> xr.Variable:
+    """Return a variable with the record of its stack, if the coordinates still have it.
+
+    A computed variable has no encoding; the coordinates that stacking made keep theirs.
+    """
+    if _KEY in variable.encoding:
+        return variable
+    for index in indexes.values():
+        record = marks_of(index).get(name)
+        if record is not None and _has_indices(variable, record, indexes):
+            variable = variable.copy(deep=False)
+            record_stack(variable.encoding, record)
+            break
+    return variable
+
+
+def _has_indices(
+    variable: xr.Variable, record: StackRecord, indexes: Mapping[Any, xr.Variable]
+) -> bool:
+    """Return whether the coordinates of a computed variable still name its tensors."""
+    return all(
+        dim in indexes
+        and is_made_by_stacking(indexes[dim])
+        and (indexes[dim].dims == (dim,)) == (dim in variable.dims)
+        for dim in record.dims
+    )
+
+
+# --- the members that are left -------------------------------------------------------------------
+
+
+def indices_left(
+    record: StackRecord, coords: Mapping[Hashable, xr.Variable]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the indices that are left along each dimension; all of them without a coordinate."""
+    indices = []
+    for dim, stacked in zip(record.dims, record.indices, strict=True):
+        coord = coords.get(dim)
+        left = stacked if coord is None else np.atleast_1d(coord.values).tolist()
+        indices.append(tuple(int(index) for index in left))
+    return tuple(indices)
+
+
+def member_variables(
+    name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+) -> dict[str, xr.Variable]:
+    """Return the members that a variable still has, or the variable itself if it is not stacked."""
+    if stack_of(variable) is None:
+        return {name: variable}
+    members = StackMembers(name, variable, indexes)
+    return {member: members.variable(member) for member in members.numbers}
+
+
+class StackMembers:
+    """The members that a stacked variable still has.
+
+    Parameters
+    ----------
+    name : str
+        Name of the variable, for messages.
+    variable : xarray.Variable
+        With a record of its stack.
+    indexes : mapping of str to xarray.Variable
+        The index coordinates of its node.
+
+    Raises
+    ------
+    ValueError
+        If the coordinates do not tell which members are left.
+    """
+
+    def __init__(
+        self, name: str, variable: xr.Variable, indexes: Mapping[Any, xr.Variable]
+    ) -> None:
+        record = stack_of(variable)
+        if record is None:
+            raise ValueError(f"{shown(name)} is not stacked")
+        left = tuple([_checked_indices(name, variable, dim, indexes) for dim in record.dims])
+        names = zip(record.names(left), product(*left), strict=True)
+        #: The indices of each member along the stacked dimensions, by name.
+        self.numbers = {name: numbers for name, numbers in names if name is not None}
+        present = [set(along) for along in zip(*self.numbers.values(), strict=True)]
+        pairs = zip(left, present or [set()] * len(left), strict=True)
+        #: The indices that members have along each stacked dimension.
+        self.along = tuple([tuple([n for n in along if n in some]) for along, some in pairs])
+        self.record = record
+        self._variable = variable
+        self._positions = [{number: at for at, number in enumerate(along)} for along in left]
+        self._old_positions = [{number: at for at, number in enumerate(a)} for a in record.indices]
+        data = variable._data  # noqa: SLF001  `data` would load what is not dask's
+        is_made = isinstance(data, da.Array) and data.name == record.array
+        # Whether it has the very array that was stacked.
+        self._is_whole = is_made and variable.dims[: len(record.dims)] == record.dims
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The stacked dimensions, empty names for those that a selection dropped."""
+        return tuple([dim if dim in self._variable.dims else "" for dim in self.record.dims])
+
+    def place(self, member: str) -> dict[str, int]:
+        """Return the index of a member along each stacked dimension that is left."""
+        numbers = zip(self.record.dims, self.numbers[member], strict=True)
+        return {dim: number for dim, number in numbers if dim in self._variable.dims}
+
+    def variable(self, member: str) -> xr.Variable:
+        """Return a member as a variable of its own."""
+        numbers, record = self.numbers[member], self.record
+        # A member without a past, as of something computed, has nothing to restore.
+        before: StackMember | None = None
+        if record.members and all(map(dict.__contains__, self._old_positions, numbers)):
+            position = 0
+            for positions, number in zip(self._old_positions, numbers, strict=True):
+                position = position * len(positions) + positions[number]
+            before = record.members[position]
+        before = before or StackMember({}, {}, None)
+        data, dims = before.data, self._variable.dims
+        if data is None or not self._is_whole:
+            places = map(dict.__getitem__, self._positions, numbers)
+            key: dict[Any, int] = dict(zip(record.dims, places, strict=True))
+            # Not of the array: a selection of a stored variable stays stored this way.
+            data = self._variable[tuple([key.get(dim, slice(None)) for dim in dims])].data
+        dims = tuple([dim for dim in dims if dim not in record.dims])
+        now, shared = self._variable.attrs, record.shared_attrs
+        own = {key: value for key, value in before.attrs.items() if key not in shared or key in now}
+        encoding = dict(before.encoding)
+        original_shape = self._variable.encoding.get("original_shape")
+        if original_shape is not None:
+            encoding.setdefault("original_shape", original_shape[len(record.dims) :])
+        if isinstance(data, da.Array):
+            encoding["preferred_chunks"] = preferred_chunks(dims, data.chunks)
+        return LazyVariable.of(dims, data, own | dict(now) or None, encoding)
+
+
+def _checked_indices(
+    name: str, variable: xr.Variable, dim: str, indexes: Mapping[Any, xr.Variable]
+) -> tuple[int, ...]:
+    """Return the indices that are left along a stacked dimension, from its coordinate."""
+    coord = indexes.get(dim)
+    if coord is None or (coord.dims == (dim,)) != (dim in variable.dims):
+        raise ValueError(
+            f"{shown(name)} was stacked along {dim!r}, and no coordinate {dim!r} tells which of "
+            "its tensors are left: unstack before that dimension or coordinate is renamed or "
+            "dropped"
+        )
+    values = np.atleast_1d(coord.values)
+    if values.dtype.kind not in "iu" or len(set(values.tolist())) < values.size:
+        raise ValueError(
+            f"the coordinate {dim!r} does not tell which tensors of {shown(name)} are left: it "
+            "has something else than whole numbers, or one of them twice"
+        )
+    return tuple(values.tolist())
